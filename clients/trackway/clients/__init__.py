@@ -1,0 +1,20 @@
+"""Async HTTP clients of the five services, over one shared httpx client per process."""
+
+from trackway.clients.agent import AgentClient
+from trackway.clients.base import CallPolicy, Deadline, ServiceClient, shared_http
+from trackway.clients.reward import RewardClient
+from trackway.clients.rollout import RolloutClient
+from trackway.clients.tools import ToolsClient
+from trackway.clients.trainer import TrainerClient
+
+__all__ = [
+    "AgentClient",
+    "CallPolicy",
+    "Deadline",
+    "RewardClient",
+    "RolloutClient",
+    "ServiceClient",
+    "ToolsClient",
+    "TrainerClient",
+    "shared_http",
+]

@@ -1,0 +1,258 @@
+"""How a service is called: one client factory, one retry policy, one place that turns answers into errors.
+
+Every call has a deadline, which is passed on as `x-request-deadline`; every POST has an `Idempotency-Key`, so that
+asking again is safe. Retried are failures of the transport, errors whose code says retryable, and 5xx without our error
+body (Ray Serve's own, when a replica dies). A retry is an event on the current span.
+"""
+
+import asyncio
+import time
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception,
+    stop_after_attempt,
+    wait_random_exponential,
+)
+
+from trackway.tracing import add_event, inject
+from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
+from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """A moment after which nobody waits any more; Unix time, so that it can cross processes."""
+
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Self:
+        """The moment `seconds` from now."""
+        return cls(time.time() + seconds)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self.at - time.time())
+
+    @property
+    def expired(self) -> bool:
+        """Whether the moment has passed."""
+        return self.remaining == 0.0
+
+    def earlier(self, seconds: float) -> "Deadline":
+        """This deadline, or `seconds` from now if that is earlier."""
+        return Deadline(min(self.at, time.time() + seconds))
+
+
+@dataclass(frozen=True)
+class CallPolicy:
+    """Bounds of one logical call, its retries included."""
+
+    connect_s: float = 5.0
+    """Longest wait for a connection."""
+    read_s: float = 120.0
+    """Longest silence of the server."""
+    total_s: float = 300.0
+    """Longest the whole call may take when the caller gives no deadline."""
+    attempts: int = 5
+    """Tries of one call, the first included."""
+    backoff_s: float = 0.2
+    """First pause before a retry; doubled each time, with full jitter."""
+    max_backoff_s: float = 5.0
+    """Longest pause before a retry."""
+    max_in_flight: int = 256
+    """Requests of one client at once; httpx's pool costs O(n^2) in queued requests, so the queue is ours."""
+
+
+class _NotOurs(Exception):
+    """A 5xx that no service of ours made."""
+
+
+_shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
+
+
+def shared_http() -> httpx.AsyncClient:
+    """The process's HTTP client (one per event loop); timeouts are given per request."""
+    loop = asyncio.get_running_loop()
+    client = _shared.get(loop)
+    if client is None or client.is_closed:
+        limits = httpx.Limits(max_connections=512, max_keepalive_connections=128, keepalive_expiry=5.0)
+        client = _shared[loop] = httpx.AsyncClient(limits=limits, timeout=CallPolicy.read_s)
+    return client
+
+
+class ServiceClient:
+    """Calls one service by base URL; subclasses name its routes."""
+
+    def __init__(self, base_url: str, http: httpx.AsyncClient | None = None, policy: CallPolicy | None = None) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.policy = policy or CallPolicy()
+        self._http = http
+        self._slots = asyncio.Semaphore(self.policy.max_in_flight)
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        """The client given, or the process's shared one."""
+        return self._http or shared_http()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        reply: type[M],
+        body: BaseModel | None = None,
+        session_id: str | None = None,
+        idempotency_key: str | None = None,
+        deadline: Deadline | None = None,
+    ) -> M:
+        """Send one request, again if that can help, and parse the answer.
+
+        Raises:
+            TrackwayError: the service's own error; `unavailable` when every try failed on the way; `deadline_exceeded`.
+        """
+        response = await self.send(
+            method, path, body=body, session_id=session_id, idempotency_key=idempotency_key, deadline=deadline
+        )
+        try:
+            return reply.model_validate_json(response.content)
+        except ValidationError as error:
+            message = f"{method} {self.base_url}{path}: the answer is no {reply.__name__}: {error}"
+            raise TrackwayError(ErrorCode.INTERNAL, message) from error
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: BaseModel | None = None,
+        session_id: str | None = None,
+        idempotency_key: str | None = None,
+        deadline: Deadline | None = None,
+    ) -> httpx.Response:
+        """As `call`, without parsing the answer."""
+        deadline = deadline or Deadline.after(self.policy.total_s)
+        key = idempotency_key or (uuid.uuid4().hex if method == "POST" else None)
+        content = None if body is None else body.model_dump_json().encode()
+        try:
+            async with asyncio.timeout(deadline.remaining):
+                async for attempt in self._retrying():
+                    with attempt:
+                        headers = _headers(session_id, key, deadline)
+                        return await self._once(method, path, content, headers, deadline)
+        except TimeoutError as error:
+            message = (
+                f"{method} {self.base_url}{path}: no answer before the deadline; allow more time or look at /ready"
+            )
+            raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
+        except (httpx.TransportError, _NotOurs) as error:
+            raise self._unavailable(method, path, error) from error
+        raise AssertionError("tenacity returns or raises")
+
+    async def _once(
+        self, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: Deadline
+    ) -> httpx.Response:
+        async with self._slots:
+            response = await self.http.request(
+                method, self.base_url + path, content=content, headers=headers, timeout=self._timeout(deadline)
+            )
+        if response.is_error:
+            raise error_of(response)
+        return response
+
+    @asynccontextmanager
+    async def stream(
+        self, method: str, path: str, *, body: BaseModel | None = None, deadline: Deadline | None = None
+    ) -> AsyncIterator[AsyncIterator[str]]:
+        """The lines of a streamed answer; not retried, since the caller knows which lines it still wants.
+
+        Raises:
+            TrackwayError: the service's own error; `unavailable` when the stream breaks; `deadline_exceeded`.
+        """
+        deadline = deadline or Deadline.after(self.policy.total_s)
+        content = None if body is None else body.model_dump_json().encode()
+        headers = _headers(None, None, deadline)
+        try:
+            async with (
+                asyncio.timeout(deadline.remaining),
+                self._slots,
+                self.http.stream(
+                    method, self.base_url + path, content=content, headers=headers, timeout=self._timeout(deadline)
+                ) as response,
+            ):
+                if response.is_error:
+                    await response.aread()
+                    raise error_of(response)
+                yield response.aiter_lines()
+        except TimeoutError as error:
+            message = f"{method} {self.base_url}{path}: the stream did not end before the deadline; allow more time"
+            raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
+        except (httpx.TransportError, _NotOurs) as error:
+            raise self._unavailable(method, path, error) from error
+
+    def _timeout(self, deadline: Deadline) -> httpx.Timeout:
+        read = max(0.001, min(self.policy.read_s, deadline.remaining))
+        return httpx.Timeout(read, connect=min(self.policy.connect_s, read), pool=read)
+
+    def _retrying(self) -> AsyncRetrying:
+        return AsyncRetrying(
+            stop=stop_after_attempt(self.policy.attempts),
+            wait=wait_random_exponential(self.policy.backoff_s, self.policy.max_backoff_s),
+            retry=retry_if_exception(_worth_retrying),
+            before_sleep=self._tell,
+            reraise=True,
+        )
+
+    def _tell(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        add_event("retry", url=self.base_url, attempt=state.attempt_number, error=repr(error))
+
+    def _unavailable(self, method: str, path: str, error: Exception) -> TrackwayError:
+        message = (
+            f"{method} {self.base_url}{path}: no answer after {self.policy.attempts} tries "
+            f"({type(error).__name__}: {error}); is the service up? `trackway status` says"
+        )
+        return TrackwayError(ErrorCode.UNAVAILABLE, message)
+
+
+def _worth_retrying(error: BaseException) -> bool:
+    if isinstance(error, TrackwayError):
+        return error.retryable
+    return isinstance(error, httpx.TransportError | _NotOurs)
+
+
+def error_of(response: httpx.Response) -> Exception:
+    """The error that a non-2xx answer means."""
+    try:
+        return TrackwayError.from_reply(ErrorReply.model_validate_json(response.content))
+    except ValidationError:
+        text = f"HTTP {response.status_code}: {response.text[:200]}"
+    if response.status_code >= 500 or response.status_code == 408:
+        return _NotOurs(text)
+    message = f"{response.request.method} {response.request.url}: {text}; is this a Trackway service?"
+    return TrackwayError(ErrorCode.INVALID_REQUEST, message)
+
+
+def _headers(session_id: str | None, key: str | None, deadline: Deadline) -> dict[str, str]:
+    given: Mapping[str, str | None] = {
+        "content-type": "application/json",
+        SESSION_ID: session_id,
+        IDEMPOTENCY_KEY: key,
+        REQUEST_DEADLINE: f"{deadline.at:.3f}",
+    }
+    headers = {name: value for name, value in given.items() if value is not None}
+    inject(headers)
+    return headers

@@ -1,0 +1,20 @@
+"""Client of the rollout service."""
+
+from trackway.clients.base import Deadline, ServiceClient
+from trackway.wire.rollout import GenerateReply, GenerateRequest, WeightsReply
+
+
+class RolloutClient(ServiceClient):
+    """Token ids in, token ids and logprobs out; every method raises TrackwayError."""
+
+    async def generate(
+        self, request: GenerateRequest, session_id: str | None = None, deadline: Deadline | None = None
+    ) -> GenerateReply:
+        """Continue one prompt."""
+        return await self.call(
+            "POST", "/generate", reply=GenerateReply, body=request, session_id=session_id, deadline=deadline
+        )
+
+    async def weights(self) -> WeightsReply:
+        """Which weights the replica that answers holds."""
+        return await self.call("GET", "/weights", reply=WeightsReply)

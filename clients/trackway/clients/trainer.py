@@ -1,0 +1,40 @@
+"""Client of the trainer service."""
+
+from collections.abc import AsyncIterator
+
+from trackway.clients.base import Deadline, ServiceClient
+from trackway.wire.trainer import MetricsRow, RunInfo, RunList, RunRequest
+
+
+class TrainerClient(ServiceClient):
+    """Starts, watches and stops runs; every method raises TrackwayError."""
+
+    async def start(self, request: RunRequest) -> RunInfo:
+        """Start a run; answers at once."""
+        return await self.call("POST", "/runs", reply=RunInfo, body=request)
+
+    async def runs(self) -> list[RunInfo]:
+        """Every run."""
+        return (await self.call("GET", "/runs", reply=RunList)).runs
+
+    async def run(self, name: str) -> RunInfo:
+        """Where a run stands."""
+        return await self.call("GET", f"/runs/{name}", reply=RunInfo)
+
+    async def stop(self, name: str) -> RunInfo:
+        """Ask a run to save a checkpoint and end."""
+        return await self.call("POST", f"/runs/{name}/stop", reply=RunInfo)
+
+    async def resume(self, name: str) -> RunInfo:
+        """Go on from a run's last checkpoint."""
+        return await self.call("POST", f"/runs/{name}/resume", reply=RunInfo)
+
+    async def metrics(
+        self, name: str, follow: bool = False, deadline: Deadline | None = None
+    ) -> AsyncIterator[MetricsRow]:
+        """The metrics of each step; with `follow`, until the run ends."""
+        path = f"/runs/{name}/metrics?follow={'true' if follow else 'false'}"
+        async with self.stream("GET", path, deadline=deadline) as lines:
+            async for line in lines:
+                if line:
+                    yield MetricsRow.model_validate_json(line)

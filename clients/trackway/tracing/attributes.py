@@ -1,0 +1,90 @@
+"""The one place that knows how MLflow, Weave and the GenAI conventions spell things.
+
+MLflow reads `mlflow.*` and `gen_ai.*`; Weave reads `weave.span.kind`, `wandb.*`, `gen_ai.*` and
+`mlflow.spanInputs/Outputs`. Keys must form a tree (no key a prefix of another): Weave rejects a span otherwise.
+"""
+
+from enum import Enum
+
+from trackway.wire.trajectory import Tags
+
+MLFLOW_TAG = "mlflow.traceTag."
+"""Prefix of a root attribute that becomes an MLflow trace tag (MLflow >= 3.13)."""
+MLFLOW_TRACE_NAME = "mlflow.traceTag.mlflow.traceName"
+MLFLOW_SPAN_TYPE = "mlflow.spanType"
+MLFLOW_INPUTS = "mlflow.spanInputs"
+MLFLOW_OUTPUTS = "mlflow.spanOutputs"
+MLFLOW_EXPERIMENT_HEADER = "x-mlflow-experiment-id"
+
+WEAVE_KIND = "weave.span.kind"
+WEAVE_ATTRIBUTE = "wandb.attributes."
+"""Prefix of an attribute that becomes a filterable attribute of a Weave call."""
+WEAVE_DISPLAY_NAME = "wandb.display_name"
+WANDB_RUN_ID = "wandb.wb_run_id"
+WANDB_RUN_STEP = "wandb.wb_run_step"
+
+SESSION_ID = "session.id"
+CONVERSATION_ID = "gen_ai.conversation.id"
+OPERATION = "gen_ai.operation.name"
+AGENT_NAME = "gen_ai.agent.name"
+MODEL = "gen_ai.request.model"
+PROVIDER = "gen_ai.provider.name"
+TEMPERATURE = "gen_ai.request.temperature"
+MAX_TOKENS = "gen_ai.request.max_tokens"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+TOOL_NAME = "gen_ai.tool.name"
+TOOL_CALL_ID = "gen_ai.tool.call.id"
+EVALUATION_NAME = "gen_ai.evaluation.name"
+EVALUATION_SCORE = "gen_ai.evaluation.score.value"
+
+SERVICE = "agentic.service"
+"""Which service made the span; the resource's `service.name` would become a flipping tag in MLflow."""
+PROCESS = "agentic.process"
+"""Operating-system pid of the process that made the span."""
+TRAJECTORY_ID = "agentic.trajectory"
+TURN_INDEX = "agentic.turn"
+WEIGHT_VERSION = "agentic.weight_version"
+STOP_REASON = "agentic.stop_reason"
+ERROR_CODE = "agentic.error"
+EXPERIMENT_ID = "agentic.mlflow_experiment"
+"""MLflow experiment that the span belongs to; travels as baggage, since services outlive runs."""
+
+
+class SpanKind(Enum):
+    """A kind of work: MLflow's span type, Weave's kind, the GenAI operation."""
+
+    TRAJECTORY = ("AGENT", "agent", "invoke_agent")
+    TURN = ("CHAIN", "chain", None)
+    CHAT = ("CHAT_MODEL", "llm", "chat")
+    TOOL = ("TOOL", "tool", "execute_tool")
+    REWARD = ("EVALUATOR", "evaluator", None)
+    OPERATION = ("CHAIN", "chain", None)
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """The attributes by which each backend draws this kind."""
+        mlflow, weave, operation = self.value
+        kind = {MLFLOW_SPAN_TYPE: mlflow, WEAVE_KIND: weave}
+        return kind if operation is None else {**kind, OPERATION: operation}
+
+
+def tag_attributes(tags: Tags) -> dict[str, str | int | bool]:
+    """A trajectory's tags for both backends: strings for MLflow (verl's `str()`), native types for Weave."""
+    native: dict[str, str | int | bool] = tags.model_dump()
+    mlflow = {MLFLOW_TAG + key: str(value) for key, value in native.items()}
+    weave = {WEAVE_ATTRIBUTE + key: value for key, value in native.items()}
+    return {**mlflow, **weave}
+
+
+def group_id(tags: Tags) -> str:
+    """`<experiment>/<step>/<sample_index>`: the GRPO group, which is the session of a trace; `val` marks validation."""
+    step = f"val{tags.step}" if tags.validation else str(tags.step)
+    return f"{tags.experiment_name}/{step}/{tags.sample_index}"
+
+
+def display_name(tags: Tags) -> str:
+    """Short name of a trace in a list: `s3/i17/n2`, or `val3/i17/n0`."""
+    step = "val" if tags.validation else "s"
+    return f"{step}{tags.step}/i{tags.sample_index}/n{tags.rollout_n}"

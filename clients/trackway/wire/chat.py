@@ -1,0 +1,49 @@
+"""Messages, tool calls and tool schemas in the OpenAI chat format."""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from trackway.wire.base import WireReply
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class FunctionCall(WireReply):
+    """A function's name and its arguments as a JSON string, as the model wrote them."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(WireReply):
+    """One call that the model asks for."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(WireReply):
+    """One chat message."""
+
+    role: Role
+    content: str
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class FunctionSchema(WireReply):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class ToolSchema(WireReply):
+    """A tool as OpenAI's chat format lists it."""
+
+    type: Literal["function"] = "function"
+    function: FunctionSchema

@@ -1,0 +1,10 @@
+"""The HTTP headers that Trackway's services understand, beside W3C `traceparent` and `tracestate`."""
+
+SESSION_ID = "x-session-id"
+"""Affinity hint: Ray Serve's consistent-hash router keeps one session on one replica."""
+
+IDEMPOTENCY_KEY = "idempotency-key"
+"""A POST that is sent again under the same key is answered from the first answer and never runs twice."""
+
+REQUEST_DEADLINE = "x-request-deadline"
+"""Unix time in seconds, as a decimal number, after which nobody waits for the answer any more."""

@@ -1,0 +1,25 @@
+"""What `/health` and `/ready` answer, the same for every service."""
+
+from pydantic import Field
+
+from trackway.wire.base import WireReply
+
+
+class Health(WireReply):
+    """A living process and the interpreter it runs on: two replicas that differ here are an installation error."""
+
+    service: str
+    status: str = "ok"
+    replica: str
+    pid: int
+    python: str
+    executable: str
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of the packages whose mismatch breaks a deployment: trackway, ray, pydantic, fastapi, torch."""
+
+
+class Ready(WireReply):
+    """Whether the service can do its work now, and if not, why."""
+
+    ready: bool
+    reason: str = ""

@@ -1,0 +1,45 @@
+"""The reward service: score what the model wrote against the ground truth."""
+
+from pydantic import Field, JsonValue
+
+from trackway.wire.base import WireReply, WireRequest
+from trackway.wire.trajectory import Reward
+
+
+class ScoreRequest(WireRequest):
+    """One solution to score; `solution_str` holds the model's own text only (response_mask 1)."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: str
+    method: str | None = None
+    """The scorer's method (`strict` or `flexible` for GSM8K); None takes the scorer's default."""
+    trajectory_id: str | None = None
+    extra_info: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class BatchScoreRequest(WireRequest):
+    """Several solutions; the answers keep the order."""
+
+    requests: list[ScoreRequest] = Field(min_length=1, max_length=4096)
+
+
+class BatchScore(WireReply):
+    """One reward for each request, in order."""
+
+    rewards: list[Reward]
+
+
+class ScorerInfo(WireReply):
+    """A scorer, the data sources it serves, and its methods; the first method is the default."""
+
+    name: str
+    data_sources: list[str]
+    methods: list[str]
+    description: str
+
+
+class ScorerList(WireReply):
+    """Every scorer."""
+
+    scorers: list[ScorerInfo]

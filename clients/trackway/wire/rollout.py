@@ -1,0 +1,94 @@
+"""The rollout service: token ids in, token ids and logprobs out; names are vLLM's `/inference/v1/generate`."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from trackway.wire.base import WireReply, WireRequest
+from trackway.wire.trajectory import WeightSpan
+
+
+class SamplingParams(WireRequest):
+    """How tokens are drawn; logprobs are those of the distribution after temperature, top_k and top_p."""
+
+    temperature: float = Field(default=1.0, ge=0.0)
+    """0 is greedy: the logprobs are then those at temperature 1."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=-1, ge=-1)
+    """-1 or 0 keeps the whole vocabulary."""
+    max_tokens: int = Field(default=256, ge=1)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """Beside the model's own end-of-sequence token; a stop token is part of the output."""
+    ignore_eos: bool = False
+    seed: int | None = None
+    """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch."""
+
+
+class GenerateRequest(WireRequest):
+    """One prompt to continue."""
+
+    request_id: str | None = None
+    token_ids: list[int] = Field(min_length=1)
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    min_weight_version: int = Field(default=0, ge=0)
+    """A replica whose weights are older catches up first, or answers 409 `weights_behind`."""
+    context_start: int = Field(default=0, ge=0)
+    """Index of the first prompt token that no earlier call of this trajectory has shown; for the trace's text."""
+
+
+class TokenLogprob(WireReply):
+    """A sampled token and its natural-log probability under the sampling distribution."""
+
+    token_id: int
+    logprob: float
+
+
+class ChoiceLogprobs(WireReply):
+    """Per-token logprobs, one entry for each id in `token_ids`."""
+
+    content: list[TokenLogprob]
+
+
+class GenerateChoice(WireReply):
+    """One continuation."""
+
+    index: int = 0
+    finish_reason: Literal["stop", "length", "abort"]
+    token_ids: list[int]
+    logprobs: ChoiceLogprobs
+    weight_versions: list[WeightSpan]
+    """Spans over `token_ids`; more than one when weights changed while it was generated."""
+
+
+class Usage(WireReply):
+    """Token counts in OpenAI's names."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class GenerateReply(WireReply):
+    """The continuation of one prompt."""
+
+    request_id: str
+    model: str
+    created: int
+    usage: Usage
+    choices: list[GenerateChoice]
+
+
+class WeightsReply(WireReply):
+    """Which weights a replica holds."""
+
+    version: int
+    latest: int
+    """The newest version that is published; greater than `version` while the replica is behind."""
+    model: str
+    replica: str
+
+
+class PauseRequest(WireRequest):
+    """How to stop: let requests finish, cut them with what they have, or freeze them in place."""
+
+    mode: Literal["wait", "abort", "keep"] = "wait"

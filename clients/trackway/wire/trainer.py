@@ -1,0 +1,73 @@
+"""The trainer service: start a run (202), watch it, stop it, resume it."""
+
+from enum import StrEnum
+
+from pydantic import Field, JsonValue
+
+from trackway.wire.base import WireReply, WireRequest
+
+
+class RunState(StrEnum):
+    """The life of a run; RUN_TRANSITIONS says what may follow what."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    RESTARTING = "restarting"
+    """The learner's process died and is started again from the last checkpoint."""
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    """Ended on request, with a resumable checkpoint."""
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
+    RunState.STARTING: frozenset({RunState.RUNNING, RunState.RESTARTING, RunState.STOPPING, RunState.FAILED}),
+    RunState.RUNNING: frozenset({RunState.FINISHED, RunState.RESTARTING, RunState.STOPPING, RunState.FAILED}),
+    RunState.RESTARTING: frozenset({RunState.RUNNING, RunState.RESTARTING, RunState.STOPPING, RunState.FAILED}),
+    RunState.STOPPING: frozenset({RunState.STOPPED, RunState.FINISHED, RunState.FAILED}),
+    RunState.STOPPED: frozenset({RunState.STARTING}),
+    RunState.FINISHED: frozenset(),
+    RunState.FAILED: frozenset({RunState.STARTING}),
+}
+
+ENDED = frozenset({RunState.STOPPED, RunState.FINISHED, RunState.FAILED})
+
+
+class RunRequest(WireRequest):
+    """Start a run with a resolved configuration in verl's vocabulary."""
+
+    config: dict[str, JsonValue]
+    run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    """The run's name and its folder under the outputs; None takes `trainer.experiment_name`."""
+
+
+class RunInfo(WireReply):
+    """Where a run stands."""
+
+    run: str
+    state: RunState
+    step: int = 0
+    total_steps: int = 0
+    restarts: int = 0
+    message: str = ""
+    folder: str = ""
+    mlflow_uri: str | None = None
+    experiment_id: str | None = None
+    run_id: str | None = None
+    """MLflow's id of this run."""
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """The newest value of each metric."""
+
+
+class RunList(WireReply):
+    """Every run that this service knows."""
+
+    runs: list[RunInfo]
+
+
+class MetricsRow(WireReply):
+    """The metrics of one step; one line of `metrics.jsonl` and of the metrics stream."""
+
+    step: int
+    data: dict[str, float]

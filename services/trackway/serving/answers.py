@@ -1,0 +1,46 @@
+"""Every error answer of a service is made here, in the one shape of wire/errors.py."""
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+logger = logging.getLogger("trackway.serving")
+
+_CODE_OF_STATUS = {401: ErrorCode.UNAUTHORIZED, 404: ErrorCode.NOT_FOUND, 413: ErrorCode.PAYLOAD_TOO_LARGE}
+
+
+def error_response(error: TrackwayError) -> JSONResponse:
+    """The HTTP answer of an error."""
+    return JSONResponse(error.to_reply().model_dump(mode="json"), status_code=error.status)
+
+
+def install_error_answers(app: FastAPI) -> None:
+    """Answer every failure of the app with `{"error": ...}`."""
+    app.add_exception_handler(TrackwayError, _ours)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+
+
+async def _ours(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, TrackwayError)
+    return error_response(error)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    problems = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()]
+    message = f"the request does not fit the schema at /docs: {'; '.join(problems)}"
+    return error_response(TrackwayError(ErrorCode.INVALID_REQUEST, message))
+
+
+async def _http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    code = _CODE_OF_STATUS.get(error.status_code, ErrorCode.INVALID_REQUEST)
+    message = f"{request.method} {request.url.path}: {error.detail}; the routes are listed at /docs"
+    reply = TrackwayError(code, message).to_reply()
+    return JSONResponse(reply.model_dump(mode="json"), status_code=error.status_code, headers=error.headers)

@@ -1,0 +1,118 @@
+"""One FastAPI factory for five services: their routes inside, what they have in common around them."""
+
+import os
+import platform
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import APIRouter, FastAPI, Response
+from fastapi.responses import JSONResponse
+
+from trackway.serving.answers import install_error_answers
+from trackway.serving.idempotency import Idempotency
+from trackway.serving.metrics import RequestMetrics, ServiceMetrics
+from trackway.serving.middleware import BodyLimit, DeadlineLimit, LastResort, TraceContext
+from trackway.serving.settings import ServiceSettings
+from trackway.tracing import Tracing
+from trackway.wire.errors import ErrorReply
+from trackway.wire.health import Health, Ready
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+ReadyCheck = Callable[[], Awaitable[Ready]]
+
+_COMPARED_PACKAGES = ("trackway", "ray", "pydantic", "fastapi", "torch", "transformers")
+
+
+def service_app(
+    service: str,
+    settings: ServiceSettings,
+    *,
+    routers: Sequence[APIRouter],
+    lifespan: Lifespan | None = None,
+    ready: ReadyCheck | None = None,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """The app of a service: its routers, `/health`, `/ready`, `/metrics`, `/docs`, and the shared middleware."""
+    tracing = tracing or Tracing(service, settings.tracing)
+    app = FastAPI(
+        title=f"Trackway {service}",
+        version=version("trackway"),
+        lifespan=_lifespan(tracing, lifespan),
+        responses={"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}},
+    )
+    app.state.settings = settings
+    app.state.tracing = tracing
+    metrics = ServiceMetrics(service, tracing)
+    for router in [*routers, _common_routes(service, settings, metrics, ready)]:
+        app.include_router(router)
+    install_error_answers(app)
+    # Starlette runs the last one added first.
+    app.add_middleware(DeadlineLimit)
+    app.add_middleware(LastResort)
+    app.add_middleware(Idempotency)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(TraceContext, tracing=tracing)
+    app.add_middleware(LastResort)
+    app.add_middleware(RequestMetrics, metrics=metrics)
+    return app
+
+
+def _lifespan(tracing: Tracing, inner: Lifespan | None) -> Lifespan:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            if inner is None:
+                yield
+            else:
+                async with inner(app):
+                    yield
+        finally:
+            tracing.shutdown()
+
+    return lifespan
+
+
+def _common_routes(
+    service: str, settings: ServiceSettings, metrics: ServiceMetrics, ready: ReadyCheck | None
+) -> APIRouter:
+    router = APIRouter(tags=["service"])
+
+    @router.get("/health", response_model=Health)
+    async def health() -> Health:
+        """The process lives; says which interpreter and packages it runs on."""
+        return process_health(service, settings.replica)
+
+    @router.get("/ready", response_model=Ready)
+    async def readiness() -> JSONResponse:
+        """200 when the service can work now, 503 with the reason when not."""
+        state = Ready(ready=True) if ready is None else await ready()
+        return JSONResponse(state.model_dump(), status_code=200 if state.ready else 503)
+
+    @router.get("/metrics")
+    async def prometheus() -> Response:
+        """Metrics of this process in Prometheus' text format."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    return router
+
+
+def process_health(service: str, replica: str) -> Health:
+    """What this process runs on."""
+    versions = {name: found for name in _COMPARED_PACKAGES if (found := _version(name)) is not None}
+    return Health(
+        service=service,
+        replica=replica,
+        pid=os.getpid(),
+        python=platform.python_version(),
+        executable=sys.executable,
+        versions=versions,
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,76 @@
+"""Metrics of one service by OpenTelemetry; `/metrics` shows them in Prometheus' text for a local look."""
+
+import time
+from collections.abc import Callable
+
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.resources import Resource
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trackway.tracing import Tracing
+
+
+class ServiceMetrics:
+    """Requests by route and status, requests in flight, seconds; spans ended, exported and lost."""
+
+    def __init__(self, service: str, tracing: Tracing) -> None:
+        self._registry = CollectorRegistry()
+        reader = PrometheusMetricReader(registry=self._registry)
+        self._provider = MeterProvider([reader], resource=Resource({"service.name": service}), shutdown_on_exit=False)
+        self.meter = self._provider.get_meter("trackway")
+        self.requests = self.meter.create_counter("trackway_requests", description="Requests by route and status")
+        self.in_flight = self.meter.create_up_down_counter("trackway_in_flight", description="Requests in work")
+        self.seconds = self.meter.create_histogram("trackway_request_seconds", unit="s")
+        spans = _span_counts(tracing)
+        self.meter.create_observable_counter("trackway_spans", callbacks=[spans], description="Spans by fate")
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def _span_counts(tracing: Tracing) -> Callable[[CallbackOptions], list[Observation]]:
+    def observe(options: CallbackOptions) -> list[Observation]:
+        stats = tracing.stats()
+        fates = {"ended": stats.ended, "exported": stats.exported, "failed": stats.failed}
+        return [Observation(count, {"fate": fate}) for fate, count in fates.items()]
+
+    return observe
+
+
+class RequestMetrics:
+    """ASGI middleware that counts and times requests by their route's pattern."""
+
+    def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = "aborted"
+        started = time.perf_counter()
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        self.metrics.in_flight.add(1)
+        try:
+            await self.app(scope, receive, watch)
+        finally:
+            labels = {"route": _route(scope), "method": scope["method"], "status": status}
+            self.metrics.in_flight.add(-1)
+            self.metrics.requests.add(1, labels)
+            self.metrics.seconds.record(time.perf_counter() - started, {"route": labels["route"]})
+
+
+def _route(scope: Scope) -> str:
+    route = scope.get("route")
+    return getattr(route, "path", "unmatched")

@@ -1,0 +1,131 @@
+"""What wraps each request, as plain ASGI: trace context, the last-resort error answer, body limit, deadline.
+
+FastAPI's own telemetry is left out on purpose: one span per hop of ours carries the content, and a second one around it
+would only add a row to the tree.
+"""
+
+import asyncio
+import logging
+import time
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trackway.serving.answers import error_response
+from trackway.tracing import Tracing, extracted
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.headers import REQUEST_DEADLINE
+
+logger = logging.getLogger("trackway.serving")
+
+
+class TraceContext:
+    """Continues the caller's trace under this service's tracing."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self.app = app
+        self.tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        with self.tracing.activate(), extracted(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+
+
+class LastResort:
+    """Answers 500 `internal` for an exception that nobody handled, logs it once, and never lets it pass."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except TrackwayError as error:
+            if started:
+                raise
+            await error_response(error)(scope, receive, send)
+        except Exception as error:
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if started:
+                raise
+            message = f"{type(error).__name__}: {error}; this is a defect of the service, its log has the traceback"
+            await error_response(TrackwayError(ErrorCode.INTERNAL, message))(scope, receive, send)
+
+
+class BodyLimit:
+    """Refuses a body longer than `max_bytes`, whether or not it announces its length."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = int(Headers(scope=scope).get("content-length") or 0)
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_bytes:
+                raise self._too_large(received)
+            return message
+
+        async def unless_too_large(message: Message) -> None:
+            # The framework turns an exception while reading the body into a 400 of its own: drop that.
+            if received <= self.max_bytes:
+                await send(message)
+
+        if announced > self.max_bytes:
+            raise self._too_large(announced)
+        await self.app(scope, counted, unless_too_large)
+        if received > self.max_bytes:
+            raise self._too_large(received)
+
+    def _too_large(self, size: int) -> TrackwayError:
+        message = f"expected a body of at most {self.max_bytes} bytes, got {size} or more; send less at once"
+        return TrackwayError(ErrorCode.PAYLOAD_TOO_LARGE, message)
+
+
+class DeadlineLimit:
+    """Gives up at the caller's `x-request-deadline`: nobody waits for the answer any more."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline = Headers(scope=scope).get(REQUEST_DEADLINE) if scope["type"] == "http" else None
+        if deadline is None:
+            await self.app(scope, receive, send)
+            return
+        remaining = _seconds(deadline) - time.time()
+        try:
+            async with asyncio.timeout(remaining):
+                await self.app(scope, receive, send)
+        except TimeoutError as error:
+            message = f"the caller's deadline {deadline} passed while the request was worked on; allow more time"
+            raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
+
+
+def _seconds(deadline: str) -> float:
+    try:
+        return float(deadline)
+    except ValueError as error:
+        message = f"{REQUEST_DEADLINE}: expected Unix time in seconds, got {deadline!r}; send e.g. 1767225600.5"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error

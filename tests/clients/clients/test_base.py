@@ -1,0 +1,134 @@
+"""How a service is called: retries, deadlines, keys, errors."""
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from pydantic import BaseModel
+
+from trackway.clients import CallPolicy, Deadline, ServiceClient
+from trackway.tracing import Tracing, TracingSettings, trajectory_span
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trajectory import Tags
+
+pytestmark = pytest.mark.anyio
+
+FAST = CallPolicy(attempts=3, backoff_s=0.001, max_backoff_s=0.002)
+
+
+class Answer(BaseModel):
+    value: int
+
+
+def client_of(handler: Callable[[httpx.Request], httpx.Response], policy: CallPolicy = FAST) -> ServiceClient:
+    return ServiceClient("http://s/x", httpx.AsyncClient(transport=httpx.MockTransport(handler)), policy)
+
+
+def error_answer(code: ErrorCode) -> httpx.Response:
+    error = TrackwayError(code, "why", have=1)
+    return httpx.Response(error.status, json=error.to_reply().model_dump(mode="json"))
+
+
+class Script:
+    """Answers one after the other and keeps the requests."""
+
+    def __init__(self, *answers: httpx.Response | Exception) -> None:
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+OK = httpx.Response(200, json={"value": 7})
+
+
+async def test_a_services_error_is_raised_again_with_its_code_and_detail() -> None:
+    script = Script(error_answer(ErrorCode.INSTANCE_LOST))
+    with pytest.raises(TrackwayError, match="why") as caught:
+        await client_of(script).call("POST", "/y", reply=Answer)
+    assert (caught.value.code, caught.value.detail) == (ErrorCode.INSTANCE_LOST, {"have": 1})
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        httpx.ConnectError("refused"),
+        httpx.RemoteProtocolError("server disconnected"),
+        httpx.Response(500, text="Internal Server Error"),
+        error_answer(ErrorCode.WEIGHTS_BEHIND),
+    ],
+    ids=["refused", "disconnected", "a 500 that Ray Serve made", "a retryable error"],
+)
+async def test_a_failure_that_asking_again_can_mend_is_retried_under_the_same_key(failure) -> None:
+    script = Script(failure, OK)
+    answer = await client_of(script).call("POST", "/y", reply=Answer)
+    keys = {request.headers["idempotency-key"] for request in script.requests}
+    assert (answer.value, len(script.requests), len(keys)) == (7, 2, 1)
+
+
+async def test_each_call_has_its_own_key() -> None:
+    script = Script(OK, OK)
+    client = client_of(script)
+    await client.call("POST", "/y", reply=Answer)
+    await client.call("POST", "/y", reply=Answer)
+    assert len({request.headers["idempotency-key"] for request in script.requests}) == 2
+
+
+async def test_a_service_that_stays_down_is_unavailable_after_the_last_try() -> None:
+    script = Script(*[httpx.ConnectError("refused")] * 3)
+    with pytest.raises(TrackwayError, match=r"POST http://s/x/y: no answer after 3 tries") as caught:
+        await client_of(script).call("POST", "/y", reply=Answer)
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+
+
+async def test_an_internal_error_of_ours_is_not_retried() -> None:
+    script = Script(error_answer(ErrorCode.INTERNAL), OK)
+    with pytest.raises(TrackwayError):
+        await client_of(script).call("POST", "/y", reply=Answer)
+    assert len(script.requests) == 1
+
+
+async def test_retries_end_at_the_deadline() -> None:
+    policy = CallPolicy(attempts=1000, backoff_s=10.0, max_backoff_s=10.0)
+    client = client_of(Script(*[httpx.ConnectError("refused")] * 1000), policy)
+    with pytest.raises(TrackwayError) as caught:
+        await client.call("POST", "/y", reply=Answer, deadline=Deadline.after(0.05))
+    assert caught.value.code is ErrorCode.DEADLINE_EXCEEDED
+
+
+async def test_deadline_session_and_trace_travel_as_headers() -> None:
+    script = Script(OK)
+    tracing = Tracing("agent", TracingSettings(), InMemorySpanExporter())
+    tags = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=3)
+    deadline = Deadline.after(60)
+    with tracing.activate(), trajectory_span(tags, "t", "t", "a", [], record=True, experiment_id="9") as root:
+        await client_of(script).call("POST", "/y", reply=Answer, session_id="s", deadline=deadline)
+    [request] = script.requests
+    assert request.headers["x-session-id"] == "s"
+    assert request.headers["x-request-deadline"] == f"{deadline.at:.3f}"
+    assert request.headers["traceparent"].split("-")[1] == root.trace_id
+    assert request.headers["baggage"] == "agentic.mlflow_experiment=9"
+
+
+async def test_a_retry_is_an_event_of_the_span_that_waited() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("agent", TracingSettings(), exporter)
+    tags = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=3)
+    with tracing.activate(), trajectory_span(tags, "t", "t", "a", [], record=True):
+        await client_of(Script(httpx.ConnectError("refused"), OK)).call("POST", "/y", reply=Answer)
+    tracing.flush(5)
+    [event] = exporter.get_finished_spans()[0].events
+    assert event.name == "retry" and event.attributes is not None
+    assert event.attributes["attempt"] == 1
+
+
+async def test_an_answer_of_another_shape_names_the_model() -> None:
+    with pytest.raises(TrackwayError, match="is no Answer"):
+        await client_of(Script(httpx.Response(200, json={"other": 1}))).call("GET", "/y", reply=Answer)
