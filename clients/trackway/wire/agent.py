@@ -72,6 +72,8 @@ class GroupRequest(WireRequest):
     min_weight_version: int = Field(default=0, ge=0)
     trace: bool = False
     """Record the traces of this group; decided once, by the caller, for all its rollouts."""
+    trace_experiment_id: str | None = None
+    """MLflow experiment that these traces go to; None takes the agent service's own setting."""
     tools: list[str] | None = None
     """Names of the tools the model is offered; None offers every tool of the server."""
     wandb_run_id: str | None = None

@@ -1,8 +1,9 @@
-"""What `/health` and `/ready` answer, the same for every service."""
+"""What `/health`, `/ready` and `/replicas` answer, the same for every service."""
 
 from pydantic import Field
 
 from trackway.wire.base import WireReply
+from trackway.wire.rollout import WeightsReply
 
 
 class Health(WireReply):
@@ -23,3 +24,17 @@ class Ready(WireReply):
 
     ready: bool
     reason: str = ""
+
+
+class ReplicaInfo(WireReply):
+    """One replica of a service: what it runs on, whether it is ready, and (rollout) which weights it holds."""
+
+    health: Health
+    ready: Ready
+    weights: WeightsReply | None = None
+
+
+class ReplicaList(WireReply):
+    """Every running replica of a service."""
+
+    replicas: list[ReplicaInfo]

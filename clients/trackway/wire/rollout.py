@@ -92,3 +92,28 @@ class PauseRequest(WireRequest):
     """How to stop: let requests finish, cut them with what they have, or freeze them in place."""
 
     mode: Literal["wait", "abort", "keep"] = "wait"
+
+
+class PauseReply(WireReply):
+    """Whether new requests are refused, and who works still (frozen requests count as running)."""
+
+    paused: bool
+    running: int
+    waiting: int
+
+
+class ModelCard(WireReply):
+    """One served model; OpenAI's fields and vLLM's `max_model_len`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "trackway"
+    max_model_len: int
+
+
+class ModelList(WireReply):
+    """OpenAI's answer of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

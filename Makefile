@@ -1,0 +1,70 @@
+# The commands that the README, CONTRIBUTING and CI share. `make help` lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+SEED ?= 0
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Which PyTorch to install: cpu, or what `uv pip install --torch-backend` knows (auto, cu130, ...).
+TORCH_BACKEND ?= cpu
+
+VENV := .venv
+BIN := $(VENV)/bin
+CODE := services clients deploy tests examples benchmarks
+# A machine that keeps wheels of its own (PIP_FIND_LINKS) has its CPU torch there; others take it from PyTorch's index.
+TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend $(TORCH_BACKEND))
+# Byte-compiling at install time halves the start of Ray, MLflow and every service.
+INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
+export OMP_NUM_THREADS := 1
+
+.PHONY: help demo ui test test-fast check format lock picture bench clean
+
+help: ## Show this list.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+demo: $(VENV)/.cpu ## Train the tiny model with all five services and MLflow; SEED=n, ARGS='--keep'.
+	$(BIN)/trackway demo --seed $(SEED) $(ARGS)
+
+ui: $(VENV)/.cpu ## Look at the demo's traces in MLflow.
+	$(BIN)/trackway ui
+
+test: $(VENV)/.dev ## Run the whole test suite; ARGS='-k name' for a part.
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a training run.
+	$(BIN)/python -m pytest -m 'not slow and not e2e' $(ARGS)
+
+check: $(VENV)/.dev ## Check format, lint, types and the floors of the house.
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+lock: $(VENV)/.uv ## Resolve constraints.txt anew.
+	$(BIN)/uv pip compile pyproject.toml --extra dev --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
+	sed -i -E 's/^(torch==[0-9.]+)\+cpu$$/\1/' constraints.txt
+
+picture: $(VENV)/.cpu ## Make the README's pictures from the last demo (needs Chromium).
+	$(BIN)/python docs/pictures.py
+
+clean: ## Remove the environment and every output.
+	rm -rf $(VENV) outputs
+
+$(VENV)/.uv:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "expected Python 3.11 to 3.13, got $$($(PYTHON) --version); set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@touch $@
+
+$(VENV)/.cpu: $(VENV)/.uv pyproject.toml constraints.txt
+	@echo "installing the CPU set (first time: a minute or two)"
+	$(INSTALL) --editable '.[cpu]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
+	@echo "installing the development set (first time: a minute or two)"
+	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.cpu

@@ -1,0 +1,18 @@
+"""Options that several commands share."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trackway.deploy.settings import UpSettings
+
+Outputs = Annotated[Path, typer.Option(help="Folder of runs, weights and logs.", envvar="TRACKWAY_UP_OUTPUTS")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+OUTPUTS = Path("outputs")
+DEMO_OUTPUTS = Path("outputs/demo")
+
+
+def up_settings(**given: Any) -> UpSettings:
+    """Settings from the options that were given; the others keep their defaults."""
+    return UpSettings(**{name: value for name, value in given.items() if value is not None})

@@ -1,0 +1,113 @@
+"""`trackway up | down | status | scale`: the services as a whole."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from trackway.deploy.commands.options import OUTPUTS, Json, Outputs, up_settings
+from trackway.deploy.console import board, print_json, stdout
+from trackway.deploy.errors import UserError
+from trackway.deploy.settings import Deployment
+
+app = typer.Typer()
+
+
+@app.command()
+def up(
+    outputs: Outputs = OUTPUTS,
+    config: Annotated[Path | None, typer.Option(help="Ray Serve config file; default deploy/cpu.yaml.")] = None,
+    model_path: Annotated[Path | None, typer.Option(help="Hugging Face folder of the policy.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the services (8000; 0: any free one).")] = None,
+    dashboard_port: Annotated[int | None, typer.Option(help="Port of Ray's dashboard (8265; 0: any).")] = None,
+    ray_port: Annotated[int | None, typer.Option(help="Port of Ray's control store (6379; 0: any).")] = None,
+    mlflow_port: Annotated[int | None, typer.Option(help="Port of the MLflow server (5000; 0: any).")] = None,
+    mlflow_uri: Annotated[str | None, typer.Option(help="Use this MLflow server instead of starting one.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Start Ray, MLflow and the five services, and wait until they work.  Example: trackway up --port 0"""
+    from trackway.deploy.up import bring_up
+
+    settings = up_settings(
+        outputs=outputs,
+        config=config,
+        model_path=model_path,
+        port=port,
+        dashboard_port=dashboard_port,
+        ray_port=ray_port,
+        mlflow_port=mlflow_port,
+        mlflow_uri=mlflow_uri,
+    )
+    with board(as_json) as shown:
+        deployment = bring_up(settings, shown.report)
+    if as_json:
+        print_json(deployment.model_dump(mode="json", exclude={"token", "serve_config"}))
+        return
+    stdout.print(f"services  {deployment.base_url}/<rollout|tools|reward|agent|trainer>/docs")
+    stdout.print(f"MLflow    {deployment.mlflow_uri}")
+    stdout.print("next      trackway status | trackway train --config-name tiny_demo ... | trackway down")
+
+
+@app.command()
+def down(outputs: Outputs = OUTPUTS) -> None:
+    """Stop everything that `trackway up` started.  Example: trackway down"""
+    from trackway.deploy.up import take_down
+
+    deployment = Deployment.load(outputs.resolve())
+    if deployment is None:
+        stdout.print(f"nothing runs for {outputs}")
+        return
+    with board(quiet=False) as shown:
+        take_down(deployment, shown.report)
+
+
+@app.command()
+def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
+    """Show services, replicas and weight versions.  Example: trackway status --json"""
+    from trackway.deploy.status import service_statuses
+    from trackway.deploy.up import load_running
+
+    deployment = load_running(outputs)
+    statuses = service_statuses(deployment)
+    if as_json:
+        print_json([one.model_dump(mode="json") for one in statuses])
+        return
+    table = Table("service", "status", "replica", "ready", "weights", "pid", box=None)
+    for one in statuses:
+        for replica in one.replicas or [None]:
+            if replica is None:
+                table.add_row(one.service, one.status, "-", escape(one.message[:80]), "", "")
+                continue
+            weights = f"{replica.weights.version} of {replica.weights.latest}" if replica.weights else ""
+            ready = "yes" if replica.ready.ready else escape(replica.ready.reason)
+            table.add_row(one.service, one.status, replica.health.replica, ready, weights, str(replica.health.pid))
+    stdout.print(table)
+    stdout.print(f"services {deployment.base_url}   MLflow {deployment.mlflow_uri}")
+
+
+@app.command()
+def scale(
+    service: Annotated[str, typer.Argument(help="rollout, tools, reward or agent.")],
+    replicas: Annotated[int, typer.Argument(min=1, max=64, help="How many replicas it should have.")],
+    outputs: Outputs = OUTPUTS,
+    as_json: Json = False,
+) -> None:
+    """Give one service another number of replicas while it runs.  Example: trackway scale rollout 2"""
+    from trackway.deploy import status as statuses
+    from trackway.deploy.up import load_running
+
+    if service == "trainer" and replicas != 1:
+        raise UserError("the trainer has exactly one replica: a run is one learner")
+    deployment = load_running(outputs)
+    with board(as_json) as shown:
+        shown.report(service, f"scaling to {replicas}")
+        found = statuses.scale(deployment, service, replicas)
+        shown.report(service, "ready")
+    if as_json:
+        print_json([replica.model_dump(mode="json") for replica in found])
+        return
+    for replica in found:
+        weights = f"weights {replica.weights.version}" if replica.weights else ""
+        stdout.print(f"{service} {replica.health.replica} pid {replica.health.pid} {weights}")

@@ -1,0 +1,55 @@
+"""`trackway tools list | call`: the tool server by hand."""
+
+import asyncio
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from trackway.clients import ToolsClient
+from trackway.deploy.commands.options import OUTPUTS, Json, Outputs
+from trackway.deploy.console import print_json, stdout
+from trackway.deploy.errors import UserError
+from trackway.deploy.up import load_running
+from trackway.wire.tools import OneShotRequest
+
+app = typer.Typer(no_args_is_help=True, help="List and call the tools of a running tool server.")
+
+
+@app.command("list")
+def tools_list(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
+    """Show every tool.  Example: trackway tools list"""
+    found = asyncio.run(ToolsClient(f"{load_running(outputs).base_url}/tools").list())
+    if as_json:
+        print_json([tool.model_dump(mode="json") for tool in found])
+        return
+    for tool in found:
+        parameters = ", ".join(dict(tool.function.parameters.get("properties") or {}))  # pyright: ignore
+        stdout.print(f"{tool.function.name}({parameters})  {escape(tool.function.description)}")
+
+
+@app.command("call")
+def tools_call(
+    name: Annotated[str, typer.Argument(help="Tool, as `trackway tools list` shows it.")],
+    arguments: Annotated[str, typer.Argument(help="Arguments as JSON.")],
+    create_kwargs: Annotated[str, typer.Option(help="What the tool's state needs, as JSON.")] = "{}",
+    outputs: Outputs = OUTPUTS,
+    as_json: Json = False,
+) -> None:
+    """Call a tool once.  Example: trackway tools call calculator '{"expression": "12*7"}'"""
+    request = OneShotRequest(
+        arguments=_json("ARGUMENTS", arguments), create_kwargs=_json("--create-kwargs", create_kwargs)
+    )
+    result = asyncio.run(ToolsClient(f"{load_running(outputs).base_url}/tools").one_shot(name, request))
+    print_json(result) if as_json else stdout.print(escape(result.text))
+
+
+def _json(what: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{what}: expected JSON, got {text!r} ({error}); quote it, e.g. '{{\"a\": 1}}'") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{what}: expected a JSON object, got {text!r}")
+    return value

@@ -1,0 +1,115 @@
+"""What the terminal shows while something takes long: a spinner per component, a bar per run; nothing with --json."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.spinner import Spinner
+from rich.table import Table
+
+from trackway.wire.trainer import RunInfo
+
+stderr = Console(stderr=True)
+stdout = Console()
+
+
+class Board:
+    """One row per component: a spinner while it works, a tick and the seconds when it is ready."""
+
+    def __init__(self, live: Live | None, quiet: bool) -> None:
+        self._live = live
+        self._quiet = quiet
+        self._started = time.monotonic()
+        self._rows: dict[str, Spinner | str] = {}
+        self.seconds: dict[str, float] = {}
+        """When each component was ready, counted from the board's start."""
+
+    def report(self, name: str, state: str) -> None:
+        """Show what a component does; `ready` and `stopped` end its row."""
+        if state not in ("ready", "stopped"):
+            self._rows[name] = Spinner("dots", f"{name} {state}")
+        elif name not in self.seconds:
+            self.seconds[name] = time.monotonic() - self._started
+            self._rows[name] = row = f"[green]✓[/] {name} {state} [dim]{self.seconds[name]:.0f} s[/]"
+            if self._live is None and not self._quiet:
+                stderr.print(row)
+        if self._live is not None:
+            self._live.update(self._table())
+
+    def _table(self) -> Table:
+        table = Table.grid()
+        for row in self._rows.values():
+            table.add_row(row)
+        return table
+
+
+@contextmanager
+def board(quiet: bool) -> Iterator[Board]:
+    """A board that lives as long as the block; with `quiet` it shows nothing, without a terminal lines only."""
+    if quiet or not stderr.is_terminal:
+        yield Board(None, quiet)
+        return
+    with Live(console=stderr, refresh_per_second=8) as live:
+        yield Board(live, quiet)
+
+
+class RunBar:
+    """The progress of a run: step, reward, accuracy, time left."""
+
+    def __init__(self, progress: Progress | None, quiet: bool) -> None:
+        self._progress = progress
+        self._quiet = quiet
+        self._task = None if progress is None else progress.add_task("starting", total=None, detail="")
+        self._shown = -1
+
+    def show(self, info: RunInfo) -> None:
+        """Show where the run stands; without a terminal one line per step."""
+        detail, total = run_detail(info), info.total_steps or None
+        if self._progress is not None and self._task is not None:
+            self._progress.update(
+                self._task, description=info.state.value, completed=info.step, total=total, detail=detail
+            )
+        elif not self._quiet and info.step != self._shown:
+            stderr.print(f"{info.state.value} step {info.step}/{info.total_steps} {detail}")
+            self._shown = info.step
+
+
+def run_detail(info: RunInfo) -> str:
+    """The metrics worth a line: mean reward and validation accuracy."""
+    parts = []
+    if "critic/score/mean" in info.metrics:
+        parts.append(f"reward {info.metrics['critic/score/mean']:.2f}")
+    accuracies = [value for name, value in info.metrics.items() if name.startswith("val-core/") and "/acc/" in name]
+    if accuracies:
+        parts.append(f"accuracy {accuracies[-1]:.2f}")
+    return "  ".join(parts)
+
+
+@contextmanager
+def run_bar(quiet: bool) -> Iterator[RunBar]:
+    """A bar that lives as long as the block; with `quiet` it shows nothing."""
+    if quiet or not stderr.is_terminal:
+        yield RunBar(None, quiet)
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[detail]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=stderr) as progress:
+        yield RunBar(progress, quiet)
+
+
+def print_json(value: BaseModel | Mapping[str, object] | list[object]) -> None:
+    """Machine output: one JSON document on standard output."""
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    sys.stdout.write(json.dumps(plain, indent=2, default=str) + "\n")

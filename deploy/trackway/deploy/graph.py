@@ -1,0 +1,106 @@
+"""The five services as Ray Serve applications: `import_path: trackway.deploy.graph:tools`, `args`: its settings.
+
+A service is a plain FastAPI factory; the one class below hosts any of them on a replica and lets all replicas be asked
+at once. Heavy imports (torch, transformers) happen on the replica, never where the graph is built.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it only from num_cpus; oversubscription costs up to 50x
+
+import importlib
+import uuid
+from collections.abc import Callable
+
+import httpx
+from fastapi import APIRouter, FastAPI
+from ray import serve
+from ray.serve import Application
+
+from trackway.agent.settings import AgentSettings
+from trackway.reward.settings import RewardSettings
+from trackway.rollout.settings import RolloutSettings
+from trackway.serving import ServiceSettings
+from trackway.serving.settings import ServiceName
+from trackway.tools.settings import ToolsSettings
+from trackway.trainer.settings import TrainerSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
+from trackway.wire.rollout import WeightsReply
+
+ASK_REPLICAS_S = 10.0
+"""Longest wait for every replica's answer."""
+
+
+def rollout(args: RolloutSettings) -> Application:
+    """The rollout service."""
+    return _application("rollout", args)
+
+
+def tools(args: ToolsSettings) -> Application:
+    """The tool server."""
+    return _application("tools", args)
+
+
+def reward(args: RewardSettings) -> Application:
+    """The reward service."""
+    return _application("reward", args)
+
+
+def agent(args: AgentSettings) -> Application:
+    """The agent service."""
+    return _application("agent", args)
+
+
+def trainer(args: TrainerSettings) -> Application:
+    """The trainer service."""
+    return _application("trainer", args)
+
+
+class Replica:
+    """Hosts one service's FastAPI app; beside its routes, `/replicas` asks every replica of the deployment."""
+
+    def __init__(self, service: ServiceName, settings: ServiceSettings) -> None:
+        module = importlib.import_module(f"trackway.{service}.app")
+        create_app: Callable[[ServiceSettings], FastAPI] = module.create_app
+        self._service = service
+        self._app = create_app(settings.model_copy(update={"replica": uuid.uuid4().hex[:12]}))
+        self._app.include_router(_replicas_route(service))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+    async def describe(self) -> ReplicaInfo:
+        """What this replica is, asked through its own routes."""
+        transport = httpx.ASGITransport(app=self._app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=ASK_REPLICAS_S) as client:
+            health = Health.model_validate_json((await client.get("/health")).content)
+            ready = Ready.model_validate_json((await client.get("/ready")).content)
+            weights = None
+            if self._service == "rollout" and ready.ready:
+                weights = WeightsReply.model_validate_json((await client.get("/weights")).content)
+        return ReplicaInfo(health=health, ready=ready, weights=weights)
+
+    async def check_health(self) -> None:
+        """Runs on the loop that answers requests: a blocked loop fails the check, the default one would pass."""
+
+
+def _application(service: ServiceName, settings: ServiceSettings) -> Application:
+    return serve.deployment(name=service)(serve.ingress()(Replica)).bind(service, settings)
+
+
+def _replicas_route(service: ServiceName) -> APIRouter:
+    router = APIRouter(tags=["service"])
+
+    @router.get("/replicas", response_model=ReplicaList)
+    async def replicas() -> ReplicaList:
+        """Every running replica of this service."""
+        handle = serve.get_deployment_handle(service, app_name=service)
+        try:
+            found = await handle.broadcast("describe").results_async(timeout_s=ASK_REPLICAS_S)
+        except TimeoutError as error:
+            message = f"not every {service} replica answered within {ASK_REPLICAS_S:.0f} s; ask again"
+            raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
+        return ReplicaList(replicas=sorted(found, key=lambda replica: replica.health.replica))
+
+    return router

@@ -1,0 +1,79 @@
+"""What `trackway up` is told, and the record of what it started."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from trackway.deploy.processes import ProcessRecord
+
+
+def bundled(relative: str) -> Path:
+    """A file of the repository, or its copy inside an installed wheel."""
+    checkout = Path(__file__).resolve().parents[3] / relative
+    return checkout if checkout.exists() else Path(__file__).resolve().parent / "bundled" / Path(relative).name
+
+
+class UpSettings(BaseSettings):
+    """Ports, folders and limits of a local deployment; each also from the environment, as TRACKWAY_UP_<NAME>."""
+
+    model_config = SettingsConfigDict(env_prefix="TRACKWAY_UP_", extra="forbid", protected_namespaces=())
+
+    config: Path = Field(default_factory=lambda: bundled("deploy/cpu.yaml"))
+    """Ray Serve config file: one application per service, with its replicas and settings."""
+    outputs: Path = Path("outputs")
+    """Folder of runs, weights, MLflow's database and logs."""
+    model_path: Path = Field(default_factory=lambda: bundled("examples/tiny/checkpoint"))
+    """Hugging Face folder of the policy."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the services; 0 takes a free one."""
+    dashboard_port: int = Field(default=8265, ge=0, le=65535)
+    """Port of Ray's dashboard and REST API; 0 takes a free one."""
+    ray_port: int = Field(default=6379, ge=0, le=65535)
+    """Port of Ray's control store; 0 takes a free one."""
+    mlflow_port: int = Field(default=5000, ge=0, le=65535)
+    """Port of the MLflow server that is started; 0 takes a free one."""
+    mlflow_uri: str | None = None
+    """An MLflow server that runs already; none is started then."""
+    min_memory_gb: float = 3.0
+    """Refuse to start with less available memory."""
+    start_timeout_s: float = 240.0
+    """Longest wait for everything to run."""
+
+
+class Deployment(BaseModel):
+    """What runs: written by `up`, read by every other command, removed by `down`."""
+
+    base_url: str
+    dashboard_url: str
+    token: str
+    """Ray's bearer token; the file is readable by its owner only."""
+    mlflow_uri: str
+    outputs: Path
+    processes: list[ProcessRecord]
+    serve_config: dict[str, object]
+
+    @property
+    def services(self) -> list[str]:
+        """Names of the deployed services."""
+        applications = self.serve_config["applications"]
+        assert isinstance(applications, list)
+        return [application["name"] for application in applications]
+
+    @staticmethod
+    def path(outputs: Path) -> Path:
+        """Where the record lies."""
+        return outputs / ".deployment" / "deployment.json"
+
+    def save(self) -> None:
+        """Write the record, readable by its owner only."""
+        path = self.path(self.outputs)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(self.model_dump_json(indent=2))
+
+    @classmethod
+    def load(cls, outputs: Path) -> "Deployment | None":
+        """The record, or None when nothing was started."""
+        path = cls.path(outputs)
+        return cls.model_validate_json(path.read_text()) if path.exists() else None

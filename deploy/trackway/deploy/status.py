@@ -1,0 +1,73 @@
+"""Services, replicas and weight versions of a running deployment; and scaling one service alone."""
+
+import time
+
+import httpx
+from pydantic import BaseModel
+
+from trackway.deploy import serve_config
+from trackway.deploy.errors import UserError
+from trackway.deploy.ray_cluster import ServeApi
+from trackway.deploy.settings import Deployment
+from trackway.wire.health import ReplicaInfo, ReplicaList
+
+
+class ServiceStatus(BaseModel):
+    """One service as it runs."""
+
+    service: str
+    status: str
+    url: str
+    replicas: list[ReplicaInfo]
+    message: str = ""
+
+
+def service_statuses(deployment: Deployment) -> list[ServiceStatus]:
+    """Every service's state, and each of its replicas as it describes itself."""
+    states = ServeApi(deployment.dashboard_url, deployment.token).applications()
+    found = []
+    for service in deployment.services:
+        state = states.get(service)
+        url = f"{deployment.base_url}/{service}"
+        status, message = (state.status, state.message) if state else ("NOT_DEPLOYED", "")
+        replicas = _replicas(url) if status == "RUNNING" else []
+        found.append(ServiceStatus(service=service, status=status, url=url, replicas=replicas, message=message))
+    return found
+
+
+def scale(deployment: Deployment, service: str, replicas: int, timeout_s: float = 180.0) -> list[ReplicaInfo]:
+    """Change one service's number of replicas on the running system and wait until exactly so many are ready.
+
+    Rollout replicas are ready when they hold the newest weights. Nothing else restarts, and no request is cut.
+    """
+    config = serve_config.with_replicas(deployment.serve_config, service, replicas)
+    api = ServeApi(deployment.dashboard_url, deployment.token)
+    api.deploy(config)
+    deployment.serve_config = config
+    deployment.save()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        state = api.applications().get(service)
+        if state and state.replicas == {"RUNNING": replicas}:
+            described = _replicas(f"{deployment.base_url}/{service}")
+            if len(described) == replicas and all(_up_to_date(replica) for replica in described):
+                return described
+        if time.monotonic() > deadline:
+            now = state.replicas if state else {}
+            raise UserError(
+                f"{service} has {now} instead of {replicas} replicas after {timeout_s:.0f} s; `trackway status`"
+            )
+        time.sleep(0.3)
+
+
+def _up_to_date(replica: ReplicaInfo) -> bool:
+    weights = replica.weights
+    return replica.ready.ready and (weights is None or weights.version >= weights.latest)
+
+
+def _replicas(url: str) -> list[ReplicaInfo]:
+    try:
+        response = httpx.get(f"{url}/replicas", timeout=30.0, trust_env=False)
+        return ReplicaList.model_validate_json(response.raise_for_status().content).replicas
+    except httpx.HTTPError:
+        return []

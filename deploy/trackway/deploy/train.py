@@ -1,0 +1,75 @@
+"""Starting a run on a running deployment and following it: a bar while it trains, a checkpoint on Ctrl-C."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trackway.clients import TrainerClient
+from trackway.deploy.errors import UserError
+from trackway.deploy.settings import Deployment
+from trackway.trainer.config import RunConfig
+from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
+
+Show = Callable[[RunInfo], None]
+
+_POLL_S = 0.5
+STOP_DEADLINE_S = 180.0
+"""Longest wait for a run to save its checkpoint and end."""
+
+
+def start_run(deployment: Deployment, config: RunConfig, name: str | None = None) -> RunInfo:
+    """Start a run and return at once; raises TrackwayError (a run is active, the name is taken)."""
+    if config.trackway.mlflow_uri is None:
+        own = config.trackway.model_copy(update={"mlflow_uri": deployment.mlflow_uri})
+        config = config.model_copy(update={"trackway": own})
+    request = RunRequest(config=config.model_dump(mode="json"), run=name)
+    return asyncio.run(_client(deployment).start(request))
+
+
+def resume_run(deployment: Deployment, name: str) -> RunInfo:
+    """Go on from a run's last checkpoint."""
+    return asyncio.run(_client(deployment).resume(name))
+
+
+def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
+    """Show a run until it ends; Ctrl-C asks it to save and stop, waits for that, and is raised again.
+
+    Raises:
+        UserError: the run failed.
+    """
+    try:
+        info = asyncio.run(_until_ended(deployment, name, show, deadline_s=None))
+    except KeyboardInterrupt:
+        stop_run(deployment, name, show)
+        raise
+    if info.state is RunState.FAILED:
+        raise UserError(f"run {name} failed: {info.message}; its log is {Path(info.folder) / 'worker.log'}")
+    return info
+
+
+def stop_run(deployment: Deployment, name: str, show: Show) -> RunInfo:
+    """Ask a run to save a checkpoint and end, and wait until it has."""
+
+    async def stop() -> RunInfo:
+        await _client(deployment).stop(name)
+        return await _until_ended(deployment, name, show, STOP_DEADLINE_S)
+
+    return asyncio.run(stop())
+
+
+async def _until_ended(deployment: Deployment, name: str, show: Show, deadline_s: float | None) -> RunInfo:
+    client = _client(deployment)
+    deadline = None if deadline_s is None else time.monotonic() + deadline_s
+    while True:
+        info = await client.run(name)
+        show(info)
+        if info.state in ENDED:
+            return info
+        if deadline is not None and time.monotonic() > deadline:
+            raise UserError(f"run {name} is still {info.state} after {deadline_s:.0f} s; `trackway down` ends it")
+        await asyncio.sleep(_POLL_S)
+
+
+def _client(deployment: Deployment) -> TrainerClient:
+    return TrainerClient(f"{deployment.base_url}/trainer")

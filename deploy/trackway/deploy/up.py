@@ -1,0 +1,172 @@
+"""Starting and stopping a local deployment: Ray and MLflow side by side, then the five services, each watched.
+
+`bring_up` returns only when every service answers `/ready`; whatever goes wrong on the way, what it started is stopped.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+from trackway.deploy import mlflow_server, preflight, processes, ray_cluster, serve_config
+from trackway.deploy.errors import UserError
+from trackway.deploy.interpreters import check_interpreters
+from trackway.deploy.ray_cluster import ServeApi
+from trackway.deploy.settings import Deployment, UpSettings
+
+Report = Callable[[str, str], None]
+"""Called with a component's name and what it is doing; `ready` is the last word."""
+
+_POLL_S = 0.3
+
+
+def bring_up(settings: UpSettings, report: Report) -> Deployment:
+    """Start everything and wait until it works.
+
+    Raises:
+        UserError: something is missing, taken or broken; nothing is left running.
+    """
+    preflight.check(settings)
+    config = serve_config.load(settings.config)
+    settings = settings.model_copy(update={"outputs": settings.outputs.resolve()})
+    deployment = _launch(settings, config)
+    deployment.save()
+    try:
+        _wait_until_ready(deployment, settings, report)
+    except BaseException:
+        take_down(deployment)
+        raise
+    return deployment
+
+
+def take_down(deployment: Deployment, report: Report = lambda name, state: None) -> None:
+    """Stop what was started, services first, and forget it."""
+    for process in deployment.processes:
+        report(process.name, "stopping")
+        processes.stop_tree(process)
+        report(process.name, "stopped")
+    Deployment.path(deployment.outputs).unlink(missing_ok=True)
+
+
+def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
+    port, dashboard_port, ray_port, mlflow_port = (
+        port or preflight.free_port()
+        for port in (settings.port, settings.dashboard_port, settings.ray_port, settings.mlflow_port)
+    )
+    logs = Deployment.path(settings.outputs).parent
+    token = ray_cluster.new_token()
+    started = [ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log")]
+    if settings.mlflow_uri is None:
+        started.append(mlflow_server.start(settings.outputs / "mlflow", mlflow_port))
+    base_url = f"http://127.0.0.1:{port}"
+    mlflow_uri = settings.mlflow_uri or f"http://127.0.0.1:{mlflow_port}"
+    return Deployment(
+        base_url=base_url,
+        dashboard_url=f"http://127.0.0.1:{dashboard_port}",
+        token=token,
+        mlflow_uri=mlflow_uri,
+        outputs=settings.outputs,
+        processes=started,
+        serve_config=_completed(config, settings, base_url, port, mlflow_uri),
+    )
+
+
+def _completed(
+    config: dict[str, object], settings: UpSettings, base_url: str, port: int, mlflow_uri: str
+) -> dict[str, object]:
+    weights_url = str(settings.outputs / "weights")
+    model_path = str(settings.model_path.resolve())
+    return serve_config.complete(
+        config,
+        host="127.0.0.1",
+        port=port,
+        common={"base_url": base_url, "tracing": {"endpoint": f"{mlflow_uri}/v1/traces"}},
+        own={
+            "rollout": {"model_path": model_path, "weights_url": weights_url},
+            "agent": {"model_path": model_path},
+            "trainer": {"outputs_dir": str(settings.outputs), "weights_url": weights_url},
+        },
+    )
+
+
+def _wait_until_ready(deployment: Deployment, settings: UpSettings, report: Report) -> None:
+    deadline = time.monotonic() + settings.start_timeout_s
+    api = ServeApi(deployment.dashboard_url, deployment.token)
+    report("ray", "starting")
+    _wait(deployment, api.answers, "ray", deadline, report)
+    report("ray", "ready")
+    api.deploy(deployment.serve_config)
+    waiting = set(deployment.services)
+    mlflow_waits = settings.mlflow_uri is None
+    while waiting or mlflow_waits:
+        for process in deployment.processes:
+            processes.check_alive(process)
+        if mlflow_waits and _answers(f"{deployment.mlflow_uri}/health"):
+            report("mlflow", "ready")
+            mlflow_waits = False
+        for service in sorted(waiting):
+            if _service_ready(deployment, api, service, report):
+                waiting.discard(service)
+        late = sorted(waiting | ({"mlflow"} if mlflow_waits else set()))
+        _pause(deadline, ", ".join(late), deployment.outputs)
+    check_interpreters(deployment.base_url, deployment.services)
+
+
+def _wait(
+    deployment: Deployment, done: Callable[[], bool], name: str, deadline: float, report: Report, retries: int = 1
+) -> None:
+    """Wait for a process's first answer; a Ray that dies while starting on a busy machine is started once more."""
+    while not done():
+        for position, process in enumerate(deployment.processes):
+            if process.name == name and process.find() is None and retries > 0:
+                retries -= 1
+                report(name, f"did not start ({process.log}); starting it once more")
+                deployment.processes[position] = _again(deployment)
+                deployment.save()
+            else:
+                processes.check_alive(process)
+        _pause(deadline, name, deployment.outputs)
+
+
+def _again(deployment: Deployment) -> processes.ProcessRecord:
+    port = httpx.URL(deployment.dashboard_url).port or 8265
+    log = Deployment.path(deployment.outputs).parent / "ray-retry.log"
+    return ray_cluster.start(preflight.free_port(), port, deployment.token, log)
+
+
+def _service_ready(deployment: Deployment, api: ServeApi, service: str, report: Report) -> bool:
+    state = api.applications().get(service)
+    if state is None:
+        return False
+    if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        raise UserError(f"service {service} did not start:\n{state.message[-1500:]}")
+    if state.status == "RUNNING" and _answers(f"{deployment.base_url}/{service}/ready"):
+        report(service, "ready")
+        return True
+    report(service, "loading" if state.status == "RUNNING" else "starting")
+    return False
+
+
+def _pause(deadline: float, waiting_for: str, outputs: Path) -> None:
+    if time.monotonic() > deadline:
+        logs = Deployment.path(outputs).parent
+        raise UserError(f"no answer in time from {waiting_for}; logs are in {logs} and /tmp/ray/session_latest/logs")
+    time.sleep(_POLL_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def load_running(outputs: Path) -> Deployment:
+    """The deployment of an outputs folder; raises UserError when nothing runs."""
+    deployment = Deployment.load(outputs.resolve())
+    if deployment is None or not any(process.find() for process in deployment.processes):
+        raise UserError(f"nothing runs for {outputs}; start it with `trackway up` (or give --outputs)")
+    os.environ.setdefault("NO_PROXY", "127.0.0.1,localhost")
+    return deployment
