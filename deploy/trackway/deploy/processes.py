@@ -11,6 +11,10 @@ from pydantic import BaseModel
 from trackway.deploy.errors import UserError
 
 
+_children: list[subprocess.Popen[bytes]] = []
+"""Kept so that Python does not complain of a child it forgot; they outlive us on purpose."""
+
+
 class ProcessRecord(BaseModel):
     """A process we started; the start time tells it from a later one with the same pid."""
 
@@ -41,6 +45,7 @@ def start(name: str, command: Sequence[str], env: Mapping[str, str], log: Path) 
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    _children.append(process)
     return ProcessRecord(name=name, pid=process.pid, started=psutil.Process(process.pid).create_time(), log=log)
 
 

@@ -1,0 +1,43 @@
+"""What a user can mend is one line and exit status 2, never a traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trackway.deploy.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["status"], "nothing runs for outputs; start it with `trackway up`"),
+        (["train", "data.trian_batch_size=4"], "unknown key 'data.trian_batch_size'"),
+        (["train", "--config", "nowhere.yaml"], "expected a file nowhere.yaml"),
+        (["up", "--model-path", "nowhere"], "model not found: nowhere/config.json"),
+        (["up", "--config", "nowhere.yaml"], "Ray Serve config not found: nowhere.yaml"),
+        (["traces", "list"], "no MLflow database in outputs"),
+        (["ui"], "no MLflow database in outputs/demo"),
+        (["tools", "call", "calculator", "{broken"], "ARGUMENTS: expected JSON"),
+        (["data", "gsm8k", "--local-dataset-path", "nowhere"], "nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_with_exit_status_2(words: list[str], expected: str, tmp_path: Path) -> None:
+    result = trackway(*words, cwd=tmp_path)
+    assert result.returncode == 2
+    assert expected in result.stderr.replace("\n", " ").replace("  ", " ")
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_help_has_an_example_for_every_command(tmp_path: Path) -> None:
+    for command in (["up"], ["down"], ["status"], ["scale"], ["train"], ["demo"], ["ui"], ["traces", "list"]):
+        result = trackway(*command, "--help", cwd=tmp_path)
+        assert (result.returncode, "Example: trackway" in " ".join(result.stdout.split())) == (0, True), command

@@ -1,0 +1,62 @@
+"""The Serve config: read strictly, completed, scaled."""
+
+from pathlib import Path
+
+import pytest
+
+from trackway.deploy import serve_config
+from trackway.deploy.errors import UserError
+from trackway.deploy.settings import UpSettings
+
+
+@pytest.fixture
+def shipped() -> dict:
+    return serve_config.load(UpSettings().config)
+
+
+def application(config: dict, name: str) -> dict:
+    return next(one for one in config["applications"] if one["name"] == name)
+
+
+def test_the_shipped_file_has_five_services_each_an_application_of_its_own(shipped: dict) -> None:
+    names = [one["name"] for one in shipped["applications"]]
+    assert names == ["rollout", "tools", "reward", "agent", "trainer"]
+    assert [one["route_prefix"] for one in shipped["applications"]] == [f"/{name}" for name in names]
+    assert all(one["deployments"][0]["max_ongoing_requests"] > 5 for one in shipped["applications"])
+
+
+def test_an_unknown_key_at_the_top_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("aplications: []\n")
+    with pytest.raises(UserError, match="unknown key 'aplications'"):
+        serve_config.load(file)
+
+
+def test_a_wrong_value_is_refused_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("applications: [{name: a, import_path: x.y:z, deployments: [{name: a, num_replicas: -1}]}]\n")
+    with pytest.raises(UserError, match="num_replicas"):
+        serve_config.load(file)
+
+
+def test_completing_fills_args_and_the_files_own_words_win(shipped: dict) -> None:
+    application(shipped, "tools")["args"] = {"ttl": 5}
+    completed = serve_config.complete(
+        shipped, host="127.0.0.1", port=1234, common={"base_url": "u", "ttl": 1}, own={"agent": {"model_path": "m"}}
+    )
+    assert completed["http_options"] == {"host": "127.0.0.1", "port": 1234}
+    assert application(completed, "tools")["args"] == {"base_url": "u", "ttl": 5}
+    assert application(completed, "agent")["args"] == {"base_url": "u", "ttl": 1, "model_path": "m"}
+    assert application(shipped, "agent")["args"] == {}
+
+
+def test_scaling_changes_one_number_and_nothing_else(shipped: dict) -> None:
+    changed = serve_config.with_replicas(shipped, "rollout", 3)
+    assert application(changed, "rollout")["deployments"][0].pop("num_replicas") == 3
+    application(shipped, "rollout")["deployments"][0].pop("num_replicas")
+    assert changed == shipped
+
+
+def test_scaling_an_unknown_service_names_the_known_ones(shipped: dict) -> None:
+    with pytest.raises(UserError, match="no service 'rolout' in the deployment; it has rollout, tools"):
+        serve_config.with_replicas(shipped, "rolout", 2)
