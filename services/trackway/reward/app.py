@@ -1,0 +1,69 @@
+"""The reward service over HTTP. Routes only: the work is in service.py."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Body, FastAPI
+from pydantic import JsonValue
+
+from trackway.reward.scorers import Scorer, load_scorers
+from trackway.reward.service import RewardService
+from trackway.reward.settings import RewardSettings
+from trackway.serving import service_app
+from trackway.tracing import Tracing
+from trackway.wire.reward import BatchScore, BatchScoreRequest, ScoreRequest, ScorerList
+from trackway.wire.trajectory import Reward
+
+ONE: dict[str, JsonValue] = {
+    "data_source": "openai/gsm8k",
+    "solution_str": "48 / 2 = 24 clips in May, 48 + 24 = 72 in all.\n#### 72",
+    "ground_truth": "72",
+}
+SCORER: dict[str, JsonValue] = {
+    "name": "gsm8k",
+    "data_sources": ["openai/gsm8k", "trackway/tiny_math"],
+    "methods": ["strict", "flexible", "normalized"],
+    "description": "1.0 when the final answer equals the ground truth, else 0.0.",
+}
+REWARD: dict[str, JsonValue] = {"score": 1.0, "components": {"correct": 1.0, "answered": 1.0}}
+
+
+def create_app(
+    settings: RewardSettings | None = None,
+    scorers: Sequence[Scorer] | None = None,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """The reward service with the scorers given, or the built-in ones and those that the settings name."""
+    settings = settings or RewardSettings()
+    if scorers is None:
+        scorers = load_scorers(settings.extra_scorers)
+    service = RewardService(scorers, settings.score_timeout_s, settings.batch_concurrency)
+    return service_app("reward", settings, routers=[routes(service)], tracing=tracing)
+
+
+def routes(service: RewardService) -> APIRouter:
+    """The service's three routes."""
+    router = APIRouter(tags=["reward"])
+
+    @router.post("/score", responses=_answer(REWARD))
+    async def score(request: Annotated[ScoreRequest, Body(examples=[ONE])]) -> Reward:
+        """Score one solution. 422 unknown_data_source and invalid_request (method) name what there is."""
+        return await service.score(request)
+
+    @router.post("/score/batch", responses=_answer({"rewards": [REWARD]}))
+    async def score_batch(
+        request: Annotated[BatchScoreRequest, Body(examples=[{"requests": [ONE]}])],
+    ) -> BatchScore:
+        """Score several solutions; the rewards keep the order, and one wrong request refuses the whole batch."""
+        return BatchScore(rewards=await service.score_batch(request.requests))
+
+    @router.get("/scorers", responses=_answer({"scorers": [SCORER]}))
+    async def scorers() -> ScorerList:
+        """Every scorer with its data sources and methods; the first method is the default."""
+        return ScorerList(scorers=service.infos())
+
+    return router
+
+
+def _answer(example: JsonValue) -> dict[int | str, dict[str, object]]:
+    return {200: {"content": {"application/json": {"example": example}}}}

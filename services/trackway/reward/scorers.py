@@ -1,0 +1,81 @@
+"""What a scorer is, and which one serves a data source."""
+
+import pkgutil
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from trackway.reward.gsm8k import Gsm8kScorer
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.reward import ScoreRequest, ScorerInfo
+from trackway.wire.trajectory import Reward
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores solutions of some data sources."""
+
+    @property
+    def info(self) -> ScorerInfo:
+        """Name, data sources and methods; the first method is the default."""
+        ...
+
+    async def score(self, request: ScoreRequest, method: str) -> Reward:
+        """Score one solution by one of the scorer's methods; TrackwayError for a request it cannot score."""
+        ...
+
+
+class ScorerRegistry:
+    """Scorers by data source. ValueError when two claim one source."""
+
+    def __init__(self, scorers: Iterable[Scorer]) -> None:
+        self._scorers = list(scorers)
+        self._by_source: dict[str, Scorer] = {}
+        for scorer in self._scorers:
+            for source in scorer.info.data_sources:
+                if source in self._by_source:
+                    raise ValueError(f"expected one scorer for each data source, got two for {source!r}")
+                self._by_source[source] = scorer
+
+    def get(self, data_source: str) -> Scorer:
+        """The scorer of a data source. UNKNOWN_DATA_SOURCE lists the known ones."""
+        scorer = self._by_source.get(data_source)
+        if scorer is None:
+            known = sorted(self._by_source)
+            raise TrackwayError(
+                ErrorCode.UNKNOWN_DATA_SOURCE,
+                f"expected one of the data sources {', '.join(known)}, got {data_source!r}; "
+                "add a scorer for it under extra_scorers",
+                known=[*known],
+            )
+        return scorer
+
+    def infos(self) -> list[ScorerInfo]:
+        """Every scorer."""
+        return [scorer.info for scorer in self._scorers]
+
+
+def method_of(scorer: Scorer, asked: str | None) -> str:
+    """The method asked for, or the scorer's default. INVALID_REQUEST for one it does not have."""
+    methods = scorer.info.methods
+    if asked is None:
+        return methods[0]
+    if asked not in methods:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"{scorer.info.name}: expected one of the methods {', '.join(methods)}, got {asked!r}; "
+            f"leave it out for {methods[0]}",
+            known=[*methods],
+        )
+    return asked
+
+
+def load_scorers(paths: Sequence[str]) -> list[Scorer]:
+    """The built-in scorers and further ones by `pkg.mod:Class`. TypeError for a path that is no Scorer."""
+    return [Gsm8kScorer(), *(_imported(path) for path in paths)]
+
+
+def _imported(path: str) -> Scorer:
+    made = pkgutil.resolve_name(path)()
+    if not isinstance(made, Scorer):
+        raise TypeError(f"expected {path!r} to have `info` and `score` as trackway.reward.scorers.Scorer, got {made!r}")
+    return made

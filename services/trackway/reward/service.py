@@ -1,0 +1,98 @@
+"""The reward service without HTTP: choose the scorer and the method, score as one span, within a deadline."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+
+from trackway.reward.scorers import Scorer, ScorerRegistry, method_of
+from trackway.tracing import SpanHandle, reward_span, token2text
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.reward import ScoreRequest, ScorerInfo
+from trackway.wire.trajectory import Reward
+
+logger = logging.getLogger("trackway.reward")
+
+SHOWN_CHARS = 300
+"""Characters at the end of a solution that a span shows: where the answer stands."""
+
+
+class RewardService:
+    """Scores solutions; every method raises TrackwayError.
+
+    timeout_s: seconds that one score may take. batch_concurrency: scores of one batch at the same time.
+    """
+
+    def __init__(self, scorers: Sequence[Scorer], timeout_s: float, batch_concurrency: int) -> None:
+        self._registry = ScorerRegistry(scorers)
+        self._timeout_s = timeout_s
+        self._batch_concurrency = batch_concurrency
+
+    def infos(self) -> list[ScorerInfo]:
+        """Every scorer."""
+        return self._registry.infos()
+
+    async def score(self, request: ScoreRequest) -> Reward:
+        """Score one solution, as one span."""
+        scorer, method = self._chosen(request)
+        return await self._scored(scorer, method, request)
+
+    async def score_batch(self, requests: Sequence[ScoreRequest]) -> list[Reward]:
+        """Score several, in order; nothing is scored when one of them names an unknown source or method."""
+        chosen = [self._chosen(request) for request in requests]
+        places = asyncio.Semaphore(self._batch_concurrency)
+
+        async def in_turn(scorer: Scorer, method: str, request: ScoreRequest) -> Reward:
+            async with places:
+                return await self._scored(scorer, method, request)
+
+        pairs = zip(chosen, requests, strict=True)
+        try:
+            async with asyncio.TaskGroup() as group:
+                scores = [group.create_task(in_turn(*choice, request)) for choice, request in pairs]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [score.result() for score in scores]
+
+    def _chosen(self, request: ScoreRequest) -> tuple[Scorer, str]:
+        scorer = self._registry.get(request.data_source)
+        return scorer, method_of(scorer, request.method)
+
+    async def _scored(self, scorer: Scorer, method: str, request: ScoreRequest) -> Reward:
+        with reward_span(scorer.info.name) as span:
+            _show_inputs(span, method, request)
+            reward = await self._within_deadline(scorer, method, request)
+            span.score(reward.score)
+            span.outputs({"score": reward.score, **reward.components})
+        return reward
+
+    async def _within_deadline(self, scorer: Scorer, method: str, request: ScoreRequest) -> Reward:
+        name = scorer.info.name
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return _finite(await scorer.score(request, method))
+        except TrackwayError:
+            raise
+        except Exception as error:
+            if deadline.expired():
+                message = f"scorer {name!r}: expected a score within {self._timeout_s:g} s; raise score_timeout_s"
+                raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
+            # The traceback stays here: it does not cross the process.
+            logger.exception("scorer %r failed", name)
+            message = f"scorer {name!r} failed: {type(error).__name__}: {error}; the service's log has the traceback"
+            raise TrackwayError(ErrorCode.INTERNAL, message) from error
+
+
+def _show_inputs(span: SpanHandle, method: str, request: ScoreRequest) -> None:
+    if span.recording:
+        shown = {"data_source": request.data_source, "method": method, "ground_truth": request.ground_truth}
+        text = {"solution_end": request.solution_str[-SHOWN_CHARS:]} if token2text() else {}
+        span.inputs({**shown, **text})
+
+
+def _finite(reward: Reward) -> Reward:
+    # JSON has no NaN: it would reach the client as null, and a trainer as a crash.
+    if not all(math.isfinite(value) for value in (reward.score, *reward.components.values())):
+        raise ValueError(f"expected finite scores, got {reward}")
+    return reward

@@ -1,0 +1,60 @@
+"""GSM8K scoring: find the final answer in a text and compare it with the ground truth.
+
+`strict` and `flexible` agree with verl's `verl/utils/reward_score/gsm8k.py` on every text, quirks included (`#### 18.`
+is wrong for 18, flexible keeps commas): rewards must not change when a run moves over. `normalized` is the lenient
+reading, and is used only when it is asked for by name.
+"""
+
+import re
+from decimal import Decimal, InvalidOperation
+from enum import StrEnum
+
+WINDOW = 300
+"""Characters at the end of a solution that are looked at; verl's bound, which keeps the regex cheap on long texts."""
+
+_STRICT = re.compile(r"#### (-?[0-9.,]+)")
+_FLEXIBLE = re.compile(r"-?[0-9.,]+")
+_NORMALIZED = re.compile(r"####\s*(-?\s*\$?\s*-?[0-9.,]+)")
+
+
+class Method(StrEnum):
+    """How the final answer is found and compared; the first is the default."""
+
+    STRICT = "strict"
+    """The last `#### <number>`, commas removed, equal to the truth as a string."""
+    FLEXIBLE = "flexible"
+    """The last number anywhere, commas kept, equal to the truth as a string."""
+    NORMALIZED = "normalized"
+    """The last `####` number, compared by value: `$1,000.`, `1000.0` and `1000` are the same."""
+
+
+def extract(solution: str, method: Method = Method.STRICT) -> str | None:
+    """The final answer as `method` reads it from the last 300 characters; None when there is none."""
+    tail = solution[-WINDOW:]
+    match method:
+        case Method.STRICT:
+            found = _STRICT.findall(tail)
+            return found[-1].replace(",", "") if found else None
+        case Method.FLEXIBLE:
+            return next((number for number in reversed(_FLEXIBLE.findall(tail)) if number != "."), None)
+        case Method.NORMALIZED:
+            found = _NORMALIZED.findall(tail)
+            return _plain(found[-1]) if found else None
+
+
+def score(solution: str, ground_truth: str, method: Method = Method.STRICT) -> float:
+    """1.0 when the final answer is the ground truth, else 0.0."""
+    answer = extract(solution, method)
+    if answer is None:
+        return 0.0
+    truth = _plain(ground_truth) if method is Method.NORMALIZED else ground_truth
+    return 1.0 if answer == truth else 0.0
+
+
+def _plain(number: str) -> str | None:
+    """`-$1,000.50` as `-1000.5`: one spelling for each value, None when it is not one number."""
+    try:
+        value = Decimal(re.sub(r"[$,\s]", "", number).rstrip("."))
+    except InvalidOperation:
+        return None
+    return format(value.normalize(), "f") if value else "0"

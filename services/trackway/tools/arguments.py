@@ -1,0 +1,54 @@
+"""Check a call's arguments against the tool's JSON schema, and say what is wrong in words that a model can act on."""
+
+from collections.abc import Iterator
+
+from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from pydantic import JsonValue
+
+from trackway.tools.base import ToolInputError
+from trackway.wire.chat import ToolSchema
+
+MAX_MESSAGE_CHARS = 1000
+"""A wrong value may be long, and the message becomes an observation."""
+
+
+class ArgumentCheck:
+    """The compiled parameter schema of one tool; unknown arguments are refused unless the schema allows them.
+
+    ValueError when the schema itself is not a valid JSON schema.
+    """
+
+    def __init__(self, schema: ToolSchema) -> None:
+        function = schema.function
+        self._tool = function.name
+        self._known = sorted(_properties(function.parameters))
+        parameters = {"type": "object", "additionalProperties": False, **function.parameters}
+        try:
+            Draft202012Validator.check_schema(parameters)
+        except SchemaError as error:
+            raise ValueError(f"tool {self._tool!r}: expected a JSON schema, got: {error.message}") from error
+        self._validator = Draft202012Validator(parameters)
+
+    def __call__(self, arguments: dict[str, JsonValue]) -> None:
+        """Pass, or raise ToolInputError that names every wrong argument."""
+        problems = [text for error in self._validator.iter_errors(arguments) for text in self._texts(error)]
+        if problems:
+            message = f"{self._tool}: {'; '.join(problems)}; expected arguments: {', '.join(self._known)}"
+            raise ToolInputError(message[:MAX_MESSAGE_CHARS], tool=self._tool)
+
+    def _texts(self, error: ValidationError) -> Iterator[str]:
+        if error.path:
+            yield f"argument '{'.'.join(str(part) for part in error.path)}': {error.message}"
+        elif error.validator == "required" and isinstance(error.instance, dict):
+            # jsonschema reports each missing name on its own and quotes it in the message.
+            yield f"missing argument: {error.message}"
+        elif error.validator == "additionalProperties" and isinstance(error.instance, dict):
+            unknown = sorted(set(error.instance) - set(self._known))
+            yield f"unknown argument: {', '.join(repr(name) for name in unknown)}"
+        else:
+            yield error.message
+
+
+def _properties(parameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    properties = parameters.get("properties")
+    return properties if isinstance(properties, dict) else {}

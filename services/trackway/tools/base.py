@@ -1,0 +1,98 @@
+"""What a tool is: four async methods around a state that lives as long as the trajectory.
+
+The class is verl's `verl/tools/base_tool.py` in spirit (create, execute, calc_reward, release); unlike there, one
+instance answers all the calls of a trajectory. A tool keeps its state by instance id. The server around it sees to
+deadlines, concurrency, argument checks and output size, so a tool holds nothing but its own subject.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from trackway.wire.chat import ToolSchema
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.tools import ToolResult
+
+ToolConfig = dict[str, JsonValue]
+
+
+class ToolInputError(TrackwayError):
+    """The caller's mistake (422); the message is shown to the model, so it says what to do better."""
+
+    def __init__(self, message: str, **detail: JsonValue) -> None:
+        super().__init__(ErrorCode.INVALID_REQUEST, message, **detail)
+
+
+class ToolLimits(BaseModel):
+    """Bounds around every call of a tool; a tool's config may set each of them for that tool."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    call_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds that one create, execute, reward or release may run."""
+    wait_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a call may wait for its instance and for a free place of its tool."""
+    tool_concurrency: int = Field(default=64, ge=1)
+    """Calls of one tool that run at the same time on this replica."""
+    max_output_chars: int = Field(default=16384, ge=1)
+    """Characters of a result's text that are kept."""
+
+    def narrowed(self, config: Mapping[str, JsonValue]) -> "ToolLimits":
+        """These limits with a tool's own in place, where its config names them; a config can lower, never raise."""
+        own = ToolLimits.model_validate(config)
+        bounds = {name: min(getattr(own, name), getattr(self, name)) for name in own.model_fields_set}
+        return self.model_copy(update=bounds)
+
+
+class BaseTool(ABC):
+    """One tool of the server.
+
+    config: the tool's own settings, and any of ToolLimits' fields.
+    tool_schema: the OpenAI function schema that the model sees; arguments are checked against it before `execute`.
+    """
+
+    default_schema: ClassVar[ToolSchema | None] = None
+    default_config: ClassVar[ToolConfig] = {}
+
+    def __init__(self, config: ToolConfig, tool_schema: ToolSchema) -> None:
+        self.config = config
+        self.tool_schema = tool_schema
+
+    @classmethod
+    def default(cls, config: ToolConfig | None = None) -> Self:
+        """The tool with its own schema and config, `config` laid over it. TypeError for a class without a schema."""
+        if cls.default_schema is None:
+            raise TypeError(f"expected {cls.__qualname__}.default_schema to be a ToolSchema, got None; set it")
+        return cls({**cls.default_config, **(config or {})}, cls.default_schema)
+
+    @property
+    def name(self) -> str:
+        """The name by which the model and the REST routes call the tool."""
+        return self.tool_schema.function.name
+
+    def coerce(self, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """The arguments as this tool reads them, before they meet the schema; by default as they are."""
+        return arguments
+
+    async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
+        """Make the state of one trajectory. ToolInputError when a kwarg is missing or wrong.
+
+        When it raises, nothing may be left: `release` is called for created instances only.
+        """
+        return None
+
+    @abstractmethod
+    async def execute(
+        self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
+    ) -> ToolResult:
+        """One call. ToolInputError when the arguments make no sense; any other exception is the tool's failure."""
+
+    async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
+        """The reward of the instance over its whole life."""
+        return 0.0
+
+    async def release(self, instance_id: str, /) -> None:
+        """Forget the state; called once for each created instance, also when it expired."""
+        return None

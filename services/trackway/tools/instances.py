@@ -1,0 +1,191 @@
+"""The life of tool instances: a table of transitions, ids that say who made them, a bounded number, an idle limit.
+
+    CREATING -created-> IDLE <-begin/end-> BUSY        (calls of one instance run one after another)
+       `-release-> RELEASED <-release- IDLE            (also when the creation failed or the idle limit passed)
+
+This module only keeps the books; it calls no tool. An id is `<replica>-<start>-<uuid>`: with the prefix of another
+replica, or of this one before it restarted, the instance is lost; with ours it was released or expired.
+"""
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from trackway.tools.base import BaseTool
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+Clock = Callable[[], float]
+
+
+class State(StrEnum):
+    """Where an instance is in its life."""
+
+    CREATING = "creating"
+    IDLE = "idle"
+    BUSY = "busy"
+    RELEASED = "released"
+
+
+class Event(StrEnum):
+    """What moves an instance on."""
+
+    CREATED = "created"
+    BEGIN = "begin"
+    END = "end"
+    RELEASE = "release"
+
+
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (State.CREATING, Event.CREATED): State.IDLE,
+    (State.CREATING, Event.RELEASE): State.RELEASED,
+    (State.IDLE, Event.BEGIN): State.BUSY,
+    (State.BUSY, Event.END): State.IDLE,
+    (State.IDLE, Event.RELEASE): State.RELEASED,
+}
+"""Every step that an instance may take; any other is an error."""
+
+
+@dataclass
+class Instance:
+    """One tool's state for one trajectory."""
+
+    id: str
+    tool: BaseTool
+    session_id: str | None
+    used_at: float
+    state: State = State.CREATING
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def move(self, event: Event) -> None:
+        """Take one step of the table. CONFLICT when there is no such step."""
+        step = TRANSITIONS.get((self.state, event))
+        if step is None:
+            raise TrackwayError(
+                ErrorCode.CONFLICT,
+                f"instance {self.id}: expected a state from which {event.value!r} leads on, got {self.state.value!r}",
+            )
+        self.state = step
+
+
+class InstanceTable:
+    """The instances of this replica.
+
+    replica: name of this process, 4 to 32 letters and digits.
+    max_instances: how many may live at once; one more is OVERLOADED.
+    ttl_s: seconds without a call after which an instance is given up.
+    clock: monotonic seconds.
+    """
+
+    def __init__(self, replica: str, max_instances: int, ttl_s: float, clock: Clock = time.monotonic) -> None:
+        # A replica may be named by its operator and restart under that name, without its instances.
+        self.prefix = f"{replica}-{uuid.uuid4().hex[:8]}"
+        self._max_instances = max_instances
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._instances: dict[str, Instance] = {}
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    @property
+    def full(self) -> bool:
+        """Whether one more would be OVERLOADED."""
+        return len(self._instances) >= self._max_instances
+
+    def add(self, tool: BaseTool, session_id: str | None) -> Instance:
+        """A new instance in state CREATING. OVERLOADED when there is no room."""
+        if self.full:
+            raise TrackwayError(
+                ErrorCode.OVERLOADED,
+                f"expected fewer than {self._max_instances} tool instances on this replica; "
+                "release instances, wait for idle ones to expire, or raise max_instances",
+            )
+        instance = Instance(f"{self.prefix}-{uuid.uuid4().hex}", tool, session_id, self._clock())
+        self._instances[instance.id] = instance
+        return instance
+
+    def created(self, instance: Instance) -> None:
+        """The tool has made its state: calls may begin, and the idle time counts."""
+        instance.used_at = self._clock()
+        instance.move(Event.CREATED)
+
+    def get(self, instance_id: str) -> Instance:
+        """A living instance. INSTANCE_LOST for another replica's id, INSTANCE_NOT_FOUND for any other unknown one."""
+        instance = self._instances.get(instance_id)
+        if instance is None:
+            raise self._absent(instance_id)
+        return instance
+
+    @asynccontextmanager
+    async def held(self, instance: Instance, wait_timeout_s: float) -> AsyncIterator[Instance]:
+        """BUSY inside the block; waits for the call before it. OVERLOADED when that takes too long."""
+        async with acquired(instance.lock, wait_timeout_s, f"instance {instance.id}"):
+            if instance.state is State.RELEASED:
+                raise self._absent(instance.id)
+            instance.move(Event.BEGIN)
+            try:
+                yield instance
+            finally:
+                instance.used_at = self._clock()
+                instance.move(Event.END)
+
+    async def retire(self, instance: Instance, wait_timeout_s: float) -> None:
+        """Take an instance out of the books, after the call that it is in. INSTANCE_NOT_FOUND when that was done."""
+        async with acquired(instance.lock, wait_timeout_s, f"instance {instance.id}"):
+            if instance.state is State.RELEASED:
+                raise self._absent(instance.id)
+            self.strike(instance)
+
+    def strike(self, instance: Instance) -> None:
+        """Take an instance out of the books at once: nobody can be in a call of it."""
+        instance.move(Event.RELEASE)
+        del self._instances[instance.id]
+
+    def take_expired(self) -> list[Instance]:
+        """Take those out of the books that had no call for longer than the idle limit.
+
+        In one step, so that no call can begin on an instance that is being given up.
+        """
+        horizon = self._clock() - self._ttl_s
+        idle = [one for one in self._instances.values() if one.state is State.IDLE and one.used_at < horizon]
+        for instance in idle:
+            self.strike(instance)
+        return idle
+
+    def everything(self) -> list[Instance]:
+        """All that live, for the end of the process."""
+        return list(self._instances.values())
+
+    def _absent(self, instance_id: str) -> TrackwayError:
+        well_formed = re.fullmatch("[0-9a-z]{4,32}-[0-9a-f]{8}-[0-9a-f]{32}", instance_id) is not None
+        if well_formed and not instance_id.startswith(f"{self.prefix}-"):
+            return TrackwayError(
+                ErrorCode.INSTANCE_LOST,
+                f"expected an instance of replica {self.prefix}, got {instance_id}, made by another replica; "
+                "send x-session-id with every call, or create the instance again and replay its calls",
+            )
+        return TrackwayError(
+            ErrorCode.INSTANCE_NOT_FOUND,
+            f"expected a living instance, got {instance_id!r}: never made here, released, or idle for more than "
+            f"{self._ttl_s:g} s; POST /instances makes a new one",
+        )
+
+
+@asynccontextmanager
+async def acquired(place: asyncio.Lock | asyncio.Semaphore, wait_timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Hold a lock or a place of a semaphore. OVERLOADED when none comes free within `wait_timeout_s` seconds."""
+    try:
+        async with asyncio.timeout(wait_timeout_s):
+            await place.acquire()
+    except TimeoutError as error:
+        message = f"{what}: expected a free place within {wait_timeout_s:g} s; ask again later, or add replicas"
+        raise TrackwayError(ErrorCode.OVERLOADED, message) from error
+    try:
+        yield
+    finally:
+        place.release()

@@ -1,0 +1,129 @@
+"""The reward service over HTTP."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from trackway.clients.reward import RewardClient
+from trackway.reward.app import create_app
+from trackway.reward.settings import RewardSettings
+from trackway.tracing import Tracing, TracingSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.reward import ScoreRequest
+from trackway.wire.trajectory import Reward
+
+pytestmark = pytest.mark.anyio
+
+Run = Callable[[FastAPI], AbstractAsyncContextManager[httpx.AsyncClient]]
+RECORDED = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+
+
+def app_of(tracing: Tracing | None = None) -> FastAPI:
+    settings = RewardSettings(extra_scorers=["shouting_scorer:ShoutingScorer"], score_timeout_s=0.05)
+    return create_app(settings, tracing=tracing)
+
+
+def asked(text: str, method: str | None = None, source: str = "openai/gsm8k") -> ScoreRequest:
+    return ScoreRequest(data_source=source, solution_str=text, ground_truth="18", method=method)
+
+
+async def test_a_solution_is_scored_strictly_unless_asked_otherwise(running: Run) -> None:
+    async with running(app_of()) as http:
+        client = RewardClient("http://reward", http)
+        scores = [(await client.score(asked("####18", method))).score for method in (None, "strict", "flexible")]
+
+    assert scores == [0.0, 0.0, 1.0]
+
+
+async def test_a_batch_keeps_the_order(running: Run) -> None:
+    requests = [asked(f"#### {number}") for number in (17, 18, 19)] + [asked("ABcd", source="test/shouting")]
+    async with running(app_of()) as http:
+        rewards = await RewardClient("http://reward", http).score_batch(requests)
+
+    right, wrong = {"correct": 1.0, "answered": 1.0}, {"correct": 0.0, "answered": 1.0}
+    assert rewards == [
+        Reward(score=0.0, components=wrong),
+        Reward(score=1.0, components=right),
+        Reward(score=0.0, components=wrong),
+        Reward(score=0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "message"),
+    [
+        (asked("1", source="openai/math"), ErrorCode.UNKNOWN_DATA_SOURCE, "openai/gsm8k, test/shouting, trackway/tiny"),
+        (asked("1", "lenient"), ErrorCode.INVALID_REQUEST, "methods strict, flexible, normalized, got 'lenient'"),
+        (asked("a", "raise", "test/shouting"), ErrorCode.INTERNAL, "'shouting' failed: LookupError: asked to fail"),
+        (asked("a", "sleep", "test/shouting"), ErrorCode.DEADLINE_EXCEEDED, "expected a score within 0.05 s"),
+        (asked("a", "nan", "test/shouting"), ErrorCode.INTERNAL, "expected finite scores"),
+    ],
+)
+async def test_an_error_says_what_to_do_alone_and_in_a_batch(
+    running: Run, request_: ScoreRequest, code: ErrorCode, message: str
+) -> None:
+    async with running(app_of()) as http:
+        client = RewardClient("http://reward", http)
+        with pytest.raises(TrackwayError) as alone:
+            await client.score(request_)
+        with pytest.raises(TrackwayError) as batched:
+            await client.score_batch([asked("#### 18"), request_])
+
+    assert (alone.value.code, batched.value.code) == (code, code)
+    assert message in alone.value.message
+    assert message in batched.value.message
+
+
+async def test_scorers_are_listed_with_the_default_method_first(running: Run) -> None:
+    async with running(app_of()) as http:
+        scorers = await RewardClient("http://reward", http).scorers()
+
+    assert [(one.name, one.methods[0]) for one in scorers] == [("gsm8k", "strict"), ("shouting", "share")]
+    assert scorers[0].data_sources == ["openai/gsm8k", "trackway/tiny_math"]
+
+
+async def test_a_score_is_a_span_with_its_components_and_the_end_of_the_text(running: Run) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("reward", TracingSettings(), exporter)
+    async with running(app_of(tracing)) as http:
+        body = asked("x" * 500 + "#### 18").model_dump()
+        await http.post("/score", json=body, headers=RECORDED)
+        assert tracing.flush(5)
+
+    (span,) = exporter.get_finished_spans()
+    attributes = span.attributes or {}
+    assert (span.name, attributes["gen_ai.evaluation.name"], attributes["gen_ai.evaluation.score.value"]) == (
+        "reward",
+        "gsm8k",
+        1.0,
+    )
+    shown = json.loads(str(attributes["mlflow.spanInputs"]))
+    assert (shown["method"], shown["solution_end"]) == ("strict", "x" * 293 + "#### 18")
+    outputs = {"score": 1.0, "correct": 1.0, "answered": 1.0}
+    assert json.loads(str(attributes["mlflow.spanOutputs"])) == outputs
+
+
+async def test_without_token2text_a_span_carries_no_text(running: Run) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("reward", TracingSettings(token2text=False), exporter)
+    async with running(app_of(tracing)) as http:
+        await http.post("/score", json=asked("#### 18").model_dump(), headers=RECORDED)
+        assert tracing.flush(5)
+
+    (span,) = exporter.get_finished_spans()
+    assert "solution_end" not in json.loads(str((span.attributes or {})["mlflow.spanInputs"]))
+
+
+async def test_every_route_has_an_example_in_the_api_document(running: Run) -> None:
+    async with running(app_of()) as http:
+        paths = (await http.get("/openapi.json")).json()["paths"]
+
+    for path, method in (("/score", "post"), ("/score/batch", "post"), ("/scorers", "get")):
+        operation = paths[path][method]
+        assert "example" in operation["responses"]["200"]["content"]["application/json"]
+        assert method == "get" or "examples" in json.dumps(operation["requestBody"])

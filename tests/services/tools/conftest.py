@@ -1,0 +1,29 @@
+"""A tool server in this process, with its clock in the test's hand."""
+
+import pytest
+from faulty_tool import FaultyTool
+from tools_rig import FakeClock, Make, Rig
+
+from trackway.tools.base import ToolLimits
+from trackway.tools.instances import InstanceTable
+from trackway.tools.registry import load_tools
+from trackway.tools.server import ToolServer
+
+
+@pytest.fixture
+def make_rig() -> Make:
+    """`make_rig(max_instances=..., config=..., **limits)`."""
+
+    def make(max_instances: int = 8, config: dict[str, float] | None = None, **limits: float) -> Rig:
+        clock = FakeClock()
+        faulty = FaultyTool.default({**(config or {})})
+        tools = [*load_tools(["calculator", "calc_gsm8k_reward"], [], {}), faulty]
+        table = InstanceTable("replica0", max_instances, ttl_s=60.0, clock=clock)
+        return Rig(ToolServer(tools, ToolLimits.model_validate(limits), table), table, clock, faulty)
+
+    return make
+
+
+@pytest.fixture
+def rig(make_rig: Make) -> Rig:
+    return make_rig()

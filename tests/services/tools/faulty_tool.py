@@ -1,0 +1,65 @@
+"""A tool that fails on demand, loaded by import path: `faulty_tool:FaultyTool`."""
+
+import asyncio
+
+from pydantic import JsonValue
+
+from trackway.tools import BaseTool
+from trackway.wire.chat import FunctionSchema, ToolSchema
+from trackway.wire.tools import ToolResult
+
+
+class FaultyTool(BaseTool):
+    """`mode`: ok answers `ok <n>` with the count of finished calls, raise raises, sleep never ends, long is long."""
+
+    default_schema = ToolSchema(
+        function=FunctionSchema(
+            name="faulty",
+            description="Fails on demand.",
+            parameters={
+                "type": "object",
+                "properties": {"mode": {"type": "string", "enum": ["ok", "raise", "sleep", "long", "nan"]}},
+                "required": ["mode"],
+            },
+        )
+    )
+
+    def __init__(self, config: dict[str, JsonValue], tool_schema: ToolSchema) -> None:
+        super().__init__(config, tool_schema)
+        self.calls: dict[str, int] = {}
+        self.running = 0
+        self.most_running = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
+        if create_kwargs.get("broken"):
+            raise OSError("no room")
+        self.calls[instance_id] = 0
+
+    async def execute(
+        self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
+    ) -> ToolResult:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await self.gate.wait()
+            return await self._answer(instance_id, str(arguments["mode"]))
+        finally:
+            self.running -= 1
+
+    async def _answer(self, instance_id: str, mode: str) -> ToolResult:
+        if mode == "raise":
+            raise ZeroDivisionError("asked to fail")
+        if mode == "sleep":
+            await asyncio.Event().wait()
+        if mode == "nan":
+            return ToolResult(text="nan", reward=float("nan"))
+        self.calls[instance_id] += 1
+        return ToolResult(text="x" * 100 if mode == "long" else f"ok {self.calls[instance_id]}", reward=0.5)
+
+    async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
+        return float(self.calls[instance_id])
+
+    async def release(self, instance_id: str, /) -> None:
+        del self.calls[instance_id]

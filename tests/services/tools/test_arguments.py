@@ -1,0 +1,61 @@
+import pytest
+from pydantic import JsonValue
+
+from trackway.tools.arguments import ArgumentCheck
+from trackway.tools.base import ToolInputError
+from trackway.wire.chat import FunctionSchema, ToolSchema
+
+
+def check_of(parameters: dict[str, JsonValue]) -> ArgumentCheck:
+    return ArgumentCheck(ToolSchema(function=FunctionSchema(name="search", parameters=parameters)))
+
+
+SEARCH: dict[str, JsonValue] = {
+    "type": "object",
+    "properties": {"query": {"type": "string"}, "top": {"type": "integer", "minimum": 1}},
+    "required": ["query"],
+}
+
+
+@pytest.mark.parametrize("arguments", [{"query": "a"}, {"query": "a", "top": 3}])
+def test_fitting_arguments_pass(arguments: dict[str, JsonValue]) -> None:
+    check_of(SEARCH)(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({}, "missing argument: 'query' is a required property"),
+        ({"query": 5}, "argument 'query': 5 is not of type 'string'"),
+        ({"query": "a", "top": 0}, "argument 'top': 0 is less than the minimum of 1"),
+        ({"query": "a", "b": 1, "a": 2}, "unknown argument: 'a', 'b'"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, JsonValue], problem: str) -> None:
+    with pytest.raises(ToolInputError) as caught:
+        check_of(SEARCH)(arguments)
+
+    assert caught.value.message == f"search: {problem}; expected arguments: query, top"
+
+
+def test_every_wrong_argument_is_named_at_once() -> None:
+    with pytest.raises(
+        ToolInputError, match=r"(?=.*missing argument: 'query')(?=.*'top': 'x' is not of type 'integer')"
+    ):
+        check_of(SEARCH)({"top": "x"})
+
+
+def test_a_schema_may_allow_further_arguments() -> None:
+    check_of({**SEARCH, "additionalProperties": True})({"query": "a", "other": 1})
+
+
+def test_a_long_wrong_value_does_not_flood_the_message() -> None:
+    with pytest.raises(ToolInputError) as caught:
+        check_of(SEARCH)({"query": ["x" * 5000]})
+
+    assert len(caught.value.message) == 1000
+
+
+def test_a_broken_schema_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match="tool 'search': expected a JSON schema"):
+        check_of({"properties": {"query": {"type": "text"}}})

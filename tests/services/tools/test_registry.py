@@ -1,0 +1,62 @@
+import pytest
+from faulty_tool import FaultyTool
+
+from trackway.tools.base import BaseTool, ToolLimits
+from trackway.tools.calculator import CalculatorTool
+from trackway.tools.registry import ToolRegistry, load_tools
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+FAULTY = "faulty_tool:FaultyTool"
+
+
+def test_tools_are_loaded_by_name_and_by_import_path_with_their_config() -> None:
+    tools = load_tools(["calculator"], [FAULTY], {"faulty": {"call_timeout_s": 1.5}})
+
+    assert [type(tool).__name__ for tool in tools] == ["CalculatorTool", "FaultyTool"]
+    assert [tool.config for tool in tools] == [{}, {"call_timeout_s": 1.5}]
+
+
+@pytest.mark.parametrize(
+    ("names", "paths", "configs", "error", "message"),
+    [
+        (["abacus"], [], {}, ValueError, "got 'abacus'; name others in extra_tools"),
+        ([], ["json:JSONDecoder"], {}, TypeError, "a subclass of trackway.tools.base.BaseTool"),
+        ([], ["trackway.tools.base:BaseTool"], {}, TypeError, "BaseTool.default_schema to be a ToolSchema"),
+        (["calculator"], [], {"faulty": {}}, ValueError, r"tool_config for loaded tools only, got \['faulty'\]"),
+    ],
+)
+def test_a_wrong_setting_is_refused(
+    names: list[str], paths: list[str], configs: dict[str, dict[str, float]], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        load_tools(names, paths, {name: {**config} for name, config in configs.items()})
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two named 'calculator'"):
+        ToolRegistry([CalculatorTool.default(), CalculatorTool.default()])
+
+
+def test_an_unknown_tool_is_told_with_the_known_ones() -> None:
+    registry = ToolRegistry([CalculatorTool.default(), FaultyTool.default()])
+
+    with pytest.raises(TrackwayError, match=r"one of the tools calculator, faulty, got 'abacus'") as caught:
+        registry.get("abacus")
+    assert caught.value.code is ErrorCode.UNKNOWN_TOOL
+    assert caught.value.detail == {"known": ["calculator", "faulty"]}
+
+
+def test_a_config_lowers_the_servers_limits_and_never_raises_them() -> None:
+    limits = ToolLimits(call_timeout_s=30, max_output_chars=100)
+
+    narrowed = limits.narrowed({"call_timeout_s": 5, "max_output_chars": 1000, "url": "http://sandbox"})
+
+    assert narrowed == ToolLimits(call_timeout_s=5, max_output_chars=100)
+
+
+def test_a_tool_without_execute_cannot_be_made() -> None:
+    class Empty(BaseTool):
+        default_schema = CalculatorTool.default_schema
+
+    with pytest.raises(TypeError, match="abstract"):
+        Empty.default()
