@@ -9,7 +9,7 @@ TORCH_BACKEND ?= cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
-CODE := services clients deploy tests examples benchmarks
+CODE := services clients deploy tests examples docs
 # A machine that keeps wheels of its own (PIP_FIND_LINKS) has its CPU torch there; others take it from PyTorch's index.
 TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend $(TORCH_BACKEND))
 # Byte-compiling at install time halves the start of Ray, MLflow and every service.
@@ -44,10 +44,11 @@ format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
 	$(BIN)/ruff format $(CODE)
 
 lock: $(VENV)/.uv ## Resolve constraints.txt anew.
-	$(BIN)/uv pip compile pyproject.toml --extra dev --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
 	sed -i -E 's/^(torch==[0-9.]+)\+cpu$$/\1/' constraints.txt
 
 picture: $(VENV)/.cpu ## Make the README's pictures from the last demo (needs Chromium).
+	$(INSTALL) --editable '.[pictures]'
 	$(BIN)/python docs/pictures.py
 
 clean: ## Remove the environment and every output.

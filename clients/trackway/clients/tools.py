@@ -18,9 +18,13 @@ from trackway.wire.tools import (
 class ToolsClient(ServiceClient):
     """Create, execute, reward, release; every method raises TrackwayError."""
 
+    async def offer(self) -> ToolList:
+        """Every tool as an OpenAI function schema, and which of them are stateless."""
+        return await self.call("GET", "/tools", reply=ToolList)
+
     async def list(self) -> list[ToolSchema]:
         """Every tool as an OpenAI function schema."""
-        return (await self.call("GET", "/tools", reply=ToolList)).tools
+        return (await self.offer()).tools
 
     async def create(
         self,

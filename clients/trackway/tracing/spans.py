@@ -210,12 +210,28 @@ def _entered(span: Span, parent: Context) -> Iterator[SpanHandle]:
 
 
 def _json(value: object, max_bytes: int) -> str:
-    """JSON of `value`; a text that makes it too long is cut where it stands, so that the whole stays readable JSON."""
+    """JSON of `value`; when it is too long its texts are cut, so that keys and numbers stay readable."""
     text = json.dumps(value, default=_plain, ensure_ascii=False)
-    size = len(text.encode())
-    if size <= max_bytes:
+    if len(text.encode()) <= max_bytes:
         return text
-    return json.dumps(truncate(text, max_bytes), ensure_ascii=False)
+    plain = json.loads(text)
+    fair_share = max(64, max_bytes // max(1, _count_texts(plain)))
+    cut = json.dumps(_cut_texts(plain, fair_share), ensure_ascii=False)
+    return cut if len(cut.encode()) <= 2 * max_bytes else json.dumps(truncate(cut, max_bytes), ensure_ascii=False)
+
+
+def _count_texts(value: object) -> int:
+    if isinstance(value, dict | list):
+        return sum(map(_count_texts, value.values() if isinstance(value, dict) else value))
+    return int(isinstance(value, str))
+
+
+def _cut_texts(value: object, max_bytes: int) -> object:
+    if isinstance(value, dict):
+        return {key: _cut_texts(item, max_bytes) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_cut_texts(item, max_bytes) for item in value]
+    return truncate(value, max_bytes) if isinstance(value, str) else value
 
 
 def truncate(text: str, max_bytes: int) -> str:

@@ -10,6 +10,8 @@ class ToolList(WireReply):
     """Every tool as an OpenAI function schema."""
 
     tools: list[ToolSchema]
+    stateless: list[str] = Field(default_factory=list)
+    """Names of tools that keep nothing between calls: the one-shot route does for them, at a fourth of the requests."""
 
 
 class CreateInstance(WireRequest):

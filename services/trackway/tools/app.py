@@ -76,7 +76,7 @@ def routes(server: ToolServer) -> APIRouter:
     @router.get("/tools", responses=examples.answer(200, examples.TOOLS))
     async def list_tools() -> ToolList:
         """Every tool as an OpenAI function schema, ready for a chat request's `tools`."""
-        return ToolList(tools=server.schemas())
+        return ToolList(tools=server.schemas(), stateless=server.stateless())
 
     @router.post("/instances", status_code=201, responses=examples.answer(201, examples.CREATED))
     async def create(request: Annotated[CreateInstance, Body(examples=[examples.CREATE])]) -> InstanceCreated:

@@ -55,6 +55,8 @@ class BaseTool(ABC):
 
     default_schema: ClassVar[ToolSchema | None] = None
     default_config: ClassVar[ToolConfig] = {}
+    stateless: ClassVar[bool] = False
+    """Whether every call stands alone, so that no instance is needed between calls."""
 
     def __init__(self, config: ToolConfig, tool_schema: ToolSchema) -> None:
         self.config = config

@@ -11,6 +11,7 @@ from trackway.wire.tools import ToolResult
 class CalculatorTool(BaseTool):
     """Evaluates one arithmetic expression; a wrong one is the caller's mistake."""
 
+    stateless = True
     default_schema = ToolSchema(
         function=FunctionSchema(
             name="calculator",

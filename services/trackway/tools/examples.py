@@ -33,7 +33,8 @@ TOOLS: JsonValue = {
                 },
             },
         }
-    ]
+    ],
+    "stateless": ["calculator"],
 }
 
 

@@ -40,6 +40,10 @@ class ToolRegistry:
             )
         return tool
 
+    def stateless(self) -> list[str]:
+        """Names of the tools that keep nothing between calls."""
+        return [tool.name for tool in self._tools.values() if tool.stateless]
+
     def schemas(self) -> list[ToolSchema]:
         """Every tool as the model sees it."""
         return [tool.tool_schema for tool in self._tools.values()]

@@ -34,6 +34,10 @@ class ToolServer:
         """Every tool as the model sees it."""
         return self._registry.schemas()
 
+    def stateless(self) -> list[str]:
+        """Names of the tools whose calls need no instance."""
+        return self._registry.stateless()
+
     async def create(self, request: CreateInstance) -> InstanceCreated:
         """Make one tool's state for one trajectory."""
         tool = self._registry.get(request.tool)

@@ -145,6 +145,14 @@ def test_a_long_text_is_cut_with_a_marker_that_counts_bytes() -> None:
     assert truncate("aéé", 4) == "aé[truncated 2 bytes]"
 
 
+def test_a_long_text_leaves_the_keys_and_numbers_beside_it_readable() -> None:
+    recorder = Recorder(max_text_bytes=256)
+    with recorder.tracing.activate(), root() as span:
+        span.outputs({"reward": 1.0, "response_text": "x" * 1000, "stop_reason": "answered"})
+    outputs = json.loads(str((recorder.spans()["trajectory"].attributes or {})["mlflow.spanOutputs"]))
+    assert outputs == {"reward": 1.0, "response_text": "x" * 128 + "[truncated 872 bytes]", "stop_reason": "answered"}
+
+
 def test_seeding_python_does_not_repeat_span_ids(recorder: Recorder) -> None:
     identities = set()
     for _ in range(2):

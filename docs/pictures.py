@@ -1,0 +1,102 @@
+"""Makes the README's pictures from the last demo: a trajectory in MLflow (by headless Chromium) and the reward curve.
+
+make demo && make picture        (Debian: apt-get install chromium chromium-driver)
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
+
+from trackway.deploy import mlflow_server, preflight, processes, traces
+
+PICTURES = Path(__file__).parent / "pictures"
+WAIT_S = 60
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--window-size=1500,960",
+]
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--window-size=1500,960",
+]
+
+
+def main() -> None:
+    """Start MLflow on the demo's database, photograph one trajectory, copy the curve."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--outputs", type=Path, default=Path("outputs/demo"))
+    outputs = parser.parse_args().outputs
+    PICTURES.mkdir(exist_ok=True)
+    shutil.copy(outputs / "reward.png", PICTURES / "reward.png")
+    port = preflight.free_port()
+    server = mlflow_server.start(outputs / "mlflow", port)
+    try:
+        photograph(f"http://127.0.0.1:{port}", outputs, PICTURES / "trajectory.png")
+    finally:
+        processes.stop_tree(server)
+
+
+def photograph(mlflow_url: str, outputs: Path, image: Path) -> None:
+    """Open a rewarded two-turn trajectory of the last step and save what the browser shows."""
+    trace_id, experiment_id = a_good_trace(outputs)
+    options = Options()
+    for flag in [*FLAGS, f"--user-data-dir={tempfile.mkdtemp()}"]:
+        options.add_argument(flag)
+    options.binary_location = shutil.which("chromium") or sys.exit("no chromium on PATH; install Debian's chromium")
+    with webdriver.Chrome(options, Service(shutil.which("chromedriver"))) as browser:
+        wait_for_server(browser, mlflow_url)
+        browser.get(f"{mlflow_url}/#/experiments/{experiment_id}/traces?selectedEvaluationId={trace_id}")
+        WebDriverWait(browser, WAIT_S).until(lambda page: page.find_elements(By.XPATH, "//*[text()='turn 0']"))
+        time.sleep(3)  # the drawer slides in, and nothing on the page says when it has arrived
+        browser.find_element(By.CSS_SELECTOR, "[role=dialog]").screenshot(str(image))
+    print(image)
+
+
+def wait_for_server(browser: webdriver.Chrome, url: str) -> None:
+    """Load the start page as soon as MLflow answers."""
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return browser.get(url)
+        except httpx.TransportError:
+            time.sleep(0.5)
+    sys.exit(f"MLflow did not answer at {url} within {WAIT_S} s")
+
+
+def a_good_trace(outputs: Path) -> tuple[str, str]:
+    """A training trajectory whose reward is 1, from the newest step."""
+    uri = traces.store_uri(outputs)
+    found = traces.search(uri, traces.experiment_ids(uri, "trackway-demo"), "tags.validate = 'False'", limit=200)
+    rewarded = [one for one in found if '"reward": 1.0' in (one.info.response_preview or "")]
+    newest = max(rewarded, key=lambda one: int(one.info.tags["step"]))
+    return newest.info.trace_id, newest.info.experiment_id
+
+
+if __name__ == "__main__":
+    main()

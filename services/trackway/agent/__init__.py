@@ -1,0 +1,24 @@
+"""The agent service: it talks to the model, runs the tools it calls, has the result scored, and returns trajectories.
+
+A loop of your own: subclass `AgentLoop`, decorate it with `@register("name")`, name its module in `agent_modules`.
+"""
+
+from trackway.agent.episode import Episode
+from trackway.agent.loop import AgentLoop, register
+from trackway.agent.parser import ToolParser, register_parser
+from trackway.agent.services import Services
+from trackway.agent.single_turn import SingleTurnAgent
+from trackway.agent.tool_agent import ToolAgent
+from trackway.agent.toolbox import Toolbox
+
+__all__ = [
+    "AgentLoop",
+    "Episode",
+    "Services",
+    "SingleTurnAgent",
+    "ToolAgent",
+    "ToolParser",
+    "Toolbox",
+    "register",
+    "register_parser",
+]

@@ -1,0 +1,83 @@
+"""The agent service: a dataset row in, trajectories out."""
+
+import importlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import httpx
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from trackway.agent.groups import Groups, checked_rollouts
+from trackway.agent.loop import agents
+from trackway.agent.services import Services
+from trackway.agent.settings import AgentSettings
+from trackway.serving import service_app
+from trackway.tracing import Tracing
+from trackway.wire.agent import AgentList, GroupRequest
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trajectory import Trajectory
+
+
+def create_app(
+    settings: AgentSettings | None = None,
+    http: httpx.AsyncClient | None = None,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """The agent service; `http` replaces the process's shared client, e.g. to reach the other services in-process.
+
+    Raises:
+        OSError: `model_path` holds no tokenizer.
+        ValueError: the tokenizer has no chat template.
+    """
+    settings = settings or AgentSettings()  # pyright: ignore[reportCallIssue]  model_path comes from the environment
+    for module in settings.agent_modules:
+        importlib.import_module(module)
+    groups = Groups(Services.connect(settings, http))
+    return service_app("agent", settings, routers=[_routes(groups)], tracing=tracing)
+
+
+def _routes(groups: Groups) -> APIRouter:
+    router = APIRouter(tags=["agent"])
+
+    @router.post("/groups", response_class=StreamingResponse)
+    async def run_group(request: GroupRequest) -> StreamingResponse:
+        """Run n rollouts of a sample; one Trajectory per line of NDJSON, each as it ends."""
+        return GroupStream(groups.start(request))
+
+    @router.post("/trajectories")
+    async def run_trajectory(request: GroupRequest) -> Trajectory:
+        """Run one rollout of a sample (n = 1, or one number in `rollouts`) and wait for it."""
+        if len(checked_rollouts(request)) != 1:
+            message = f"expected one rollout, got {request.rollout_numbers()}; use POST /groups for several"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        async with aclosing(groups.start(request)) as trajectories:
+            return await anext(trajectories)
+
+    @router.get("/agents")
+    async def list_agents() -> AgentList:
+        """Every agent loop that `agent_name` may ask for."""
+        return AgentList(agents=agents())
+
+    return router
+
+
+class GroupStream(StreamingResponse):
+    """One trajectory per line; a client that leaves ends those that still run."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, trajectories: AsyncGenerator[Trajectory, None]) -> None:
+        super().__init__(_lines(trajectories))
+        self._trajectories = trajectories
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette leaves an unfinished iterator to the garbage collector; tool instances cannot wait for that.
+        async with aclosing(self._trajectories):
+            await super().__call__(scope, receive, send)
+
+
+async def _lines(trajectories: AsyncGenerator[Trajectory, None]) -> AsyncIterator[str]:
+    async for trajectory in trajectories:
+        yield trajectory.model_dump_json() + "\n"

@@ -1,0 +1,175 @@
+"""A trajectory while it grows: ids, mask, logprobs and weight spans that are only ever appended to.
+
+`response_ids`, `response_mask` and `response_logprobs` have one entry per token behind the prompt. What the model wrote
+has mask 1 and its logprob; observations and template glue have mask 0 and logprob 0.0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from trackway.clients import Deadline
+from trackway.wire.agent import GroupRequest, Limits, Sample
+from trackway.wire.chat import Message
+from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
+from trackway.wire.rollout import GenerateChoice
+from trackway.wire.trajectory import (
+    Reward,
+    StopReason,
+    Tags,
+    Timings,
+    Trajectory,
+    Turn,
+    WeightSpan,
+    trajectory_id,
+)
+
+
+@dataclass
+class Episode:
+    """The growing trajectory; `trajectory()` gives its wire form at any time."""
+
+    request: GroupRequest
+    tags: Tags
+    agent_name: str
+    deadline: Deadline
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    response_logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[WeightSpan] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    user_turns: int = 0
+    """Rounds of observations that were appended."""
+    shown: int = 0
+    """Tokens of prompt and response that a generation call has already carried."""
+    tool_rewards: list[float] = field(default_factory=list)
+    reward: Reward | None = None
+    stop_reason: StopReason = StopReason.ERROR
+    error: ErrorBody | None = None
+    timings: Timings = field(default_factory=Timings)
+    trace_id: str | None = None
+
+    @classmethod
+    def begin(cls, request: GroupRequest, rollout_n: int, agent_name: str) -> "Episode":
+        """An empty trajectory of one rollout of the request."""
+        tags = Tags(
+            experiment_name=request.experiment_name,
+            step=request.step,
+            sample_index=request.sample.index,
+            rollout_n=rollout_n,
+            validate=request.validation,
+        )
+        return cls(request, tags, agent_name, Deadline.after(request.limits.timeout_s))
+
+    @property
+    def id(self) -> str:
+        """Deterministic id; also the affinity key of every call."""
+        return trajectory_id(self.request.run, self.tags)
+
+    @property
+    def sample(self) -> Sample:
+        """The dataset row."""
+        return self.request.sample
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds of this trajectory."""
+        return self.request.limits
+
+    @property
+    def room(self) -> int:
+        """Response tokens that are left."""
+        return self.limits.max_response_length - len(self.response_ids)
+
+    @property
+    def context(self) -> list[int]:
+        """Everything the model has seen and written, to be continued."""
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def num_turns(self) -> int:
+        """verl's count: a plain answer is 2, one tool round is 4."""
+        return self.user_turns + len(self.turns) + 1
+
+    def add_prompt(self, ids: Sequence[int]) -> None:
+        """Start from the rendered prompt.
+
+        Raises:
+            TrackwayError: `invalid_request` when it is longer than `max_prompt_length`.
+        """
+        self.prompt_ids = list(ids)
+        if len(ids) > self.limits.max_prompt_length:
+            message = (
+                f"expected a prompt of at most {self.limits.max_prompt_length} tokens (max_prompt_length), "
+                f"got {len(ids)}; raise the limit or filter the row out"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+
+    def add_generated(self, choice: GenerateChoice) -> None:
+        """Append what the model wrote, as it came.
+
+        Raises:
+            TrackwayError: `internal` when ids and logprobs do not match, or there are more ids than were asked for.
+        """
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        if len(logprobs) != len(choice.token_ids) or len(logprobs) > self.room:
+            message = (
+                f"expected at most {self.room} token ids and a logprob for each, got {len(choice.token_ids)} ids "
+                f"and {len(logprobs)} logprobs; the rollout service answered wrongly"
+            )
+            raise TrackwayError(ErrorCode.INTERNAL, message)
+        start = len(self.response_ids)
+        self._append(choice.token_ids, 1, logprobs)
+        self.weight_versions += [
+            WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
+            for span in choice.weight_versions
+        ]
+        self.shown = len(self.prompt_ids) + len(self.response_ids)
+
+    def add_observation(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:
+        """Append an observation; False, and nothing appended, when no token would be left for an answer (as verl)."""
+        if len(ids) >= self.room:
+            return False
+        self._append(ids, 0, [0.0] * len(ids))
+        self.turns[-1].messages.extend(messages)
+        self.user_turns += 1
+        return True
+
+    def _append(self, ids: Sequence[int], mask: int, logprobs: Sequence[float]) -> None:
+        self.response_ids.extend(ids)
+        self.response_mask.extend([mask] * len(ids))
+        self.response_logprobs.extend(logprobs)
+
+    def written(self) -> list[list[int]]:
+        """The model's own ids, turn by turn."""
+        return [self.response_ids[turn.response_start : turn.response_end] for turn in self.turns]
+
+    def fail(self, error: TrackwayError) -> None:
+        """End with an error; the trajectory is then left out of the update."""
+        self.stop_reason = StopReason.ERROR
+        self.error = error.to_reply().error
+        self.reward = None
+
+    def trajectory(self) -> Trajectory:
+        """The wire form."""
+        return Trajectory(
+            id=self.id,
+            session_id=self.id,
+            tags=self.tags,
+            agent_name=self.agent_name,
+            data_source=self.sample.data_source,
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            response_mask=self.response_mask,
+            response_logprobs=self.response_logprobs,
+            weight_versions=self.weight_versions,
+            prompt_messages=self.sample.prompt,
+            turns=self.turns,
+            reward=self.reward,
+            tool_rewards=self.tool_rewards,
+            num_turns=self.num_turns,
+            stop_reason=self.stop_reason,
+            timings=self.timings,
+            trace_id=self.trace_id,
+            error=self.error,
+        )

@@ -1,0 +1,230 @@
+"""What every agent loop has in common: the root span, the time limit, generation, scoring, and how it ends.
+
+A loop of your own subclasses `AgentLoop`, implements `converse`, and is registered under the `agent_name` that dataset
+rows carry (verl's column). One instance serves one trajectory. Whatever goes wrong in it ends that trajectory alone:
+it comes back with `error` and is traced.
+"""
+
+import asyncio
+import inspect
+import itertools
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, Literal, TypeVar
+
+from trackway.agent.episode import Episode
+from trackway.agent.seeds import request_seed
+from trackway.agent.services import Services
+from trackway.agent.toolbox import Toolbox
+from trackway.tracing import SpanHandle, add_event, set_outcome, token2text, trajectory_span
+from trackway.tracing.attributes import STOP_REASON
+from trackway.wire.agent import AgentInfo, GroupRequest
+from trackway.wire.chat import ToolSchema
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.reward import ScoreRequest
+from trackway.wire.rollout import GenerateChoice, GenerateRequest
+from trackway.wire.trajectory import Reward, StopReason, Timings, Trajectory
+
+logger = logging.getLogger("trackway.agent")
+
+Activity = Literal["generate_sequences", "tool_calls", "compute_score", "total"]
+Loop = TypeVar("Loop", bound="type[AgentLoop]")
+
+DEFAULT_AGENT = "single_turn_agent"
+"""For rows without `agent_name`, as verl's `rollout.agent.default_agent_loop`."""
+
+_PAUSE_S = 0.2
+"""Before a cut generation is continued: its engine is busy with new weights."""
+
+
+class AgentLoop(ABC):
+    """One conversation between the model and its world."""
+
+    agent_name: ClassVar[str]
+
+    def __init__(self, services: Services) -> None:
+        self.services = services
+
+    @abstractmethod
+    async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
+        """Grow the episode until it ends, and say why it did; an exception ends it with an error."""
+
+    async def run(self, request: GroupRequest, rollout_n: int) -> Trajectory:
+        """One rollout, scored and traced; raises only asyncio.CancelledError."""
+        episode = Episode.begin(request, rollout_n, self.agent_name)
+        with trajectory_span(
+            episode.tags,
+            episode.id,
+            episode.id,
+            self.agent_name,
+            request.sample.prompt,
+            request.trace,
+            request.trace_experiment_id,
+            request.wandb_run_id,
+        ) as span:
+            episode.trace_id = span.trace_id
+            await self._live(episode)
+            await self._tell(span, episode)
+        return episode.trajectory()
+
+    async def _live(self, episode: Episode) -> None:
+        release_s = self.services.settings.release_timeout_s
+        toolbox = Toolbox(self.services.tools, episode.sample, episode.id, episode.deadline, release_s)
+        try:
+            with stopwatch(episode.timings, "total"):
+                async with asyncio.timeout(episode.deadline.remaining):
+                    episode.stop_reason = await self.converse(episode, toolbox)
+                    episode.reward = await self._score(episode, toolbox)
+        except Exception as error:
+            episode.fail(_named(error, episode))
+        finally:
+            await toolbox.release()
+
+    async def begin(self, episode: Episode, schemas: Sequence[ToolSchema] = ()) -> None:
+        """Render the prompt."""
+        episode.add_prompt(await self.services.tokens.prompt(episode.sample.prompt, schemas))
+
+    async def generate(self, episode: Episode) -> str:
+        """Let the model write one turn and append it; returns the finish reason.
+
+        A turn that the engine cut (`abort`, when it is paused for new weights) is continued where it stopped.
+        """
+        start = len(episode.response_ids)
+        with stopwatch(episode.timings, "generate_sequences"):
+            for part in itertools.count():
+                written = len(episode.response_ids) - start
+                max_tokens = min(episode.request.sampling_params.max_tokens - written, episode.room)
+                if max_tokens < 1:
+                    break
+                choice = await self._generate_part(episode, max_tokens, part)
+                episode.add_generated(choice)
+                if choice.finish_reason != "abort":
+                    return choice.finish_reason
+                add_event("generation_cut", tokens=len(choice.token_ids))
+                await asyncio.sleep(_PAUSE_S)
+        return "length"
+
+    async def _generate_part(self, episode: Episode, max_tokens: int, part: int) -> GenerateChoice:
+        turn = len(episode.turns)
+        params = episode.request.sampling_params
+        seed = request_seed(params.seed, episode.tags, turn, part)
+        request = GenerateRequest(
+            request_id=f"{episode.id}/{turn}" if part == 0 else f"{episode.id}/{turn}+{part}",
+            token_ids=episode.context,
+            sampling_params=params.model_copy(update={"max_tokens": max_tokens, "seed": seed}),
+            min_weight_version=episode.request.min_weight_version,
+            context_start=episode.shown,
+        )
+        rollout = self.services.rollout
+        deadline = episode.deadline.earlier(rollout.policy.total_s)
+        reply = await rollout.generate(request, session_id=episode.id, deadline=deadline)
+        return reply.choices[0]
+
+    async def _score(self, episode: Episode, toolbox: Toolbox) -> Reward:
+        """The reward service's score of what the model itself wrote; the tools' own rewards are its components."""
+        with stopwatch(episode.timings, "compute_score"):
+            tools = {f"tool/{name}": reward for name, reward in (await toolbox.rewards()).items()}
+            turns = [await self.services.tokens.plain_text(ids) for ids in episode.written()]
+            sample = episode.sample
+            request = ScoreRequest(
+                data_source=sample.data_source,
+                solution_str="".join(turns),
+                ground_truth=sample.reward_model.ground_truth,
+                trajectory_id=episode.id,
+                extra_info={
+                    **sample.extra_info,
+                    "tool_rewards": list(episode.tool_rewards),
+                    "num_turns": episode.num_turns,
+                },
+            )
+            deadline = episode.deadline.earlier(self.services.reward.policy.total_s)
+            reward = await self.services.reward.score(request, session_id=episode.id, deadline=deadline)
+        return reward.model_copy(update={"components": {**tools, **reward.components}})
+
+    async def _tell(self, span: SpanHandle, episode: Episode) -> None:
+        """Write onto the root how the trajectory ended."""
+        if not span.recording:
+            return
+        outcome = "ok" if episode.error is None else f"error:{episode.error.code.value}"
+        set_outcome(span, outcome)
+        span.set(STOP_REASON, episode.stop_reason.value)
+        if episode.error is not None:
+            span.error(episode.error.message, episode.error.code.value)
+        ending = {
+            "reward": episode.reward.score if episode.reward else None,
+            "num_turns": episode.num_turns,
+            "stop_reason": episode.stop_reason.value,
+        }
+        span.outputs({**ending, **await self._texts(episode)})
+
+    async def _texts(self, episode: Episode) -> dict[str, str]:
+        if not token2text():
+            return {}
+        tokens = self.services.tokens
+        return {
+            "response_text": await tokens.text(episode.response_ids),
+            "prompt_text": await tokens.text(episode.prompt_ids),
+        }
+
+
+_AGENTS: dict[str, type[AgentLoop]] = {}
+
+
+def register(agent_name: str) -> Callable[[Loop], Loop]:
+    """Class decorator: run this loop for rows whose `agent_name` is this one."""
+
+    def add(loop: Loop) -> Loop:
+        loop.agent_name = agent_name
+        _AGENTS[agent_name] = loop
+        return loop
+
+    return add
+
+
+def agent_loop(agent_name: str | None) -> type[AgentLoop]:
+    """The loop of that name, the default one for None.
+
+    Raises:
+        TrackwayError: `unknown_agent` when there is none.
+    """
+    name = agent_name or DEFAULT_AGENT
+    if name not in _AGENTS:
+        message = f"agent_name: expected one of {sorted(_AGENTS)}, got {name!r}; register yours with @register"
+        raise TrackwayError(ErrorCode.UNKNOWN_AGENT, message)
+    return _AGENTS[name]
+
+
+def agents() -> list[AgentInfo]:
+    """Every registered loop and the first line of its docstring."""
+    return [
+        AgentInfo(name=name, description=(inspect.getdoc(loop) or "").partition("\n")[0])
+        for name, loop in sorted(_AGENTS.items())
+    ]
+
+
+@contextmanager
+def stopwatch(timings: Timings, activity: Activity) -> Iterator[None]:
+    """Add the seconds that the block takes."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        setattr(timings, activity, getattr(timings, activity) + time.perf_counter() - started)
+
+
+def _named(error: Exception, episode: Episode) -> TrackwayError:
+    """The error under its code; one that nobody foresaw is logged here, once, with its traceback."""
+    if isinstance(error, TrackwayError):
+        return error
+    if isinstance(error, TimeoutError):
+        message = (
+            f"expected the trajectory to end within {episode.limits.timeout_s:g} s (limits.timeout_s), got no end "
+            f"in turn {len(episode.turns)}; allow more time, or look at the trace for what is slow"
+        )
+        return TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message)
+    logger.error("trajectory %s failed", episode.id, exc_info=error)
+    message = f"{type(error).__name__}: {error}; this is a defect, the agent service's log has the traceback"
+    return TrackwayError(ErrorCode.INTERNAL, message)

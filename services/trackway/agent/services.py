@@ -1,0 +1,38 @@
+"""What an agent loop works with: three service clients, the tokenizer, the call parser, the tool catalog."""
+
+from dataclasses import dataclass
+
+import httpx
+
+from trackway.agent.catalog import ToolCatalog
+from trackway.agent.parser import ToolParser, tool_parser
+from trackway.agent.settings import AgentSettings
+from trackway.agent.tokens import ChatTokens
+from trackway.clients import RewardClient, RolloutClient, ToolsClient
+
+
+@dataclass(frozen=True)
+class Services:
+    """Shared by every trajectory of the process."""
+
+    settings: AgentSettings
+    rollout: RolloutClient
+    tools: ToolsClient
+    reward: RewardClient
+    catalog: ToolCatalog
+    tokens: ChatTokens
+    parser: ToolParser
+
+    @classmethod
+    def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "Services":
+        """Load the tokenizer and make the clients; no request is sent yet."""
+        tools = ToolsClient(settings.url("tools"), http, settings.tools_policy)
+        return cls(
+            settings=settings,
+            rollout=RolloutClient(settings.url("rollout"), http, settings.rollout_policy),
+            tools=tools,
+            reward=RewardClient(settings.url("reward"), http, settings.reward_policy),
+            catalog=ToolCatalog(tools, settings.tools_refresh_s),
+            tokens=ChatTokens.load(settings.model_path, settings.chat_template_kwargs),
+            parser=tool_parser(settings.tool_parser),
+        )

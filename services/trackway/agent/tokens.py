@@ -1,0 +1,135 @@
+"""Messages to token ids, append-only: what the model wrote is never tokenised again.
+
+The prompt is rendered once. After that the model's ids are appended as they came, and of an observation only the ids of
+what is new: the text that the chat template puts behind an assistant turn (its end, the tool messages, the next
+generation prompt), found by rendering a stand-in conversation. That text starts at a special token, so its ids do not
+depend on what stands before it. The scheme is verl's "continuous token" (verl/utils/tokenizer/continuous_token.py).
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from pydantic import JsonValue
+
+from trackway.wire.chat import Message, ToolSchema
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+_STAND_IN = "trackway stands here for what the model wrote"
+_INLINE_SIZE = 16384
+"""Characters or ids up to which the work (about a millisecond) is not worth a thread."""
+
+
+class ChatTokens:
+    """One tokenizer and its chat template."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, JsonValue] | None = None
+    ) -> None:
+        if tokenizer.chat_template is None:
+            name = tokenizer.name_or_path
+            raise ValueError(f"{name}: expected a tokenizer with a chat template, got none; add one to its folder")
+        self._tokenizer = tokenizer
+        self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
+        # The rollouts of a group share their prompt, and observations repeat.
+        self._prompt = lru_cache(maxsize=256)(self._render_prompt)
+        self._behind = lru_cache(maxsize=1024)(self._render_behind)
+
+    @classmethod
+    def load(cls, model_path: str, template_kwargs: Mapping[str, JsonValue] | None = None) -> Self:
+        """The tokenizer of a model folder or Hugging Face name.
+
+        Raises:
+            ValueError: it has no chat template.
+            OSError: there is no tokenizer.
+        """
+        from transformers import AutoTokenizer
+
+        return cls(AutoTokenizer.from_pretrained(model_path), template_kwargs)
+
+    async def prompt(self, messages: Sequence[Message], schemas: Sequence[ToolSchema]) -> list[int]:
+        """Ids of the conversation so far with the tools' schemas, up to and with the generation prompt."""
+        conversation = json.dumps([_template_message(message) for message in messages])
+        tools = json.dumps([schema.model_dump(mode="json") for schema in schemas])
+        return list(await offload(len(conversation) + len(tools), self._prompt, conversation, tools))
+
+    async def observation(self, texts: Sequence[str], written: Sequence[int]) -> list[int]:
+        """Ids to append behind the model's ids `written`: end of its turn, the tool messages, the generation prompt.
+
+        The end of the turn is left out when the model wrote it itself, as it does unless it was cut.
+        """
+        ids = await offload(sum(map(len, texts)), self._behind, tuple(texts))
+        return list(ids[1:] if written and written[-1] == ids[0] else ids)
+
+    async def text(self, ids: Sequence[int]) -> str:
+        """What the ids say, special tokens kept."""
+        return await offload(len(ids), self._decode, list(ids), False)
+
+    async def turn_text(self, ids: Sequence[int]) -> str:
+        """One assistant turn, special tokens kept but for the one that ends it."""
+        ended = bool(ids) and ids[-1] in (self._tokenizer.eos_token_id, self._behind(("",))[0])
+        return await self.text(ids[:-1] if ended else ids)
+
+    async def plain_text(self, ids: Sequence[int]) -> str:
+        """What the ids say, without special tokens; `<tool_call>` is not one of them."""
+        return await offload(len(ids), self._decode, list(ids), True)
+
+    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def _render_prompt(self, conversation: str, tools: str) -> tuple[int, ...]:
+        text = self._render(json.loads(conversation), json.loads(tools) or None)
+        return self._encode(text)
+
+    def _render_behind(self, texts: tuple[str, ...]) -> tuple[int, ...]:
+        conversation = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": _STAND_IN},
+            *({"role": "tool", "content": text} for text in texts),
+        ]
+        _, found, behind = self._render(conversation, None).partition(_STAND_IN)
+        ids = self._encode(behind)
+        if not found or not ids:
+            raise ValueError("the chat template does not show the assistant's content; use one that does")
+        return ids
+
+    def _render(self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            conversation,
+            tools=tools,  # pyright: ignore[reportArgumentType]  invariance of list in transformers' signature
+            add_generation_prompt=True,
+            tokenize=False,
+            **self._template_kwargs,
+        )
+        return str(rendered)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    """A message as chat templates want it: arguments of past tool calls as objects, which they turn into JSON."""
+    plain = message.model_dump(mode="json", exclude_none=True)
+    for call in plain.get("tool_calls", []):
+        call["function"]["arguments"] = _object_or_text(call["function"]["arguments"])
+    return plain
+
+
+def _object_or_text(arguments: str) -> JsonValue:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+async def offload(size: int, function: Callable[..., T], *args: object) -> T:
+    """Run `function` here when its input is small, else in a thread, so that the event loop goes on."""
+    if size <= _INLINE_SIZE:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)

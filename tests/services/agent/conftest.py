@@ -1,0 +1,57 @@
+"""Fixtures of the agent's tests; what they are made of is in agent_world.py."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from agent_world import CHATML, QWEN, World, byte_tokenizer, open_world
+from transformers import PreTrainedTokenizerFast
+
+from trackway.agent.settings import AgentSettings
+from trackway.agent.tokens import ChatTokens
+from trackway.clients import CallPolicy
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(CHATML)
+
+
+@pytest.fixture(scope="session")
+def qwen_tokenizer() -> PreTrainedTokenizerFast:
+    return byte_tokenizer(QWEN)
+
+
+@pytest.fixture
+def tokens(tokenizer: PreTrainedTokenizerFast) -> ChatTokens:
+    return ChatTokens(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def model_path(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(model_path: Path) -> AgentSettings:
+    quick = CallPolicy(attempts=2, backoff_s=0.01, max_backoff_s=0.01, total_s=20.0)
+    return AgentSettings(
+        model_path=str(model_path),
+        rollout_url="http://rollout",
+        tools_url="http://tools",
+        reward_url="http://reward",
+        rollout_policy=quick,
+        tools_policy=quick,
+        reward_policy=quick,
+        release_timeout_s=2.0,
+    )
+
+
+@pytest.fixture
+async def world(
+    anyio_backend: str, settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
+) -> AsyncIterator[World]:
+    async with open_world(settings, tokenizer) as opened:
+        yield opened

@@ -1,0 +1,154 @@
+"""The HTTP side: streams, refusals, clients that leave. A real server where the stream itself is the subject."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import uvicorn
+from agent_world import END, World, call, group, open_world, until
+from transformers import PreTrainedTokenizerFast
+
+from trackway.agent.app import create_app
+from trackway.agent.settings import AgentSettings
+from trackway.clients import AgentClient, shared_http
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trajectory import Trajectory
+
+ANSWER = "#### 18" + END
+COUNT = call("counter") + END
+
+
+@pytest.fixture
+async def agent(world: World) -> AsyncIterator[AgentClient]:
+    """A client of the agent app behind a real socket."""
+    server = uvicorn.Server(uvicorn.Config(world.agent, port=0, log_level="warning", ws="none", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield AgentClient(f"http://127.0.0.1:{port}")
+    await shared_http().aclose()
+    server.should_exit = True
+    await serving
+
+
+@pytest.mark.anyio
+async def test_each_trajectory_is_streamed_as_it_ends(world: World, agent: AgentClient) -> None:
+    first_was_seen = asyncio.Event()
+
+    async def slow() -> str:
+        await first_was_seen.wait()
+        return ANSWER
+
+    world.model.scripts = {0: [slow], 1: [ANSWER]}
+    seen: list[int] = []
+    async for trajectory in agent.group(group(n=2)):
+        seen.append(trajectory.tags.rollout_n)
+        first_was_seen.set()
+
+    assert seen == [1, 0]
+
+
+@pytest.mark.anyio
+async def test_a_client_that_leaves_ends_its_trajectories_and_releases_their_tools(
+    world: World, agent: AgentClient
+) -> None:
+    async def never() -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    world.model.scripts = {0: [ANSWER], 1: [COUNT, never], 2: [COUNT, never]}
+    stream = agent.group(group(n=3))
+    assert (await anext(stream)).tags.rollout_n == 0
+    await until(lambda: len(world.model.requests) == 5)
+    await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+
+    await until(lambda: len(world.counter.released) == 2)
+    assert sorted(world.counter.released) == sorted(world.counter.counts)
+
+
+@pytest.mark.anyio
+async def test_only_the_asked_rollouts_are_run(world: World) -> None:
+    world.model.scripts = {1: [ANSWER], 3: [ANSWER]}
+
+    trajectories = await world.run(group(n=4, rollouts=[3, 1]))
+
+    assert [one.id for one in trajectories] == ["run-a/1/7/1", "run-a/1/7/3"]
+    assert len(world.model.requests) == 2
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("rollouts", [[0, 0], [4], [-1]])
+async def test_rollouts_outside_the_group_are_refused(world: World, rollouts: list[int]) -> None:
+    response = await world.client.post("/groups", json=group(n=4, rollouts=rollouts).model_dump(mode="json"))
+
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
+
+
+@pytest.mark.anyio
+async def test_an_unknown_agent_is_refused_before_the_stream_begins(world: World) -> None:
+    response = await world.client.post("/groups", json=group(agent_name="nobody").model_dump(mode="json"))
+
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_agent")
+
+
+@pytest.mark.anyio
+async def test_groups_are_ndjson(world: World) -> None:
+    world.model.scripts = {0: [ANSWER], 1: [ANSWER]}
+
+    response = await world.client.post("/groups", json=group(n=2).model_dump(mode="json"))
+
+    assert response.headers["content-type"] == "application/x-ndjson"
+    assert len(response.text.splitlines()) == 2
+    assert response.text.endswith("\n")
+
+
+@pytest.mark.anyio
+async def test_one_trajectory_is_answered_as_json(world: World) -> None:
+    world.model.scripts = {1: [ANSWER]}
+
+    response = await world.client.post("/trajectories", json=group(n=2, rollouts=[1]).model_dump(mode="json"))
+
+    assert Trajectory.model_validate(response.json()).id == "run-a/1/7/1"
+
+
+@pytest.mark.anyio
+async def test_several_trajectories_are_refused_where_one_is_expected(world: World) -> None:
+    response = await world.client.post("/trajectories", json=group(n=2).model_dump(mode="json"))
+
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
+
+
+@pytest.mark.anyio
+async def test_the_agents_are_listed(world: World) -> None:
+    response = await world.client.get("/agents")
+
+    names = {agent["name"] for agent in response.json()["agents"]}
+    assert names >= {"single_turn_agent", "tool_agent"}
+
+
+@pytest.mark.anyio
+async def test_no_more_trajectories_run_at_once_than_the_settings_allow(
+    settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    running, most = 0, 0
+
+    async def watched() -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return ANSWER
+
+    async with open_world(settings.model_copy(update={"max_concurrent_trajectories": 2}), tokenizer) as world:
+        world.model.scripts = {number: [watched] for number in range(6)}
+        trajectories = await world.run(group(n=6))
+
+    assert (most, len(trajectories)) == (2, 6)
+
+
+def test_an_unknown_parser_is_refused_at_the_start(settings: AgentSettings) -> None:
+    with pytest.raises(TrackwayError) as caught:
+        create_app(settings.model_copy(update={"tool_parser": "pythonic"}))
+
+    assert caught.value.code is ErrorCode.INVALID_REQUEST

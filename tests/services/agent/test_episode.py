@@ -1,0 +1,50 @@
+from typing import Any
+
+import pytest
+from agent_world import group
+
+from trackway.agent.episode import Episode
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, TokenLogprob
+from trackway.wire.trajectory import StopReason, WeightSpan
+
+
+def episode(**changes: Any) -> Episode:
+    return Episode.begin(group(**changes), 2, "tool_agent")
+
+
+def choice(*ids: int, logprobs: int | None = None) -> GenerateChoice:
+    count = len(ids) if logprobs is None else logprobs
+    content = [TokenLogprob(token_id=0, logprob=-0.5)] * count
+    spans = [WeightSpan(version=1, start=0, end=len(ids))]
+    return GenerateChoice(
+        finish_reason="stop", token_ids=list(ids), logprobs=ChoiceLogprobs(content=content), weight_versions=spans
+    )
+
+
+def test_the_id_names_run_step_sample_and_rollout() -> None:
+    assert episode().id == "run-a/1/7/2"
+    assert episode(validation=True).id == "run-a/val1/7/2"
+
+
+@pytest.mark.parametrize(("ids", "logprobs"), [([1, 2, 3], 3), ([1, 2], 1), ([1], 2)])
+def test_an_answer_that_is_too_long_or_lacks_logprobs_is_refused(ids: list[int], logprobs: int) -> None:
+    small = episode(limits__max_response_length=2)
+
+    with pytest.raises(TrackwayError) as caught:
+        small.add_generated(choice(*ids, logprobs=logprobs))
+
+    assert caught.value.code is ErrorCode.INTERNAL
+    assert small.response_ids == []
+
+
+def test_a_failed_episode_keeps_its_tokens_and_loses_its_reward() -> None:
+    failed = episode()
+    failed.add_generated(choice(1, 2))
+    failed.fail(TrackwayError(ErrorCode.UNAVAILABLE, "gone"))
+
+    trajectory = failed.trajectory()
+
+    assert (trajectory.response_ids, trajectory.response_mask) == ([1, 2], [1, 1])
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ERROR, None)
+    assert trajectory.error is not None and trajectory.error.retryable

@@ -1,0 +1,76 @@
+"""Loops of one's own, and what their defects do."""
+
+import logging
+
+import pytest
+from agent_world import END, World, group
+
+from trackway.agent import AgentLoop, Episode, Toolbox, register
+from trackway.agent.loop import agent_loop, agents
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trajectory import StopReason
+
+
+@register("defective_agent")
+class DefectiveAgent(AgentLoop):
+    """Raises what nobody foresaw.
+
+    Only in tests.
+    """
+
+    async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
+        raise KeyError("left out")
+
+
+@pytest.mark.anyio
+async def test_a_defect_ends_one_trajectory_and_is_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        [trajectory] = await world.run(group(agent_name="defective_agent"))
+
+    assert trajectory.error is not None
+    assert trajectory.error.code is ErrorCode.INTERNAL
+    assert "KeyError: 'left out'" in trajectory.error.message
+    [record] = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert record.exc_info is not None
+
+
+@pytest.mark.anyio
+async def test_a_seed_gives_each_rollout_its_own_whatever_the_run_is_called(world: World) -> None:
+    world.model.scripts = {0: ["a" + END, "a" + END], 1: ["b" + END, "b" + END]}
+
+    await world.run(group(n=2, sampling_params__seed=1, run="first"))
+    await world.run(group(n=2, sampling_params__seed=1, run="second"))
+
+    first, second = ([request.sampling_params.seed for request in world.model.seen(number)] for number in (0, 1))
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert first[0] != second[0]
+
+
+@pytest.mark.anyio
+async def test_a_wrong_answer_of_the_rollout_service_is_an_error(world: World) -> None:
+    world.model.obeys = False
+
+    trajectory = await world.say("a" + END)
+
+    assert trajectory.error is not None
+    assert trajectory.error.code is ErrorCode.INTERNAL
+    assert trajectory.response_ids == []
+
+
+def test_agents_are_described_by_the_first_line_of_their_docstring() -> None:
+    described = {agent.name: agent.description for agent in agents()}
+
+    assert described["single_turn_agent"] == "Single-turn: answers the prompt once, without tools."
+    assert described["defective_agent"] == "Raises what nobody foresaw."
+
+
+def test_rows_without_an_agent_name_are_answered_in_a_single_turn() -> None:
+    assert agent_loop(None).agent_name == "single_turn_agent"
+
+
+def test_an_unknown_agent_names_those_there_are() -> None:
+    with pytest.raises(TrackwayError, match="'single_turn_agent', 'tool_agent'") as caught:
+        agent_loop("nobody")
+
+    assert caught.value.code is ErrorCode.UNKNOWN_AGENT
