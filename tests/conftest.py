@@ -4,8 +4,16 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch or numpy is imported: oversubscription costs up to 50x
 
-from collections.abc import AsyncIterator
+import contextlib
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Protocol
 
 import httpx
@@ -36,3 +44,42 @@ def running() -> Running:
                 yield client
 
     return run
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URI of a real MLflow server on a free port, with sqlite in WAL mode; slow to start, so one per session."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    stores = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, *stores],
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            start_new_session=True,
+        )
+    try:
+        uri = f"http://127.0.0.1:{port}"
+        _wait_until_healthy(uri, server, folder / "server.log", deadline_s=240.0)
+        yield uri
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+
+
+def _wait_until_healthy(uri: str, server: "subprocess.Popen[bytes]", log: Path, deadline_s: float) -> None:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end and server.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{uri}/health", timeout=5).status_code == 200:
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"MLflow was not healthy within {deadline_s} s: {log.read_text()[-2000:]}")

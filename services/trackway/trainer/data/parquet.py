@@ -1,0 +1,81 @@
+"""Rows as parquet files that verl reads too, and verl's files as rows."""
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import JsonValue, ValidationError
+
+from trackway.trainer.data.records import Record, Rejected, read_records
+from trackway.trainer.data.rows import from_record, to_record
+from trackway.wire.agent import Sample
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+
+
+def write_rows(path: Path, rows: list[Sample]) -> None:
+    """Replace the file at `path` with these rows; a reader sees the old file or the whole new one."""
+    path = path.expanduser()
+    if not rows:
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected at least one row for {path}, got none; ask for more")
+    table = _to_table([to_record(row) for row in rows])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(table, partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_rows(path: Path) -> list[Sample]:
+    """The rows of a parquet or JSONL file in verl's schema; the first one that is not a row is an error."""
+    path = path.expanduser()
+    rows = [_to_row(record) for record in read_records(path)]
+    if not rows:
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected rows in {path}, the file has none; write it again")
+    return rows
+
+
+def _to_table(records: list[dict[str, JsonValue]]) -> pa.Table:
+    # Not Table.from_pylist: it keeps only the columns that the first row has.
+    names = list(dict.fromkeys(name for record in records for name in record))
+    return pa.table({name: _to_column(name, [record.get(name) for record in records]) for name in names})
+
+
+def _to_column(name: str, values: list[JsonValue]) -> pa.Array:
+    try:
+        return pa.array(values)
+    except pa.ArrowException as error:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"expected one type for each key of column {name}, got several ({error}); make them all strings",
+        ) from error
+
+
+def _to_row(record: Record | Rejected) -> Sample:
+    if isinstance(record, Rejected):
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{record}; correct the line or remove it")
+    _require_columns(record)
+    try:
+        return from_record(record.data)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place, reason = ".".join(str(part) for part in problem["loc"]), problem["msg"]
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"{record.file}:{record.line}: expected verl's row schema, got {place}: {reason}; correct it",
+        ) from error
+
+
+def _require_columns(record: Record) -> None:
+    missing = [name for name in REQUIRED_COLUMNS if record.data.get(name) is None]
+    if missing:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"{record.file}:{record.line}: expected columns {', '.join(REQUIRED_COLUMNS)}, "
+            f"missing {', '.join(missing)} of {', '.join(record.data)}; "
+            "build the file with `trackway data` or with verl's preprocessing",
+        )

@@ -1,0 +1,81 @@
+"""Source files, record by record: parquet or JSON lines; what cannot be read is named by file and line."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import JsonValue
+
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+SUFFIXES = (".parquet", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record and where it stands; lines and parquet rows count from 1."""
+
+    file: Path
+    line: int
+    data: dict[str, JsonValue]
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A record that did not become a row, and why."""
+
+    file: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.reason}"
+
+
+def read_records(path: Path) -> Iterator[Record | Rejected]:
+    """The records of a file in order; blank lines of JSONL are no records."""
+    if not path.is_file():
+        raise TrackwayError(
+            ErrorCode.NOT_FOUND,
+            f"expected a dataset file at {path}, found none; make one with `trackway data` or fix the path",
+        )
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    raise TrackwayError(
+        ErrorCode.INVALID_REQUEST,
+        f"expected a file ending in {' or '.join(SUFFIXES)}, got {path}; convert it first",
+    )
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    try:
+        file = pq.ParquetFile(path)
+        rows = (row for batch in file.iter_batches(batch_size=1024) for row in batch.to_pylist())
+        yield from (Record(path, line, row) for line, row in enumerate(rows, start=1))
+    except (pa.ArrowException, OSError) as error:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"expected a parquet file at {path}, could not read it ({error}); write or download it again",
+        ) from error
+
+
+def _read_jsonl(path: Path) -> Iterator[Record | Rejected]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _parse_line(path, number, line)
+
+
+def _parse_line(path: Path, number: int, line: bytes) -> Record | Rejected:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Rejected(path, number, f"expected a JSON object, got a line that does not parse: {error}")
+    if not isinstance(data, dict):
+        return Rejected(path, number, f"expected a JSON object, got {type(data).__name__}")
+    return Record(path, number, data)

@@ -1,0 +1,95 @@
+"""Dataset rows in verl's schema: what a parquet file holds and what the agent service takes.
+
+A row is the wire's `Sample`. This file types the `extra_info` that our own builders write, and gives rows the
+one form in which they are stored and compared: without null and without empty structs, because parquet knows
+neither "absent" (it merges the keys of all rows and fills with null) nor a struct without members.
+"""
+
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from trackway.wire.agent import RewardModel, Sample
+from trackway.wire.base import WireReply
+from trackway.wire.chat import Message
+
+Split = Literal["train", "test"]
+
+AGENT_NAME = "tool_agent"
+ABILITY = "math"
+
+
+class ToolKwargs(WireReply):
+    """Arguments for the stages of one tool's life, for one row."""
+
+    create_kwargs: dict[str, JsonValue] | None = None
+    execute_kwargs: dict[str, JsonValue] | None = None
+    calc_reward_kwargs: dict[str, JsonValue] | None = None
+    release_kwargs: dict[str, JsonValue] | None = None
+
+
+class InteractionKwargs(WireReply):
+    """What verl's interactions read: the user's text and the ground truth."""
+
+    query: str
+    ground_truth: str
+
+
+class ExtraInfo(WireReply):
+    """The `extra_info` column as Trackway writes it."""
+
+    split: Split
+    index: int
+    """Unique within the split; it becomes the `sample_index` tag of the trajectories."""
+    answer: str
+    """The worked answer as the source gives it."""
+    question: str
+    """The question as the source gives it."""
+    need_tools_kwargs: bool = False
+    """Whether the tools cannot work without `tools_kwargs`."""
+    tools_kwargs: dict[str, ToolKwargs] = Field(default_factory=dict)
+    """By tool name."""
+    tool_selection: list[str] | None = None
+    """The tools this row is offered, verl's key; None offers every tool of the server."""
+    interaction_kwargs: InteractionKwargs | None = None
+
+
+def make_row(*, data_source: str, prompt: list[Message], ground_truth: str, extra_info: ExtraInfo) -> Sample:
+    """A rule-scored math row for the tool agent."""
+    return Sample(
+        data_source=data_source,
+        agent_name=AGENT_NAME,
+        prompt=prompt,
+        ability=ABILITY,
+        reward_model=RewardModel(style="rule", ground_truth=ground_truth),
+        extra_info=_with_tools_kwargs(prune(extra_info.model_dump(mode="json"))),
+    )
+
+
+def to_record(row: Sample) -> dict[str, JsonValue]:
+    """The row as plain columns, ready to be stored."""
+    return prune(row.model_dump(mode="json"))
+
+
+def from_record(record: dict[str, JsonValue]) -> Sample:
+    """The row of stored columns; raises pydantic's ValidationError when they are not verl's."""
+    row = Sample.model_validate(prune(record))
+    return row.model_copy(update={"extra_info": _with_tools_kwargs(row.extra_info)})
+
+
+def prune(record: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The record without null and without empty dicts, at every depth; list items keep their places."""
+    pruned = {key: _prune_value(value) for key, value in record.items()}
+    return {key: value for key, value in pruned.items() if value is not None and value != {}}
+
+
+def _prune_value(value: JsonValue) -> JsonValue:
+    if isinstance(value, dict):
+        return prune(value)
+    if isinstance(value, list):
+        return [_prune_value(item) for item in value]
+    return value
+
+
+def _with_tools_kwargs(extra_info: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    return {"need_tools_kwargs": False, "tools_kwargs": {}, **extra_info}

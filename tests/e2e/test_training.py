@@ -1,0 +1,141 @@
+"""The promise: five services train an agent over HTTP, and every traced trajectory is one whole trace of the run."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from small_runs import small_run
+
+from trackway.clients import TrainerClient
+from trackway.deploy import status, traces, train
+from trackway.deploy.demo import tool_calls_run
+from trackway.deploy.settings import Deployment
+from trackway.trainer.dump import read_trajectories
+from trackway.wire.trainer import RunInfo, RunState
+from trackway.wire.trajectory import Trajectory
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def quiet(info: RunInfo) -> None:
+    """A run's progress, unseen."""
+
+
+def trajectories_of(info: RunInfo) -> list[Trajectory]:
+    files = sorted((Path(info.folder) / "trajectories").glob("*.parquet"))
+    return [one for file in files for one in read_trajectories(file)]
+
+
+def until(condition, deadline_s: float = 120.0):
+    """The first true value of `condition()`."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, "the condition did not come true in time"
+        time.sleep(0.2)
+    return value
+
+
+def step_of(deployment: Deployment, name: str) -> int:
+    [info] = [one for one in runs(deployment) if one.run == name]
+    assert info.state not in (RunState.FAILED, RunState.STOPPED), info.message
+    return info.step
+
+
+def runs(deployment: Deployment) -> list[RunInfo]:
+    return asyncio.run(TrainerClient(f"{deployment.base_url}/trainer").runs())
+
+
+def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deployment, started) -> None:
+    info = train.follow(deployment, started("whole", 2).run, quiet)
+    made = trajectories_of(info)
+    traced = {f"tr-{one.trace_id}": one for one in made if one.trace_id}
+    assert (info.state, len(made), len(traced)) == (RunState.FINISHED, 8 + 32 + 8, 2 + 32 + 2)
+    assert [one.error for one in made if one.error] == []
+    assert info.experiment_id and info.run_id
+    experiment = info.experiment_id
+
+    found = until(lambda: whole(deployment, experiment, traced))
+    assert found.keys() == traced.keys()
+
+    first = {name for name, one in traced.items() if one.tags.step == 1 and not one.tags.validation}
+    by_tag = traces.search(deployment.mlflow_uri, [experiment], "tags.step = '1'")
+    client = MlflowClient(tracking_uri=deployment.mlflow_uri)
+    by_run = client.search_traces(locations=[experiment], run_id=info.run_id, max_results=100)
+    assert {one.info.trace_id for one in by_tag} == first and len(first) == 16
+    assert {one.info.trace_id for one in by_run} == traced.keys()
+
+
+def whole(deployment: Deployment, experiment: str, traced: dict[str, Trajectory]) -> dict[str, Trajectory] | None:
+    """The traced trajectories once each has a complete tree."""
+    found = {one.info.trace_id: one for one in traces.search(deployment.mlflow_uri, [experiment], limit=500)}
+    for name, one in traced.items():
+        if name not in found or traces.missing_parts(found[name], len(one.turns), tool_calls_run(one)):
+            return None
+    return {name: traced[name] for name in found if name in traced}
+
+
+def test_scaling_rollout_during_a_run_fails_no_request_and_both_replicas_hold_the_newest_weights(
+    deployment: Deployment, started
+) -> None:
+    name = started("scaled", 8).run
+    until(lambda: step_of(deployment, name) >= 1)
+    during = status.scale(deployment, "rollout", 2)
+    info = train.follow(deployment, name, quiet)
+    after = until(lambda: current(deployment))
+    back = status.scale(deployment, "rollout", 1)
+    assert (len(during), len(after), len(back)) == (2, 2, 1)
+    assert (info.state, [one.error for one in trajectories_of(info) if one.error]) == (RunState.FINISHED, [])
+
+
+def current(deployment: Deployment) -> list[int]:
+    """The rollout replicas' weight versions once they all hold the newest."""
+    rollout = next(one for one in status.service_statuses(deployment) if one.service == "rollout")
+    weights = [replica.weights for replica in rollout.replicas if replica.weights]
+    return [one.version for one in weights] if all(one.version == one.latest for one in weights) else []
+
+
+def test_a_killed_rollout_replica_costs_no_trajectory(deployment: Deployment, started) -> None:
+    name = started("killed", 4).run
+    until(lambda: step_of(deployment, name) >= 1)
+    rollout = next(one for one in status.service_statuses(deployment) if one.service == "rollout")
+    [replica] = rollout.replicas
+    os.kill(replica.health.pid, signal.SIGKILL)
+    info = train.follow(deployment, name, quiet)
+    assert (info.state, info.restarts) == (RunState.FINISHED, 0)
+    assert [one.error for one in trajectories_of(info) if one.error] == []
+    assert next(iter(status.service_statuses(deployment))).replicas[0].health.pid != replica.health.pid
+
+
+def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(deployment: Deployment) -> None:
+    words = small_run(deployment.outputs, "interrupted", 6)
+    command = [sys.executable, "-m", "trackway.deploy.cli", "train", "--config-name", "tiny_demo"]
+    command += ["--outputs", str(deployment.outputs), *words]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    until(lambda: any(one.run == "interrupted" and one.step >= 1 for one in runs(deployment)))
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=180)
+    assert process.returncode == 130 and "trackway train --resume interrupted" in shown.replace("\n", " ")
+    [stopped] = [one for one in runs(deployment) if one.run == "interrupted"]
+    train.resume_run(deployment, "interrupted")
+    info = train.follow(deployment, "interrupted", quiet)
+    rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
+    assert (stopped.state, info.state) == (RunState.STOPPED, RunState.FINISHED)
+    assert 1 <= stopped.step < 6 and [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_the_command_line_shows_and_calls_the_running_services(deployment: Deployment) -> None:
+    def trackway(*words: str) -> str:
+        command = [sys.executable, "-m", "trackway.deploy.cli", *words, "--outputs", str(deployment.outputs)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+    services = json.loads(trackway("status", "--json"))
+    assert {one["service"]: one["status"] for one in services} == dict.fromkeys(deployment.services, "RUNNING")
+    assert trackway("tools", "call", "calculator", '{"expression": "12*7"}').strip() == "84"
+    assert json.loads(trackway("traces", "list", "--step", "99", "--json")) == []

@@ -1,0 +1,168 @@
+"""Rows in parquet files."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import JsonValue
+
+from trackway.trainer.data.parquet import read_rows, write_rows
+from trackway.trainer.data.rows import ExtraInfo, ToolKwargs, make_row
+from trackway.trainer.data.tiny import make_tiny_rows
+from trackway.wire.agent import Sample
+from trackway.wire.chat import Message
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+
+def _row(index: int, tools: dict[str, ToolKwargs]) -> Sample:
+    extra_info = ExtraInfo(split="train", index=index, answer="#### 7", question="q", tools_kwargs=tools)
+    return make_row(
+        data_source="x", prompt=[Message(role="user", content="q")], ground_truth="7", extra_info=extra_info
+    )
+
+
+def _record(**columns: JsonValue) -> dict[str, JsonValue]:
+    prompt: JsonValue = [{"role": "user", "content": "q"}]
+    return {
+        "data_source": "x",
+        "prompt": prompt,
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+    } | columns
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    rows = make_tiny_rows("train", 40, seed=0)
+
+    write_rows(tmp_path / "new" / "train.parquet", rows)
+
+    assert read_rows(tmp_path / "new" / "train.parquet") == rows
+
+
+def test_rows_with_different_tools_keep_only_their_own(tmp_path: Path) -> None:
+    rows = [
+        _row(0, {}),
+        _row(1, {"calculator": ToolKwargs(create_kwargs={"precision": 2})}),
+        _row(2, {"search": ToolKwargs(execute_kwargs={"sources": ["a", "b"]})}),
+    ]
+
+    write_rows(tmp_path / "rows.parquet", rows)
+
+    read = read_rows(tmp_path / "rows.parquet")
+    assert [row.extra_info["tools_kwargs"] for row in read] == [
+        {},
+        {"calculator": {"create_kwargs": {"precision": 2}}},
+        {"search": {"execute_kwargs": {"sources": ["a", "b"]}}},
+    ]
+
+
+def test_a_column_that_the_first_row_lacks_is_kept(tmp_path: Path) -> None:
+    rows = [_row(0, {}).model_copy(update={"agent_name": None}), _row(1, {})]
+
+    write_rows(tmp_path / "rows.parquet", rows)
+
+    assert [row.agent_name for row in read_rows(tmp_path / "rows.parquet")] == [None, "tool_agent"]
+
+
+def test_a_file_that_datasets_wrote_is_read(tmp_path: Path) -> None:
+    tools: JsonValue = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "1"}}}
+    records = [
+        _record(extra_info={"index": 5, "tools_kwargs": tools}),
+        _record(extra_info={"index": 6, "tools_kwargs": {"other": {"create_kwargs": {"k": 1}}}}),
+    ]
+    datasets.Dataset.from_list(records).to_parquet(tmp_path / "verl.parquet")
+
+    rows = read_rows(tmp_path / "verl.parquet")
+
+    assert [row.index for row in rows] == [5, 6]
+    assert rows[0].extra_info["tools_kwargs"] == tools
+
+
+def test_datasets_reads_the_nested_structs_that_were_written(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.parquet", [_row(4, {"calculator": ToolKwargs(create_kwargs={"precision": 2})})])
+
+    (record,) = datasets.Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path))
+
+    assert isinstance(record, dict)
+    assert record["prompt"] == [{"role": "user", "content": "q"}]
+    assert record["extra_info"]["tools_kwargs"] == {"calculator": {"create_kwargs": {"precision": 2}}}
+    assert record["extra_info"]["index"] == 4
+
+
+def test_a_jsonl_file_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(_record(extra_info={"index": 2})) + "\n")
+
+    assert [row.index for row in read_rows(tmp_path / "rows.jsonl")] == [2]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TrackwayError, match=r"no\.parquet, found none") as caught:
+        read_rows(tmp_path / "no.parquet")
+
+    assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("rows.parquet", "could not read it"), ("rows.csv", r"expected a file ending in \.parquet or \.jsonl")],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / name).write_text("a,b\n")
+
+    with pytest.raises(TrackwayError, match=message):
+        read_rows(tmp_path / name)
+
+
+def test_missing_columns_are_named_with_those_found(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"data_source": ["x"], "question": ["q"]}), tmp_path / "rows.parquet")
+
+    with pytest.raises(TrackwayError, match="missing prompt, reward_model of data_source, question"):
+        read_rows(tmp_path / "rows.parquet")
+
+
+def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path) -> None:
+    lines = [_record(), _record(prompt=[{"role": "robot", "content": "q"}])]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    with pytest.raises(TrackwayError, match=r"rows\.jsonl:2: expected verl's row schema, got prompt\.0\.role"):
+        read_rows(tmp_path / "rows.jsonl")
+
+
+def test_a_broken_line_is_an_error_and_not_skipped(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(_record()) + "\n{broken\n")
+
+    with pytest.raises(TrackwayError, match=r"rows\.jsonl:2: expected a JSON object"):
+        read_rows(tmp_path / "rows.jsonl")
+
+
+def test_keys_of_several_types_are_an_error_that_names_the_column(tmp_path: Path) -> None:
+    rows = [
+        _row(0, {"t": ToolKwargs(create_kwargs={"k": "1"})}),
+        _row(1, {"t": ToolKwargs(create_kwargs={"k": 1})}),
+    ]
+
+    with pytest.raises(TrackwayError, match="column extra_info"):
+        write_rows(tmp_path / "rows.parquet", rows)
+
+
+def test_writing_no_rows_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(TrackwayError, match="expected at least one row"):
+        write_rows(tmp_path / "rows.parquet", [])
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [_row(0, {})]
+    write_rows(tmp_path / "rows.parquet", rows)
+
+    def fail_half_way(_table: pa.Table, path: Path) -> None:
+        path.write_text("half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(pq, "write_table", fail_half_way)
+    with pytest.raises(OSError, match="disk full"):
+        write_rows(tmp_path / "rows.parquet", [_row(1, {})])
+
+    assert read_rows(tmp_path / "rows.parquet") == rows
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]
