@@ -1,6 +1,5 @@
 """The promise: five services train an agent over HTTP, and every traced trajectory is one whole trace of the run."""
 
-import asyncio
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from small_runs import small_run
 
-from trackway.clients import TrainerClient
+from trackway.clients import TrainerClient, run
 from trackway.deploy import status, traces, train
 from trackway.deploy.demo import tool_calls_run
 from trackway.deploy.settings import Deployment
@@ -49,7 +48,7 @@ def step_of(deployment: Deployment, name: str) -> int:
 
 
 def runs(deployment: Deployment) -> list[RunInfo]:
-    return asyncio.run(TrainerClient(f"{deployment.base_url}/trainer").runs())
+    return run(TrainerClient(f"{deployment.base_url}/trainer").runs())
 
 
 def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deployment, started) -> None:

@@ -1,7 +1,7 @@
 """Async HTTP clients of the five services, over one shared httpx client per process."""
 
 from trackway.clients.agent import AgentClient
-from trackway.clients.base import CallPolicy, Deadline, ServiceClient, shared_http
+from trackway.clients.base import CallPolicy, Deadline, ServiceClient, close_shared_http, run, shared_http
 from trackway.clients.reward import RewardClient
 from trackway.clients.rollout import RolloutClient
 from trackway.clients.tools import ToolsClient
@@ -16,5 +16,7 @@ __all__ = [
     "ServiceClient",
     "ToolsClient",
     "TrainerClient",
+    "close_shared_http",
+    "run",
     "shared_http",
 ]

@@ -9,12 +9,13 @@ import asyncio
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
 import httpx
+from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, ValidationError
 from tenacity import (
     AsyncRetrying,
@@ -29,6 +30,7 @@ from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class CallPolicy:
     max_backoff_s: float = 5.0
     """Longest pause before a retry."""
     max_in_flight: int = 256
-    """Requests of one client at once; httpx's pool costs O(n^2) in queued requests, so the queue is ours."""
+    """Requests of one client at once; the others wait here, where a deadline ends their wait."""
 
 
 class _NotOurs(Exception):
@@ -85,13 +87,36 @@ _shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient
 
 
 def shared_http() -> httpx.AsyncClient:
-    """The process's HTTP client (one per event loop); timeouts are given per request."""
+    """The process's HTTP client (one per event loop); timeouts are given per request.
+
+    aiohttp's transport: httpx's own pool costs O(n^2) in connections, 12 ms of CPU a request at 96 in flight.
+    """
     loop = asyncio.get_running_loop()
     client = _shared.get(loop)
     if client is None or client.is_closed:
-        limits = httpx.Limits(max_connections=512, max_keepalive_connections=128, keepalive_expiry=5.0)
-        client = _shared[loop] = httpx.AsyncClient(limits=limits, timeout=CallPolicy.read_s)
+        limits = httpx.Limits(max_connections=512, max_keepalive_connections=256, keepalive_expiry=5.0)
+        transport = AiohttpTransport(limits=limits)
+        client = _shared[loop] = httpx.AsyncClient(transport=transport, timeout=CallPolicy.read_s)
     return client
+
+
+async def close_shared_http() -> None:
+    """Close this event loop's shared client; a later call makes a new one."""
+    client = _shared.pop(asyncio.get_running_loop(), None)
+    if client is not None:
+        await client.aclose()
+
+
+def run(work: Coroutine[object, object, T]) -> T:
+    """`asyncio.run` for programs that call services: the shared client is closed at the end."""
+
+    async def main() -> T:
+        try:
+            return await work
+        finally:
+            await close_shared_http()
+
+    return asyncio.run(main())
 
 
 class ServiceClient:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trackway.clients import TrainerClient
+from trackway.clients import TrainerClient, run
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import Deployment
 from trackway.trainer.config import RunConfig
@@ -24,12 +24,12 @@ def start_run(deployment: Deployment, config: RunConfig, name: str | None = None
         own = config.trackway.model_copy(update={"mlflow_uri": deployment.mlflow_uri})
         config = config.model_copy(update={"trackway": own})
     request = RunRequest(config=config.model_dump(mode="json"), run=name)
-    return asyncio.run(_client(deployment).start(request))
+    return run(_client(deployment).start(request))
 
 
 def resume_run(deployment: Deployment, name: str) -> RunInfo:
     """Go on from a run's last checkpoint."""
-    return asyncio.run(_client(deployment).resume(name))
+    return run(_client(deployment).resume(name))
 
 
 def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
@@ -39,7 +39,7 @@ def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
         UserError: the run failed.
     """
     try:
-        info = asyncio.run(_until_ended(deployment, name, show, deadline_s=None))
+        info = run(_until_ended(deployment, name, show, deadline_s=None))
     except KeyboardInterrupt:
         stop_run(deployment, name, show)
         raise
@@ -55,7 +55,7 @@ def stop_run(deployment: Deployment, name: str, show: Show) -> RunInfo:
         await _client(deployment).stop(name)
         return await _until_ended(deployment, name, show, STOP_DEADLINE_S)
 
-    return asyncio.run(stop())
+    return run(stop())
 
 
 async def _until_ended(deployment: Deployment, name: str, show: Show, deadline_s: float | None) -> RunInfo:

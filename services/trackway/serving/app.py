@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 
+from trackway.clients import close_shared_http
 from trackway.serving.answers import install_error_answers
 from trackway.serving.idempotency import Idempotency
 from trackway.serving.metrics import RequestMetrics, ServiceMetrics
@@ -69,6 +70,7 @@ def _lifespan(tracing: Tracing, inner: Lifespan | None) -> Lifespan:
                 async with inner(app):
                     yield
         finally:
+            await close_shared_http()
             tracing.shutdown()
 
     return lifespan

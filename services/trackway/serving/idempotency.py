@@ -81,12 +81,14 @@ class Idempotency:
         return answer
 
     def _forget_old(self) -> None:
+        """Drop answers from the oldest on; one that is still being made ends the sweep."""
         horizon = time.monotonic() - self.ttl_s
-        finished = [key for key, entry in self._entries.items() if entry.answer.done()]
-        excess = len(self._entries) - self.max_entries
-        for position, key in enumerate(finished):
-            if position < excess or self._entries[key].made_at < horizon:
-                del self._entries[key]
+        while self._entries:
+            oldest = next(iter(self._entries.values()))
+            kept = oldest.made_at >= horizon and len(self._entries) <= self.max_entries
+            if kept or not oldest.answer.done():
+                return
+            self._entries.popitem(last=False)
 
 
 async def _read(receive: Receive) -> bytes:

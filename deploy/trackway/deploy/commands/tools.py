@@ -1,13 +1,12 @@
 """`trackway tools list | call`: the tool server by hand."""
 
-import asyncio
 import json
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from trackway.clients import ToolsClient
+from trackway.clients import ToolsClient, run
 from trackway.deploy.commands.options import OUTPUTS, Json, Outputs
 from trackway.deploy.console import print_json, stdout
 from trackway.deploy.errors import UserError
@@ -20,7 +19,7 @@ app = typer.Typer(no_args_is_help=True, help="List and call the tools of a runni
 @app.command("list")
 def tools_list(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
     """Show every tool.  Example: trackway tools list"""
-    found = asyncio.run(ToolsClient(f"{load_running(outputs).base_url}/tools").list())
+    found = run(ToolsClient(f"{load_running(outputs).base_url}/tools").list())
     if as_json:
         print_json([tool.model_dump(mode="json") for tool in found])
         return
@@ -41,7 +40,7 @@ def tools_call(
     request = OneShotRequest(
         arguments=_json("ARGUMENTS", arguments), create_kwargs=_json("--create-kwargs", create_kwargs)
     )
-    result = asyncio.run(ToolsClient(f"{load_running(outputs).base_url}/tools").one_shot(name, request))
+    result = run(ToolsClient(f"{load_running(outputs).base_url}/tools").one_shot(name, request))
     print_json(result) if as_json else stdout.print(escape(result.text))
 
 

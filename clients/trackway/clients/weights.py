@@ -1,0 +1,185 @@
+"""The weight store: one folder per version on any fsspec URL, and `latest.json` which names the newest.
+
+A version becomes visible by one atomic step, the replacement of `latest.json`; before it lie the copied files and
+then `manifest.json`. So a publisher that dies at any moment leaves readers at the old version, and publishing again
+is safe. A folder above the latest version is a leftover of such a death and may be overwritten. Versions are
+store-wide and only grow, over all runs.
+
+    <url>/latest.json
+    <url>/<version>/manifest.json, model.safetensors, ...
+"""
+
+import hashlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from pydantic import BaseModel
+
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.weights import Canary, LatestWeights, WeightFile, WeightManifest
+
+MANIFEST = "manifest.json"
+LATEST = "latest.json"
+
+
+class WeightStore:
+    """Published weights under one URL. Blocking: call it from a thread when on an event loop."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._fs, root = fsspec.core.url_to_fs(url)
+        self._root = str(root).rstrip("/")
+
+    def publish(self, version: int, run: str, folder: Path, canary: Canary | None = None) -> WeightManifest:
+        """Make the files directly inside `folder` the newest version.
+
+        The same version with the same digests is a no-op. Raises CONFLICT when a visible version has other digests or
+        when `version` is not greater than the latest.
+        """
+        manifest = WeightManifest(version=version, run=run, files=describe(folder), canary=canary)
+        latest = self.latest()
+        if latest is not None and version <= latest.version:
+            return self._published(manifest, latest)
+        target = self._path(version)
+        if self._fs.exists(target):
+            self._fs.rm(target, recursive=True)
+        self._fs.makedirs(target, exist_ok=True)
+        for file in manifest.files:
+            self._fs.put_file(str(folder / file.name), f"{target}/{file.name}")
+        self._replace(f"{target}/{MANIFEST}", manifest)
+        self._replace(f"{self._root}/{LATEST}", LatestWeights(version=version, run=run, path=str(version)))
+        return manifest
+
+    def latest(self) -> LatestWeights | None:
+        """The newest complete version, or None when nothing is published."""
+        try:
+            return LatestWeights.model_validate_json(self._fs.cat_file(f"{self._root}/{LATEST}"))
+        except FileNotFoundError:
+            return None
+
+    def manifest(self, version: int) -> WeightManifest:
+        """The manifest of a version; raises NOT_FOUND when it is not there (never published, or pruned)."""
+        try:
+            return WeightManifest.model_validate_json(self._fs.cat_file(f"{self._path(version)}/{MANIFEST}"))
+        except FileNotFoundError:
+            raise TrackwayError(
+                ErrorCode.NOT_FOUND,
+                f"expected weights version {version} in {self.url}, got none; it was pruned or never published",
+                version=version,
+            ) from None
+
+    def fetch(self, version: int, into: Path) -> Path:
+        """A local folder with the version's files, each verified by size and sha256.
+
+        A local store is verified in place and its own folder returned; from elsewhere the files are copied to
+        `into/<version>`. Raises NOT_FOUND without a manifest and WEIGHTS_CORRUPT when a file is missing or differs.
+        """
+        manifest = self.manifest(version)
+        if isinstance(self._fs, LocalFileSystem):
+            return verify(Path(self._path(version)), manifest)
+        folder = into / str(version)
+        if folder.is_dir():
+            return verify(folder, manifest)
+        return self._download(manifest, folder)
+
+    def versions(self) -> list[int]:
+        """Versions that have a folder, oldest first; those above the latest are unfinished."""
+        self._fs.invalidate_cache()
+        if not self._fs.isdir(self._root):
+            return []
+        names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._fs.ls(self._root, detail=False))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def prune(self, keep: int) -> list[int]:
+        """Remove all but the newest `keep` (at least 1) visible versions; returns what was removed."""
+        if keep < 1:
+            raise ValueError(f"expected keep >= 1 (readers load the latest version), got {keep}")
+        latest = self.latest()
+        visible = [version for version in self.versions() if latest is not None and version <= latest.version]
+        for version in visible[:-keep]:
+            self._fs.rm(self._path(version), recursive=True)
+        return visible[:-keep]
+
+    def _published(self, manifest: WeightManifest, latest: LatestWeights) -> WeightManifest:
+        version = manifest.version
+        if version not in self.versions():
+            raise TrackwayError(
+                ErrorCode.CONFLICT,
+                f"expected a version above {latest.version} (published by {latest.run}), got {version}; "
+                "continue from the latest version",
+                version=version,
+                latest=latest.version,
+            )
+        present = self.manifest(version)
+        if present.files != manifest.files:
+            raise TrackwayError(
+                ErrorCode.CONFLICT,
+                f"version {version} is already published by {present.run} with other digests; publish as a new version",
+                version=version,
+                latest=latest.version,
+            )
+        return present
+
+    def _download(self, manifest: WeightManifest, folder: Path) -> Path:
+        part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        part.mkdir(parents=True)
+        try:
+            for file in manifest.files:
+                try:
+                    self._fs.get_file(f"{self._path(manifest.version)}/{file.name}", str(part / file.name))
+                except FileNotFoundError:
+                    continue  # verify() below says which file is missing
+            verify(part, manifest)
+            if not folder.is_dir():
+                part.rename(folder)
+            return folder
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _path(self, version: int) -> str:
+        return f"{self._root}/{version}"
+
+    def _replace(self, path: str, content: BaseModel) -> None:
+        data = content.model_dump_json(indent=2).encode()
+        if not isinstance(self._fs, LocalFileSystem):
+            self._fs.pipe_file(path, data)  # an object store's put is atomic
+            return
+        temporary = Path(f"{path}.{uuid.uuid4().hex}")
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+
+
+def describe(folder: Path) -> list[WeightFile]:
+    """Name, size and sha256 of the files directly inside a folder, by name."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    if not files:
+        raise ValueError(f"expected weight files in {folder}, got an empty folder")
+    return [WeightFile(name=path.name, size=path.stat().st_size, sha256=sha256(path)) for path in files]
+
+
+def verify(folder: Path, manifest: WeightManifest) -> Path:
+    """The folder, when each file of the manifest is there with its digest; else raises WEIGHTS_CORRUPT."""
+    for file in manifest.files:
+        path = folder / file.name
+        got = sha256(path) if path.is_file() else "no file"
+        if got != file.sha256:
+            raise TrackwayError(
+                ErrorCode.WEIGHTS_CORRUPT,
+                f"{file.name} of weights version {manifest.version}: expected sha256 {file.sha256}, got {got}; "
+                f"publish a new version (folder {folder})",
+                version=manifest.version,
+                file=file.name,
+                expected=file.sha256,
+                got=got,
+            )
+    return folder
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
