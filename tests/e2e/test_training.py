@@ -14,7 +14,6 @@ from small_runs import small_run
 
 from trackway.clients import TrainerClient, run
 from trackway.deploy import status, traces, train
-from trackway.deploy.demo import tool_calls_run
 from trackway.deploy.settings import Deployment
 from trackway.trainer.dump import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
@@ -75,7 +74,7 @@ def whole(deployment: Deployment, experiment: str, traced: dict[str, Trajectory]
     """The traced trajectories once each has a complete tree."""
     found = {one.info.trace_id: one for one in traces.search(deployment.mlflow_uri, [experiment], limit=500)}
     for name, one in traced.items():
-        if name not in found or traces.missing_parts(found[name], len(one.turns), tool_calls_run(one)):
+        if name not in found or traces.missing_parts(found[name], one.turns):
             return None
     return {name: traced[name] for name in found if name in traced}
 

@@ -56,6 +56,8 @@ class Turn(WireReply):
     response_end: int
     """Index after the turn's last model token."""
     finish_reason: str
+    calls_executed: int = 0
+    """Calls that reached their tool; malformed ones, unknown names and calls over the limit do not."""
     generate_s: float = 0.0
     tools_s: float = 0.0
 

@@ -115,15 +115,10 @@ def count_complete(mlflow_uri: str, experiment_id: str, traced: list[Trajectory]
     while True:
         found = traces.search(mlflow_uri, [experiment_id], limit=len(expected) + 1000)
         complete = sum(
-            not traces.missing_parts(trace, len(one.turns), tool_calls_run(one))
+            not traces.missing_parts(trace, one.turns)
             for trace in found
             if (one := expected.get(trace.info.trace_id)) is not None
         )
         if complete == len(expected) or time.monotonic() > deadline:
             return complete
         time.sleep(1.0)
-
-
-def tool_calls_run(trajectory: Trajectory) -> int:
-    """Calls that reached the tool server: an observation for a call that never ran does not count."""
-    return len(trajectory.tool_rewards)

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 
 from trackway.deploy.errors import UserError
 
-
 _children: list[subprocess.Popen[bytes]] = []
 """Kept so that Python does not complain of a child it forgot; they outlive us on purpose."""
 
@@ -70,6 +69,8 @@ def stop_tree(record: ProcessRecord, grace_s: float = 8.0) -> None:
     _, alive = psutil.wait_procs(tree, timeout=grace_s)
     _signal(alive, kill=True)
     psutil.wait_procs(alive, timeout=5.0)
+    for child in _children:
+        child.poll()
 
 
 def _signal(processes: Sequence[psutil.Process], kill: bool) -> None:

@@ -68,26 +68,28 @@ class ServeApi:
     """Ray Serve's REST API on the dashboard."""
 
     def __init__(self, dashboard_url: str, token: str) -> None:
-        self._http = httpx.Client(
-            base_url=dashboard_url, headers={"Authorization": f"Bearer {token}"}, timeout=30.0, trust_env=False
-        )
+        self._url = f"{dashboard_url}/api/serve/applications/"
+        self._headers = {"Authorization": f"Bearer {token}"}
+
+    def _request(self, method: str, body: dict[str, object] | None = None) -> httpx.Response:
+        return httpx.request(method, self._url, json=body, headers=self._headers, timeout=30.0, trust_env=False)
 
     def answers(self) -> bool:
         """Whether the REST API is up."""
         try:
-            return self._http.get("/api/serve/applications/").status_code == 200
+            return self._request("GET").status_code == 200
         except httpx.TransportError:
             return False
 
     def deploy(self, config: dict[str, object]) -> None:
         """Declare the wanted applications; they are built after this returns, so watch `applications`."""
-        response = self._http.put("/api/serve/applications/", json=config)
+        response = self._request("PUT", config)
         if response.is_error:
             raise RuntimeError(f"Ray Serve refused the config: HTTP {response.status_code}: {response.text[:2000]}")
 
     def applications(self) -> dict[str, ApplicationState]:
         """Every application's state and its replicas."""
-        body = self._http.get("/api/serve/applications/").raise_for_status().json()
+        body = self._request("GET").raise_for_status().json()
         return {name: _state(name, details) for name, details in body.get("applications", {}).items()}
 
 

@@ -1,6 +1,6 @@
 """Reading trajectories back from MLflow: searching by tag, and checking that each tree is whole."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import Deployment
+from trackway.wire.trajectory import Turn
 
 if TYPE_CHECKING:
     from mlflow.entities import Span, Trace
@@ -78,15 +79,17 @@ def row(trace: "Trace") -> TraceRow:
     )
 
 
-def missing_parts(trace: "Trace", turns: int, tool_calls: int) -> list[str]:
+def missing_parts(trace: "Trace", turns: Sequence[Turn]) -> list[str]:
     """What a trajectory's trace lacks: empty for a whole tree.
 
     Whole: one root, no span whose parent is absent, as many turn and chat spans as assistant turns, as many
-    execute_tool spans as calls that ran, one reward; each made by its own service, and no two services by one process.
+    execute_tool spans as calls that reached their tool, one reward; each made by its own service, and no two services
+    by one process.
     """
     spans: list[Span] = list(trace.data.spans)
     kinds = [_kind(span) for span in spans]
-    expected = {"trajectory": 1, "turn": turns, "chat": turns, "execute_tool": tool_calls, "reward": 1}
+    calls = sum(turn.calls_executed for turn in turns)
+    expected = {"trajectory": 1, "turn": len(turns), "chat": len(turns), "execute_tool": calls, "reward": 1}
     problems = [
         f"{kinds.count(kind)} of {count} {kind} spans" for kind, count in expected.items() if kinds.count(kind) != count
     ]

@@ -8,10 +8,12 @@ from trackway.wire.agent import Limits
 
 @dataclass(frozen=True)
 class Observation:
-    """The answer to one call, and its step reward; None when the call was not run at all."""
+    """The answer to one call, and its step reward; None when the call was over the limit of its turn."""
 
     text: str
     reward: float | None = 0.0
+    executed: bool = False
+    """Whether the call reached its tool."""
 
 
 def unknown_function(name: str, available: Sequence[str]) -> Observation:
@@ -21,7 +23,7 @@ def unknown_function(name: str, available: Sequence[str]) -> Observation:
 
 def failed_call(name: str, message: str) -> Observation:
     """The tool refused the arguments or raised."""
-    return Observation(f"Error executing tool '{name}': {message}")
+    return Observation(f"Error executing tool '{name}': {message}", executed=True)
 
 
 def not_run(name: str, max_parallel_calls: int) -> Observation:

@@ -60,6 +60,7 @@ class ToolAgent(AgentLoop):
         with stopwatch(episode.timings, "tool_calls"):
             observations = await toolbox.answer(calls, offer, episode.limits.max_parallel_calls)
         episode.turns[-1].tools_s = episode.timings.tool_calls - spent
+        episode.turns[-1].calls_executed = sum(seen.executed for seen in observations)
         episode.tool_rewards += [seen.reward for seen in observations if seen.reward is not None]
         return observations
 

@@ -83,7 +83,7 @@ class Toolbox:
         except _CallFailed as failed:
             add_event("tool_failed", tool=call.name, code=failed.error.code.value, message=failed.error.message)
             return failed_call(call.name, failed.error.message)
-        return Observation(result.text, result.reward)
+        return Observation(result.text, result.reward, executed=True)
 
     async def _run_once(self, tool: str, arguments: dict[str, JsonValue], call_id: str) -> ToolResult:
         """One request instead of four, for a tool that keeps no state."""

@@ -283,3 +283,10 @@ async def test_the_single_turn_agent_offers_no_tools_and_answers_once(world: Wor
     assert trajectory.prompt_ids == world.model.encode("<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n")
     assert trajectory.response_mask == [1] * len(world.model.encode(COUNT))
     assert (trajectory.num_turns, trajectory.stop_reason) == (2, StopReason.ANSWERED)
+
+
+@pytest.mark.anyio
+async def test_a_turn_counts_the_calls_that_reached_their_tool(world: World) -> None:
+    unknown, refused = call("abacus") + END, call("calculator", '{"expression": "3/0"}') + END
+    trajectory = await world.say(unknown, refused, FIRST, ANSWER)
+    assert [turn.calls_executed for turn in trajectory.turns] == [0, 1, 1, 0]
