@@ -33,17 +33,6 @@ FLAGS = [
     "--hide-scrollbars",
     "--window-size=1500,960",
 ]
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--window-size=1500,960",
-]
 
 
 def main() -> None:
@@ -95,7 +84,7 @@ def a_good_trace(outputs: Path) -> tuple[str, str]:
     found = traces.search(uri, traces.experiment_ids(uri, "trackway-demo"), "tags.validate = 'False'", limit=200)
     rewarded = [one for one in found if '"reward": 1.0' in (one.info.response_preview or "")]
     newest = max(rewarded, key=lambda one: int(one.info.tags["step"]))
-    return newest.info.trace_id, newest.info.experiment_id
+    return newest.info.trace_id, str(newest.info.experiment_id)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""What the rollout service needs of an engine; vLLM and SGLang differ from the embedded one behind this Protocol."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.trajectory import WeightSpan
+from trackway.wire.weights import Canary
+
+PauseMode = Literal["wait", "abort", "keep"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Capability(StrEnum):
+    """What an engine can do beyond generating; a route that needs more than there is refuses."""
+
+    WAIT = "wait"
+    """Pause by letting requests finish."""
+    ABORT = "abort"
+    """Pause by cutting requests, which return what they have."""
+    KEEP = "keep"
+    """Pause by freezing requests, which go on with their KV cache after resume."""
+    SLEEP = "sleep"
+    """Give its memory back while the trainer needs it."""
+    SPANS = "spans"
+    """Say which weights generated which tokens when they changed under a request."""
+    CANARY = "canary"
+    """Prove new weights by scoring the canary before a request sees them."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The continuation of one prompt: ids, their logprobs under the sampling distribution, and weight spans."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    spans: list[WeightSpan]
+
+
+class EngineStats(NamedTuple):
+    """Counts since the start (tokens, steps) and of now (running, waiting)."""
+
+    running: int
+    waiting: int
+    steps: int
+    generated_tokens: int
+    prefilled_tokens: int
+    reused_tokens: int
+    """Prompt tokens whose KV was taken from a slot instead of computed."""
+
+
+class Engine(Protocol):
+    """One model on one replica. All methods are called on one event loop."""
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        """What it can do."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Weight version of the next token."""
+        ...
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt plus response in tokens."""
+        ...
+
+    @property
+    def paused(self) -> bool:
+        """Whether new requests are refused."""
+        ...
+
+    async def start(self) -> None:
+        """Load the base weights (version 0) and be able to generate."""
+        ...
+
+    async def stop(self) -> None:
+        """End; requests in flight return as aborted."""
+        ...
+
+    async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
+        """Continue a prompt; cancelling the call aborts the request.
+
+        Raises INVALID_REQUEST for a prompt that is too long or has unknown ids, OVERLOADED when the queue is full,
+        PAUSED while paused, ENGINE_FAILED when the model's output is not finite or a step failed.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> int:
+        """Cut the requests of this id, which return what they have; returns how many there were."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Refuse new requests; return when those in flight have finished, are cut, or are frozen."""
+        ...
+
+    async def resume(self) -> None:
+        """Take requests again and go on with the frozen ones."""
+        ...
+
+    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
+        """All or nothing: replace the weights between two steps, after the files and the canary proved right.
+
+        Requests in flight go on with their KV cache; nothing computed by old weights is reused by new requests.
+        Raises WEIGHTS_CORRUPT and keeps the old weights otherwise.
+        """
+        ...
+
+    def stats(self) -> EngineStats:
+        """What it has done and is doing."""
+        ...

@@ -1,0 +1,81 @@
+"""Tokens and their logprobs under the very distribution they were drawn from.
+
+One uniform number per row inverts the cumulative distribution, so a row's draw depends on its own generator alone,
+never on its neighbours. The order is temperature, top_k, top_p (Holtzman et al. 2019), as in Hugging Face and vLLM.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trackway.wire.rollout import SamplingParams
+
+_BLOCK = 64
+
+
+class Sampled(NamedTuple):
+    """One token and its logprob per row."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+def uniforms(seed: int | None) -> Iterator[float]:
+    """Endless numbers in [0, 1) of a generator of their own; without a seed they differ each time."""
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed % 2**63)
+    while True:
+        yield from torch.rand(_BLOCK, generator=generator).tolist()
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> Sampled:
+    """Draw one token per row of `logits` [rows, vocab] (float32) with the row's uniform number.
+
+    Temperature 0 takes the most likely token, with its logprob at temperature 1 and without top_k or top_p.
+    """
+    greedy = [row.temperature == 0 for row in params]
+    logprobs = torch.log_softmax(_scaled(logits, params), -1)
+    tokens = _invert(logprobs, draws)
+    if any(greedy):
+        tokens = logits.argmax(-1).where(_column(greedy, logits)[:, 0], tokens)
+    return Sampled(tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist())
+
+
+def _scaled(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    if any(row.temperature not in (0, 1) for row in params):
+        logits = logits / _column([row.temperature or 1.0 for row in params], logits)
+    cut = [index for index, row in enumerate(params) if row.temperature > 0 and (row.top_k > 0 or row.top_p < 1)]
+    if not cut:
+        return logits
+    kept = _nucleus(logits[cut], [params[index] for index in cut])
+    return logits.index_copy(0, torch.tensor(cut, device=logits.device), kept)
+
+
+def _nucleus(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """-inf for all but the top_k most likely, then for all but the fewest of these that reach top_p together."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    vocab = logits.shape[-1]
+    top_k = _column([row.top_k if row.top_k > 0 else vocab for row in params], logits)
+    ordered = ordered.masked_fill(torch.arange(vocab, device=logits.device) >= top_k, float("-inf"))
+    probs = ordered.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    outside = before >= _column([row.top_p for row in params], logits)
+    outside[:, 0] = False
+    return logits.scatter(-1, order, ordered.masked_fill(outside, float("-inf")))
+
+
+def _invert(logprobs: Tensor, draws: Sequence[float]) -> Tensor:
+    cdf = logprobs.exp().cumsum(-1)
+    total = cdf[:, -1:]
+    # Strictly below the total, or rounding could pick a last token of probability 0.
+    point = (_column(draws, cdf) * total).minimum(total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cdf, point, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
+
+
+def _column(values: Sequence[float] | Sequence[bool], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device)[:, None]

@@ -1,0 +1,125 @@
+"""How a replica follows the weight store: it looks, fetches, verifies and loads; a request may wait for a version.
+
+A replica that has not seen the store once does not generate, so a late or restarted one never serves old weights.
+A version that does not load (corrupt, canary mismatch) leaves the old one in place, is logged once and tried again.
+"""
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+
+from trackway.clients.weights import WeightStore
+from trackway.rollout.engine import Engine
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Ready
+
+_log = logging.getLogger(__name__)
+_SLOWEST_RETRY_S = 5.0
+
+
+class WeightWatcher:
+    """Keeps an engine at the newest version of a store; without a store it stays at version 0."""
+
+    def __init__(
+        self, engine: Engine, store: WeightStore | None, cache: Path, interval_s: float, wait_s: float
+    ) -> None:
+        self._engine, self._store, self._cache = engine, store, cache
+        self._interval_s, self._wait_s = interval_s, wait_s
+        self._latest = 0
+        self._synced = store is None
+        self._error: str | None = None
+        self._loaded = asyncio.Condition()
+        self._look_now = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def latest(self) -> int:
+        """The newest version seen in the store, loaded or not."""
+        return max(self._latest, self._engine.version)
+
+    async def start(self) -> None:
+        """Load the latest version, then go on watching in the background; a failure is retried there."""
+        if self._store is not None:
+            await self._try_sync(self._store)
+            self._task = asyncio.create_task(self._watch(self._store), name="weight-watcher")
+
+    async def stop(self) -> None:
+        """End watching."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def ready(self) -> Ready:
+        """Ready once the store was read and its latest version loaded."""
+        if self._synced:
+            return Ready(ready=True)
+        return Ready(ready=False, reason=f"weights are not loaded yet: {self._error or 'the store was not read yet'}")
+
+    def behind(self, want: int) -> bool:
+        """Whether a request for `want` would have to wait."""
+        return self._engine.version < want
+
+    async def catch_up(self, want: int) -> None:
+        """Return when the engine holds version `want` or newer.
+
+        Raises UNAVAILABLE before the first load, WEIGHTS_BEHIND after the bound (at once without a store).
+        """
+        if not self._synced:
+            raise TrackwayError(ErrorCode.UNAVAILABLE, f"{self.ready().reason}; ask again")
+        if not self.behind(want):
+            return
+        self._look_now.set()
+        try:
+            async with asyncio.timeout(self._wait_s if self._store else 0), self._loaded:
+                await self._loaded.wait_for(lambda: not self.behind(want))
+        except TimeoutError:
+            raise self._too_late(want) from None
+
+    async def _watch(self, store: WeightStore) -> None:
+        delay = self._interval_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._look_now.wait()
+            self._look_now.clear()
+            fine = await self._try_sync(store)
+            delay = self._interval_s if fine else min(2 * delay, _SLOWEST_RETRY_S)
+
+    async def _try_sync(self, store: WeightStore) -> bool:
+        try:
+            await self._sync(store)
+        except Exception as error:
+            # Whatever a store raises (network, file system, our own errors), the replica goes on with what it has.
+            if str(error) != self._error:
+                _log.error("weights stay at version %d: %s: %s", self._engine.version, type(error).__name__, error)
+            self._error = str(error)
+            return False
+        self._error = None
+        return True
+
+    async def _sync(self, store: WeightStore) -> None:
+        found = await asyncio.to_thread(store.latest)
+        if found is not None:
+            self._latest = found.version
+            if found.version > self._engine.version:
+                await self._load(store, found.version)
+        self._synced = True
+
+    async def _load(self, store: WeightStore, version: int) -> None:
+        manifest = await asyncio.to_thread(store.manifest, version)
+        folder = await asyncio.to_thread(store.fetch, version, self._cache)
+        await self._engine.load_weights(folder, version, manifest.canary)
+        _log.info("weights version %d of run %s loaded", version, manifest.run)
+        async with self._loaded:
+            self._loaded.notify_all()
+
+    def _too_late(self, want: int) -> TrackwayError:
+        have, reason = self._engine.version, self._error or f"the newest version published is {self._latest}"
+        return TrackwayError(
+            ErrorCode.WEIGHTS_BEHIND,
+            f"expected weights version {want} within {self._wait_s} s, got {have}: {reason}; ask again later",
+            have=have,
+            want=want,
+        )

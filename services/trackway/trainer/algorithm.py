@@ -1,0 +1,187 @@
+"""The mathematics of GRPO as pure functions of tensors: advantages, clipped policy loss, KL, entropy, aggregation.
+
+Formulas and names are verl's (verl/trainer/ppo/core_algos.py); shapes are B trajectories by T predicted tokens.
+Every sum over tokens is divided by totals of the whole mini-batch (`Aggregation`), so adding up micro-batches gives
+exactly the loss, the gradient and the statistics of the mini-batch computed at once.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_BOUND = 20.0
+"""A log ratio is clamped to +-20 before the exponential, so that no ratio overflows float32."""
+LOW_VAR_KL_BOUND = 10.0
+"""The k3 estimate of one token is clamped to +-10."""
+
+
+def grpo_advantages(scores: Tensor, groups: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
+    """Advantage of each trajectory within its group: (score - mean) / (std + eps), std unbiased.
+
+    scores: [B]; groups: B keys; returns [B]. A group of one keeps its score (mean 0, std 1); a group whose scores are
+    all equal gets exactly 0. Without `norm_by_std` only the mean is taken off (Dr. GRPO). Raises ValueError when
+    the lengths differ.
+    """
+    if scores.shape != (len(groups),):
+        raise ValueError(
+            f"expected one score per group key, [{len(groups)}], got {list(scores.shape)}; give both per trajectory"
+        )
+    members: dict[str, list[int]] = {}
+    for row, key in enumerate(groups):
+        members.setdefault(key, []).append(row)
+    advantages = torch.empty_like(scores)
+    for rows in members.values():
+        advantages[rows] = _group_advantages(scores[rows], norm_by_std, eps)
+    return advantages
+
+
+def _group_advantages(scores: Tensor, norm_by_std: bool, eps: float) -> Tensor:
+    if len(scores) == 1:
+        return scores
+    # Rounding of the mean, divided by eps, would otherwise give equal scores an advantage of up to 0.01 in float32.
+    if scores.min() == scores.max():
+        return torch.zeros_like(scores)
+    centred = scores - scores.mean()
+    return centred / (scores.std() + eps) if norm_by_std else centred
+
+
+class Aggregation(NamedTuple):
+    """How token values become one number, and the totals of the mini-batch that they are divided by."""
+
+    mode: str
+    tokens: float
+    """Model tokens in the mini-batch."""
+    sequences: float
+    """Trajectories of the mini-batch that have a model token."""
+
+    @classmethod
+    def over(cls, mask: Tensor, mode: str) -> "Aggregation":
+        """The totals of a mini-batch whose mask is [B, T]."""
+        return cls(mode, float(mask.sum()), float((mask.sum(-1) > 0).sum()))
+
+
+def _token_mean(values: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
+    return (values * mask).sum() / totals.tokens
+
+
+def _token_sum(values: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
+    return (values * mask).sum()
+
+
+def _seq_mean_token_sum(values: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
+    return (values * mask).sum() / totals.sequences
+
+
+def _seq_mean_token_mean(values: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
+    lengths = mask.sum(-1).clamp(min=1)
+    return ((values * mask).sum(-1) / lengths).sum() / totals.sequences
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Aggregation], Tensor]] = {
+    "token-mean": _token_mean,
+    "token-sum": _token_sum,
+    "seq-mean-token-sum": _seq_mean_token_sum,
+    "seq-mean-token-mean": _seq_mean_token_mean,
+}
+
+
+def aggregate(values: Tensor, mask: Tensor, agg: Aggregation) -> Tensor:
+    """One number from token values [B, T] under a mask [B, T]; a fully masked row counts nowhere.
+
+    `agg` holds the totals of the mini-batch: the results of its micro-batches add up to the result of the whole.
+    Raises ValueError on an unknown mode.
+    """
+    check_known("loss_agg_mode", agg.mode, AGGREGATIONS)
+    return AGGREGATIONS[agg.mode](values, mask.to(values.dtype), agg)
+
+
+class PolicyStats(NamedTuple):
+    """Means over the model tokens of the mini-batch; the stats of its micro-batches add up."""
+
+    pg_clipfrac: Tensor
+    """Share of tokens whose clipped loss exceeds the unclipped one."""
+    pg_clipfrac_lower: Tensor
+    """Share of tokens with a negative advantage that the dual clip bounds."""
+    ppo_kl: Tensor
+    """Mean of old_logp - logp (k1)."""
+
+
+def policy_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    clip_c: float,
+    agg: Aggregation,
+) -> tuple[Tensor, PolicyStats]:
+    """PPO's clipped loss with the dual clip (arXiv:1912.09729) for negative advantages.
+
+    logp, old_logp, mask: [B, T]; advantages: [B]. r = exp(clamp(logp - old_logp)); the token loss is
+    max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)), and where A < 0 at most -A clip_c.
+    """
+    log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    ratio = log_ratio.exp()
+    gain = -advantages.unsqueeze(-1)
+    plain = gain * ratio
+    clipped = gain * ratio.clamp(1 - clip_low, 1 + clip_high)
+    upper = torch.maximum(plain, clipped)
+    bound = gain * clip_c
+    losses = torch.where(gain > 0, torch.minimum(upper, bound), upper)
+    with torch.no_grad():
+        stats = PolicyStats(
+            pg_clipfrac=_share(clipped > plain, mask, agg),
+            pg_clipfrac_lower=_share((upper > bound) & (gain > 0), mask, agg),
+            ppo_kl=_token_mean(-log_ratio, mask, agg),
+        )
+    return aggregate(losses, mask, agg), stats
+
+
+def _share(hits: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
+    return (hits & mask.bool()).sum() / totals.tokens
+
+
+def _k1(log_ratio: Tensor) -> Tensor:
+    return log_ratio
+
+
+def _k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    reverse = (-log_ratio).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (reverse.exp() - reverse - 1).clamp(-LOW_VAR_KL_BOUND, LOW_VAR_KL_BOUND)
+
+
+KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "kl": _k1,
+    "k1": _k1,
+    "abs": torch.abs,
+    "mse": _k2,
+    "k2": _k2,
+    "low_var_kl": _k3,
+    "k3": _k3,
+}
+"""Estimators of KL(policy, reference) by name; http://joschu.net/blog/kl-approx.html names k1, k2, k3."""
+
+
+def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
+    """The KL estimate of each token, in the shape of `logp`. Raises ValueError on an unknown kind."""
+    check_known("kl_loss_type", kind, KL_PENALTIES)
+    return KL_PENALTIES[kind](logp - ref_logp)
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy in nats of softmax(logits): [..., V] -> [...]."""
+    logp = torch.log_softmax(logits, dim=-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def check_known(what: str, name: str, known: Collection[str]) -> None:
+    """Raises ValueError naming the known names when `name` is not among them."""
+    if name not in known:
+        raise ValueError(f"expected {what} to be one of {', '.join(known)}, got {name!r}; correct the setting")

@@ -1,0 +1,139 @@
+"""From trajectories to tensors, at exact positions.
+
+A trajectory is the token row `prompt_ids + response_ids` of length L = P + R, padded on the right to the longest row T.
+A causal model's output at position t predicts the token at t + 1, so everything about predicted tokens is [B, T - 1]
+and response token i (0-based) lies in column P - 1 + i:
+
+    column        0 ... P-2 | P-1 ... P+R-2 | P+R-1 ...
+    predicts      prompt    | response      | padding
+    response_mask 0         | as sampled    | 0
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from trackway.wire.trajectory import Trajectory
+
+
+class LeftOut(StrEnum):
+    """Why a trajectory has no part in the update; the value is the end of its metric's name."""
+
+    ERROR = "error"
+    NO_MODEL_TOKEN = "no_model_token"
+    UNSCORED = "unscored"
+
+
+def left_out(trajectory: Trajectory) -> LeftOut | None:
+    """The reason to leave a trajectory out of the update, or None when it can be trained on."""
+    if trajectory.error is not None:
+        return LeftOut.ERROR
+    if not any(trajectory.response_mask):
+        return LeftOut.NO_MODEL_TOKEN
+    return LeftOut.UNSCORED if trajectory.reward is None else None
+
+
+class Selection(NamedTuple):
+    """The trajectories to train on, and how many were left out for each reason."""
+
+    kept: list[Trajectory]
+    left_out: dict[LeftOut, int]
+
+
+def select(trajectories: Sequence[Trajectory]) -> Selection:
+    """Parts what can be trained on from what cannot, keeping the order."""
+    kept: list[Trajectory] = []
+    counts = dict.fromkeys(LeftOut, 0)
+    for trajectory in trajectories:
+        reason = left_out(trajectory)
+        if reason is None:
+            kept.append(trajectory)
+        else:
+            counts[reason] += 1
+    return Selection(kept, counts)
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """B trajectories as tensors; T is the longest row, columns of [B, T - 1] are those of the module's picture."""
+
+    input_ids: Tensor
+    """[B, T] int64: prompt, response, then zeros."""
+    attention_mask: Tensor
+    """[B, T] bool: True on prompt and response."""
+    response_mask: Tensor
+    """[B, T - 1] bool: True where the predicted token was written by the model."""
+    old_logprobs: Tensor
+    """[B, T - 1]: the policy's logprob of the predicted token before the update; 0 where the mask is False."""
+    ref_logprobs: Tensor
+    """[B, T - 1]: the reference model's; zeros until a reference is asked."""
+    advantages: Tensor
+    """[B]."""
+    lengths: Tensor
+    """[B] int64: prompt and response tokens of the row."""
+
+    @classmethod
+    def of(
+        cls, trajectories: Sequence[Trajectory], advantages: Sequence[float], dtype: torch.dtype = torch.float32
+    ) -> Self:
+        """The batch of trajectories that can be trained on; floats in `dtype`.
+
+        Raises ValueError on an empty list, unequal lengths, or an empty prompt (nothing predicts its first token).
+        """
+        _check(trajectories, advantages)
+        lengths = torch.tensor([len(t.prompt_ids) + len(t.response_ids) for t in trajectories])
+        rows, width = len(trajectories), int(lengths.max())
+        input_ids = torch.zeros(rows, width, dtype=torch.int64)
+        response_mask = torch.zeros(rows, width - 1, dtype=torch.bool)
+        old_logprobs = torch.zeros(rows, width - 1, dtype=dtype)
+        for row, trajectory in enumerate(trajectories):
+            first = len(trajectory.prompt_ids) - 1
+            columns = slice(first, first + len(trajectory.response_ids))
+            ids = trajectory.prompt_ids + trajectory.response_ids
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            response_mask[row, columns] = torch.tensor(trajectory.response_mask, dtype=torch.bool)
+            old_logprobs[row, columns] = torch.tensor(trajectory.response_logprobs, dtype=dtype)
+        return cls(
+            input_ids=input_ids,
+            attention_mask=torch.arange(width) < lengths.unsqueeze(-1),
+            response_mask=response_mask,
+            old_logprobs=old_logprobs * response_mask,
+            ref_logprobs=torch.zeros_like(old_logprobs),
+            advantages=torch.tensor(advantages, dtype=dtype),
+            lengths=lengths,
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def rows(self, index: Tensor) -> Self:
+        """The trajectories at `index` [b] int64, cut to the longest of them."""
+        width = int(self.lengths[index].max())
+        cut = {f.name: getattr(self, f.name)[index] for f in fields(self)}
+        narrow = {name: value[:, :width] for name, value in cut.items() if value.dim() == 2}
+        for name in ("response_mask", "old_logprobs", "ref_logprobs"):
+            narrow[name] = narrow[name][:, : width - 1]
+        return type(self)(**(cut | narrow))
+
+    def to(self, device: torch.device) -> Self:
+        """The same batch on a device."""
+        return type(self)(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+
+def _check(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> None:
+    if not trajectories:
+        raise ValueError("expected at least one trajectory to train on, got none; check the batch with select()")
+    if len(trajectories) != len(advantages):
+        raise ValueError(
+            f"expected one advantage per trajectory, {len(trajectories)}, got {len(advantages)}; give both in one order"
+        )
+    for trajectory in trajectories:
+        if not trajectory.prompt_ids:
+            raise ValueError(
+                f"expected a prompt of at least one token, got none in {trajectory.id}; "
+                "without one nothing predicts the first response token: start the prompt with a BOS token"
+            )

@@ -1,0 +1,14 @@
+"""A run's configuration: verl's vocabulary, Hydra's grammar, typed models.
+
+compose    a command line (and a YAML file) -> RunConfig
+resolve    nested keys as they come over the wire -> RunConfig
+no_effect  known keys that change nothing here, each with its reason
+
+An unknown key is an error that names the nearest known ones; nothing is silently ignored.
+"""
+
+from trackway.trainer.config.compose import compose, resolve
+from trackway.trainer.config.known import no_effect
+from trackway.trainer.config.models import RunConfig
+
+__all__ = ["RunConfig", "compose", "no_effect", "resolve"]

@@ -1,0 +1,172 @@
+"""From a Hydra command line, or from nested keys, to a validated RunConfig.
+
+    defaults (the typed models) <- preset or YAML file <- overrides  ->  nested keys
+    nested keys: old spellings moved, known keys without effect collected, unknown ones refused  ->  RunConfig
+
+Hydra parses and merges; what a key means is decided by the models. `+key` and `++key` of a known key are the same as
+`key`, because verl's users write `+` for keys that some release lacks.
+"""
+
+import difflib
+from pathlib import Path
+from typing import cast
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic_core import ErrorDetails
+
+from trackway.trainer.config.known import LOGGERS, MOVED, NO_EFFECT, without_effect
+from trackway.trainer.config.models import RunConfig
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+PRESETS = Path(__file__).parent / "presets"
+
+Tree = dict[str, JsonValue]
+
+
+def compose(overrides: list[str], config_file: Path | None = None, config_name: str = "default") -> RunConfig:
+    """The configuration of a command line.
+
+    `config_file` is a YAML file, or a folder in which `config_name` is looked up; None takes the preset `config_name`.
+    A file may extend a preset (`defaults: [ppo_trainer]`). Raises TrackwayError(INVALID_REQUEST).
+    """
+    folder, name = _location(config_file, config_name)
+    lines = [_as_set(line) for line in overrides]
+    ConfigStore.instance().store(name="trackway_defaults", node=RunConfig().model_dump(mode="json"))
+    try:
+        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+            composed = hydra_compose(name, overrides=[f"hydra.searchpath=[file://{PRESETS}]", *lines])
+        tree = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration does not compose: {error}") from error
+    return resolve(cast(Tree, tree))
+
+
+def resolve(tree: Tree) -> RunConfig:
+    """The configuration of nested keys; keys that are absent take their default.
+
+    Raises TrackwayError(INVALID_REQUEST) naming the key, what was expected and the nearest known keys.
+    """
+    given = leaves(tree)
+    moved = {key for key in MOVED if key in given}
+    for key in moved:
+        _move(given, key)
+    ignored = [key for key in given if without_effect(key) is not None]
+    for key in given:
+        if key not in ignored:
+            _must_be_known(key)
+    kept = {key: value for key, value in given.items() if key not in ignored}
+    notes = [*_earlier_notes(kept), *sorted(moved), *ignored, *_other_loggers(kept)]
+    kept["trackway.ignored_keys"] = list[JsonValue](dict.fromkeys(notes))
+    return _validated(kept)
+
+
+def leaves(tree: Tree, prefix: str = "") -> dict[str, JsonValue]:
+    """Dotted key -> value for each leaf; an empty mapping has none."""
+    flat: dict[str, JsonValue] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        flat |= leaves(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, str]:
+    """Dotted key -> sentence for each key that has an effect."""
+    keys: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys |= known_keys(inner, f"{prefix}{name}.")
+        else:
+            keys[f"{prefix}{name}"] = field.description or ""
+    return keys
+
+
+def _location(config_file: Path | None, config_name: str) -> tuple[Path, str]:
+    if config_file is None:
+        folder, name = PRESETS, config_name
+    elif config_file.is_dir():
+        folder, name = config_file.resolve(), config_name
+    else:
+        folder, name = config_file.resolve().parent, config_file.stem
+    name = name.removesuffix(".yaml")
+    if not (folder / f"{name}.yaml").is_file():
+        found = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected a file {name}.yaml in {folder}, found: {found}")
+    return folder, name
+
+
+def _as_set(line: str) -> str:
+    """The override with `+` and `++` made alike; a deletion stays one."""
+    try:
+        override = OverridesParser.create().parse_override(line)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST, f"expected key=value in Hydra's grammar, got {line!r}: {reason}"
+        ) from error
+    if override.key_or_group.startswith("hydra.") or override.key_or_group == "hydra":
+        return line
+    _must_be_known(override.key_or_group)
+    return line if override.is_delete() else f"++{line.lstrip('+')}"
+
+
+def _must_be_known(key: str) -> None:
+    known = [*known_keys(), *(name.removesuffix(".*") for name in NO_EFFECT), *MOVED]
+    if key in known or without_effect(key) is not None or any(name.startswith(f"{key}.") for name in known):
+        return
+    nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    remedy = f"did you mean {' or '.join(nearest)}?" if nearest else "see the configuration page for every key"
+    raise TrackwayError(
+        ErrorCode.INVALID_REQUEST, f"unknown key {key!r}: {remedy}", key=key, nearest=list[JsonValue](nearest)
+    )
+
+
+def _move(given: dict[str, JsonValue], old: str) -> None:
+    new, value = MOVED[old], given.pop(old)
+    if given.get(new) not in (None, value):
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST, f"{old}={value} and {new}={given[new]} disagree; give only {new}", key=old
+        )
+    given[new] = value
+
+
+def _earlier_notes(given: dict[str, JsonValue]) -> list[str]:
+    """Keys that an earlier composition collected, when the configuration has been sent over the wire since."""
+    notes = given.get("trackway.ignored_keys")
+    return [str(key) for key in notes] if isinstance(notes, list) else []
+
+
+def _other_loggers(given: dict[str, JsonValue]) -> list[str]:
+    names = given.get("trainer.logger")
+    return [f"trainer.logger.{name}" for name in names if name not in LOGGERS] if isinstance(names, list) else []
+
+
+def _validated(given: dict[str, JsonValue]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(_nested(given))
+    except ValidationError as error:
+        problems = "; ".join(_problem(one) for one in error.errors())
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration is not valid: {problems}") from error
+
+
+def _problem(error: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    return f"{where}: {error['msg']}, got {error['input']!r}" if where else error["msg"]
+
+
+def _nested(flat: dict[str, JsonValue]) -> Tree:
+    tree: Tree = {}
+    for key, value in flat.items():
+        *path, name = key.split(".")
+        node = tree
+        for part in path:
+            node = cast(Tree, node.setdefault(part, {}))
+        node[name] = value
+    return tree

@@ -1,0 +1,144 @@
+"""Keys of verl that are known here but change nothing, each with its reason, and keys that moved.
+
+A name that ends in `.*` stands for everything below it. The table makes a pasted verl command line run, and the list of
+those that were given is printed once at the start, so that nobody believes in a setting that does nothing.
+"""
+
+from collections.abc import Iterable
+
+_DEPLOYED = "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)"
+_SHARDING = "the learner is one process; weights and optimiser are not sharded or offloaded"
+_PACKING = "batches are padded and masked; the result is the same"
+_MICRO = "log-probability passes use actor.ppo_micro_batch_size_per_gpu"
+_NO_CRITIC = "GRPO has no critic"
+_REWARD = "scorers belong to the reward service's deployment"
+_TOOLS = "tools belong to the tools service's deployment"
+_DUMPS = "every step's trajectories are written to outputs/<run>/trajectories"
+_AGENT = "the agent service's deployment decides"
+
+NO_EFFECT: dict[str, str] = {
+    "data.return_raw_chat": "rows always keep their messages",
+    "data.return_raw_input_ids": "rows always keep their messages",
+    "data.return_full_prompt": "rows always keep their messages",
+    "data.prompt_key": "rows have verl's schema: the prompt is `prompt`",
+    "data.reward_fn_key": "rows have verl's schema: the scorer is found by `data_source`",
+    "data.val_batch_size": "validation is bounded by trackway.max_inflight_groups",
+    "data.gen_batch_size": "one generation batch is one step",
+    "data.dataloader_num_workers": "rows are held in memory",
+    "data.filter_overlong_prompts_workers": "rows are held in memory",
+    "data.validation_shuffle": "validation averages over all rows",
+    "data.tool_config_path": _TOOLS,
+    "data.trust_remote_code": "models are loaded without remote code",
+    "actor_rollout_ref.hybrid_engine": "learner and rollout replicas are separate processes",
+    "actor_rollout_ref.model.use_remove_padding": _PACKING,
+    "actor_rollout_ref.model.use_shm": "weights are pulled from the weight store",
+    "actor_rollout_ref.model.trust_remote_code": "models are loaded without remote code",
+    "actor_rollout_ref.model.enable_activation_offload": _SHARDING,
+    "actor_rollout_ref.model.use_fused_kernels": "the loss is computed by PyTorch",
+    "actor_rollout_ref.actor.strategy": _SHARDING,
+    "actor_rollout_ref.actor.fsdp_config.*": _SHARDING,
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _SHARDING,
+    "actor_rollout_ref.actor.use_dynamic_bsz": _PACKING,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": _PACKING,
+    "actor_rollout_ref.actor.use_torch_compile": "the learner runs eagerly",
+    "actor_rollout_ref.actor.data_loader_seed": "trackway.seed is the seed of the learner",
+    "actor_rollout_ref.actor.checkpoint.*": "a checkpoint always holds model, optimiser and random state",
+    "actor_rollout_ref.actor.optim.total_training_steps": "the rate is constant",
+    "actor_rollout_ref.actor.optim.num_cycles": "the rate is constant",
+    "actor_rollout_ref.actor.optim.min_lr_ratio": "the rate is constant",
+    "actor_rollout_ref.rollout.name": _DEPLOYED,
+    "actor_rollout_ref.rollout.dtype": _DEPLOYED,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": _DEPLOYED,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": _DEPLOYED,
+    "actor_rollout_ref.rollout.data_parallel_size": _DEPLOYED,
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": _DEPLOYED,
+    "actor_rollout_ref.rollout.max_num_batched_tokens": _DEPLOYED,
+    "actor_rollout_ref.rollout.max_model_len": _DEPLOYED,
+    "actor_rollout_ref.rollout.max_num_seqs": _DEPLOYED,
+    "actor_rollout_ref.rollout.enforce_eager": _DEPLOYED,
+    "actor_rollout_ref.rollout.free_cache_engine": _DEPLOYED,
+    "actor_rollout_ref.rollout.enable_chunked_prefill": _DEPLOYED,
+    "actor_rollout_ref.rollout.enable_prefix_caching": _DEPLOYED,
+    "actor_rollout_ref.rollout.load_format": _DEPLOYED,
+    "actor_rollout_ref.rollout.disable_log_stats": _DEPLOYED,
+    "actor_rollout_ref.rollout.multi_stage_wake_up": _DEPLOYED,
+    "actor_rollout_ref.rollout.engine_kwargs.*": _DEPLOYED,
+    "actor_rollout_ref.rollout.checkpoint_engine.*": "weights are pulled from the weight store",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "weights are pulled from the weight store",
+    "actor_rollout_ref.rollout.prometheus.*": "every service serves /metrics",
+    "actor_rollout_ref.rollout.skip_tokenizer_init": "rollouts are always token ids in, token ids out",
+    "actor_rollout_ref.rollout.calculate_log_probs": "rollouts always come with their logprobs",
+    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length is the bound",
+    "actor_rollout_ref.rollout.response_length": "data.max_response_length is the bound",
+    "actor_rollout_ref.rollout.do_sample": "training always samples",
+    "actor_rollout_ref.rollout.over_sample_rate": "exactly rollout.n rollouts are asked for",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size": _MICRO,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _MICRO,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _MICRO,
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _MICRO,
+    "actor_rollout_ref.rollout.agent.num_workers": _AGENT,
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path": _AGENT,
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": _TOOLS,
+    "actor_rollout_ref.rollout.multi_turn.format": _AGENT,
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "observations end with the turns that asked for them",
+    "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
+    "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
+    "actor_rollout_ref.rollout.trace.token2text": "each service's tracing.token2text decides; it is on by default",
+    "actor_rollout_ref.rollout.trace.project_name": "traces go to the experiment trainer.project_name",
+    "actor_rollout_ref.rollout.trace.experiment_name": "traces carry trainer.experiment_name",
+    "actor_rollout_ref.ref.*": "the reference policy is the model the run started from, kept by the learner; " + _MICRO,
+    "algorithm.gamma": "the reward is one score for the whole trajectory",
+    "algorithm.lam": _NO_CRITIC,
+    "algorithm.kl_penalty": "there is no KL in the reward; use actor.use_kl_loss",
+    "algorithm.kl_ctrl.*": "there is no KL in the reward; use actor.use_kl_loss",
+    "critic.*": _NO_CRITIC,
+    "reward.*": _REWARD,
+    "reward_model.*": _REWARD,
+    "custom_reward_function.*": _REWARD,
+    "trainer.critic_warmup": _NO_CRITIC,
+    "trainer.n_gpus_per_node": _DEPLOYED,
+    "trainer.nnodes": _DEPLOYED,
+    "trainer.device": "trackway.device says where the learner computes",
+    "trainer.balance_batch": "the learner is one process",
+    "trainer.log_val_generations": _DUMPS,
+    "trainer.rollout_data_dir": _DUMPS,
+    "trainer.validation_data_dir": _DUMPS,
+    "trainer.default_local_dir": "checkpoints lie in the run's own folder",
+    "trainer.default_hdfs_dir": "checkpoints lie in the run's own folder",
+    "trainer.del_local_ckpt_after_load": "checkpoints are kept; trainer.max_actor_ckpt_to_keep bounds them",
+    "trainer.max_critic_ckpt_to_keep": _NO_CRITIC,
+    "trainer.esi_redundant_time": "SIGTERM saves a checkpoint",
+    "trainer.ray_wait_register_center_timeout": "the trainer does not use Ray",
+    "trainer.use_v1": "there is one trainer",
+    "ray_kwargs.*": "Ray belongs to the deployment",
+    "global_profiler.*": "the learner has no profiler hook",
+}
+
+MOVED: dict[str, str] = {
+    "trainer.rollout_trace.backend": "actor_rollout_ref.rollout.trace.backend",
+    "trainer.rollout_trace.token2text": "actor_rollout_ref.rollout.trace.token2text",
+}
+"""verl's old spellings, which its releases accept and never read; here they are read as the new key."""
+
+LOGGERS = {"console", "file", "mlflow"}
+
+
+def without_effect(key: str) -> str | None:
+    """The table's name that covers `key`, or None when the key is not in the table."""
+    if key in NO_EFFECT:
+        return key
+    return next((name for name in NO_EFFECT if name.endswith(".*") and key.startswith(name[:-1])), None)
+
+
+def no_effect(given_keys: Iterable[str]) -> list[tuple[str, str]]:
+    """(key, reason) for each given key that is known and changes nothing, in the order given."""
+    notes: list[tuple[str, str]] = []
+    for key in given_keys:
+        name = without_effect(key)
+        if key in MOVED:
+            notes.append((key, f"old spelling, read as {MOVED[key]}"))
+        elif name is not None:
+            notes.append((key, NO_EFFECT[name]))
+        elif key.startswith("trainer.logger."):
+            notes.append((key, "metrics go to the console, metrics.jsonl and MLflow"))
+    return notes

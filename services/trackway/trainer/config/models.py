@@ -1,0 +1,167 @@
+"""The root of a run's configuration, and the sections that are not about the policy model.
+
+Key names and defaults are verl's (`verl/trainer/config/ppo_trainer.yaml`) unless the field says otherwise; keys of our
+own live under `trackway.*`.
+"""
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from trackway.trainer.config.policy import ActorRolloutRefConfig
+from trackway.trainer.config.section import Section
+
+
+class DataConfig(Section):
+    """Which rows are trained and validated on, and how long they may be."""
+
+    train_files: list[str] = Field(default_factory=list)
+    """Parquet or JSONL files of rows in verl's schema; a single path is accepted too."""
+    val_files: list[str] = Field(default_factory=list)
+    """Files of held-out rows; none means no validation."""
+    train_batch_size: int = Field(default=1024, ge=1)
+    """Prompts per step, each of which gets `rollout.n` rollouts."""
+    train_max_samples: int = Field(default=-1, ge=-1)
+    """Train on the first rows only; -1 takes all."""
+    val_max_samples: int = Field(default=-1, ge=-1)
+    """Validate on the first rows only; -1 takes all."""
+    max_prompt_length: int = Field(default=512, ge=1)
+    """Tokens of a templated prompt; a longer one ends its trajectory with an error, or is filtered before."""
+    max_response_length: int = Field(default=512, ge=1)
+    """Tokens of the whole multi-turn response, observations included."""
+    filter_overlong_prompts: bool = False
+    """Drop rows whose templated prompt, tool schemas included, exceeds `max_prompt_length`."""
+    truncation: Literal["error"] = "error"
+    """What happens to an overlong prompt; here it is always an error, never a cut."""
+    shuffle: bool = True
+    """Draw a new order of the rows for each epoch."""
+    seed: int | None = None
+    """Seed of that order; None takes `trackway.seed`."""
+
+    @field_validator("train_files", "val_files", mode="before")
+    @classmethod
+    def _one_path_is_a_list(cls, value: object) -> object:
+        if value is None:
+            return []
+        return [value] if isinstance(value, str) else value
+
+
+class RolloutCorrectionConfig(Section):
+    """Where the old log-probabilities of the loss come from."""
+
+    bypass_mode: bool = False
+    """Take the sampler's own logprobs as the old ones, and skip the pass that recomputes them."""
+
+
+class AlgorithmConfig(Section):
+    """How rewards become advantages."""
+
+    adv_estimator: Literal["grpo"] = "grpo"
+    """Group-relative advantages; verl's default is gae, which needs a critic that Trackway does not have."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide by the group's standard deviation; false is Dr.GRPO."""
+    use_kl_in_reward: Literal[False] = False
+    """A KL penalty in the reward is not implemented; `actor.use_kl_loss` puts it in the loss."""
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+
+
+class TrainerConfig(Section):
+    """How long to train, when to validate and save, and what the run is called."""
+
+    project_name: str = "trackway"
+    """The MLflow experiment that the run and its traces belong to."""
+    experiment_name: str = "run"
+    """The run's name: its folder, its MLflow run, and the first part of every trajectory id."""
+    logger: list[str] = Field(default_factory=lambda: ["console"])
+    """`console` prints a line per step; metrics.jsonl is always written, and MLflow is on when a URI is known."""
+    total_epochs: int = Field(default=30, ge=1)
+    """Passes over the rows; the last incomplete batch of each is dropped."""
+    total_training_steps: int | None = Field(default=None, ge=1)
+    """Steps in all, which overrides `total_epochs`."""
+    save_freq: int = Field(default=-1, ge=-1)
+    """Steps between checkpoints; -1 saves only when the run stops or ends."""
+    test_freq: int = Field(default=-1, ge=-1)
+    """Steps between validations; -1 validates only at the end."""
+    val_before_train: bool = True
+    """Validate once before the first step."""
+    val_only: bool = False
+    """Validate once and end."""
+    max_actor_ckpt_to_keep: int | None = Field(default=None, ge=1)
+    """Older checkpoints than this many are removed; None keeps all."""
+    resume_mode: Literal["auto", "disable"] = "auto"
+    """`auto` goes on from the run folder's newest checkpoint; `disable` starts again from the model."""
+
+    @field_validator("logger", mode="before")
+    @classmethod
+    def _one_logger_is_a_list(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+
+class TrackwayConfig(Section):
+    """Keys of our own."""
+
+    seed: int = 42
+    """Seed of the learner, the row order, the choice of traced prompts, and of every generation (with its place)."""
+    device: str = "auto"
+    """Where the learner computes: `cpu`, `cuda`, or `auto` for a GPU when there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the learner; bfloat16 is slower than float32 on most CPUs."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of the learner; more than the idle cores makes it slower, not faster."""
+    max_inflight_groups: int = Field(default=64, ge=1)
+    """Prompts whose rollouts are asked for at the same time."""
+    group_attempts: int = Field(default=8, ge=1)
+    """How often a group is asked for what is still missing, before that is recorded as failed."""
+    group_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds that all rollouts of one prompt may take, attempts included."""
+    trajectory_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that one trajectory may take before the agent ends it."""
+    tools: list[str] | None = None
+    """Names of the tools the model is offered; None offers every tool of the tool server."""
+    trace_prompts_per_step: int | None = Field(default=None, ge=0)
+    """Prompts per step whose rollouts are all traced; None takes `rollout.trace.max_samples_per_step_per_worker`."""
+    trace_validation_samples: int = Field(default=4, ge=0)
+    """Samples of each validation that are traced."""
+    mlflow_uri: str | None = None
+    """MLflow tracking server; None takes MLFLOW_TRACKING_URI, and without that MLflow is off."""
+    feedback: bool = True
+    """Record reward and advantage on each trace, when MLflow is on."""
+    feedback_deadline_s: float = Field(default=30.0, gt=0)
+    """Seconds to wait for a trace to arrive at MLflow before its feedback is given up."""
+    keep_weights: int = Field(default=4, ge=2)
+    """Published weight versions that are kept, so that a replica in the middle of loading one is not disturbed."""
+    max_restarts: int = Field(default=2, ge=0)
+    """How often a learner that dies is started again from its last checkpoint."""
+    wandb_run_id: str | None = None
+    """W&B run that Weave traces are linked to."""
+    ignored_keys: list[str] = Field(default_factory=list)
+    """Known keys that were given and have no effect here; filled when the configuration is composed."""
+
+
+class RunConfig(Section):
+    """Everything that a run is told."""
+
+    data: DataConfig = Field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    trackway: TrackwayConfig = Field(default_factory=TrackwayConfig)
+
+    @model_validator(mode="after")
+    def _mini_batch_fits(self) -> Self:
+        mini = self.actor_rollout_ref.actor.ppo_mini_batch_size
+        if mini > self.data.train_batch_size:
+            raise ValueError(
+                f"actor_rollout_ref.actor.ppo_mini_batch_size: expected at most data.train_batch_size "
+                f"({self.data.train_batch_size}), got {mini}; both count prompts"
+            )
+        return self
+
+    @property
+    def traced_prompts(self) -> int:
+        """Prompts per step to trace; with a trace backend and no bound, all of them, as in verl."""
+        trace = self.actor_rollout_ref.rollout.trace
+        for bound in (self.trackway.trace_prompts_per_step, trace.max_samples_per_step_per_worker):
+            if bound is not None:
+                return bound
+        return 0 if trace.backend is None else self.data.train_batch_size

@@ -1,0 +1,148 @@
+"""The section `actor_rollout_ref.*`: the model, its optimisation, how it is sampled, and the reference policy."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from trackway.trainer.config.section import Section
+
+
+class ModelConfig(Section):
+    """The policy's weights."""
+
+    path: str | None = None
+    """Folder or Hugging Face id of the model and its tokenizer."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass to save memory."""
+
+
+class OptimConfig(Section):
+    """AdamW."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Learning rate after the warm-up; constant from then on."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of AdamW's two moments."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """AdamW's decoupled weight decay."""
+    lr_warmup_steps: int = Field(default=-1, ge=-1)
+    """Steps over which the rate rises linearly; -1 or 0 starts at the full rate."""
+    lr_scheduler_type: Literal["constant"] = "constant"
+    """Only a constant rate is implemented."""
+    clip_grad: float | None = Field(default=None, gt=0)
+    """Bound on the gradient's norm; None takes `actor.grad_clip`."""
+
+
+class PolicyLossConfig(Section):
+    """Which policy loss."""
+
+    loss_mode: Literal["vanilla"] = "vanilla"
+    """PPO's clipped loss with dual clip."""
+
+
+class ActorConfig(Section):
+    """The loss and how a batch is cut up."""
+
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
+    ppo_mini_batch_size: int = Field(default=256, ge=1)
+    """Prompts per optimiser step; each counts with all its rollouts."""
+    ppo_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
+    """Trajectories per forward and backward pass; None takes the whole mini batch. The result does not depend on it."""
+    ppo_epochs: int = Field(default=1, ge=1)
+    """Passes over each batch."""
+    shuffle: bool = False
+    """Draw a new order of the trajectories for each pass."""
+    clip_ratio: float = Field(default=0.2, ge=0)
+    """PPO's clip range in both directions."""
+    clip_ratio_low: float | None = Field(default=None, ge=0)
+    """The range below 1; None takes `clip_ratio`."""
+    clip_ratio_high: float | None = Field(default=None, ge=0)
+    """The range above 1; None takes `clip_ratio`."""
+    clip_ratio_c: float = Field(default=3.0, gt=1)
+    """Dual clip: bound on the loss of a negative advantage."""
+    loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    """How token losses become one number."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add a KL term against the reference policy, which is the model the run started from."""
+    kl_loss_coef: float = Field(default=0.001, ge=0)
+    """Weight of the KL term."""
+    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "low_var_kl"
+    """Estimator of the KL term; k1, k2 and k3 are other names of kl, mse and low_var_kl."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Bound on the gradient's norm."""
+
+
+class ValKwargs(Section):
+    """How validation samples."""
+
+    do_sample: bool = False
+    """False is greedy, whatever the temperature."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Temperature when `do_sample` is true."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the distribution that is kept."""
+    top_k: int = -1
+    """Most likely tokens that are kept; -1 keeps all."""
+    n: int = Field(default=1, ge=1, le=1024)
+    """Rollouts per validation prompt."""
+
+
+class MultiTurnConfig(Section):
+    """Bounds of an agent's turns and observations."""
+
+    enable: bool = False
+    """Rows without an `agent_name` run as `tool_agent` when true, else as `agent.default_agent_loop`."""
+    max_assistant_turns: int | None = Field(default=None, ge=1)
+    """Turns after which a trajectory ends."""
+    max_parallel_calls: int = Field(default=1, ge=1)
+    """Tool calls of one turn that run."""
+    max_tool_response_length: int = Field(default=256, ge=1)
+    """Characters of one observation."""
+    tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
+    """Where a longer observation is cut."""
+
+
+class TraceConfig(Section):
+    """Which rollouts are traced."""
+
+    backend: Literal["mlflow", "weave"] | None = None
+    """Switches tracing on; where spans go is the services' deployment, which exports plain OTLP."""
+    max_samples_per_step_per_worker: int | None = Field(default=None, ge=0)
+    """Prompts per step that are traced with all their rollouts; None traces all when a backend is set."""
+
+
+class AgentConfig(Section):
+    """Which agent loop."""
+
+    default_agent_loop: str = "single_turn_agent"
+    """Loop of rows without an `agent_name` when `multi_turn.enable` is false."""
+
+
+class RolloutConfig(Section):
+    """How the policy is sampled."""
+
+    n: int = Field(default=1, ge=1, le=1024)
+    """Rollouts per prompt: the group over which advantages are relative."""
+    mode: Literal["async"] = "async"
+    """Rollouts are requests to a service, so always asynchronous."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits, in sampling and in the learner's log-probabilities."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the distribution that is kept."""
+    top_k: int = -1
+    """Most likely tokens that are kept; -1 keeps all."""
+    val_kwargs: ValKwargs = Field(default_factory=ValKwargs)
+    multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig)
+    trace: TraceConfig = Field(default_factory=TraceConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
+
+
+class ActorRolloutRefConfig(Section):
+    """The policy in its three roles; the reference has no key of its own that matters here."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    actor: ActorConfig = Field(default_factory=ActorConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)

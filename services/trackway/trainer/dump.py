@@ -1,0 +1,78 @@
+"""Trajectories of a step as parquet: what was trained on, to be looked at and compared afterwards.
+
+Scalars and token arrays are columns of their own; nested values (turns, messages, spans) are JSON text.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import TypeAdapter
+
+from trackway.wire.chat import Message
+from trackway.wire.errors import ErrorBody
+from trackway.wire.trajectory import Reward, Tags, Timings, Trajectory, Turn, WeightSpan
+
+_NESTED: dict[str, TypeAdapter] = {
+    "tags": TypeAdapter(Tags),
+    "prompt_messages": TypeAdapter(list[Message]),
+    "turns": TypeAdapter(list[Turn]),
+    "weight_versions": TypeAdapter(list[WeightSpan]),
+    "reward": TypeAdapter(Reward | None),
+    "timings": TypeAdapter(Timings),
+    "error": TypeAdapter(ErrorBody | None),
+}
+
+_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("step", pa.int64()),
+        ("sample_index", pa.int64()),
+        ("rollout_n", pa.int64()),
+        ("score", pa.float64()),
+        ("session_id", pa.string()),
+        ("agent_name", pa.string()),
+        ("data_source", pa.string()),
+        ("stop_reason", pa.string()),
+        ("num_turns", pa.int64()),
+        ("trace_id", pa.string()),
+        ("prompt_ids", pa.list_(pa.int64())),
+        ("response_ids", pa.list_(pa.int64())),
+        ("response_mask", pa.list_(pa.int64())),
+        ("response_logprobs", pa.list_(pa.float64())),
+        ("tool_rewards", pa.list_(pa.float64())),
+        *((name, pa.string()) for name in _NESTED),
+    ]
+)
+
+_VIEWS = {"step", "sample_index", "rollout_n", "score"}
+"""Columns that repeat a nested value, to filter by."""
+
+
+def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
+    """Replace the file with these trajectories."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    table = pa.Table.from_pylist([_record(one) for one in trajectories], schema=_SCHEMA)
+    pq.write_table(table, partial, compression="zstd")
+    partial.replace(path)
+
+
+def read_trajectories(path: Path) -> list[Trajectory]:
+    """The trajectories of a file that `write_trajectories` wrote."""
+    return [_trajectory(record) for record in pq.read_table(path).to_pylist()]
+
+
+def _record(one: Trajectory) -> dict[str, object]:
+    record: dict[str, object] = one.model_dump(exclude=set(_NESTED))
+    nested = {name: kind.dump_json(getattr(one, name)).decode() for name, kind in _NESTED.items()}
+    score = None if one.reward is None else one.reward.score
+    views = {name: getattr(one.tags, name) for name in ("step", "sample_index", "rollout_n")}
+    return record | nested | views | {"score": score}
+
+
+def _trajectory(record: dict[str, str]) -> Trajectory:
+    nested = {name: kind.validate_json(record[name]) for name, kind in _NESTED.items()}
+    plain = {name: value for name, value in record.items() if name not in _NESTED and name not in _VIEWS}
+    return Trajectory.model_validate(plain | nested)

@@ -1,0 +1,237 @@
+"""The learner: trajectories in, updated weights and verl's metrics out.
+
+One update is GRPO's: advantages per group, then for each mini-batch one clipped policy-gradient step, its gradient
+summed over micro-batches. The old logprobs are the sampler's own, so the clipped ratio also corrects for stale or
+differently computed sampling, and a wrong mask or temperature shows in `training/rollout_logprob_diff_max`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.optim import AdamW
+
+from trackway.trainer import optimizer as adamw
+from trackway.trainer.algorithm import Aggregation, aggregate, grpo_advantages, kl_penalty, policy_loss
+from trackway.trainer.batch import TrainingBatch, left_out, select
+from trackway.trainer.batch_metrics import batch_metrics, drift_metrics, scores_of
+from trackway.trainer.learner_config import LearnerConfig
+from trackway.trainer.policy import Policy
+from trackway.wire.trajectory import Trajectory
+from trackway.wire.weights import Canary
+
+__all__ = ["EmptyBatchError", "Learner", "LearnerConfig"]
+
+CANARY_LENGTH = 16
+CANARY_TOLERANCE = {"bfloat16": 0.25}
+"""By compute dtype, else the wire's default; a bfloat16 sampler was up to 0.054 from a float32 trainer."""
+
+
+class EmptyBatchError(ValueError):
+    """No trajectory of a batch can be trained on; the weights are as before."""
+
+
+class StepOutcome(NamedTuple):
+    """One optimizer step: its metrics, and the logprobs of its N model tokens before it, trainer's and old ones."""
+
+    metrics: dict[str, float]
+    logp: Tensor
+    old_logp: Tensor
+
+
+class Learner:
+    """A policy, its optimizer, and the reference model if the loss asks for one. Not thread-safe."""
+
+    def __init__(self, config: LearnerConfig) -> None:
+        torch.set_num_threads(config.threads)
+        self.config = config
+        self.updates = 0
+        self.policy = Policy(config.model_path, config.dtype, config.device, config.gradient_checkpointing)
+        self.reference = Policy(config.model_path, config.dtype, config.device) if config.use_kl_loss else None
+        self.optimizer = AdamW(
+            self.policy.model.parameters(),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._shuffler = torch.Generator().manual_seed(config.seed)
+
+    def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Trains on one batch and returns its metrics by verl's names.
+
+        Trajectories with an error, without a model token or without a reward are left out and counted.
+        Raises EmptyBatchError when none is left.
+        """
+        selection = select(trajectories)
+        if not selection.kept:
+            raise EmptyBatchError(
+                f"expected a trajectory to train on, got {len(trajectories)} left out {selection.left_out}; "
+                "look at their errors, nothing was updated"
+            )
+        sampled = self._batch(selection.kept)
+        batch = self._with_references(sampled)
+        lr = adamw.warmed_up(self.config.lr, self.updates, self.config.lr_warmup_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        steps = [self._step(batch.rows(rows)) for rows in self._mini_batches(batch)]
+        self.updates += 1
+        return {
+            **batch_metrics(selection, batch),
+            **self._drift(sampled, batch, steps[0]),
+            **{name: sum(s.metrics[name] for s in steps) / len(steps) for name in steps[0].metrics},
+            "actor/skipped_steps": sum(s.metrics["actor/skipped_steps"] for s in steps),
+            "actor/lr": lr,
+            **({"actor/kl_coef": self.config.kl_loss_coef} if self.reference is not None else {}),
+        }
+
+    def advantages(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """The advantage of each trajectory within its prompt's group; 0.0 for those left out, which count nowhere."""
+        rows = [row for row, trajectory in enumerate(trajectories) if left_out(trajectory) is None]
+        kept = [trajectories[row] for row in rows]
+        groups = [f"{t.tags.step}/{t.tags.sample_index}" for t in kept]
+        scores = torch.tensor(scores_of(kept), dtype=torch.float64)
+        result = [0.0] * len(trajectories)
+        advantages = grpo_advantages(scores, groups, self.config.norm_adv_by_std).tolist()
+        for row, advantage in zip(rows, advantages, strict=True):
+            result[row] = advantage
+        return result
+
+    def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """The current policy's logprob of each response token, 0.0 where the model did not write it."""
+        result = [[0.0] * len(t.response_ids) for t in trajectories]
+        rows = [row for row, t in enumerate(trajectories) if t.prompt_ids and any(t.response_mask)]
+        if not rows:
+            return result
+        kept = [trajectories[row] for row in rows]
+        logprobs = self._logprobs(self.policy, self._batch(kept))
+        for row, trajectory, values in zip(rows, kept, logprobs, strict=True):
+            first = len(trajectory.prompt_ids) - 1
+            result[row] = values[first : first + len(trajectory.response_ids)].tolist()
+        return result
+
+    def save(self, folder: Path) -> None:
+        """Everything a new learner of the same configuration needs to go on as if nothing had happened."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.policy.save(folder / "model.safetensors")
+        adamw.save_optimizer(self.optimizer, self.policy.model, folder / "optim.safetensors")
+        progress = {"updates": torch.tensor(self.updates), "shuffler": self._shuffler.get_state()}
+        save_file(progress, folder / "extra_state.safetensors")
+        if self.reference is not None:
+            self.reference.save(folder / "reference.safetensors")
+
+    def load(self, folder: Path) -> None:
+        """Takes up what save() wrote; a saved reference replaces the one from `model_path`.
+
+        Raises ValueError when the checkpoint is another model's.
+        """
+        self.policy.load(folder / "model.safetensors")
+        adamw.load_optimizer(self.optimizer, self.policy.model, folder / "optim.safetensors")
+        progress = load_file(folder / "extra_state.safetensors")
+        self.updates = int(progress["updates"])
+        self._shuffler.set_state(progress["shuffler"])
+        reference = folder / "reference.safetensors"
+        if self.reference is not None and reference.exists():
+            self.reference.load(reference)
+
+    def export(self, folder: Path) -> None:
+        """A Hugging Face folder of the current weights, with an explicit `lm_head.weight`."""
+        self.policy.export(folder)
+
+    def canary(self) -> Canary:
+        """A fixed sequence and its logprobs under the current weights: an engine that agrees really holds them."""
+        # Low ids exist in every tokenizer, while a model's vocabulary is often padded beyond its tokenizer.
+        vocabulary = min(256, self.policy.model.config.get_text_config().vocab_size)
+        token_ids = [(37 * i + 11) % vocabulary for i in range(CANARY_LENGTH)]
+        canary = Canary(token_ids=token_ids, logprobs=self.policy.sequence_logprobs(token_ids))
+        tolerance = CANARY_TOLERANCE.get(self.config.dtype, canary.tolerance)
+        return canary.model_copy(update={"tolerance": tolerance})
+
+    def _batch(self, kept: Sequence[Trajectory]) -> TrainingBatch:
+        return TrainingBatch.of(kept, self.advantages(kept), self.policy.master_dtype)
+
+    def _with_references(self, batch: TrainingBatch) -> TrainingBatch:
+        """The batch with what stays fixed during the update: recomputed old and reference logprobs, if asked for."""
+        if self.config.recompute_old_logprobs:
+            batch = replace(batch, old_logprobs=self._logprobs(self.policy, batch))
+        if self.reference is not None:
+            batch = replace(batch, ref_logprobs=self._logprobs(self.reference, batch))
+        return batch
+
+    def _drift(self, sampled: TrainingBatch, batch: TrainingBatch, first: StepOutcome) -> dict[str, float]:
+        """Trainer against sampler under the weights before the update.
+
+        From the recomputed old logprobs if there are any, else from the first mini-batch's own forward: later ones
+        already see changed weights.
+        """
+        if self.config.recompute_old_logprobs:
+            mask = batch.response_mask
+            return drift_metrics(batch.old_logprobs[mask], sampled.old_logprobs[mask])
+        return drift_metrics(first.logp, first.old_logp)
+
+    def _mini_batches(self, batch: TrainingBatch) -> Iterator[Tensor]:
+        """Row indices of each optimizer step, over all epochs."""
+        for _ in range(self.config.ppo_epochs):
+            order = torch.arange(len(batch))
+            if self.config.shuffle:
+                order = torch.randperm(len(batch), generator=self._shuffler)
+            yield from order.split(self.config.mini_batch_size or len(batch))
+
+    def _micro_batches(self, batch: TrainingBatch) -> Iterator[tuple[Tensor, TrainingBatch]]:
+        """Row indices and rows on the device, of similar length, so that little padding is computed."""
+        order = torch.argsort(batch.lengths, stable=True)
+        for rows in order.split(self.config.micro_batch_size or len(batch)):
+            yield rows, batch.rows(rows).to(self.policy.device)
+
+    def _step(self, mini: TrainingBatch) -> StepOutcome:
+        agg = Aggregation.over(mini.response_mask, self.config.loss_agg_mode)
+        parts: list[dict[str, Tensor]] = []
+        logps: list[Tensor] = []
+        old_logps: list[Tensor] = []
+        for _, micro in self._micro_batches(mini):
+            loss, part, logp = self._loss(micro, agg)
+            loss.backward()
+            parts.append(part)
+            logps.append(logp)
+            old_logps.append(micro.old_logprobs[micro.response_mask])
+        norm, stepped = adamw.step(self.optimizer, self.policy.model, self.config.clip_grad)
+        metrics = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
+        metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
+        return StepOutcome(metrics, torch.cat(logps), torch.cat(old_logps))
+
+    def _loss(self, micro: TrainingBatch, agg: Aggregation) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """The micro-batch's share of the mini-batch's loss, of its metrics, and its model tokens' logprobs [N]."""
+        config, mask = self.config, micro.response_mask
+        logp, entropies = self.policy.token_logprobs(micro, config.temperature, config.entropy_coeff != 0.0)
+        pg_loss, stats = policy_loss(
+            logp,
+            micro.old_logprobs,
+            micro.advantages,
+            mask,
+            config.clip_ratio_low,
+            config.clip_ratio_high,
+            config.clip_ratio_c,
+            agg,
+        )
+        entropy = aggregate(entropies, mask, agg)
+        loss = pg_loss - config.entropy_coeff * entropy
+        part = {f"actor/{name}": value for name, value in stats._asdict().items()}
+        part |= {"actor/pg_loss": pg_loss.detach(), "actor/entropy": entropy.detach()}
+        if self.reference is not None:
+            kl_loss = aggregate(kl_penalty(logp, micro.ref_logprobs, config.kl_loss_type), mask, agg)
+            loss = loss + config.kl_loss_coef * kl_loss
+            part["actor/kl_loss"] = kl_loss.detach()
+        return loss, part, logp.detach()[mask]
+
+    def _logprobs(self, policy: Policy, batch: TrainingBatch) -> Tensor:
+        """[B, T - 1] under a policy, without a gradient."""
+        result = torch.zeros_like(batch.old_logprobs)
+        with torch.no_grad():
+            for rows, micro in self._micro_batches(batch):
+                logp = policy.token_logprobs(micro, self.config.temperature).logp
+                result[rows, : logp.shape[1]] = logp.cpu()
+        return result

@@ -1,0 +1,81 @@
+"""What a learner is told: verl's knobs of `actor_rollout_ref.actor` and `algorithm`, checked on creation."""
+
+from dataclasses import dataclass
+
+import torch
+
+from trackway.trainer.algorithm import AGGREGATIONS, KL_PENALTIES, check_known
+
+MASTER_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+"""Compute dtype by name -> dtype of the weights, of the optimizer's state and of all logprobs."""
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """Raises ValueError on an unknown name or a size below 1."""
+
+    model_path: str
+    """Folder or Hugging Face id of the model that training starts from, and of the reference model."""
+    lr: float = 1e-6
+    """AdamW's learning rate after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the two moments."""
+    weight_decay: float = 0.01
+    """AdamW's decoupled weight decay, on every weight as in verl."""
+    lr_warmup_steps: int = 0
+    """Calls of update() over which the rate climbs in equal steps to `lr`; the first one trains at lr / steps."""
+    clip_grad: float = 1.0
+    """The gradient's norm is scaled down to this."""
+    clip_ratio_low: float = 0.2
+    """The probability ratio is clipped below 1 - this."""
+    clip_ratio_high: float = 0.2
+    """The probability ratio is clipped above 1 + this."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: with a negative advantage A a token's loss is at most -A times this; above 1."""
+    loss_agg_mode: str = "token-mean"
+    """How token losses become one: token-mean, token-sum, seq-mean-token-sum or seq-mean-token-mean."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus; the entropy is logged in any case."""
+    use_kl_loss: bool = False
+    """Whether the loss holds a KL penalty towards the reference model (one more copy of the weights)."""
+    kl_loss_coef: float = 0.001
+    """Weight of the KL penalty."""
+    kl_loss_type: str = "low_var_kl"
+    """Estimator of the KL: kl (k1), abs, mse (k2) or low_var_kl (k3)."""
+    ppo_epochs: int = 1
+    """Passes over the batch in one update()."""
+    mini_batch_size: int | None = None
+    """Trajectories per optimizer step; None takes the whole batch (strictly on-policy)."""
+    micro_batch_size: int | None = None
+    """Trajectories per forward and backward; memory only, results do not depend on it. None takes a mini-batch."""
+    temperature: float = 1.0
+    """The sampler's temperature: logits are divided by it."""
+    shuffle: bool = False
+    """Whether trajectories are shuffled into mini-batches, anew in each epoch."""
+    recompute_old_logprobs: bool = False
+    """Takes the old logprobs from a pass of the trainer instead of the sampler's; hides a mismatch of the two."""
+    norm_adv_by_std: bool = True
+    """Whether advantages are divided by the group's standard deviation; False is Dr. GRPO."""
+    dtype: str = "float32"
+    """Compute dtype: float32, float64, or bfloat16 (autocast over float32 weights)."""
+    device: str = "cpu"
+    """Torch device of the model."""
+    threads: int = 1
+    """Torch threads of this process on a CPU; more than the free cores is far slower."""
+    seed: int = 0
+    """Seed of the shuffling."""
+    gradient_checkpointing: bool = False
+    """Recomputes activations in the backward pass: less memory, a third more time."""
+
+    def __post_init__(self) -> None:
+        check_known("loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
+        check_known("dtype", self.dtype, MASTER_DTYPES)
+        check_known("kl_loss_type", self.kl_loss_type, KL_PENALTIES)
+        for name in ("mini_batch_size", "micro_batch_size", "ppo_epochs", "threads"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"expected {name} to be at least 1, got {size}; correct the setting")
+        if self.clip_ratio_c <= 1.0:
+            raise ValueError(f"expected clip_ratio_c above 1, got {self.clip_ratio_c}; verl's value is 3.0")
+        if self.temperature <= 0.0:
+            raise ValueError(f"expected temperature above 0, got {self.temperature}; train at the sampler's")

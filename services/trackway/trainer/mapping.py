@@ -1,0 +1,123 @@
+"""From verl's keys to what the parts of a run take: the one place that knows both vocabularies."""
+
+from dataclasses import replace
+
+import torch
+
+from trackway.trainer.config import RunConfig
+from trackway.trainer.learner_config import LearnerConfig
+from trackway.trainer.rollouts import Ask, Patience
+from trackway.trainer.training import Plan
+from trackway.wire.agent import Limits
+from trackway.wire.rollout import SamplingParams
+
+
+def learner_config(config: RunConfig) -> LearnerConfig:
+    """The learner's settings; verl counts prompts where the learner counts trajectories."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    rollout = config.actor_rollout_ref.rollout
+    mini_batch = actor.ppo_mini_batch_size * rollout.n
+    return LearnerConfig(
+        model_path=model.path or "",
+        lr=actor.optim.lr,
+        betas=actor.optim.betas,
+        weight_decay=actor.optim.weight_decay,
+        lr_warmup_steps=max(0, actor.optim.lr_warmup_steps),
+        clip_grad=actor.optim.clip_grad or actor.grad_clip,
+        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        loss_agg_mode=actor.loss_agg_mode,
+        entropy_coeff=actor.entropy_coeff,
+        use_kl_loss=actor.use_kl_loss,
+        kl_loss_coef=actor.kl_loss_coef,
+        kl_loss_type=actor.kl_loss_type,
+        ppo_epochs=actor.ppo_epochs,
+        mini_batch_size=mini_batch,
+        micro_batch_size=min(mini_batch, actor.ppo_micro_batch_size_per_gpu or mini_batch),
+        temperature=rollout.temperature,
+        shuffle=actor.shuffle,
+        recompute_old_logprobs=not config.algorithm.rollout_correction.bypass_mode,
+        norm_adv_by_std=config.algorithm.norm_adv_by_std_in_grpo,
+        dtype=config.trackway.dtype,
+        device=_device(config.trackway.device),
+        threads=config.trackway.threads,
+        seed=config.trackway.seed,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+    )
+
+
+def plan(config: RunConfig, steps_per_epoch: int) -> Plan:
+    """When what happens; `val_only` is a run of no steps."""
+    trainer = config.trainer
+    steps = trainer.total_training_steps or steps_per_epoch * trainer.total_epochs
+    return Plan(
+        total_steps=0 if trainer.val_only else steps,
+        seed=config.trackway.seed,
+        val_before_train=trainer.val_before_train or trainer.val_only,
+        test_freq=trainer.test_freq,
+        save_freq=trainer.save_freq,
+        keep_checkpoints=trainer.max_actor_ckpt_to_keep,
+        traced_prompts=config.traced_prompts,
+        traced_validation=config.trackway.trace_validation_samples,
+        validation_n=config.actor_rollout_ref.rollout.val_kwargs.n,
+    )
+
+
+def training_ask(config: RunConfig, run: str, experiment_id: str | None) -> Ask:
+    """What every training group has in common."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    turns = rollout.multi_turn
+    sampling = SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_tokens=data.max_response_length,
+        seed=config.trackway.seed,
+    )
+    limits = Limits(
+        max_prompt_length=data.max_prompt_length,
+        max_response_length=data.max_response_length,
+        max_assistant_turns=turns.max_assistant_turns,
+        max_parallel_calls=turns.max_parallel_calls,
+        max_tool_response_length=turns.max_tool_response_length,
+        tool_response_truncate_side=turns.tool_response_truncate_side,
+        timeout_s=config.trackway.trajectory_timeout_s,
+    )
+    return Ask(
+        run=run,
+        experiment_name=config.trainer.experiment_name,
+        n=rollout.n,
+        sampling_params=sampling,
+        limits=limits,
+        default_agent="tool_agent" if turns.enable else rollout.agent.default_agent_loop,
+        tools=config.trackway.tools,
+        trace_experiment_id=experiment_id,
+        wandb_run_id=config.trackway.wandb_run_id,
+    )
+
+
+def validation_ask(config: RunConfig, run: str, experiment_id: str | None) -> Ask:
+    """What every validation group has in common; greedy unless `val_kwargs.do_sample`."""
+    kwargs = config.actor_rollout_ref.rollout.val_kwargs
+    sampling = SamplingParams(
+        temperature=kwargs.temperature if kwargs.do_sample else 0.0,
+        top_p=kwargs.top_p,
+        top_k=kwargs.top_k,
+        max_tokens=config.data.max_response_length,
+        seed=config.trackway.seed,
+    )
+    training = training_ask(config, run, experiment_id)
+    return replace(training, n=kwargs.n, sampling_params=sampling, validation=True)
+
+
+def patience(config: RunConfig) -> Patience:
+    """How long and how often a group is asked for."""
+    own = config.trackway
+    return Patience(own.group_attempts, own.group_timeout_s, own.max_inflight_groups)
+
+
+def _device(wanted: str) -> str:
+    if wanted != "auto":
+        return wanted
+    return "cuda" if torch.cuda.is_available() else "cpu"

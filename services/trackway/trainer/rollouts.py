@@ -1,0 +1,158 @@
+"""Asking the agent service for groups of rollouts until each one has come or has been given up.
+
+A trajectory's id is deterministic, so a broken stream is mended by asking again for exactly the rollouts that are still
+missing; what stays missing is recorded as failed and never fails the batch.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from trackway.clients import AgentClient, Deadline
+from trackway.wire.agent import GroupRequest, Limits, Sample
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
+
+logger = logging.getLogger("trackway.trainer")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What every group of one kind (training or validation) has in common."""
+
+    run: str
+    experiment_name: str
+    n: int
+    sampling_params: SamplingParams
+    limits: Limits
+    default_agent: str
+    validation: bool = False
+    tools: list[str] | None = None
+    trace_experiment_id: str | None = None
+    wandb_run_id: str | None = None
+
+    def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> GroupRequest:
+        """The request for all n rollouts of one sample."""
+        return GroupRequest(
+            run=self.run,
+            experiment_name=self.experiment_name,
+            step=step,
+            validate=self.validation,
+            sample=sample.model_copy(update={"agent_name": sample.agent_name or self.default_agent}),
+            n=self.n,
+            sampling_params=self.sampling_params,
+            limits=self.limits,
+            min_weight_version=min_weight_version,
+            trace=trace,
+            trace_experiment_id=self.trace_experiment_id,
+            tools=self.tools,
+            wandb_run_id=self.wandb_run_id,
+        )
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long and how often a group is asked for."""
+
+    attempts: int = 8
+    timeout_s: float = 1800.0
+    max_inflight: int = 64
+    backoff_s: float = 0.5
+    """First pause before asking again; doubled each time, with jitter, up to 15 s."""
+
+
+class Rollouts:
+    """Collects groups over the agent's streams."""
+
+    def __init__(self, client: AgentClient, ask: Ask, patience: Patience) -> None:
+        self._client = client
+        self._ask = ask
+        self._patience = patience
+
+    async def collect(
+        self,
+        batch: Sequence[Sample],
+        step: int,
+        min_weight_version: int,
+        traced: frozenset[int] = frozenset(),
+    ) -> list[Trajectory]:
+        """All n rollouts of every sample, in the batch's order; a failed one carries its `error`.
+
+        `traced` are the positions in the batch whose rollouts are recorded.
+        """
+        slots = asyncio.Semaphore(self._patience.max_inflight)
+
+        async def one(position: int, sample: Sample) -> list[Trajectory]:
+            async with slots:
+                return await self._group(self._ask.group(sample, step, min_weight_version, position in traced))
+
+        async with asyncio.TaskGroup() as tasks:
+            groups = [tasks.create_task(one(position, sample)) for position, sample in enumerate(batch)]
+        return [trajectory for group in groups for trajectory in group.result()]
+
+    async def _group(self, request: GroupRequest) -> list[Trajectory]:
+        deadline = Deadline.after(self._patience.timeout_s)
+        got: dict[int, Trajectory] = {}
+        problem: TrackwayError | None = None
+        for attempt in range(self._patience.attempts):
+            if attempt:
+                await asyncio.sleep(self._pause(attempt, deadline))
+            problem = await self._receive(_for_missing(request, got), got, deadline)
+            if problem is None or not problem.retryable:
+                break
+            logger.warning("group %s: %s; asking again", request.sample.index, problem)
+        return [got.get(n) or _failed(request, n, problem) for n in request.rollout_numbers()]
+
+    async def _receive(
+        self, request: GroupRequest, got: dict[int, Trajectory], deadline: Deadline
+    ) -> TrackwayError | None:
+        """Fills `got` from one stream; what went wrong, or None when nothing is missing."""
+        wanted = set(request.rollout_numbers())
+        try:
+            async for trajectory in self._client.group(request, deadline):
+                if trajectory.tags.rollout_n in wanted:
+                    got[trajectory.tags.rollout_n] = trajectory
+        except TrackwayError as error:
+            problem = error
+        except ValidationError as error:
+            problem = TrackwayError(ErrorCode.UNAVAILABLE, f"the stream broke within a line: {error}")
+        else:
+            missing = sorted(wanted - got.keys())
+            problem = TrackwayError(ErrorCode.UNAVAILABLE, f"the stream ended without rollouts {missing}")
+        return problem if wanted - got.keys() else None
+
+    def _pause(self, attempt: int, deadline: Deadline) -> float:
+        longest = min(15.0, self._patience.backoff_s * 2 ** (attempt - 1), deadline.remaining)
+        return longest * random.uniform(0.5, 1.0)
+
+
+def _for_missing(request: GroupRequest, got: dict[int, Trajectory]) -> GroupRequest:
+    if not got:
+        return request
+    return request.model_copy(update={"rollouts": [n for n in request.rollout_numbers() if n not in got]})
+
+
+def _failed(request: GroupRequest, rollout_n: int, problem: TrackwayError | None) -> Trajectory:
+    error = problem or TrackwayError(ErrorCode.INTERNAL, "no rollout came and no error was given")
+    tags = Tags(
+        experiment_name=request.experiment_name,
+        step=request.step,
+        sample_index=request.sample.index,
+        rollout_n=rollout_n,
+        validate=request.validation,
+    )
+    name = trajectory_id(request.run, tags)
+    return Trajectory(
+        id=name,
+        session_id=name,
+        tags=tags,
+        agent_name=request.sample.agent_name or "",
+        data_source=request.sample.data_source,
+        stop_reason=StopReason.ERROR,
+        error=error.to_reply().error,
+    )

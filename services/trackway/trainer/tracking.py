@@ -1,0 +1,147 @@
+"""Where metrics go: the console, metrics.jsonl, and an MLflow run.
+
+This is the only module of a service that imports mlflow: the run is the trainer's, while spans are plain OTLP. MLflow
+is spoken to from a background thread with short timeouts, so a server that is slow, full or gone costs counted metrics
+and never a training step.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from trackway.trainer.background import Background, NotYet
+from trackway.trainer.run_folder import RunFolder
+from trackway.wire.trainer import MetricsRow
+
+logger = logging.getLogger("trackway.trainer")
+
+LINKS_PER_CALL = 100
+"""MLflow refuses more trace ids in one link call."""
+PARAMS_PER_CALL = 100
+"""MLflow refuses more params in one batch."""
+
+
+class Sink(Protocol):
+    """Takes the metrics of each step."""
+
+    def log(self, row: MetricsRow) -> None:
+        """Record one row; must not raise for trouble outside this process."""
+        ...
+
+
+class ConsoleSink:
+    """One line per step on standard output, in verl's form."""
+
+    def log(self, row: MetricsRow) -> None:
+        """Print the row."""
+        values = [f"{name}:{value:.6g}" for name, value in sorted(row.data.items())]
+        print(" - ".join([f"step:{row.step}", *values]), flush=True)
+
+
+class FileSink:
+    """metrics.jsonl in the run's folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+
+    def log(self, row: MetricsRow) -> None:
+        """Append the row."""
+        self._folder.append_row(row)
+
+
+class MlflowSink:
+    """Metrics of the MLflow run; `@` in a name becomes `_at_`, which MLflow allows."""
+
+    def __init__(self, run: "MlflowRun", background: Background) -> None:
+        self._run = run
+        self._background = background
+
+    def log(self, row: MetricsRow) -> None:
+        """Queue the row."""
+        self._background.submit(lambda: self._run.log_metrics(row))
+
+
+class MlflowRun:
+    """One run of an MLflow experiment, new or gone on with. Every method but the properties is a call to the server.
+
+    Raises mlflow's MlflowException when the server refuses or cannot be reached.
+    """
+
+    def __init__(self, uri: str, experiment: str, name: str, run_id: str | None = None) -> None:
+        # mlflow's defaults (7 tries, 120 s each) outlast any deadline of ours; a user's own values are kept.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        import mlflow
+        from mlflow import MlflowClient
+
+        self.uri = uri
+        mlflow.set_tracking_uri(uri)
+        self._client = MlflowClient(tracking_uri=uri)
+        self.experiment_id: str = self._experiment(experiment)
+        """MLflow's id of the experiment; traces of this run go there too."""
+        self.is_new = run_id is None
+        """Whether this run began here, and so needs its params."""
+        self.run_id: str = run_id or self._client.create_run(self.experiment_id, run_name=name).info.run_id
+        """MLflow's id of the run."""
+        if not self.is_new:
+            self._client.update_run(self.run_id, status="RUNNING")
+
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Record the configuration."""
+        from mlflow.entities import Param
+
+        entities = [Param(key, str(value)) for key, value in params.items()]
+        for start in range(0, len(entities), PARAMS_PER_CALL):
+            self._client.log_batch(self.run_id, params=entities[start : start + PARAMS_PER_CALL])
+
+    def log_metrics(self, row: MetricsRow) -> None:
+        """Record the metrics of a step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name.replace("@", "_at_"), value, now, row.step) for name, value in row.data.items()]
+        self._client.log_batch(self.run_id, metrics=metrics)
+
+    def link_traces(self, trace_ids: Sequence[str]) -> None:
+        """Make the traces (32 hex digits each) part of the run; they may arrive later."""
+        ids = [f"tr-{trace_id}" for trace_id in trace_ids]
+        for start in range(0, len(ids), LINKS_PER_CALL):
+            self._client.link_traces_to_run(ids[start : start + LINKS_PER_CALL], self.run_id)
+
+    def log_feedback(self, trace_id: str, name: str, value: float) -> None:
+        """Record a value on a trace. Raises NotYet while the trace has not arrived."""
+        import mlflow
+        from mlflow.entities import AssessmentSource
+        from mlflow.exceptions import MlflowException
+
+        source = AssessmentSource(source_type="CODE", source_id="trackway.trainer")
+        try:
+            mlflow.log_feedback(trace_id=f"tr-{trace_id}", name=name, value=value, source=source)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                raise NotYet(f"trace {trace_id} has not arrived at {self.uri}") from error
+            raise
+
+    def finish(self, status: str) -> None:
+        """End the run: FINISHED, FAILED, or KILLED for one that was stopped."""
+        self._client.set_terminated(self.run_id, status=status)
+
+    def _experiment(self, name: str) -> str:
+        found = self._client.get_experiment_by_name(name)
+        return self._client.create_experiment(name) if found is None else found.experiment_id
+
+
+def open_mlflow(uri: str | None, experiment: str, name: str, run_id: str | None) -> MlflowRun | None:
+    """The MLflow run, or None, with one line that says why: no URI, or a server that does not answer."""
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
+    if not uri:
+        logger.info("MLflow is off: set trackway.mlflow_uri or MLFLOW_TRACKING_URI to switch it on")
+        return None
+    try:
+        return MlflowRun(uri, experiment, name, run_id)
+    except Exception as error:
+        # mlflow raises many kinds here, ImportError included; none of them is worth a training run.
+        logger.warning("MLflow is off: %s at %s: %s", type(error).__name__, uri, error)
+        return None

@@ -1,0 +1,226 @@
+"""The parts of a run and what the fit loop does with them.
+
+Progress changes in one place (`update`): before it a step never happened, after it the step is done. So whatever ends a
+run, the newest checkpoint and the row of its step agree.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, Field
+
+from trackway.trainer.checkpoint import save_checkpoint
+from trackway.trainer.dataset import Position, Prompts, traced_positions
+from trackway.trainer.dump import write_trajectories
+from trackway.trainer.feedback import Feedback
+from trackway.trainer.learner import EmptyBatchError, Learner
+from trackway.trainer.metrics import Clock, Metrics, rollout_metrics, throughput, validation_metrics
+from trackway.trainer.publisher import Publisher
+from trackway.trainer.rollouts import Rollouts
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.tracking import Sink
+from trackway.wire.agent import Sample
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import MetricsRow
+from trackway.wire.trajectory import Trajectory
+
+T = TypeVar("T")
+
+logger = logging.getLogger("trackway.trainer")
+
+
+class StopRequested(Exception):
+    """The run was asked to stop while it waited for rollouts."""
+
+
+class Progress(BaseModel):
+    """What a checkpoint says beside the learner's state."""
+
+    step: int = 0
+    """Steps whose update is done."""
+    position: Position = Field(default_factory=Position)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Of that step, in case the process ends before their row is written."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When what happens; steps count from 1."""
+
+    total_steps: int
+    seed: int
+    val_before_train: bool = True
+    test_freq: int = -1
+    save_freq: int = -1
+    keep_checkpoints: int | None = None
+    traced_prompts: int = 0
+    traced_validation: int = 0
+    validation_n: int = 1
+
+
+@dataclass
+class Training:
+    """A run in progress; the methods are the steps of the fit loop."""
+
+    plan: Plan
+    folder: RunFolder
+    prompts: Prompts
+    rollouts: Rollouts
+    validation_rows: Sequence[Sample]
+    validation_rollouts: Rollouts
+    learner: Learner
+    publisher: Publisher
+    sinks: Sequence[Sink]
+    feedback: Feedback | None = None
+    progress: Progress = field(default_factory=Progress)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    clock: Clock = field(default_factory=Clock)
+    saved_step: int | None = None
+    """Step of the newest checkpoint."""
+
+    @property
+    def step(self) -> int:
+        """Steps whose update is done."""
+        return self.progress.step
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last step is done."""
+        return self.step >= self.plan.total_steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further step may begin."""
+        return self.complete or self.stop.is_set()
+
+    @property
+    def validation_is_due(self) -> bool:
+        """After every `test_freq` steps and after the last."""
+        return self.complete or _is_multiple(self.step, self.plan.test_freq)
+
+    @property
+    def checkpoint_is_due(self) -> bool:
+        """After every `save_freq` steps; the last is saved in any case."""
+        return _is_multiple(self.step, self.plan.save_freq)
+
+    def next_batch(self) -> list[Sample]:
+        """The prompts of the next step; the same ones again until `update` has used them."""
+        self.clock.take()
+        return self.prompts.take(self.progress.position)[0]
+
+    async def rollout(self, batch: Sequence[Sample], version: int) -> list[Trajectory]:
+        """All rollouts of the batch under weights `version` or newer, failed ones included.
+
+        Raises StopRequested when the run is asked to stop meanwhile, and the first rollout's own error, after a
+        checkpoint, when every one failed.
+        """
+        step = self.step + 1
+        traced = traced_positions(self.plan.seed, step, len(batch), self.plan.traced_prompts)
+        with self.clock("gen"):
+            trajectories = await self._unless_stopped(self.rollouts.collect(batch, step, version, traced))
+        await asyncio.to_thread(write_trajectories, self._dump(f"step_{step}"), trajectories)
+        try:
+            _require_one_success(trajectories, f"step {step}")
+        except TrackwayError:
+            await self.save()
+            raise
+        return trajectories
+
+    async def update(self, trajectories: Sequence[Trajectory]) -> Metrics:
+        """One GRPO update; the learner leaves failed trajectories out. The step is done after it."""
+        with self.clock("update_actor"):
+            metrics = await asyncio.to_thread(self._learn, trajectories)
+        if self.feedback is not None:
+            self.feedback.record(trajectories, self.learner.advantages(trajectories))
+        epoch = self.progress.position.epoch
+        _, after = self.prompts.take(self.progress.position)
+        self.progress = Progress(step=self.step + 1, position=after)
+        metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
+        return metrics | rollout_metrics(trajectories)
+
+    async def publish(self) -> int:
+        """Publish the learner's weights; the version that rollouts must have from now on."""
+        with self.clock("update_weights"):
+            return await asyncio.to_thread(self.publisher.publish)
+
+    async def validate(self, version: int) -> Metrics:
+        """Accuracy on the held-out rows; empty without such rows, or when a stop is requested meanwhile."""
+        if not self.validation_rows:
+            return {}
+        traced = frozenset(range(min(self.plan.traced_validation, len(self.validation_rows))))
+        collecting = self.validation_rollouts.collect(self.validation_rows, self.step, version, traced)
+        try:
+            with self.clock("testing"):
+                trajectories = await self._unless_stopped(collecting)
+        except StopRequested:
+            return {}
+        await asyncio.to_thread(write_trajectories, self._dump(f"val_step_{self.step}"), trajectories)
+        _require_one_success(trajectories, f"the validation at step {self.step}")
+        if self.feedback is not None:
+            self.feedback.record(trajectories)
+        return validation_metrics(trajectories, self.plan.validation_n)
+
+    async def save(self, metrics: Metrics | None = None) -> None:
+        """Write a checkpoint of the newest step, unless there is one."""
+        if self.saved_step == self.step:
+            return
+        if metrics is not None:
+            self.progress = self.progress.model_copy(update={"metrics": metrics})
+        with self.clock("save_checkpoint"):
+            state, keep = self.progress.model_dump(mode="json"), self.plan.keep_checkpoints
+            await asyncio.to_thread(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep)
+        self.saved_step = self.step
+
+    async def log(self, metrics: Metrics) -> None:
+        """Write the row of the newest step, with what the clock measured; nothing for no metrics."""
+        if not metrics:
+            return
+        data = metrics | self.clock.take()
+        data |= throughput(data)
+        row = MetricsRow(step=self.step, data=data)
+        for sink in self.sinks:
+            sink.log(row)
+        self.folder.update(step=self.step, metrics=self.folder.info().metrics | data)
+
+    def _learn(self, trajectories: Sequence[Trajectory]) -> Metrics:
+        try:
+            return self.learner.update(trajectories)
+        except EmptyBatchError as error:
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {error}") from error
+
+    def _dump(self, name: str) -> Path:
+        return self.folder.path / "trajectories" / f"{name}.parquet"
+
+    async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T:
+        """The work's result, or StopRequested as soon as a stop is requested; the work is then cancelled."""
+        working = asyncio.create_task(work)
+        stopped = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise StopRequested
+            return working.result()
+        finally:
+            for task in (working, stopped):
+                task.cancel()
+            await asyncio.gather(working, stopped, return_exceptions=True)
+
+
+def _is_multiple(step: int, frequency: int) -> bool:
+    return frequency > 0 and step % frequency == 0
+
+
+def _require_one_success(trajectories: Sequence[Trajectory], what: str) -> None:
+    errors = [one.error for one in trajectories if one.error is not None]
+    if not errors:
+        return
+    first = errors[0]
+    if len(errors) < len(trajectories):
+        logger.warning("%d of %d rollouts of %s failed: %s", len(errors), len(trajectories), what, first.message)
+        return
+    message = f"all {len(errors)} rollouts of {what} failed; the first: {first.message}"
+    raise TrackwayError(first.code, message, **first.detail)

@@ -1,0 +1,115 @@
+"""A run's own process: `python -m trackway.trainer.worker outputs/<run>`.
+
+SIGTERM and SIGINT abandon the rollouts in flight, save a checkpoint and end with 0. How it ended stands in state.json;
+the exit status tells the supervisor what a file cannot: 0 the state is final, 3 the run failed and starting it again
+would fail again, anything else the process died and may be started again from the last checkpoint.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from trackway.clients import run
+from trackway.trainer.config import no_effect
+from trackway.trainer.run_folder import RunFolder
+from trackway.wire.errors import TrackwayError
+from trackway.wire.trainer import RunState
+
+if TYPE_CHECKING:
+    from trackway.trainer.training import Training
+    from trackway.trainer.wiring import Tracking
+
+Build: TypeAlias = Callable[[RunFolder, asyncio.Event], Awaitable[tuple["Training", "Tracking"]]]
+Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
+
+EXIT_FAILED = 3
+
+ORPHAN_GRACE_S = 30.0
+"""Seconds to save in after the service that started this process is gone."""
+TRACKING_DEADLINE_S = 60.0
+"""Longest wait at the end for metrics and feedback that are still on their way to MLflow."""
+
+logger = logging.getLogger("trackway.trainer")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the folder's run; the process's exit status."""
+    parser = argparse.ArgumentParser(prog="trackway.trainer.worker", description="Train one run.")
+    parser.add_argument("folder", type=Path, help="the run's folder, with config.json and services.json")
+    parser.add_argument("--lifeline", action="store_true", help="end when standard input closes")
+    given = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    folder = RunFolder(given.folder)
+    folder.write_pid(os.getpid())
+    try:
+        run(_work(folder, given.lifeline))
+    except TrackwayError as error:
+        logger.exception("the run failed")
+        folder.move(RunState.FAILED, f"{error.code}: {error.message}")
+        return EXIT_FAILED
+    return 0
+
+
+async def _work(folder: RunFolder, lifeline: bool) -> None:
+    stop = asyncio.Event()
+    _stop_on_request(folder, stop, lifeline)
+    _tell_what_has_no_effect(folder)
+    # torch and transformers take seconds to import: the signals must be handled by then.
+    build, fit = await asyncio.to_thread(_heavy_imports)
+    training, tracking = await build(folder, stop)
+    if not stop.is_set():
+        folder.move(RunState.RUNNING)
+    status = "FAILED"
+    try:
+        state = await fit(training)
+        status = "FINISHED" if state is RunState.FINISHED else "KILLED"
+    finally:
+        await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
+    folder.move(state, "" if state is RunState.FINISHED else f"stopped after step {training.step}; it can be resumed")
+
+
+def _heavy_imports() -> tuple[Build, Fit]:
+    from trackway.trainer.loop import fit
+    from trackway.trainer.wiring import build
+
+    return build, fit
+
+
+def _stop_on_request(folder: RunFolder, stop: asyncio.Event, lifeline: bool) -> None:
+    def request() -> None:
+        if not stop.is_set() and not folder.ended():
+            stop.set()
+            folder.move(RunState.STOPPING)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, request)
+    if lifeline:
+        threading.Thread(target=_watch_lifeline, args=(loop, request), daemon=True).start()
+
+
+def _watch_lifeline(loop: asyncio.AbstractEventLoop, request: Callable[[], None]) -> None:
+    # Not sys.stdin: a thread that waits in it is fatal to the interpreter's end.
+    while os.read(0, 1):
+        pass
+    timer = threading.Timer(ORPHAN_GRACE_S, os._exit, args=(1,))
+    timer.daemon = True
+    timer.start()
+    loop.call_soon_threadsafe(request)
+
+
+def _tell_what_has_no_effect(folder: RunFolder) -> None:
+    for key, reason in no_effect(folder.config().trackway.ignored_keys):
+        logger.info("%s has no effect here: %s", key, reason)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

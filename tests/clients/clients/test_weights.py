@@ -1,0 +1,150 @@
+"""The weight store: atomic visibility, idempotence, digests, and the same over another file system."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from trackway.clients import weights as module
+from trackway.clients.weights import WeightStore
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.weights import Canary
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"one")
+    (folder / "config.json").write_bytes(b"{}")
+    return folder
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightStore]:
+    url = str(tmp_path / "store") if request.param == "file" else f"memory://{tmp_path.name}"
+    yield WeightStore(url)
+    fsspec.filesystem("memory").store.clear()
+
+
+def change(source: Path, content: bytes) -> Path:
+    (source / "model.safetensors").write_bytes(content)
+    return source
+
+
+def test_an_empty_store_has_no_latest_version(store: WeightStore) -> None:
+    assert store.latest() is None
+    assert store.versions() == []
+
+
+def test_a_published_version_is_the_latest_and_fetched_whole(store: WeightStore, source: Path, tmp_path: Path) -> None:
+    canary = Canary(token_ids=[1, 2], logprobs=[-0.5])
+    store.publish(1, "run-a", source, canary)
+    latest = store.latest()
+    assert latest is not None
+    assert (latest.version, latest.run, latest.path) == (1, "run-a", "1")
+    assert store.manifest(1).canary == canary
+    assert [(f.name, f.size) for f in store.manifest(1).files] == [("config.json", 2), ("model.safetensors", 3)]
+    assert (store.fetch(1, tmp_path / "cache") / "model.safetensors").read_bytes() == b"one"
+
+
+def test_publishing_the_same_version_again_changes_nothing(store: WeightStore, source: Path) -> None:
+    first = store.publish(1, "run-a", source)
+    store.publish(2, "run-a", change(source, b"two"))
+    assert store.publish(1, "run-a", change(source, b"one")) == first
+    assert store.versions() == [1, 2]
+    latest = store.latest()
+    assert latest is not None and latest.version == 2
+
+
+def test_publishing_a_version_again_with_other_files_is_a_conflict(store: WeightStore, source: Path) -> None:
+    store.publish(1, "run-a", source)
+    with pytest.raises(TrackwayError, match="already published by run-a with other digests") as raised:
+        store.publish(1, "run-b", change(source, b"other"))
+    assert raised.value.code is ErrorCode.CONFLICT
+    assert store.manifest(1).run == "run-a"
+
+
+def test_a_version_below_the_latest_is_a_conflict_that_names_the_latest(store: WeightStore, source: Path) -> None:
+    store.publish(5, "run-a", source)
+    with pytest.raises(TrackwayError) as raised:
+        store.publish(3, "run-b", source)
+    assert raised.value.code is ErrorCode.CONFLICT
+    assert raised.value.detail == {"version": 3, "latest": 5}
+
+
+def test_a_file_that_differs_from_its_digest_is_refused(store: WeightStore, source: Path, tmp_path: Path) -> None:
+    manifest = store.publish(1, "run-a", source)
+    file = manifest.files[1]
+    with store._fs.open(f"{store._root}/1/{file.name}", "wb") as target:
+        target.write(b"bad")
+    with pytest.raises(TrackwayError) as raised:
+        store.fetch(1, tmp_path / "cache")
+    assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
+    assert raised.value.detail["expected"] == file.sha256
+    assert not (tmp_path / "cache" / "1").exists()
+
+
+def test_a_missing_file_is_refused_by_name(store: WeightStore, source: Path, tmp_path: Path) -> None:
+    store.publish(1, "run-a", source)
+    store._fs.rm(f"{store._root}/1/model.safetensors")
+    with pytest.raises(TrackwayError, match=r"model\.safetensors of weights version 1: .* got no file"):
+        store.fetch(1, tmp_path / "cache")
+
+
+def test_a_version_that_was_never_published_is_not_found(store: WeightStore, tmp_path: Path) -> None:
+    with pytest.raises(TrackwayError) as raised:
+        store.fetch(4, tmp_path)
+    assert raised.value.code is ErrorCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("dies_at", ["manifest.json", "latest.json"])
+def test_a_publisher_that_dies_leaves_the_old_version_and_can_publish_again(
+    store: WeightStore, source: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str, tmp_path: Path
+) -> None:
+    store.publish(1, "run-a", source)
+    replace = WeightStore._replace
+
+    def dying(self: WeightStore, path: str, content: module.BaseModel) -> None:
+        if path.endswith(dies_at):
+            raise KeyboardInterrupt
+        replace(self, path, content)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(WeightStore, "_replace", dying)
+        store.publish(2, "run-a", change(source, b"lost"))
+    latest = store.latest()
+    assert latest is not None and latest.version == 1
+    store.publish(2, "run-a", change(source, b"recomputed"))
+    assert (store.fetch(2, tmp_path / "cache") / "model.safetensors").read_bytes() == b"recomputed"
+
+
+def test_latest_json_of_a_folder_is_replaced_not_rewritten(source: Path, tmp_path: Path) -> None:
+    store = WeightStore(str(tmp_path / "store"))
+    store.publish(1, "run-a", source)
+    with (tmp_path / "store" / "latest.json").open() as reader:
+        store.publish(2, "run-a", change(source, b"two"))
+        assert '"version": 1' in reader.read()
+    assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["1", "2", "latest.json"]
+
+
+def test_a_folder_is_verified_in_place_without_a_copy(source: Path, tmp_path: Path) -> None:
+    store = WeightStore(str(tmp_path / "store"))
+    store.publish(1, "run-a", source)
+    assert store.fetch(1, tmp_path / "cache") == tmp_path / "store" / "1"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_pruning_keeps_the_newest_and_what_is_being_published(store: WeightStore, source: Path) -> None:
+    for version in range(1, 5):
+        store.publish(version, "run-a", change(source, bytes([version])))
+    store._fs.makedirs(f"{store._root}/9", exist_ok=True)
+    store._fs.pipe_file(f"{store._root}/9/model.safetensors", b"unfinished")
+    assert store.prune(keep=2) == [1, 2]
+    assert store.versions() == [3, 4, 9]
+
+
+def test_an_empty_folder_cannot_be_published(store: WeightStore, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="got an empty folder"):
+        store.publish(1, "run-a", tmp_path)

@@ -1,0 +1,71 @@
+"""Folders of random tiny models, and engines that run on their thread."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from rollout_models import VOCAB, build
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
+from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.torch_engine import TorchEngine
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """Folder of a random model by family and seed, built once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(family: str, seed: int = 0) -> Path:
+        path = root / f"{family}-{seed}"
+        if not path.is_dir():
+            build(path, family, seed)
+        return path
+
+    return folder
+
+
+@pytest.fixture
+def model_path(folders: Callable[[str, int], Path]) -> Path:
+    """A GQA Qwen3."""
+    return folders("qwen3-gqa", 0)
+
+
+@pytest.fixture
+def other_path(folders: Callable[[str, int], Path]) -> Path:
+    """The same architecture with other weights."""
+    return folders("qwen3-gqa", 1)
+
+
+EngineMaker = Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
+
+
+@pytest.fixture
+def started() -> EngineMaker:
+    """`async with started(settings) as engine`: an engine with its thread."""
+
+    @asynccontextmanager
+    async def make(settings: RolloutSettings) -> AsyncIterator[TorchEngine]:
+        engine = TorchEngine(settings)
+        await engine.start()
+        try:
+            yield engine
+        finally:
+            await engine.stop()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer whose token n is the word `wn`."""
+    folder = tmp_path_factory.mktemp("with-tokenizer")
+    build(folder)
+    words = Tokenizer(WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder

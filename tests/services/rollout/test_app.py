@@ -1,0 +1,171 @@
+"""The service over ASGI: what a client sees."""
+
+import asyncio
+import shutil
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from trackway.clients.weights import WeightStore
+from trackway.rollout.app import create_app
+from trackway.rollout.settings import RolloutSettings
+from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
+from trackway.wire.rollout import GenerateReply, WeightsReply
+from trackway.wire.trajectory import Tags
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = {"token_ids": [11, 12, 13], "sampling_params": {"max_tokens": 6, "seed": 1, "ignore_eos": True}}
+ENDLESS = {"token_ids": [11, 12, 13], "sampling_params": {"max_tokens": 300, "ignore_eos": True}}
+
+
+class Running(Protocol):
+    def __call__(self, app: FastAPI) -> AbstractAsyncContextManager[httpx.AsyncClient]: ...
+
+
+@pytest.fixture
+def settings(model_path: Path, tmp_path: Path) -> RolloutSettings:
+    return RolloutSettings(
+        model_path=model_path,
+        model_name="tiny",
+        weights_url=str(tmp_path / "weights"),
+        device="cpu",
+        max_num_seqs=2,
+        max_queue=0,
+        weight_wait_s=0.1,
+    )
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+async def test_a_prompt_comes_back_continued_with_logprobs_versions_and_counts(
+    running: Running, settings: RolloutSettings
+) -> None:
+    async with running(create_app(settings)) as client:
+        answer = await client.post("/generate", json={**PROMPT, "request_id": "r1"})
+        alias = await client.post("/inference/v1/generate", json=PROMPT)
+    reply = GenerateReply.model_validate(answer.json())
+    choice = reply.choices[0]
+    assert (reply.request_id, reply.model, reply.usage.total_tokens) == ("r1", "tiny", 9)
+    assert [entry.token_id for entry in choice.logprobs.content] == choice.token_ids
+    assert [(s.version, s.start, s.end) for s in choice.weight_versions] == [(0, 0, 6)]
+    assert alias.json()["choices"][0]["token_ids"] == choice.token_ids
+
+
+async def test_published_weights_are_served_and_named(
+    running: Running, settings: RolloutSettings, other_path: Path
+) -> None:
+    assert settings.weights_url is not None
+    WeightStore(settings.weights_url).publish(3, "run", other_path)
+    async with running(create_app(settings)) as client:
+        weights = WeightsReply.model_validate((await client.get("/weights")).json())
+        answer = await client.post("/generate", json={**PROMPT, "min_weight_version": 3})
+    assert weights == WeightsReply(version=3, latest=3, model="tiny", replica=settings.replica)
+    assert answer.json()["choices"][0]["weight_versions"] == [{"version": 3, "start": 0, "end": 6}]
+
+
+async def test_weights_that_do_not_come_are_a_409_with_have_and_want(
+    running: Running, settings: RolloutSettings
+) -> None:
+    async with running(create_app(settings)) as client:
+        answer = await client.post("/generate", json={**PROMPT, "min_weight_version": 2})
+    assert error_of(answer) == (409, "weights_behind")
+    assert answer.json()["error"]["detail"] == {"have": 0, "want": 2}
+    assert answer.json()["error"]["retryable"] is True
+
+
+async def test_a_paused_replica_says_so_everywhere_until_resumed(running: Running, settings: RolloutSettings) -> None:
+    async with running(create_app(settings)) as client:
+        assert (await client.post("/pause", json={"mode": "keep"})).json()["paused"] is True
+        assert error_of(await client.post("/generate", json=PROMPT)) == (503, "paused")
+        ready = await client.get("/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "generation is paused; POST /resume")
+        assert (await client.post("/resume")).json() == {"paused": False, "running": 0, "waiting": 0}
+        assert (await client.post("/generate", json=PROMPT)).status_code == 200
+
+
+async def test_one_request_too_many_is_a_429(running: Running, settings: RolloutSettings) -> None:
+    async with running(create_app(settings)) as client:
+        answers = await asyncio.gather(*(client.post("/generate", json=ENDLESS) for _ in range(3)))
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
+
+
+@pytest.mark.parametrize("body", [{"token_ids": []}, {"token_ids": [97]}, {"token_ids": [5], "max_tokens": 3}])
+async def test_a_request_that_cannot_be_served_is_a_422(
+    running: Running, settings: RolloutSettings, body: dict[str, object]
+) -> None:
+    async with running(create_app(settings)) as client:
+        assert error_of(await client.post("/generate", json=body)) == (422, "invalid_request")
+
+
+async def test_the_model_is_listed_in_openais_words(running: Running, settings: RolloutSettings) -> None:
+    async with running(create_app(settings)) as client:
+        listed = (await client.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert (listed["data"][0]["id"], listed["data"][0]["max_model_len"]) == ("tiny", 1024)
+
+
+async def test_a_corrupt_first_version_keeps_the_replica_unready(
+    running: Running, settings: RolloutSettings, other_path: Path
+) -> None:
+    store = WeightStore(str(settings.weights_url))
+    store.publish(1, "run", other_path)
+    (Path(str(settings.weights_url)) / "1" / "model.safetensors").write_bytes(b"torn")
+    async with running(create_app(settings)) as client:
+        ready = await client.get("/ready")
+        assert ready.status_code == 503
+        assert "expected sha256" in ready.json()["reason"]
+        assert error_of(await client.post("/generate", json=PROMPT)) == (503, "unavailable")
+
+
+async def traced(running: Running, settings: RolloutSettings, body: dict[str, object]) -> ReadableSpan:
+    """The rollout's own span of one request inside a recorded trajectory."""
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("rollout", TracingSettings(), exporter)
+    headers: dict[str, str] = {}
+    tags = Tags(experiment_name="e", step=1, sample_index=0, rollout_n=0)
+    with tracing.activate(), trajectory_span(tags, "t", "s", "agent", [], record=True):
+        inject(headers)
+    async with running(create_app(settings, tracing=tracing)) as client:
+        await client.post("/generate", json=body, headers=headers)
+        tracing.flush(5.0)
+        return next(span for span in exporter.get_finished_spans() if span.name == "chat tiny")
+
+
+async def test_a_recorded_generation_shows_counts_reason_version_and_new_text(
+    running: Running, settings: RolloutSettings, tokenizer_path: Path
+) -> None:
+    settings = settings.model_copy(update={"model_path": tokenizer_path})
+    span = await traced(running, settings, {**PROMPT, "context_start": 1})
+    attributes = span.attributes or {}
+    assert attributes["gen_ai.usage.input_tokens"] == 3
+    assert attributes["gen_ai.usage.output_tokens"] == 6
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+    assert attributes["agentic.weight_version"] == "0"
+    assert attributes["mlflow.spanInputs"] == '{"prompt": "w12 w13"}'
+    assert str(attributes["mlflow.spanOutputs"]).count("w") == 6
+
+
+async def test_a_tokenizer_that_does_not_load_costs_the_text_and_nothing_else(
+    running: Running, settings: RolloutSettings, model_path: Path, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(model_path, tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    span = await traced(running, settings.model_copy(update={"model_path": broken}), PROMPT)
+    assert [event.name for event in span.events] == ["text_unavailable"]
+    assert "mlflow.spanInputs" not in (span.attributes or {})
+
+
+async def test_waiting_for_weights_is_an_event_of_the_span(running: Running, settings: RolloutSettings) -> None:
+    span = await traced(running, settings, {**PROMPT, "min_weight_version": 2})
+    assert dict(span.events[0].attributes or {}) == {"have": 0, "want": 2}
+    assert span.events[0].name == "weights_behind"
+    assert not span.status.is_ok

@@ -1,0 +1,175 @@
+import shlex
+
+import pytest
+
+from trackway.trainer.config import RunConfig, compose, no_effect, resolve
+from trackway.trainer.config.compose import PRESETS, known_keys
+from trackway.trainer.config.known import NO_EFFECT
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+REPRODUCE = shlex.split("""
+algorithm.adv_estimator=grpo data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=1024
+data.filter_overlong_prompts=True data.truncation=error data.return_raw_chat=True
+actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.ppo_mini_batch_size=256
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32 actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.name=sglang actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+actor_rollout_ref.rollout.n=16 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
+actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False trainer.critic_warmup=0
+trainer.logger=[console,wandb] trainer.project_name=gsm8k_async_rl
+trainer.experiment_name=qwen2.5-3b_function_rm-gsm8k-sgl-multi-w-tool-verify-n16
+trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=20
+data.train_files=/data/gsm8k/train.parquet data.val_files=/data/gsm8k/test.parquet
+actor_rollout_ref.rollout.multi_turn.tool_config_path=/examples/gsm8k_tool_config.yaml trainer.total_epochs=15
++trainer.rollout_trace.backend=weave +trainer.rollout_trace.token2text=True
+actor_rollout_ref.rollout.mode=async actor_rollout_ref.rollout.multi_turn.enable=true
+""")
+
+GSM8K_YAML = """
+hydra:
+  searchpath:
+    - file://verl/trainer/config
+defaults:
+  - ppo_trainer
+  - _self_
+data:
+  max_prompt_length: 1024
+  train_batch_size: 256
+  return_raw_chat: True
+actor_rollout_ref:
+  hybrid_engine: True
+  rollout:
+    name: sglang
+    multi_turn:
+      enable: True
+      max_assistant_turns: 5
+"""
+
+
+def test_without_anything_every_key_has_its_default():
+    config = compose([])
+
+    assert config == RunConfig()
+    assert config.data.train_batch_size == 1024
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+
+
+def test_the_reproduce_script_composes_on_its_own_yaml_file(tmp_path):
+    (tmp_path / "gsm8k_multiturn_grpo.yaml").write_text(GSM8K_YAML)
+
+    config = compose(REPRODUCE, tmp_path, "gsm8k_multiturn_grpo")
+
+    assert config.data.train_files == ["/data/gsm8k/train.parquet"]
+    assert config.actor_rollout_ref.rollout.n == 16
+    assert config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns == 5
+    assert config.actor_rollout_ref.rollout.trace.backend == "weave"
+    assert config.traced_prompts == 256
+
+
+def test_every_key_of_the_reproduce_script_is_honoured_or_told_with_a_reason():
+    keys = [argument.lstrip("+").split("=")[0] for argument in REPRODUCE]
+
+    told = dict(no_effect(compose(REPRODUCE).trackway.ignored_keys))
+
+    silent = [key for key in keys if key not in known_keys() and key not in told]
+    assert silent == []
+    assert told["trainer.critic_warmup"] == "GRPO has no critic"
+    assert told["trainer.rollout_trace.backend"] == "old spelling, read as actor_rollout_ref.rollout.trace.backend"
+    assert told["trainer.logger.wandb"] == "metrics go to the console, metrics.jsonl and MLflow"
+
+
+def test_an_honoured_key_is_never_told_as_without_effect():
+    assert no_effect(compose(["data.seed=3", "trainer.save_freq=5"]).trackway.ignored_keys) == []
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+def test_plus_signs_on_a_known_key_change_nothing(prefix: str):
+    assert compose([f"{prefix}actor_rollout_ref.rollout.n=4"]).actor_rollout_ref.rollout.n == 4
+
+
+def test_a_tilde_gives_a_key_its_default_back(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer:\n  save_freq: 7\n")
+
+    assert compose(["~trainer.save_freq"], tmp_path / "mine.yaml").trainer.save_freq == -1
+
+
+@pytest.mark.parametrize("argument", ["data.train_bach_size=3", "+data.train_bach_size=3"])
+def test_an_unknown_key_is_refused_and_the_nearest_one_is_named(argument: str):
+    with pytest.raises(TrackwayError) as caught:
+        compose([argument])
+
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    assert "unknown key 'data.train_bach_size': did you mean data.train_batch_size" in caught.value.message
+
+
+def test_an_unknown_key_in_a_file_is_refused(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer:\n  safe_freq: 7\n")
+
+    with pytest.raises(TrackwayError, match=r"unknown key 'trainer.safe_freq': did you mean trainer.save_freq"):
+        compose([], tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("data.train_batch_size=many", "data.train_batch_size: Input should be a valid integer"),
+        ("actor_rollout_ref.rollout.mode=sync", "actor_rollout_ref.rollout.mode: Input should be 'async', got 'sync'"),
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator: Input should be 'grpo', got 'gae'"),
+        ("data.train_batch_size=8", "ppo_mini_batch_size: expected at most data.train_batch_size"),
+        ("data.seed", "expected key=value in Hydra's grammar, got 'data.seed'"),
+        ("data.seed=${nowhere}", "the configuration does not compose"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_key(argument: str, message: str):
+    with pytest.raises(TrackwayError) as caught:
+        compose([argument])
+
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    assert message in caught.value.message
+
+
+def test_the_old_and_the_new_trace_key_must_agree():
+    with pytest.raises(TrackwayError, match="disagree"):
+        compose(["+trainer.rollout_trace.backend=weave", "actor_rollout_ref.rollout.trace.backend=mlflow"])
+
+
+def test_a_configuration_survives_the_wire_and_keeps_its_notes():
+    sent = compose(["trainer.nnodes=1", "data.train_batch_size=512"])
+
+    received = resolve(sent.model_dump(mode="json"))
+
+    assert received == sent
+    assert received.trackway.ignored_keys == ["trainer.nnodes"]
+
+
+def test_the_demo_preset_is_the_measured_recipe():
+    config = compose([], config_name="tiny_demo")
+
+    actor = config.actor_rollout_ref.actor
+    assert (config.data.train_batch_size, config.actor_rollout_ref.rollout.n) == (12, 8)
+    assert (actor.optim.lr, actor.optim.betas, actor.optim.lr_warmup_steps) == (5e-4, (0.9, 0.95), 5)
+    assert config.actor_rollout_ref.rollout.val_kwargs.model_dump() == {
+        "do_sample": True,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "n": 1,
+    }
+    assert (config.trainer.total_training_steps, config.traced_prompts) == (25, 2)
+
+
+def test_an_unknown_preset_names_the_ones_there_are():
+    with pytest.raises(TrackwayError, match="found: default, ppo_trainer, tiny_demo"):
+        compose([], config_name="huge_demo")
+    assert sorted(path.stem for path in PRESETS.glob("*.yaml")) == ["default", "ppo_trainer", "tiny_demo"]
+
+
+def test_every_key_has_a_sentence_and_none_is_both_honoured_and_without_effect():
+    keys = known_keys()
+
+    assert [key for key, sentence in keys.items() if not sentence.endswith(".")] == []
+    assert set(keys) & set(NO_EFFECT) == set()

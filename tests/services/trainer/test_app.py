@@ -1,0 +1,103 @@
+import pytest
+
+from trackway.trainer.app import create_app
+from trackway.trainer.config import RunConfig
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.settings import TrainerSettings
+from trackway.wire.trainer import MetricsRow, RunState
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def settings(tmp_path) -> TrainerSettings:
+    return TrainerSettings(outputs_dir=str(tmp_path / "outputs"), weights_url=str(tmp_path / "weights"))
+
+
+@pytest.fixture
+def stopped_run(settings: TrainerSettings, tmp_path) -> RunFolder:
+    """A run on disk that ended after two steps."""
+    folder = RunFolder(tmp_path / "outputs" / "old")
+    folder.create(RunConfig(), settings.service_urls())
+    for state in (RunState.STOPPING, RunState.STOPPED):
+        folder.move(state)
+    for step in (1, 2):
+        folder.append_row(MetricsRow(step=step, data={"critic/score/mean": step / 2}))
+    return folder
+
+
+async def test_runs_of_an_earlier_service_are_listed(running, settings, stopped_run):
+    async with running(create_app(settings)) as client:
+        listed = (await client.get("/runs")).json()["runs"]
+        one = (await client.get("/runs/old")).json()
+
+    assert [(run["run"], run["state"]) for run in listed] == [("old", "stopped")]
+    assert one["folder"] == str(stopped_run.path)
+
+
+@pytest.mark.parametrize("follow", ["false", "true"])
+async def test_metrics_are_one_row_per_line_and_end_with_the_run(running, settings, stopped_run, follow: str):
+    async with running(create_app(settings)) as client:
+        answer = await client.get(f"/runs/old/metrics?follow={follow}")
+
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    rows = [MetricsRow.model_validate_json(line) for line in answer.text.splitlines()]
+    assert [(row.step, row.data["critic/score/mean"]) for row in rows] == [(1, 0.5), (2, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/runs/no"), ("GET", "/runs/no/metrics"), ("POST", "/runs/no/stop")]
+)
+async def test_an_unknown_run_is_not_found_and_the_known_are_named(running, settings, stopped_run, method, path):
+    async with running(create_app(settings)) as client:
+        answer = await client.request(method, path)
+
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "no run 'no'; the runs are: old"
+
+
+async def test_a_run_without_model_or_rows_is_refused(running, settings):
+    async with running(create_app(settings)) as client:
+        answer = await client.post("/runs", json={"config": {}})
+
+    assert answer.status_code == 422
+    message = "expected a value for actor_rollout_ref.model.path and data.train_files, got none"
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+async def test_an_unknown_key_is_refused_by_name(running, settings):
+    async with running(create_app(settings)) as client:
+        answer = await client.post("/runs", json={"config": {"trainer": {"total_epoch": 3}}})
+
+    assert answer.status_code == 422
+    assert answer.json()["error"]["detail"]["nearest"][0] == "trainer.total_epochs"
+
+
+async def test_a_name_that_is_no_folder_name_is_refused(running, settings):
+    config = {
+        "actor_rollout_ref": {"model": {"path": "m"}},
+        "data": {"train_files": "t"},
+        "trainer": {"experiment_name": "../x"},
+    }
+    async with running(create_app(settings)) as client:
+        answer = await client.post("/runs", json={"config": config})
+
+    assert answer.status_code == 422
+    assert "expected a run name of at most 128 letters" in answer.json()["error"]["message"]
+
+
+async def test_only_an_active_run_can_be_stopped(running, settings, stopped_run):
+    async with running(create_app(settings)) as client:
+        answer = await client.post("/runs/old/stop")
+
+    assert answer.status_code == 409
+    assert answer.json()["error"]["message"] == "expected an active run to stop, got run 'old', which is stopped"
+
+
+async def test_a_taken_name_is_a_conflict(running, settings, stopped_run):
+    config = {"actor_rollout_ref": {"model": {"path": "m"}}, "data": {"train_files": "t"}}
+    async with running(create_app(settings)) as client:
+        answer = await client.post("/runs", json={"config": config, "run": "old"})
+
+    assert answer.status_code == 409
+    assert "run 'old' exists; resume it" in answer.json()["error"]["message"]

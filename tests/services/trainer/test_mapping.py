@@ -1,0 +1,98 @@
+import pytest
+
+from trackway.trainer.config import compose
+from trackway.trainer.mapping import learner_config, plan, training_ask, validation_ask
+
+
+def test_verl_counts_prompts_where_the_learner_counts_trajectories():
+    config = compose(
+        [
+            "data.train_batch_size=64",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
+            "actor_rollout_ref.rollout.n=8",
+            "actor_rollout_ref.model.path=m",
+        ]
+    )
+
+    learner = learner_config(config)
+
+    assert (learner.mini_batch_size, learner.micro_batch_size) == (256, 4)
+
+
+def test_a_micro_batch_is_never_larger_than_the_mini_batch():
+    config = compose([], config_name="tiny_demo")
+
+    assert learner_config(config).micro_batch_size == 96
+
+
+@pytest.mark.parametrize(
+    ("overrides", "low", "high"),
+    [
+        ([], 0.2, 0.2),
+        (["actor_rollout_ref.actor.clip_ratio=0.1"], 0.1, 0.1),
+        (["actor_rollout_ref.actor.clip_ratio_high=0.28"], 0.2, 0.28),
+        (["actor_rollout_ref.actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio_low=0.0"], 0.0, 0.1),
+    ],
+)
+def test_one_clip_ratio_stands_for_both_unless_one_is_given(overrides: list[str], low: float, high: float):
+    learner = learner_config(compose(overrides))
+
+    assert (learner.clip_ratio_low, learner.clip_ratio_high) == (low, high)
+
+
+def test_old_logprobs_are_the_samplers_own_only_in_bypass_mode():
+    assert learner_config(compose([])).recompute_old_logprobs is True
+    assert learner_config(compose(["algorithm.rollout_correction.bypass_mode=true"])).recompute_old_logprobs is False
+
+
+def test_every_optimiser_key_reaches_the_learner():
+    optim = "actor_rollout_ref.actor.optim"
+    config = compose([f"{optim}.lr=0.5", f"{optim}.betas=[0.1,0.2]", f"{optim}.weight_decay=3", f"{optim}.clip_grad=4"])
+
+    learner = learner_config(config)
+
+    assert (learner.lr, learner.betas, learner.weight_decay, learner.clip_grad) == (0.5, (0.1, 0.2), 3.0, 4.0)
+
+
+def test_the_number_of_steps_is_given_or_follows_from_the_epochs():
+    assert plan(compose(["trainer.total_epochs=15"]), steps_per_epoch=29).total_steps == 435
+    assert plan(compose(["trainer.total_training_steps=7"]), steps_per_epoch=29).total_steps == 7
+
+
+def test_validation_only_is_a_run_of_no_steps():
+    only = plan(compose(["trainer.val_only=true", "trainer.val_before_train=false"]), steps_per_epoch=29)
+
+    assert (only.total_steps, only.val_before_train) == (0, True)
+
+
+def test_validation_is_greedy_unless_it_samples():
+    warm = "actor_rollout_ref.rollout.val_kwargs.temperature=0.7"
+    samples = "actor_rollout_ref.rollout.val_kwargs.do_sample=true"
+
+    assert validation_ask(compose([warm]), "run", None).sampling_params.temperature == 0.0
+    assert validation_ask(compose([warm, samples]), "run", None).sampling_params.temperature == 0.7
+
+
+def test_training_and_validation_ask_for_the_same_agent_within_the_same_limits():
+    config = compose(["actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3", "data.max_response_length=99"])
+
+    training, validation = training_ask(config, "run", "7"), validation_ask(config, "run", "7")
+
+    assert training.limits == validation.limits
+    assert (training.limits.max_assistant_turns, training.limits.max_response_length) == (3, 99)
+    assert (training.validation, validation.validation, training.trace_experiment_id) == (False, True, "7")
+
+
+def test_generations_are_seeded_so_that_rollouts_can_be_repeated():
+    config = compose(["trackway.seed=5"])
+
+    assert training_ask(config, "run", None).sampling_params.seed == 5
+    assert validation_ask(config, "run", None).sampling_params.seed == 5
+
+
+@pytest.mark.parametrize(("enable", "agent"), [("true", "tool_agent"), ("false", "single_turn_agent")])
+def test_rows_without_an_agent_get_the_one_that_multi_turn_says(enable: str, agent: str):
+    config = compose([f"actor_rollout_ref.rollout.multi_turn.enable={enable}"])
+
+    assert training_ask(config, "run", None).default_agent == agent

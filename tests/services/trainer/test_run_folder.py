@@ -1,0 +1,88 @@
+import itertools
+
+import pytest
+
+from trackway.trainer.config import RunConfig
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.settings import ServiceUrls
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunState
+
+URLS = ServiceUrls(agent_url="http://agent", tools_url="http://tools", weights_url="/weights")
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(RunConfig(), URLS)
+    return folder
+
+
+def test_a_new_run_is_starting_and_its_files_read_back(folder: RunFolder):
+    assert folder.info().state is RunState.STARTING
+    assert folder.config() == RunConfig()
+    assert folder.services() == URLS
+
+
+def test_a_name_that_is_taken_is_a_conflict(folder: RunFolder):
+    with pytest.raises(TrackwayError) as caught:
+        folder.create(RunConfig(), URLS)
+
+    assert caught.value.code is ErrorCode.CONFLICT
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(RunState, RunState)))
+def test_a_state_follows_another_only_as_the_table_says(folder: RunFolder, before: RunState, after: RunState):
+    (folder.path / "state.json").write_text(folder.info().model_copy(update={"state": before}).model_dump_json())
+
+    if after in RUN_TRANSITIONS[before]:
+        assert folder.move(after, "why").message == "why"
+        assert folder.info().state is after
+    else:
+        with pytest.raises(TrackwayError, match=f"run 'run' is {before}: expected"):
+            folder.move(after)
+        assert folder.info().state is before
+
+
+def test_a_finished_run_is_final_and_a_stopped_or_failed_one_can_start_again():
+    assert RUN_TRANSITIONS[RunState.FINISHED] == frozenset()
+    assert all(RUN_TRANSITIONS[state] == {RunState.STARTING} for state in ENDED - {RunState.FINISHED})
+
+
+def test_rows_after_a_checkpoint_are_removed_and_its_own_is_kept(folder: RunFolder):
+    for step in range(4):
+        folder.append_row(MetricsRow(step=step, data={"x": step}))
+
+    folder.rewind(MetricsRow(step=2, data={"x": -1.0}))
+
+    assert [(row.step, row.data["x"]) for row in folder.rows()] == [(0, 0.0), (1, 1.0), (2, 2.0)]
+
+
+def test_a_row_that_was_lost_between_checkpoint_and_file_is_added(folder: RunFolder):
+    folder.append_row(MetricsRow(step=1, data={"x": 1.0}))
+
+    folder.rewind(MetricsRow(step=2, data={"x": 2.0}))
+
+    assert [row.step for row in folder.rows()] == [1, 2]
+
+
+def test_without_a_checkpoint_every_row_goes(folder: RunFolder):
+    folder.append_row(MetricsRow(step=0, data={}))
+
+    folder.rewind(None)
+
+    assert folder.rows() == []
+
+
+def test_a_row_that_is_being_written_is_not_read_yet(folder: RunFolder):
+    folder.append_row(MetricsRow(step=1, data={}))
+    with folder.metrics_file.open("a") as file:
+        file.write('{"step": 2, "da')
+
+    assert [row.step for row in folder.rows()] == [1]
+
+
+def test_a_process_that_is_not_a_worker_does_not_count_as_alive(folder: RunFolder):
+    assert not folder.worker_alive()
+    folder.write_pid(1)
+    assert not folder.worker_alive()

@@ -1,0 +1,278 @@
+"""The supervisor with real worker processes, a scripted agent over a socket, and a random tiny model."""
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from trackway.clients.weights import WeightStore
+from trackway.trainer.config import compose
+from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.dump import read_trajectories
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.runs import Runs
+from trackway.trainer.settings import ServiceUrls
+from trackway.wire.agent import Sample
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunRequest, RunState
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with 32 tokens."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class Baseline(NamedTuple):
+    """A run that nobody disturbed."""
+
+    started: RunInfo
+    ended: RunInfo
+    rows: list[MetricsRow]
+    weights: str
+
+
+@pytest.fixture(scope="module")
+def baseline(model: Path, sample, serving, new_agent, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+    folder = tmp_path_factory.mktemp("baseline")
+
+    async def train(url: str) -> Baseline:
+        runs = Runs(folder / "outputs", urls(url, folder))
+        started = await runs.start(run_request(model, folder, sample, "plain"))
+        info = await ended(runs, "plain")
+        rows = [row async for row in runs.rows("plain", follow=False)]
+        await runs.close()
+        return Baseline(started, info, rows, urls(url, folder).weights_url)
+
+    with serving(new_agent().app()) as url:
+        return asyncio.run(train(url))
+
+
+@pytest.fixture
+def request_of(model: Path, sample, tmp_path: Path) -> Callable[..., RunRequest]:
+    return functools.partial(run_request, model, tmp_path, sample)
+
+
+def run_request(model: Path, folder: Path, sample: Callable[[int], Sample], name: str, *overrides: str) -> RunRequest:
+    """A run of 4 steps that saves each one."""
+    write_rows(folder / "train.parquet", [sample(index) for index in range(6)])
+    write_rows(folder / "val.parquet", [sample(index) for index in range(2)])
+    lines = [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/val.parquet",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.n=4",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=1",
+        "trackway.group_attempts=2",
+    ]
+    return RunRequest(config=compose([*lines, *overrides]).model_dump(mode="json"), run=name)
+
+
+@pytest.fixture
+async def runs(agent_url: str, agent, tmp_path: Path) -> AsyncIterator[Runs]:
+    runs = Runs(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60)
+    yield runs
+    agent.released.set()
+    await runs.close()
+
+
+def urls(agent_url: str, tmp_path: Path) -> ServiceUrls:
+    return ServiceUrls(agent_url=agent_url, tools_url="http://127.0.0.1:9", weights_url=str(tmp_path / "weights"))
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def ended(runs: Runs, name: str) -> RunInfo:
+    await until(lambda: runs.info(name).state in ENDED)
+    return runs.info(name)
+
+
+async def rows_of(runs: Runs, name: str) -> list[MetricsRow]:
+    return [row async for row in runs.rows(name, follow=False)]
+
+
+def learned(rows: list[MetricsRow]) -> list[tuple[int, dict[str, float]]]:
+    """Every row without what depends on the clock."""
+    return [(row.step, {key: value for key, value in row.data.items() if not timed(key)}) for row in rows]
+
+
+def timed(key: str) -> bool:
+    return key.startswith(("timing_", "perf/time", "perf/throughput", "perf/max_memory", "perf/cpu_memory"))
+
+
+def held_at(agent, step: int) -> bool:
+    return any(request.step == step for request in agent.requests)
+
+
+async def test_a_run_trains_validates_publishes_and_writes_everything_down(baseline: Baseline):
+    info, rows = baseline.ended, baseline.rows
+    latest = WeightStore(baseline.weights).latest()
+    trained = read_trajectories(Path(info.folder) / "trajectories" / "step_3.parquet")
+
+    assert baseline.started.state is RunState.STARTING
+    assert (info.state, info.step, info.total_steps) == (RunState.FINISHED, STEPS, STEPS)
+    assert [row.step for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[0].data["val-core/openai/gsm8k/acc/mean@1"] == 0.0
+    assert {"actor/pg_loss", "critic/score/mean", "timing_s/gen", "timing_s/save_checkpoint"} <= rows[1].data.keys()
+    assert "val-core/openai/gsm8k/acc/mean@1" in rows[4].data
+    assert [row.data["training/epoch"] for row in rows[1:]] == [0, 0, 0, 1]
+    assert latest is not None and (latest.version, latest.run) == (5, "plain")
+    assert {span.version for one in trained for span in one.weight_versions} == {3}
+
+
+async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(baseline, runs: Runs, agent, request_of):
+    agent.holding_at = 3
+    await runs.start(request_of("killed"))
+    await until(lambda: runs.info("killed").step == 2 and held_at(agent, 3))
+
+    os.kill(pid_of(runs, "killed"), signal.SIGKILL)
+    await until(lambda: runs.info("killed").restarts == 1)
+    restarting = runs.info("killed")
+    agent.released.set()
+    info = await ended(runs, "killed")
+
+    assert restarting.state is RunState.RESTARTING
+    assert restarting.message == "the learner died (SIGKILL); restart 1 of 2 from the last checkpoint"
+    assert (info.state, info.restarts) == (RunState.FINISHED, 1)
+    assert learned(await rows_of(runs, "killed")) == learned(baseline.rows)
+
+
+async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: Runs, agent, request_of):
+    agent.holding_at = 3
+    await runs.start(request_of("stopped", "trainer.save_freq=-1"))
+    await until(lambda: runs.info("stopped").step == 2)
+
+    asked = await runs.stop("stopped")
+    stopped = await ended(runs, "stopped")
+    agent.released.set()
+    resumed = await runs.resume("stopped")
+    info = await ended(runs, "stopped")
+
+    assert asked.state is RunState.STOPPING
+    assert (stopped.state, stopped.message) == (RunState.STOPPED, "stopped after step 2; it can be resumed")
+    assert (resumed.state, info.state) == (RunState.STARTING, RunState.FINISHED)
+    assert learned(await rows_of(runs, "stopped")) == learned(baseline.rows)
+
+
+async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: Runs, agent, request_of):
+    agent.holding_at = 0
+    await runs.start(request_of("first"))
+
+    with pytest.raises(TrackwayError, match="run 'first' is starting and one run is active at a time") as caught:
+        await runs.start(request_of("second"))
+
+    assert caught.value.code is ErrorCode.CONFLICT
+    assert [info.run for info in runs.list()] == ["first"]
+
+
+async def test_a_worker_that_keeps_dying_fails_after_its_restarts(runs: Runs, agent, request_of):
+    agent.holding_at = 0
+    await runs.start(request_of("dying", "trackway.max_restarts=1"))
+    for restarts in (0, 1):
+        await until(lambda restarts=restarts: runs.info("dying").restarts == restarts)
+        os.kill(pid_of(runs, "dying"), signal.SIGKILL)
+
+    info = await ended(runs, "dying")
+
+    assert info.state is RunState.FAILED
+    assert info.message.startswith("the learner died (SIGKILL) after 1 restarts; see ")
+
+
+async def test_a_step_without_any_rollout_fails_the_run_at_once_and_says_why(tmp_path: Path, request_of):
+    runs = Runs(tmp_path / "outputs", urls("http://127.0.0.1:9", tmp_path))
+    await runs.start(request_of("lost", "trainer.val_before_train=False"))
+
+    info = await ended(runs, "lost")
+    await runs.close()
+
+    assert (info.state, info.restarts) == (RunState.FAILED, 0)
+    assert info.message.startswith("unavailable: all 8 rollouts of step 1 failed; the first: POST http://127.0.0.1:9")
+
+
+async def test_a_worker_ends_by_itself_when_its_service_is_gone(runs: Runs, agent, agent_url, request_of, tmp_path):
+    await runs.start(request_of("plain"))
+    await runs.close()  # leaves a folder that a worker can be started in by hand
+    agent.holding_at = 1
+    folder = RunFolder(tmp_path / "outputs" / "plain")
+    folder.move(RunState.STARTING)
+    command = [sys.executable, "-m", "trackway.trainer.worker", str(folder.path), "--lifeline"]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    await until(lambda: held_at(agent, 1))
+
+    assert worker.stdin is not None
+    worker.stdin.close()
+    await until(lambda: worker.poll() is not None)
+
+    assert (worker.returncode, folder.info().state) == (0, RunState.STOPPED)
+
+
+async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: Runs, agent_url, request_of, tmp_path: Path):
+    folder = RunFolder(tmp_path / "outputs" / "orphan")
+    request = request_of("orphan")
+    folder.create(compose([]).model_validate(request.config), urls(agent_url, tmp_path))
+    (folder.path / "worker.pid").write_text(json.dumps(2**22 + 1))
+
+    found = runs.info("orphan")
+    await runs.resume("orphan")
+    info = await ended(runs, "orphan")
+
+    assert found.state is RunState.FAILED
+    assert found.message.startswith("the trainer service went away")
+    assert info.state is RunState.FINISHED
+
+
+def pid_of(runs: Runs, name: str) -> int:
+    return json.loads((Path(runs.info(name).folder) / "worker.pid").read_text())
+
+
+async def test_a_run_and_its_traces_are_tracked_in_mlflow(runs: Runs, request_of, mlflow_server: str):
+    from mlflow import MlflowClient
+
+    overrides = ["trackway.trace_prompts_per_step=1", "trackway.feedback=false", "trainer.test_freq=-1"]
+    await runs.start(request_of("tracked", f"trackway.mlflow_uri={mlflow_server}", *overrides))
+
+    info = await ended(runs, "tracked")
+
+    client = MlflowClient(mlflow_server)
+    run = client.get_run(info.run_id or "")
+    history = client.get_metric_history(run.info.run_id, "val-core/openai/gsm8k/acc/mean_at_1")
+    assert info.state is RunState.FINISHED
+    assert (run.info.status, run.info.run_name, run.info.experiment_id) == ("FINISHED", "run", info.experiment_id)
+    assert [point.step for point in history] == [0, 4]
+    assert run.data.params["actor_rollout_ref.rollout.n"] == "4"
