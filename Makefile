@@ -9,14 +9,14 @@ TORCH_BACKEND ?= cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
-CODE := services clients deploy tests examples docs
+CODE := services clients deploy tests examples benchmarks docs
 # A machine that keeps wheels of its own (PIP_FIND_LINKS) has its CPU torch there; others take it from PyTorch's index.
 TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend $(TORCH_BACKEND))
 # Byte-compiling at install time halves the start of Ray, MLflow and every service.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui test test-fast check format lock picture bench clean
+.PHONY: help demo ui test test-fast check format lock picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12

@@ -62,7 +62,8 @@ def photograph(mlflow_url: str, outputs: Path, image: Path) -> None:
         browser.get(f"{mlflow_url}/#/experiments/{experiment_id}/traces?selectedEvaluationId={trace_id}")
         WebDriverWait(browser, WAIT_S).until(lambda page: page.find_elements(By.XPATH, "//*[text()='turn 0']"))
         time.sleep(3)  # the drawer slides in, and nothing on the page says when it has arrived
-        browser.find_element(By.CSS_SELECTOR, "[role=dialog]").screenshot(str(image))
+        dialogs = browser.find_elements(By.CSS_SELECTOR, "[role=dialog]")
+        max(dialogs, key=lambda one: one.size["width"] * one.size["height"]).screenshot(str(image))
     print(image)
 
 

@@ -59,6 +59,10 @@ def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deplo
     assert info.experiment_id and info.run_id
     experiment = info.experiment_id
 
+    rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
+    differences = [row["data"]["training/rollout_logprob_diff_max"] for row in rows if row["step"] > 0]
+    assert len(differences) == 2 and max(differences) < 1e-4  # sampler and trainer agree on every sampled token
+
     found = until(lambda: whole(deployment, experiment, traced))
     assert found.keys() == traced.keys()
 

@@ -64,13 +64,18 @@ def prepare(outputs: Path, seed: int) -> list[str]:
     return [f"data.train_files={data / 'train.parquet'}", f"data.val_files={data / 'test.parquet'}"]
 
 
+def run_name(seed: int) -> str:
+    """The run's name, and its folder under the outputs."""
+    return f"seed{seed}"
+
+
 def run(
     deployment: Deployment, settings: UpSettings, seed: int, overrides: list[str], show: Callable[[RunInfo], None]
 ) -> RunInfo:
     """Train the tiny model with the demo's preset and follow it to the end."""
     data = prepare(deployment.outputs, seed)
     own = [f"trackway.seed={seed}", f"actor_rollout_ref.model.path={settings.model_path.resolve()}"]
-    name = f"seed{seed}"
+    name = run_name(seed)
     config = compose([*data, *own, f"trainer.experiment_name={name}", *overrides], config_name="tiny_demo")
     train.start_run(deployment, config, name)
     return train.follow(deployment, name, show)

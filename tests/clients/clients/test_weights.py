@@ -148,3 +148,11 @@ def test_pruning_keeps_the_newest_and_what_is_being_published(store: WeightStore
 def test_an_empty_folder_cannot_be_published(store: WeightStore, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got an empty folder"):
         store.publish(1, "run-a", tmp_path)
+
+
+def test_a_leftover_of_a_publisher_that_died_is_not_mixed_into_the_version(store: WeightStore, source: Path) -> None:
+    store._fs.makedirs(f"{store._root}/1", exist_ok=True)
+    store._fs.pipe_file(f"{store._root}/1/model-00002-of-00002.safetensors", b"old shard")
+    store.publish(1, "run-a", source)
+    names = sorted(path.rsplit("/", 1)[-1] for path in store._fs.ls(f"{store._root}/1", detail=False))
+    assert names == ["config.json", "manifest.json", "model.safetensors"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from trackway.trainer.learner import EmptyBatchError, Learner, LearnerConfig
 from trackway.wire.errors import ErrorBody, ErrorCode
@@ -70,6 +71,24 @@ def test_gradients_do_not_depend_on_the_micro_batch_size(
 
     assert max(float(g.abs().max()) for g in whole) > 0.01
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6)
+
+
+def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(tiny_model: Path, rollout: Rollout):
+    config = loss_config(tiny_model, kl_loss_type="kl")
+    trajectories = as_sampled(Learner(config), ragged(rollout))
+    model, loss, tokens = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64), torch.zeros(()), 0
+    for trajectory, advantage in zip(trajectories, Learner(config).advantages(trajectories), strict=True):
+        ids = trajectory.prompt_ids + trajectory.response_ids
+        logp = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+        for place, by_model in enumerate(trajectory.response_mask, start=len(trajectory.prompt_ids)):
+            entropy = -(logp[place - 1].exp() * logp[place - 1]).sum()
+            # At equal weights the clipped ratio's gradient is that of logp, and so is the k1 penalty's.
+            loss = loss + by_model * ((0.1 - advantage) * logp[place - 1, ids[place]] - 0.05 * entropy)
+            tokens += by_model
+    (loss / tokens).backward()
+
+    expected = [p.grad for p in model.parameters()]
+    torch.testing.assert_close(gradients(config, trajectories), expected, rtol=0, atol=1e-9)
 
 
 def test_gradient_checkpointing_leaves_the_gradients_as_they_are(tiny_model: Path, rollout: Rollout):

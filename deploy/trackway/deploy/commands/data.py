@@ -34,7 +34,7 @@ def make_tiny(
 
 @app.command("gsm8k")
 def gsm8k(
-    local_dataset_path: Annotated[Path, typer.Option(help="Folder or file with question and answer (#### N).")],
+    local_dataset_path: Annotated[Path, typer.Option(help="Folder of parquet or JSONL: question, answer (#### N).")],
     out: Annotated[Path, typer.Option("--local-dir", help="Folder for train.parquet and test.parquet.")] = Path(
         "data/gsm8k"
     ),

@@ -87,6 +87,10 @@ def demo(
             info = demonstration.run(deployment, settings, seed, overrides or [], bar.show)
         clock.trained = time.monotonic()
         summary = demonstration.summarise(deployment, info, clock)
+    except KeyboardInterrupt:
+        stderr.print(f"saved; go on with: trackway up --outputs {outputs}, then")
+        stderr.print(f"trackway train --resume {demonstration.run_name(seed)} --outputs {outputs}")
+        raise
     finally:
         if not keep:
             with board(as_json) as shown:
