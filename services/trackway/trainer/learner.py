@@ -75,7 +75,7 @@ class Learner:
             )
         sampled = self._batch(selection.kept)
         batch = self._with_references(sampled)
-        lr = adamw.warmed_up(self.config.lr, self.updates, self.config.lr_warmup_steps)
+        lr = adamw.learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         steps = [self._step(batch.rows(rows)) for rows in self._mini_batches(batch)]

@@ -24,6 +24,12 @@ class LearnerConfig:
     """AdamW's decoupled weight decay, on every weight as in verl."""
     lr_warmup_steps: int = 0
     """Calls of update() over which the rate climbs in equal steps to `lr`; the first one trains at lr / steps."""
+    lr_scheduler_type: str = "constant"
+    """The rate after the warm-up: constant, or cosine, which falls over `total_updates`."""
+    total_updates: int = 0
+    """Calls of update() in the whole run; the cosine needs it."""
+    min_lr_ratio: float = 0.0
+    """Where the cosine ends, as a share of `lr`."""
     clip_grad: float = 1.0
     """The gradient's norm is scaled down to this."""
     clip_ratio_low: float = 0.2
@@ -71,6 +77,11 @@ class LearnerConfig:
         check_known("loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
         check_known("dtype", self.dtype, MASTER_DTYPES)
         check_known("kl_loss_type", self.kl_loss_type, KL_PENALTIES)
+        check_known("lr_scheduler_type", self.lr_scheduler_type, ("constant", "cosine"))
+        if self.lr_scheduler_type == "cosine" and self.total_updates < 1:
+            raise ValueError(
+                f"expected total_updates for a cosine schedule, got {self.total_updates}; set the run's length"
+            )
         for name in ("mini_batch_size", "micro_batch_size", "ppo_epochs", "threads"):
             size = getattr(self, name)
             if size is not None and size < 1:

@@ -12,8 +12,8 @@ from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
 
 
-def learner_config(config: RunConfig) -> LearnerConfig:
-    """The learner's settings; verl counts prompts where the learner counts trajectories."""
+def learner_config(config: RunConfig, total_steps: int = 0) -> LearnerConfig:
+    """The learner's settings over a run of `total_steps`; verl counts prompts where the learner counts trajectories."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     rollout = config.actor_rollout_ref.rollout
     mini_batch = actor.ppo_mini_batch_size * rollout.n
@@ -23,6 +23,9 @@ def learner_config(config: RunConfig) -> LearnerConfig:
         betas=actor.optim.betas,
         weight_decay=actor.optim.weight_decay,
         lr_warmup_steps=max(0, actor.optim.lr_warmup_steps),
+        lr_scheduler_type=actor.optim.lr_scheduler_type,
+        total_updates=total_steps,
+        min_lr_ratio=actor.optim.min_lr_ratio,
         clip_grad=actor.optim.clip_grad or actor.grad_clip,
         clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
         clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,

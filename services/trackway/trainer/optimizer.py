@@ -1,5 +1,6 @@
 """AdamW as safetensors, and its learning rate as a function of the update."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -7,15 +8,25 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import AdamW
 
+from trackway.trainer.learner_config import LearnerConfig
+
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def warmed_up(lr: float, update: int, warmup_steps: int) -> float:
-    """The rate of the 0-based update: lr / warmup_steps first, then up in equal steps, then constant.
+def learning_rate(config: LearnerConfig, update: int) -> float:
+    """The rate of the 0-based update: lr / warmup_steps first, then up in equal steps, then constant or a half cosine.
 
+    The cosine falls from lr to lr * min_lr_ratio at the end of the last update (verl's `lr_scheduler_type=cosine`).
     verl begins the climb at 0, which spends its first batch on nothing.
     """
-    return lr * min(1.0, (update + 1) / max(1, warmup_steps))
+    if update < config.lr_warmup_steps:
+        return config.lr * (update + 1) / config.lr_warmup_steps
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    length = max(1, config.total_updates - config.lr_warmup_steps)
+    done = min(1.0, (update - config.lr_warmup_steps) / length)
+    share = 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 def save_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:

@@ -63,13 +63,14 @@ def _training(
     data, own = config.data, config.trackway
     train = load_samples(data.train_files, data.train_max_samples, fits)
     prompts = Prompts(train, data.train_batch_size, own.seed if data.seed is None else data.seed, data.shuffle)
-    learner = _learner(config)
+    schedule = plan(config, prompts.steps_per_epoch)
+    learner = _learner(config, schedule.total_steps)
     progress, saved = _resumed(folder, config, learner)
     store = WeightStore(services.weights_url)
     agents = _agent_client(config, services)
     experiment_id = None if mlflow.run is None else mlflow.run.experiment_id
     return Training(
-        plan=plan(config, prompts.steps_per_epoch),
+        plan=schedule,
         folder=folder,
         prompts=prompts,
         rollouts=Rollouts(agents, training_ask(config, folder.name, experiment_id), patience(config)),
@@ -85,9 +86,9 @@ def _training(
     )
 
 
-def _learner(config: RunConfig) -> Learner:
+def _learner(config: RunConfig, total_steps: int) -> Learner:
     try:
-        return Learner(learner_config(config))
+        return Learner(learner_config(config, total_steps))
     except (OSError, ValueError) as error:  # no such model, or not one that can be trained as asked
         model = config.actor_rollout_ref.model.path
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"no learner for the model {model!r}: {error}") from error

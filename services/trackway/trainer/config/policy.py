@@ -20,15 +20,17 @@ class OptimConfig(Section):
     """AdamW."""
 
     lr: float = Field(default=1e-6, gt=0)
-    """Learning rate after the warm-up; constant from then on."""
+    """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's decoupled weight decay."""
     lr_warmup_steps: int = Field(default=-1, ge=-1)
     """Steps over which the rate rises linearly; -1 or 0 starts at the full rate."""
-    lr_scheduler_type: Literal["constant"] = "constant"
-    """Only a constant rate is implemented."""
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    """The rate after the warm-up: constant, or half a cosine down to `min_lr_ratio` of it at the run's last step."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where the cosine ends, as a share of `lr`."""
     clip_grad: float | None = Field(default=None, gt=0)
     """Bound on the gradient's norm; None takes `actor.grad_clip`."""
 
