@@ -12,7 +12,7 @@ from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
 
 
-def learner_config(config: RunConfig, total_steps: int = 0) -> LearnerConfig:
+def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
     """The learner's settings over a run of `total_steps`; verl counts prompts where the learner counts trajectories."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     rollout = config.actor_rollout_ref.rollout

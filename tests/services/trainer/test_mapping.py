@@ -15,7 +15,7 @@ def test_verl_counts_prompts_where_the_learner_counts_trajectories():
         ]
     )
 
-    learner = learner_config(config)
+    learner = learner_config(config, total_steps=30)
 
     assert (learner.mini_batch_size, learner.micro_batch_size) == (256, 4)
 
@@ -23,7 +23,7 @@ def test_verl_counts_prompts_where_the_learner_counts_trajectories():
 def test_a_micro_batch_is_never_larger_than_the_mini_batch():
     config = compose([], config_name="tiny_demo")
 
-    assert learner_config(config).micro_batch_size == 96
+    assert learner_config(config, total_steps=30).micro_batch_size == 96
 
 
 @pytest.mark.parametrize(
@@ -36,23 +36,34 @@ def test_a_micro_batch_is_never_larger_than_the_mini_batch():
     ],
 )
 def test_one_clip_ratio_stands_for_both_unless_one_is_given(overrides: list[str], low: float, high: float):
-    learner = learner_config(compose(overrides))
+    learner = learner_config(compose(overrides), total_steps=30)
 
     assert (learner.clip_ratio_low, learner.clip_ratio_high) == (low, high)
 
 
 def test_old_logprobs_are_the_samplers_own_only_in_bypass_mode():
-    assert learner_config(compose([])).recompute_old_logprobs is True
-    assert learner_config(compose(["algorithm.rollout_correction.bypass_mode=true"])).recompute_old_logprobs is False
+    assert learner_config(compose([]), 30).recompute_old_logprobs is True
+    bypassed = compose(["algorithm.rollout_correction.bypass_mode=true"])
+    assert learner_config(bypassed, 30).recompute_old_logprobs is False
 
 
 def test_every_optimiser_key_reaches_the_learner():
     optim = "actor_rollout_ref.actor.optim"
-    config = compose([f"{optim}.lr=0.5", f"{optim}.betas=[0.1,0.2]", f"{optim}.weight_decay=3", f"{optim}.clip_grad=4"])
+    config = compose(
+        [
+            f"{optim}.lr=0.5",
+            f"{optim}.betas=[0.1,0.2]",
+            f"{optim}.weight_decay=3",
+            f"{optim}.clip_grad=4",
+            f"{optim}.lr_scheduler_type=cosine",
+            f"{optim}.min_lr_ratio=0.5",
+        ]
+    )
 
-    learner = learner_config(config)
+    learner = learner_config(config, total_steps=30)
 
     assert (learner.lr, learner.betas, learner.weight_decay, learner.clip_grad) == (0.5, (0.1, 0.2), 3.0, 4.0)
+    assert (learner.lr_scheduler_type, learner.min_lr_ratio, learner.total_updates) == ("cosine", 0.5, 30)
 
 
 def test_the_number_of_steps_is_given_or_follows_from_the_epochs():

@@ -159,7 +159,8 @@ def test_the_demo_preset_is_the_measured_recipe():
         "top_k": -1,
         "n": 1,
     }
-    assert (config.trainer.total_training_steps, config.traced_prompts) == (25, 2)
+    assert (actor.optim.lr_scheduler_type, actor.optim.min_lr_ratio) == ("cosine", 0.1)
+    assert (config.trainer.total_training_steps, config.traced_prompts) == (30, 2)
 
 
 def test_an_unknown_preset_names_the_ones_there_are():
