@@ -1,7 +1,8 @@
 """A POST runs once per `Idempotency-Key`: a repeated key waits for the first answer, or is given it again.
 
 The work of a keyed request goes on when its client disconnects, since the client will ask again. Answers are kept in
-memory, bounded in number, size and age; retryable failures and streams are not kept.
+memory, bounded in number, size and age; retryable failures are not kept. A keyed answer is sent when it is complete, so
+a client that wants a stream sends no key.
 """
 
 import asyncio
@@ -27,10 +28,13 @@ class _Entry:
 
 
 class Idempotency:
-    """ASGI middleware; keeps up to `max_entries` answers for `ttl_s` seconds."""
+    """ASGI middleware; keeps up to `max_entries` answers of up to `max_bytes` each for `ttl_s` seconds."""
 
-    def __init__(self, app: ASGIApp, max_entries: int = 4096, ttl_s: float = 600.0) -> None:
+    def __init__(
+        self, app: ASGIApp, max_entries: int = 4096, ttl_s: float = 600.0, max_bytes: int = 256 * 1024
+    ) -> None:
         self.app = app
+        self.max_bytes = max_bytes
         self.max_entries = max_entries
         self.ttl_s = ttl_s
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
@@ -76,7 +80,8 @@ class Idempotency:
         except BaseException:
             self._entries.pop(key, None)
             raise
-        if answer[0]["status"] in _RETRYABLE_STATUS:
+        size = sum(len(message.get("body", b"")) for message in answer)
+        if answer[0]["status"] in _RETRYABLE_STATUS or size > self.max_bytes:
             self._entries.pop(key, None)
         return answer
 

@@ -25,9 +25,6 @@ class ToolRegistry:
                 raise ValueError(f"expected one tool of each name, got two named {tool.name!r}; rename one")
             self._tools[tool.name] = tool
 
-    def __iter__(self) -> Iterable[BaseTool]:
-        return iter(self._tools.values())
-
     def get(self, name: str) -> BaseTool:
         """The tool of that name. UNKNOWN_TOOL lists those there are."""
         tool = self._tools.get(name)

@@ -133,6 +133,21 @@ async def test_only_so_many_answers_are_kept_the_newest_ones() -> None:
     assert answers == ["1", "2", "3", "4", "4", "3", "5"]
 
 
+async def test_an_answer_over_the_size_bound_is_not_kept() -> None:
+    runs = 0
+
+    async def app(scope, receive, send) -> None:
+        nonlocal runs
+        runs += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"123456"[: 4 + runs]})
+
+    transport = httpx.ASGITransport(app=Idempotency(app, max_bytes=5))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        answers = [(await client.post("/", headers={"idempotency-key": key})).text for key in ("a", "a", "b", "b")]
+    assert (answers, runs) == (["12345", "12345", "123456", "123456"], 3)
+
+
 async def test_a_retryable_failure_is_not_kept(running) -> None:
     counter = Counter()
     async with running(app_of(counter)) as client:
