@@ -25,9 +25,9 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from trackway.tracing import add_event, inject
+from trackway.tracing import add_event, current_ledger, inject
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
-from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID
+from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -194,6 +194,7 @@ class ServiceClient:
             response = await self.http.request(
                 method, self.base_url + path, content=content, headers=headers, timeout=self._timeout(deadline)
             )
+        _take_receipt(response)
         if response.is_error:
             raise error_of(response)
         return response
@@ -269,6 +270,14 @@ def error_of(response: httpx.Response) -> Exception:
         return _NotOurs(text)
     message = f"{response.request.method} {response.request.url}: {text}; is this a Trackway service?"
     return TrackwayError(ErrorCode.INVALID_REQUEST, message)
+
+
+def _take_receipt(response: httpx.Response) -> None:
+    """What the service added to the trace counts for the trajectory that called it."""
+    opened = current_ledger()
+    receipt = response.headers.get(TRACE_RECEIPT)
+    if opened is not None and receipt is not None:
+        opened.add_receipt(receipt)
 
 
 def _headers(session_id: str | None, key: str | None, deadline: Deadline) -> dict[str, str]:

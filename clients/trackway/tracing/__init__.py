@@ -6,34 +6,46 @@ their own processes through the W3C headers that `inject` writes and `extracted`
 """
 
 from trackway.tracing.context import extracted, inject, token2text
+from trackway.tracing.handle import SpanHandle, add_event, add_incident, truncate
+from trackway.tracing.ledger import Ledger, current_ledger, ledger
 from trackway.tracing.op import rollout_trace_attr, rollout_trace_op
-from trackway.tracing.provider import SpanStats, Tracing, TracingSettings
+from trackway.tracing.provider import SpanStats, Tracing
+from trackway.tracing.sender import BackendStats
+from trackway.tracing.settings import TracingSettings
 from trackway.tracing.spans import (
-    SpanHandle,
-    add_event,
     chat_span,
+    optimizer_step_span,
     reward_span,
     set_outcome,
     tool_span,
+    train_step_span,
     trajectory_span,
     turn_span,
 )
 
 __all__ = [
+    "BackendStats",
+    "Ledger",
     "SpanHandle",
     "SpanStats",
     "Tracing",
     "TracingSettings",
     "add_event",
+    "add_incident",
     "chat_span",
+    "current_ledger",
     "extracted",
     "inject",
+    "ledger",
+    "optimizer_step_span",
     "reward_span",
     "rollout_trace_attr",
     "rollout_trace_op",
     "set_outcome",
     "token2text",
     "tool_span",
+    "train_step_span",
     "trajectory_span",
+    "truncate",
     "turn_span",
 ]

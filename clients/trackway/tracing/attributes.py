@@ -4,8 +4,10 @@ MLflow reads `mlflow.*` and `gen_ai.*`; Weave reads `weave.span.kind`, `wandb.*`
 `mlflow.spanInputs/Outputs`. Keys must form a tree (no key a prefix of another): Weave rejects a span otherwise.
 """
 
+from collections.abc import Collection, Mapping
 from enum import Enum
 
+from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Tags
 
 MLFLOW_TAG = "mlflow.traceTag."
@@ -15,6 +17,10 @@ MLFLOW_SPAN_TYPE = "mlflow.spanType"
 MLFLOW_INPUTS = "mlflow.spanInputs"
 MLFLOW_OUTPUTS = "mlflow.spanOutputs"
 MLFLOW_EXPERIMENT_HEADER = "x-mlflow-experiment-id"
+MLFLOW_RUN_HEADER = "x-mlflow-run-id"
+"""On the request that carries a root: the trace then belongs to that run (MLflow >= 3.14)."""
+WEAVE_KEY_HEADER = "wandb-api-key"
+WEAVE_PROJECT_HEADER = "project_id"
 
 WEAVE_KIND = "weave.span.kind"
 WEAVE_ATTRIBUTE = "wandb.attributes."
@@ -48,8 +54,12 @@ TURN_INDEX = "agentic.turn"
 WEIGHT_VERSION = "agentic.weight_version"
 STOP_REASON = "agentic.stop_reason"
 ERROR_CODE = "agentic.error"
-EXPERIMENT_ID = "agentic.mlflow_experiment"
-"""MLflow experiment that the span belongs to; travels as baggage, since services outlive runs."""
+OUTCOME = "outcome"
+"""Tag: `ok`, the gravest incident that was survived, `aborted`, or `error:<code>`."""
+INCIDENTS = "incidents"
+"""Tag: every incident, comma-separated; only when there was one."""
+TRAIN_STEP = "train_step"
+"""Tag of the trainer's own traces; they have no `step`, so that `tags.step = '1'` finds trajectories only."""
 
 
 class SpanKind(Enum):
@@ -61,6 +71,8 @@ class SpanKind(Enum):
     TOOL = ("TOOL", "tool", "execute_tool")
     REWARD = ("EVALUATOR", "evaluator", None)
     OPERATION = ("CHAIN", "chain", None)
+    TRAIN_STEP = ("WORKFLOW", "chain", None)
+    OPTIMIZER_STEP = ("TASK", "chain", None)
 
     @property
     def attributes(self) -> dict[str, str]:
@@ -70,11 +82,13 @@ class SpanKind(Enum):
         return kind if operation is None else {**kind, OPERATION: operation}
 
 
-def tag_attributes(tags: Tags) -> dict[str, str | int | bool]:
-    """A trajectory's tags for both backends: strings for MLflow (verl's `str()`), native types for Weave."""
-    native: dict[str, str | int | bool] = tags.model_dump()
-    mlflow = {MLFLOW_TAG + key: str(value) for key, value in native.items()}
-    weave = {WEAVE_ATTRIBUTE + key: value for key, value in native.items()}
+Tag = str | int | bool | float
+
+
+def tag_attributes(tags: Mapping[str, Tag]) -> dict[str, Tag]:
+    """Tags for both backends: strings for MLflow (verl's `str()`), native types for Weave."""
+    mlflow = {MLFLOW_TAG + key: str(value) for key, value in tags.items()}
+    weave = {WEAVE_ATTRIBUTE + key: value for key, value in tags.items()}
     return {**mlflow, **weave}
 
 
@@ -88,3 +102,8 @@ def display_name(tags: Tags) -> str:
     """Short name of a trace in a list: `s3/i17/n2`, or `val3/i17/n0`."""
     step = "val" if tags.validation else "s"
     return f"{step}{tags.step}/i{tags.sample_index}/n{tags.rollout_n}"
+
+
+def gravest(incidents: Collection[Incident]) -> Incident | None:
+    """The last one in the order of the enumeration, which runs from mild to grave."""
+    return max(incidents, key=list(Incident).index, default=None)

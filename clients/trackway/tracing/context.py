@@ -1,28 +1,36 @@
-"""W3C context over HTTP headers, and the tracing that is active here.
+"""W3C context over HTTP headers, and what is active here: the tracing, and the target of the trace.
 
 `inject` and `extracted` are all that crosses a process: traceparent, tracestate and baggage. The active `Tracing` is a
-context variable, so that several services can live in one process (tests do) and each traces under its own name.
+context variable, so that several services can live in one process (tests do) and each traces under its own name. The
+target travels as baggage, since services outlive the runs that choose it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from opentelemetry import baggage, context, trace
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
-from opentelemetry.context import Context
+from opentelemetry.context import Context, create_key
 from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from pydantic import ValidationError
 
-from trackway.tracing import attributes as names
+from trackway.wire.tracing import TraceTarget
 
 if TYPE_CHECKING:
     from trackway.tracing.provider import Tracing
 
+logger = logging.getLogger("trackway.tracing")
+
 _PROPAGATOR = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
+_TARGET = "agentic.target"
+_KEPT_ROOT = create_key("trackway-kept-root")
 _active: ContextVar[Tracing | None] = ContextVar("trackway_tracing", default=None)
 _installed: list[Tracing] = []
 
@@ -57,9 +65,9 @@ def activated(tracing: Tracing) -> Iterator[None]:
         _active.reset(token)
 
 
-def install(tracing: Tracing) -> None:
-    """Make `tracing` the process's default."""
-    _installed[:] = [tracing]
+def install(tracing: Tracing | None) -> None:
+    """Make `tracing` the process's default; None takes the default away."""
+    _installed[:] = [] if tracing is None else [tracing]
 
 
 def tracer() -> trace.Tracer:
@@ -68,20 +76,39 @@ def tracer() -> trace.Tracer:
     return trace.NoOpTracer() if tracing is None else tracing.tracer
 
 
+def current_target() -> TraceTarget:
+    """Where the current trace goes."""
+    return _parsed(str(baggage.get_baggage(_TARGET) or ""))
+
+
 def token2text() -> bool:
-    """Whether spans should carry decoded text."""
+    """Whether spans of the current trace should carry decoded text."""
+    wanted = current_target().token2text
+    if wanted is not None:
+        return wanted
     tracing = active_tracing()
     return tracing is not None and tracing.settings.token2text
 
 
-def max_text_bytes() -> int:
-    """Cap of one text attribute in bytes of UTF-8."""
-    tracing = active_tracing()
-    return 16384 if tracing is None else tracing.settings.max_text_bytes
+def kept_root(target: TraceTarget | None = None) -> Context:
+    """An empty context in which a root span is kept; any other root is dropped. `target` goes with the trace."""
+    fresh = context.set_value(_KEPT_ROOT, True, Context())
+    if target is None or target == TraceTarget():
+        return fresh
+    return baggage.set_baggage(_TARGET, target.model_dump_json(exclude_defaults=True), fresh)
 
 
-def with_experiment(parent: Context, experiment_id: str | None) -> Context:
-    """`parent` with the MLflow experiment as baggage, so that every service exports the tree to the same place."""
-    if experiment_id is None:
-        return parent
-    return baggage.set_baggage(names.EXPERIMENT_ID, experiment_id, parent)
+def is_kept_root(parent: Context | None) -> bool:
+    """Whether `kept_root` made this context."""
+    return bool(context.get_value(_KEPT_ROOT, parent))
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> TraceTarget:
+    if not text:
+        return TraceTarget()
+    try:
+        return TraceTarget.model_validate_json(text)
+    except ValidationError as error:
+        logger.warning("baggage %s is not a trace target, the service's own is taken: %s", _TARGET, error)
+        return TraceTarget()

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from trackway.tracing.spans import SpanHandle, operation_span, trajectory_span
+from trackway.tracing.handle import SpanHandle
+from trackway.tracing.spans import operation_span, trajectory_span
 from trackway.wire.trajectory import Tags, trajectory_id
 
 P = ParamSpec("P")

@@ -1,58 +1,53 @@
-"""The OpenTelemetry set-up of one service: sampler, ids, queue, exporter, counts.
+"""The OpenTelemetry set-up of one service: sampler, ids, limits, backends, counts.
 
-A root is kept only when it is a trajectory; everything else follows its parent, so health checks and direct REST calls
-leave no junk traces. Export runs in a background thread behind a bounded queue; what is lost is counted, and nothing
-waits for it.
+A root is kept only when `kept_root` made its context, as trajectories do; everything else follows its parent, so health
+checks and direct REST calls leave no junk traces, and a caller's own sampled trace is continued.
 """
 
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from opentelemetry import baggage
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import Span, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanKind, Tracer, TraceState
 from opentelemetry.util.types import Attributes
-from pydantic import BaseModel, Field
 
 from trackway.tracing import attributes as names
-from trackway.tracing.context import activated, install
-from trackway.tracing.export import ExperimentExporter
+from trackway.tracing.context import activated, install, is_kept_root
+from trackway.tracing.endpoint import endpoint
+from trackway.tracing.pipeline import Pipeline, monotonic_deadline
+from trackway.tracing.redaction import Redact, load_redaction
+from trackway.tracing.sender import BackendStats, Sender
+from trackway.tracing.settings import TracingSettings
+from trackway.tracing.spool import Spool
+from trackway.wire.tracing import TraceBackend
 
-
-class TracingSettings(BaseModel):
-    """Where spans go and how much text they carry."""
-
-    endpoint: str | None = None
-    """Full OTLP/HTTP URL, e.g. http://localhost:5000/v1/traces; None exports nothing."""
-    headers: dict[str, str] = Field(default_factory=dict)
-    """Sent with every export, e.g. an API key."""
-    experiment_id: str | None = None
-    """MLflow experiment of spans whose trajectory names none."""
-    token2text: bool = True
-    """Decode tokens into text on recorded spans; False leaves counts only."""
-    max_text_bytes: int = Field(default=16384, ge=256)
-    """Longer texts are cut, with a visible marker."""
-    max_queue_size: int = Field(default=16384, ge=1)
-    """Spans waiting for export; beyond it spans are dropped and counted."""
-    schedule_delay_s: float = Field(default=1.0, gt=0)
-    """Longest time that a span waits for its batch."""
+MAX_LINKS = 8192
+"""Trajectories that a step's span may link to; OpenTelemetry's default is 128."""
+MAX_EVENTS = 1024
 
 
 @dataclass(frozen=True)
 class SpanStats:
-    """Recorded spans that ended, that a backend took, and that an export lost; the rest waits or was dropped."""
+    """Recorded spans by their fate, since the process began."""
 
-    ended: int
-    exported: int
-    failed: int
+    ended: int = 0
+    dropped: int = 0
+    """Lost before any backend's queue: the span queue was full, or the backend is not known here."""
+    backends: dict[str, BackendStats] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> int:
+        """Spans that some backend will never have."""
+        return self.dropped + sum(one.dropped + one.refused for one in self.backends.values())
 
 
 class RandomIds(IdGenerator):
@@ -68,8 +63,8 @@ class RandomIds(IdGenerator):
         return True
 
 
-class TrajectoryRoots(Sampler):
-    """Keeps a root that carries a trajectory id; drops any other root."""
+class KeptRoots(Sampler):
+    """Keeps the roots that were meant to be traces; drops any other root."""
 
     def should_sample(
         self,
@@ -81,77 +76,58 @@ class TrajectoryRoots(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        keep = names.TRAJECTORY_ID in (attributes or {})
+        keep = is_kept_root(parent_context)
         return SamplingResult(Decision.RECORD_AND_SAMPLE if keep else Decision.DROP, attributes if keep else None)
 
     def get_description(self) -> str:
-        return "TrajectoryRoots"
+        return "KeptRoots"
 
 
 class _Stamp(SpanProcessor):
-    """Says on each span which service and process made it, and which experiment it belongs to; counts ends."""
+    """Says on each span which service and process made it."""
 
-    def __init__(self, service: str, experiment_id: str | None) -> None:
+    def __init__(self, service: str) -> None:
         self._service = service
-        self._experiment_id = experiment_id
-        self.ended = 0
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         span.set_attribute(names.SERVICE, self._service)
         span.set_attribute(names.PROCESS, os.getpid())
-        experiment = baggage.get_baggage(names.EXPERIMENT_ID, parent_context) or self._experiment_id
-        if experiment is not None:
-            span.set_attribute(names.EXPERIMENT_ID, str(experiment))
-
-    def on_end(self, span: ReadableSpan) -> None:
-        self.ended += 1
-
-
-class _Counting(SpanExporter):
-    """Counts what the wrapped exporter took and lost."""
-
-    def __init__(self, exporter: SpanExporter) -> None:
-        self._exporter = exporter
-        self.exported = 0
-        self.failed = 0
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = self._exporter.export(spans)
-        if result is SpanExportResult.SUCCESS:
-            self.exported += len(spans)
-        else:
-            self.failed += len(spans)
-        return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
 
 
 class Tracing:
-    """The tracing of one service in one process."""
+    """The tracing of one service in one process.
 
-    def __init__(self, service: str, settings: TracingSettings, exporter: SpanExporter | None = None) -> None:
+    `exporter` gets every span beside the configured backends. `redact` replaces the function that the settings name.
+    `root_operations` keeps traced functions that run outside any trajectory, as verl does.
+
+    Raises:
+        ValueError: `settings.redact` names no function.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        settings: TracingSettings,
+        exporter: SpanExporter | None = None,
+        redact: Redact | None = None,
+        root_operations: bool = False,
+    ) -> None:
         self.settings = settings
-        self._stamp = _Stamp(service, settings.experiment_id)
+        self.redact: Redact | None = redact or load_redaction(settings.redact)
+        self.root_operations = root_operations
+        self._senders = {backend: _sender(backend, service, settings) for backend in settings.usable}
+        self._pipeline = Pipeline(settings, self._senders, exporter)
         self._provider = TracerProvider(
-            sampler=ParentBased(root=TrajectoryRoots()),
+            sampler=ParentBased(root=KeptRoots()),
             id_generator=RandomIds(),
             # The resource becomes MLflow tags and the last service to report wins: say only what all share.
             resource=Resource({"service.name": "trackway"}),
+            span_limits=SpanLimits(max_links=MAX_LINKS, max_events=MAX_EVENTS),
             shutdown_on_exit=False,
         )
-        self._provider.add_span_processor(self._stamp)
-        if exporter is None and settings.endpoint is not None:
-            exporter = ExperimentExporter(settings.endpoint, settings.headers)
-        self._counting = None if exporter is None else _Counting(exporter)
-        if self._counting is not None:
-            self._provider.add_span_processor(self._batches(self._counting))
+        self._provider.add_span_processor(_Stamp(service))
+        self._provider.add_span_processor(self._pipeline)
         self.tracer: Tracer = self._provider.get_tracer("trackway")
-
-    def _batches(self, exporter: SpanExporter) -> BatchSpanProcessor:
-        queue = self.settings.max_queue_size
-        delay_ms = self.settings.schedule_delay_s * 1000
-        return BatchSpanProcessor(exporter, queue, delay_ms, max_export_batch_size=min(512, queue))
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -165,23 +141,35 @@ class Tracing:
 
     def stats(self) -> SpanStats:
         """Counts since the start."""
-        counting = self._counting
-        if counting is None:
-            return SpanStats(self._stamp.ended, 0, 0)
-        return SpanStats(self._stamp.ended, counting.exported, counting.failed)
+        backends = {backend.value: sender.stats() for backend, sender in self._senders.items()}
+        return SpanStats(self._pipeline.ended, self._pipeline.dropped, backends)
 
     def flush(self, deadline_s: float) -> bool:
-        """Export what waits; False when that took longer than `deadline_s` seconds (the SDK ignores its timeout)."""
-        return _within(deadline_s, self._provider.force_flush)
+        """Wait until every backend has what it should have; False when that took longer than `deadline_s` seconds."""
+        deadline = monotonic_deadline(deadline_s)
+        encoded = self._pipeline.force_flush(int(deadline_s * 1000))
+        emptied = [sender.wait_empty(deadline) for sender in self._senders.values()]
+        return encoded and all(emptied)
 
     def shutdown(self, deadline_s: float = 5.0) -> bool:
-        """Export what waits and stop; False when that took longer than `deadline_s` seconds."""
-        return _within(deadline_s, self._provider.shutdown)
+        """Send what waits and stop; what is left after `deadline_s` seconds stays on disk. False if something was."""
+        deadline = monotonic_deadline(deadline_s)
+        encoded = self._pipeline.force_flush(int(deadline_s * 1000))
+        self._provider.shutdown()
+        results: dict[str, bool] = {}
+        closing = [
+            threading.Thread(target=lambda one=one: results.update({one.name: one.close(deadline)}), daemon=True)
+            for one in self._senders.values()
+        ]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(max(0.0, deadline - monotonic_deadline(0)) + 1.0)
+        return encoded and len(results) == len(self._senders) and all(results.values())
 
 
-def _within(deadline_s: float, work: object) -> bool:
-    assert callable(work)
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    return not thread.is_alive()
+def _sender(backend: TraceBackend, service: str, settings: TracingSettings) -> Sender:
+    spool = None
+    if settings.spool_dir is not None:
+        spool = Spool(Path(settings.spool_dir) / backend.value, service, settings.max_spool_bytes)
+    return Sender(backend.value, endpoint(backend, settings), spool)

@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue
 from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.tracing import TraceTarget
 
 
 class RewardModel(WireReply):
@@ -70,13 +71,12 @@ class GroupRequest(WireRequest):
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     limits: Limits = Field(default_factory=Limits)
     min_weight_version: int = Field(default=0, ge=0)
-    trace: bool = False
-    """Record the traces of this group; decided once, by the caller, for all its rollouts."""
-    trace_experiment_id: str | None = None
-    """MLflow experiment that these traces go to; None takes the agent service's own setting."""
+    trace: bool | None = None
+    """Record the traces of this group, each a trace of its own; None continues the caller's `traceparent`, if any."""
+    trace_target: TraceTarget = Field(default_factory=TraceTarget)
+    """Where these traces go."""
     tools: list[str] | None = None
     """Names of the tools the model is offered; None offers every tool of the server."""
-    wandb_run_id: str | None = None
 
     def rollout_numbers(self) -> list[int]:
         """The rollout_n values this request asks for."""

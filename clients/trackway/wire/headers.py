@@ -8,3 +8,6 @@ IDEMPOTENCY_KEY = "idempotency-key"
 
 REQUEST_DEADLINE = "x-request-deadline"
 """Unix time in seconds, as a decimal number, after which nobody waits for the answer any more."""
+
+TRACE_RECEIPT = "x-trackway-trace"
+"""On an answer: what the request added to its trace, `bytes=1234,incidents=weights_behind+tool_timeout`."""

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from trackway.wire.base import WireReply
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody
+from trackway.wire.tracing import Incident
 
 
 class StopReason(StrEnum):
@@ -101,6 +102,12 @@ class Trajectory(WireReply):
     timings: Timings = Field(default_factory=Timings)
     trace_id: str | None = None
     """32 hex digits when the trajectory's trace is recorded, else None."""
+    span_id: str | None = None
+    """16 hex digits: the root span of that trace, to link to."""
+    trace_bytes: int = 0
+    """Bytes of all its spans in every process, before compression; counted against `trace_bytes_per_day`."""
+    incidents: list[Incident] = Field(default_factory=list)
+    """What went wrong on the way and was survived, traced or not."""
     error: ErrorBody | None = None
 
     @model_validator(mode="after")

@@ -82,7 +82,7 @@ def _completed(
         config,
         host="127.0.0.1",
         port=port,
-        common={"base_url": base_url, "tracing": {"endpoint": f"{mlflow_uri}/v1/traces"}},
+        common={"base_url": base_url, "tracing": {"mlflow_uri": mlflow_uri}},
         own={
             "rollout": {"model_path": model_path, "weights_url": weights_url},
             "agent": {"model_path": model_path},

@@ -26,7 +26,7 @@ from trackway.wire.trajectory import (
 
 @dataclass
 class Episode:
-    """The growing trajectory; `trajectory()` gives its wire form at any time."""
+    """The growing trajectory; `trajectory()` gives its wire form."""
 
     request: GroupRequest
     tags: Tags
@@ -47,7 +47,6 @@ class Episode:
     stop_reason: StopReason = StopReason.ERROR
     error: ErrorBody | None = None
     timings: Timings = field(default_factory=Timings)
-    trace_id: str | None = None
 
     @classmethod
     def begin(cls, request: GroupRequest, rollout_n: int, agent_name: str) -> "Episode":
@@ -151,7 +150,7 @@ class Episode:
         self.reward = None
 
     def trajectory(self) -> Trajectory:
-        """The wire form."""
+        """The wire form; what its trace is, is added by the loop."""
         return Trajectory(
             id=self.id,
             session_id=self.id,
@@ -170,6 +169,5 @@ class Episode:
             num_turns=self.num_turns,
             stop_reason=self.stop_reason,
             timings=self.timings,
-            trace_id=self.trace_id,
             error=self.error,
         )

@@ -62,13 +62,11 @@ class AgentLoop(ABC):
             self.agent_name,
             request.sample.prompt,
             request.trace,
-            request.trace_experiment_id,
-            request.wandb_run_id,
+            request.trace_target,
         ) as span:
-            episode.trace_id = span.trace_id
             await self._live(episode)
             await self._tell(span, episode)
-        return episode.trajectory()
+        return _with_trace(episode.trajectory(), span)
 
     async def _live(self, episode: Episode) -> None:
         release_s = self.services.settings.release_timeout_s
@@ -148,8 +146,7 @@ class AgentLoop(ABC):
         """Write onto the root how the trajectory ended."""
         if not span.recording:
             return
-        outcome = "ok" if episode.error is None else f"error:{episode.error.code.value}"
-        set_outcome(span, outcome)
+        set_outcome(span, None if episode.error is None else f"error:{episode.error.code.value}")
         span.set(STOP_REASON, episode.stop_reason.value)
         if episode.error is not None:
             span.error(episode.error.message, episode.error.code.value)
@@ -157,6 +154,8 @@ class AgentLoop(ABC):
             "reward": episode.reward.score if episode.reward else None,
             "num_turns": episode.num_turns,
             "stop_reason": episode.stop_reason.value,
+            "prompt_tokens": len(episode.prompt_ids),
+            "response_tokens": len(episode.response_ids),
         }
         span.outputs({**ending, **await self._texts(episode)})
 
@@ -213,6 +212,13 @@ def stopwatch(timings: Timings, activity: Activity) -> Iterator[None]:
         yield
     finally:
         setattr(timings, activity, getattr(timings, activity) + time.perf_counter() - started)
+
+
+def _with_trace(trajectory: Trajectory, root: SpanHandle) -> Trajectory:
+    """The trajectory and what is known of its trace, now that the root has ended."""
+    sums = root.ledger
+    trace = {"trace_id": root.trace_id, "span_id": root.span_id, "trace_bytes": sums.bytes}
+    return trajectory.model_copy(update={**trace, "incidents": sorted(sums.incidents)})
 
 
 def _named(error: Exception, episode: Episode) -> TrackwayError:

@@ -96,8 +96,8 @@ class RolloutService:
 
     async def _show_text(self, span: SpanHandle, prompt: list[int], output: list[int]) -> None:
         try:
-            span.inputs({"prompt": await self._text.decode(prompt)})
-            span.outputs({"text": await self._text.decode(output)})
+            span.inputs({"prompt_text": await self._text.decode(prompt)})
+            span.outputs({"response_text": await self._text.decode(output)})
         except Exception as error:
             # A model folder without a tokenizer must not cost the trajectory its tokens.
             span.event("text_unavailable", reason=f"{type(error).__name__}: {error}")

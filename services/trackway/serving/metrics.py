@@ -14,7 +14,7 @@ from trackway.tracing import Tracing
 
 
 class ServiceMetrics:
-    """Requests by route and status, requests in flight, seconds; spans ended, exported and lost."""
+    """Requests by route and status, requests in flight, seconds; spans by their fate."""
 
     def __init__(self, service: str, tracing: Tracing) -> None:
         self._registry = CollectorRegistry()
@@ -26,6 +26,10 @@ class ServiceMetrics:
         self.seconds = self.meter.create_histogram("trackway_request_seconds", unit="s")
         spans = _span_counts(tracing)
         self.meter.create_observable_counter("trackway_spans", callbacks=[spans], description="Spans by fate")
+        waiting = _spans_waiting(tracing)
+        self.meter.create_observable_gauge("trackway_spans_waiting", callbacks=[waiting], description="Spans to send")
+        on_disk = _spool_bytes(tracing)
+        self.meter.create_observable_gauge("trackway_spool_bytes", callbacks=[on_disk], description="Traces on disk")
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -35,8 +39,25 @@ class ServiceMetrics:
 def _span_counts(tracing: Tracing) -> Callable[[CallbackOptions], list[Observation]]:
     def observe(options: CallbackOptions) -> list[Observation]:
         stats = tracing.stats()
-        fates = {"ended": stats.ended, "exported": stats.exported, "failed": stats.failed}
-        return [Observation(count, {"fate": fate}) for fate, count in fates.items()]
+        fates = [("ended", "", stats.ended), ("dropped", "", stats.dropped)]
+        for backend, its in stats.backends.items():
+            counts = {"exported": its.exported, "refused": its.refused, "dropped": its.dropped}
+            fates += [(fate, backend, count) for fate, count in counts.items()]
+        return [Observation(count, {"fate": fate, "backend": backend}) for fate, backend, count in fates]
+
+    return observe
+
+
+def _spans_waiting(tracing: Tracing) -> Callable[[CallbackOptions], list[Observation]]:
+    def observe(options: CallbackOptions) -> list[Observation]:
+        return [Observation(its.waiting, {"backend": name}) for name, its in tracing.stats().backends.items()]
+
+    return observe
+
+
+def _spool_bytes(tracing: Tracing) -> Callable[[CallbackOptions], list[Observation]]:
+    def observe(options: CallbackOptions) -> list[Observation]:
+        return [Observation(its.spool_bytes, {"backend": name}) for name, its in tracing.stats().backends.items()]
 
     return observe
 

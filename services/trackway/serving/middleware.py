@@ -8,19 +8,19 @@ import asyncio
 import logging
 import time
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.serving.answers import error_response
-from trackway.tracing import Tracing, extracted
+from trackway.tracing import Tracing, extracted, ledger
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import REQUEST_DEADLINE
+from trackway.wire.headers import REQUEST_DEADLINE, TRACE_RECEIPT
 
 logger = logging.getLogger("trackway.serving")
 
 
 class TraceContext:
-    """Continues the caller's trace under this service's tracing."""
+    """Continues the caller's trace under this service's tracing, and tells the caller what was added to it."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self.app = app
@@ -30,8 +30,14 @@ class TraceContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        with self.tracing.activate(), extracted(Headers(scope=scope)):
-            await self.app(scope, receive, send)
+        with self.tracing.activate(), extracted(Headers(scope=scope)), ledger() as sums:
+
+            async def with_receipt(message: Message) -> None:
+                if message["type"] == "http.response.start" and (receipt := sums.receipt()):
+                    MutableHeaders(scope=message)[TRACE_RECEIPT] = receipt
+                await send(message)
+
+            await self.app(scope, receive, with_receipt)
 
 
 class LastResort:

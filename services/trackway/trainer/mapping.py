@@ -10,6 +10,7 @@ from trackway.trainer.rollouts import Ask, Patience
 from trackway.trainer.training import Plan
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.tracing import TraceTarget
 
 
 def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
@@ -95,8 +96,7 @@ def training_ask(config: RunConfig, run: str, experiment_id: str | None) -> Ask:
         limits=limits,
         default_agent="tool_agent" if turns.enable else rollout.agent.default_agent_loop,
         tools=config.trackway.tools,
-        trace_experiment_id=experiment_id,
-        wandb_run_id=config.trackway.wandb_run_id,
+        trace_target=TraceTarget(mlflow_experiment_id=experiment_id, wandb_run_id=config.trackway.wandb_run_id),
     )
 
 

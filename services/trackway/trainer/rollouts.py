@@ -8,7 +8,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
@@ -16,6 +16,7 @@ from trackway.clients import AgentClient, Deadline
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
 
 logger = logging.getLogger("trackway.trainer")
@@ -33,8 +34,7 @@ class Ask:
     default_agent: str
     validation: bool = False
     tools: list[str] | None = None
-    trace_experiment_id: str | None = None
-    wandb_run_id: str | None = None
+    trace_target: TraceTarget = field(default_factory=TraceTarget)
 
     def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> GroupRequest:
         """The request for all n rollouts of one sample."""
@@ -49,9 +49,8 @@ class Ask:
             limits=self.limits,
             min_weight_version=min_weight_version,
             trace=trace,
-            trace_experiment_id=self.trace_experiment_id,
+            trace_target=self.trace_target,
             tools=self.tools,
-            wandb_run_id=self.wandb_run_id,
         )
 
 

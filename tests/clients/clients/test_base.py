@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from trackway.clients import CallPolicy, Deadline, ServiceClient
 from trackway.tracing import Tracing, TracingSettings, trajectory_span
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Tags
 
 pytestmark = pytest.mark.anyio
@@ -108,13 +109,16 @@ async def test_deadline_session_and_trace_travel_as_headers() -> None:
     tracing = Tracing("agent", TracingSettings(), InMemorySpanExporter())
     tags = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=3)
     deadline = Deadline.after(60)
-    with tracing.activate(), trajectory_span(tags, "t", "t", "a", [], record=True, experiment_id="9") as root:
+    with (
+        tracing.activate(),
+        trajectory_span(tags, "t", "t", "a", [], record=True, target=TraceTarget(mlflow_experiment_id="9")) as root,
+    ):
         await client_of(script).call("POST", "/y", reply=Answer, session_id="s", deadline=deadline)
     [request] = script.requests
     assert request.headers["x-session-id"] == "s"
     assert request.headers["x-request-deadline"] == f"{deadline.at:.3f}"
     assert request.headers["traceparent"].split("-")[1] == root.trace_id
-    assert request.headers["baggage"] == "agentic.mlflow_experiment=9"
+    assert request.headers["baggage"] == "agentic.target=%7B%22mlflow_experiment_id%22%3A%229%22%7D"
 
 
 async def test_a_retry_is_an_event_of_the_span_that_waited() -> None:

@@ -22,6 +22,7 @@ from trackway.tracing import (
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Tags
 
 pytestmark = pytest.mark.slow
@@ -35,9 +36,8 @@ class Services:
     def __init__(self, uri: str, experiment_id: str) -> None:
         self.client = MlflowClient(tracking_uri=uri)
         self.experiment_id = experiment_id
-        self.all = {
-            name: Tracing(name, TracingSettings(endpoint=f"{uri}/v1/traces")) for name in ("agent", "tools", "rollout")
-        }
+        self.target = TraceTarget(mlflow_experiment_id=experiment_id)
+        self.all = {name: Tracing(name, TracingSettings(mlflow_uri=uri)) for name in ("agent", "tools", "rollout")}
 
     def trajectory(self, step: int, rollout_n: int, fail: bool = False) -> None:
         """One traced trajectory; the tool's span is exported long before its root."""
@@ -46,12 +46,12 @@ class Services:
         headers: dict[str, str] = {}
         with (
             self.all["agent"].activate(),
-            trajectory_span(tags, identity, identity, "tool_agent", MESSAGES, True, self.experiment_id) as root,
+            trajectory_span(tags, identity, identity, "tool_agent", MESSAGES, True, self.target) as root,
         ):
             with turn_span(0):
                 inject(headers)
                 self.work(headers, fail)
-            set_outcome(root, "ok")
+            set_outcome(root)
             root.outputs({"reward": 1.0, "response_text": "#### 7"})
 
     def work(self, headers: dict[str, str], fail: bool) -> None:

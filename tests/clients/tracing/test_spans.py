@@ -21,9 +21,9 @@ from trackway.tracing import (
     set_outcome,
     tool_span,
     trajectory_span,
+    truncate,
     turn_span,
 )
-from trackway.tracing.spans import truncate
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
@@ -133,7 +133,7 @@ def test_an_exception_marks_the_span_and_passes_on(recorder: Recorder) -> None:
 def test_events_and_the_outcome_tag_are_kept(recorder: Recorder) -> None:
     with root() as trajectory:
         add_event("instance_lost", tool="calculator")
-        set_outcome(trajectory, "ok")
+        set_outcome(trajectory)
     span = recorder.spans()["trajectory"]
     assert [event.name for event in span.events] == ["instance_lost"]
     assert (span.attributes or {})["mlflow.traceTag.outcome"] == "ok"
@@ -209,4 +209,4 @@ def test_counts_say_what_was_exported_and_what_was_lost() -> None:
         pass
     recorder.tracing.flush(5)
     stats = recorder.tracing.stats()
-    assert (stats.ended, stats.exported, stats.failed) == (2, 2, 0)
+    assert (stats.ended, stats.dropped, stats.lost) == (2, 0, 0)

@@ -60,7 +60,7 @@ async def test_the_root_carries_tags_and_how_it_ended(world: World) -> None:
 
 @pytest.mark.anyio
 async def test_the_root_shows_texts_reward_and_turns(world: World) -> None:
-    await world.say(ANSWER, trace=True)
+    trajectory = await world.say(ANSWER, trace=True)
 
     outputs = json.loads(str((root_of(world.spans()).attributes or {})["mlflow.spanOutputs"]))
     assert outputs["prompt_text"].endswith("<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n")
@@ -70,6 +70,8 @@ async def test_the_root_shows_texts_reward_and_turns(world: World) -> None:
         "reward": 1.0,
         "num_turns": 2,
         "stop_reason": "answered",
+        "prompt_tokens": len(trajectory.prompt_ids),
+        "response_tokens": len(trajectory.response_ids),
     }
 
 

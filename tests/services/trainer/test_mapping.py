@@ -92,7 +92,11 @@ def test_training_and_validation_ask_for_the_same_agent_within_the_same_limits()
 
     assert training.limits == validation.limits
     assert (training.limits.max_assistant_turns, training.limits.max_response_length) == (3, 99)
-    assert (training.validation, validation.validation, training.trace_experiment_id) == (False, True, "7")
+    assert (training.validation, validation.validation, training.trace_target.mlflow_experiment_id) == (
+        False,
+        True,
+        "7",
+    )
 
 
 def test_generations_are_seeded_so_that_rollouts_can_be_repeated():

@@ -8,11 +8,14 @@ from trackway.trainer.rollouts import Ask, Patience, Rollouts
 from trackway.wire.agent import Limits, Sample
 from trackway.wire.errors import ErrorCode
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason
 
 pytestmark = pytest.mark.anyio
 
-ASK = Ask("run", "experiment", 4, SamplingParams(), Limits(), "tool_agent", trace_experiment_id="7")
+ASK = Ask(
+    "run", "experiment", 4, SamplingParams(), Limits(), "tool_agent", trace_target=TraceTarget(mlflow_experiment_id="7")
+)
 
 
 def rollouts(url: str, http: httpx.AsyncClient, **patience: float) -> Rollouts:
@@ -33,7 +36,7 @@ async def test_every_rollout_comes_back_in_the_order_of_the_batch(agent, agent_u
         (2, n) for n in range(4)
     ]
     by_index = {request.sample.index: request for request in agent.requests}
-    assert (by_index[5].trace, by_index[2].trace, by_index[2].trace_experiment_id) == (False, True, "7")
+    assert (by_index[5].trace, by_index[2].trace, by_index[2].trace_target.mlflow_experiment_id) == (False, True, "7")
     assert (by_index[5].step, by_index[5].min_weight_version) == (3, 9)
     assert by_index[5].sample.agent_name == "tool_agent"
 

@@ -1,0 +1,174 @@
+"""A span in our own words: what may be said about a piece of work.
+
+Nothing here raises, whatever is passed in: a value that cannot be shown must not cost a rollout. Every text goes
+through the redaction and the cut, in this order.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, Status, StatusCode
+from pydantic import BaseModel
+
+from trackway.tracing import attributes as names
+from trackway.tracing.context import active_tracing
+from trackway.tracing.ledger import Ledger, current_ledger, note
+from trackway.tracing.redaction import redacted
+from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import WeightSpan
+
+Scalar = str | int | float | bool
+
+LONGEST_MESSAGE = 4096
+"""Bytes of a status or an event's text; MLflow cuts tags there too."""
+
+
+class SpanHandle:
+    """Every method is free when the span does not record."""
+
+    def __init__(self, span: Span, ledger: Ledger | None = None) -> None:
+        self._span = span
+        context = span.get_span_context()
+        recording = span.is_recording()
+        self.trace_id: str | None = format(context.trace_id, "032x") if recording else None
+        """32 hex digits, None when the trace is not recorded."""
+        self.span_id: str | None = format(context.span_id, "016x") if recording else None
+        """16 hex digits."""
+        self.ledger = ledger or Ledger()
+        """Of a trajectory's root: bytes of all spans and incidents so far, in every process."""
+
+    @property
+    def recording(self) -> bool:
+        """Whether anything set here is kept: decode text only then."""
+        return self._span.is_recording()
+
+    def set(self, key: str, value: Scalar) -> None:
+        """One attribute, as it is."""
+        self._span.set_attribute(key, value)
+
+    def tag(self, key: str, value: names.Tag) -> None:
+        """A tag of the trace in every backend; on a root only."""
+        for name, spelled in names.tag_attributes({key: value}).items():
+            self._span.set_attribute(name, spelled)
+
+    def inputs(self, value: object) -> None:
+        """What went in, as capped JSON; both backends read it."""
+        self._set_json(names.MLFLOW_INPUTS, value)
+
+    def outputs(self, value: object) -> None:
+        """What came out, as capped JSON; both backends read it."""
+        self._set_json(names.MLFLOW_OUTPUTS, value)
+
+    def _set_json(self, key: str, value: object) -> None:
+        if self.recording:
+            self._span.set_attribute(key, shown(value))
+
+    def usage(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Token counts in the GenAI names; MLflow sums them over the tree."""
+        self._span.set_attribute(names.INPUT_TOKENS, prompt_tokens)
+        self._span.set_attribute(names.OUTPUT_TOKENS, completion_tokens)
+
+    def finish_reasons(self, reasons: Sequence[str]) -> None:
+        """Why generation ended."""
+        self._span.set_attribute(names.FINISH_REASONS, list(reasons))
+
+    def weight_versions(self, spans: Sequence[WeightSpan]) -> None:
+        """The version that generated the text, or `3,4` when weights changed on the way."""
+        versions = ",".join(str(span.version) for span in spans)
+        self._span.set_attribute(names.WEIGHT_VERSION, versions)
+        self._span.set_attribute(names.WEAVE_ATTRIBUTE + "weight_version", versions)
+
+    def score(self, value: float) -> None:
+        """The score of an evaluation."""
+        self._span.set_attribute(names.EVALUATION_SCORE, value)
+
+    def error(self, message: str, code: str) -> None:
+        """Mark the span failed."""
+        if self.recording:
+            self._span.set_status(Status(StatusCode.ERROR, _text(message)))
+            self._span.set_attribute(names.ERROR_CODE, code)
+
+    def event(self, name: str, **attributes: Scalar) -> None:
+        """Something that happened on the way."""
+        _event(self._span, name, attributes)
+
+
+def add_event(name: str, **attributes: Scalar) -> None:
+    """Something that happened on the way, on the current span."""
+    _event(trace.get_current_span(), name, attributes)
+
+
+def add_incident(incident: Incident, **attributes: Scalar) -> None:
+    """Something went wrong and was survived: an event of that name, and, traced or not, part of the trajectory."""
+    note(incident)
+    add_event(incident.value, **attributes)
+
+
+def _event(span: Span, name: str, attributes: Mapping[str, Scalar]) -> None:
+    if span.is_recording():
+        shown_attributes = {key: _text(value) if isinstance(value, str) else value for key, value in attributes.items()}
+        span.add_event(name, shown_attributes)
+
+
+def current_span() -> SpanHandle:
+    """The span that is open here."""
+    return SpanHandle(trace.get_current_span(), current_ledger())
+
+
+def shown(value: object) -> str:
+    """JSON of `value` as a span may hold it; when it is too long its texts are cut, so that the rest stays readable."""
+    try:
+        return _json(value)
+    except Exception as error:
+        # A repr that raises, a circle, keys of any kind: the span says so, the rollout goes on.
+        return json.dumps(f"[not shown: {type(error).__name__}]")
+
+
+def _json(value: object) -> str:
+    tracing = active_tracing()
+    max_bytes = 16384 if tracing is None else tracing.settings.max_text_bytes
+    text = json.dumps(value, default=_plain, ensure_ascii=False)
+    if tracing is not None and tracing.redact is not None:
+        redact = tracing.redact
+        text = json.dumps(_each_text(json.loads(text), lambda one: redacted(one, redact)), ensure_ascii=False)
+    if len(text.encode()) <= max_bytes:
+        return text
+    plain = json.loads(text)
+    fair_share = max(64, max_bytes // max(1, _count_texts(plain)))
+    cut = json.dumps(_each_text(plain, lambda one: truncate(one, fair_share)), ensure_ascii=False)
+    return cut if len(cut.encode()) <= 2 * max_bytes else json.dumps(truncate(cut, max_bytes), ensure_ascii=False)
+
+
+def _count_texts(value: object) -> int:
+    if isinstance(value, dict | list):
+        return sum(map(_count_texts, value.values() if isinstance(value, dict) else value))
+    return int(isinstance(value, str))
+
+
+def _each_text(value: object, change: Callable[[str], str]) -> object:
+    if isinstance(value, dict):
+        return {key: _each_text(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_each_text(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _text(text: str) -> str:
+    tracing = active_tracing()
+    return truncate(redacted(text, tracing.redact if tracing else None), LONGEST_MESSAGE)
+
+
+def truncate(text: str, max_bytes: int) -> str:
+    """`text` cut to about `max_bytes` of UTF-8, with the marker `[truncated N bytes]`."""
+    data = text.encode(errors="replace")
+    if len(data) <= max_bytes:
+        return text
+    kept = data[:max_bytes].decode(errors="ignore")
+    return f"{kept}[truncated {len(data) - len(kept.encode())} bytes]"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_none=True)
+    return repr(value)

@@ -1,0 +1,105 @@
+"""Where spans may go and how much they carry; the usual variables of MLflow, W&B and OpenTelemetry are defaults."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from opentelemetry.util.re import parse_env_headers
+from pydantic import BaseModel, Field, SecretStr, field_validator
+
+from trackway.wire.tracing import TraceBackend
+
+HOSTED_WEAVE = "https://trace.wandb.ai"
+
+
+def _env(*names: str) -> Callable[[], str | None]:
+    """The first of these environment variables that is set and not empty."""
+    return lambda: next((value for name in names if (value := os.environ.get(name))), None)
+
+
+def _key_in_env() -> SecretStr | None:
+    key = _env("WANDB_API_KEY")()
+    return SecretStr(key) if key else None
+
+
+def _project_in_env() -> str | None:
+    entity, project = _env("WANDB_ENTITY")(), _env("WANDB_PROJECT")()
+    return f"{entity}/{project}" if entity and project else None
+
+
+def _otlp_in_env() -> str | None:
+    """OpenTelemetry's rule: the traces' own variable is a full URL, the general one gets `/v1/traces`."""
+    own, common = _env("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")(), _env("OTEL_EXPORTER_OTLP_ENDPOINT")()
+    return own or (f"{common.rstrip('/')}/v1/traces" if common else None)
+
+
+def _headers_in_env() -> dict[str, str]:
+    given = _env("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")()
+    return dict(parse_env_headers(given, liberal=True)) if given else {}
+
+
+class TracingSettings(BaseModel):
+    """Where spans go and how much text they carry."""
+
+    backends: list[TraceBackend] | None = None
+    """Where traces go whose run names no backend; None takes MLflow if its URI is known, else OTLP if that is."""
+    mlflow_uri: str | None = Field(default_factory=_env("MLFLOW_TRACKING_URI"))
+    """MLflow: a server, or a local `sqlite:///file.db` or folder, for which one server is started or reused."""
+    experiment_id: str | None = None
+    """MLflow experiment of traces whose run names none; None is MLflow's default experiment."""
+    weave_api_key: SecretStr | None = Field(default_factory=_key_in_env)
+    """W&B's API key; from WANDB_API_KEY."""
+    weave_url: str = Field(default_factory=lambda: _env("WF_TRACE_SERVER_URL")() or HOSTED_WEAVE)
+    """Weave's trace server; from WF_TRACE_SERVER_URL."""
+    weave_project: str | None = Field(default_factory=_project_in_env)
+    """`entity/project` of traces whose run names none; from WANDB_ENTITY and WANDB_PROJECT."""
+    otlp_endpoint: str | None = Field(default_factory=_otlp_in_env)
+    """Full OTLP/HTTP URL of a collector; from OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT."""
+    otlp_headers: dict[str, str] = Field(default_factory=_headers_in_env)
+    """Sent with every OTLP export, e.g. an API key; from OTEL_EXPORTER_OTLP_HEADERS."""
+    token2text: bool = True
+    """Put decoded text on the spans of traces whose run does not say; False leaves counts only."""
+    redact: str | None = None
+    """`package.module:function` from text to text, applied to each text before it is stored on a span."""
+    max_text_bytes: int = Field(default=16384, ge=256)
+    """Longer texts are cut, with a visible marker."""
+    max_queue_size: int = Field(default=16384, ge=1)
+    """Spans waiting to be encoded; beyond it spans are dropped and counted."""
+    schedule_delay_s: float = Field(default=1.0, gt=0)
+    """Longest time that a span waits for its batch."""
+    export_timeout_s: float = Field(default=10.0, gt=0)
+    """Longest wait for a backend's answer; a slower one counts as down."""
+    spool_dir: Path | None = None
+    """Folder for what a backend does not take now; it is sent when the backend is back. None keeps it in memory."""
+    max_spool_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
+    """Bytes on disk per backend and process; beyond it spans are dropped and counted."""
+
+    @field_validator("weave_project")
+    @classmethod
+    def _entity_and_project(cls, value: str | None) -> str | None:
+        if value is not None and value.count("/") != 1:
+            raise ValueError(f"expected entity/project, got {value!r}")
+        return value
+
+    def missing(self, backend: TraceBackend) -> str | None:
+        """What this backend lacks to be exported to, as a sentence with its remedy; None when it lacks nothing."""
+        wants = {
+            TraceBackend.MLFLOW: (self.mlflow_uri, "an MLflow server: set MLFLOW_TRACKING_URI"),
+            TraceBackend.WEAVE: (self.weave_api_key, "W&B's API key: set WANDB_API_KEY"),
+            TraceBackend.OTLP: (self.otlp_endpoint, "a receiver: set OTEL_EXPORTER_OTLP_ENDPOINT"),
+        }
+        present, sentence = wants[backend]
+        return None if present else f"trace backend {backend.value} needs {sentence}"
+
+    @property
+    def usable(self) -> list[TraceBackend]:
+        """Backends that lack nothing."""
+        return [backend for backend in TraceBackend if self.missing(backend) is None]
+
+    @property
+    def default_backends(self) -> tuple[TraceBackend, ...]:
+        """Where traces go whose run names no backend; a W&B key alone does not switch Weave on."""
+        if self.backends is not None:
+            return tuple(self.backends)
+        known = [one for one in self.usable if one is not TraceBackend.WEAVE]
+        return tuple(known[:1])

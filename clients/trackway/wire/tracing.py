@@ -1,0 +1,53 @@
+"""What a caller says about a trace: where it goes, and what may happen on its way."""
+
+from enum import StrEnum
+
+from pydantic import ConfigDict, Field
+
+from trackway.wire.base import WireRequest
+
+
+class TraceBackend(StrEnum):
+    """Who can keep traces; verl's names, and `otlp` for any OpenTelemetry receiver."""
+
+    MLFLOW = "mlflow"
+    WEAVE = "weave"
+    OTLP = "otlp"
+
+
+class TraceTarget(WireRequest):
+    """Where a trace goes and what it carries; services outlive runs, so each trace says it for itself."""
+
+    model_config = ConfigDict(frozen=True)
+
+    backends: tuple[TraceBackend, ...] = ()
+    """One or several; none takes the services' own setting."""
+    mlflow_experiment_id: str | None = None
+    """MLflow experiment; None takes the services' own setting."""
+    mlflow_run_id: str | None = None
+    """MLflow run that the trace belongs to."""
+    weave_project: str | None = Field(default=None, pattern="^[^/]+/[^/]+$")
+    """`entity/project` of Weave; None takes the services' own setting."""
+    wandb_run_id: str | None = None
+    """W&B run that a Weave trace is linked to."""
+    token2text: bool | None = None
+    """Put decoded text on spans; None takes the services' own setting."""
+
+
+class Incident(StrEnum):
+    """Something that went wrong on the way of a trajectory and was survived, from mild to grave."""
+
+    RETRIED = "retried"
+    """A call was sent again and answered."""
+    GENERATION_CUT = "generation_cut"
+    """The engine cut a turn, which was then continued."""
+    WEIGHTS_BEHIND = "weights_behind"
+    """A replica had to catch up with the weights before it generated."""
+    TOOL_FAILED = "tool_failed"
+    """A tool raised or refused the call; the model was told."""
+    TOOL_TIMEOUT = "tool_timeout"
+    """A tool took longer than its limit; the model was told."""
+    INSTANCE_LOST = "instance_lost"
+    """A tool's state was lost, and replayed on a new instance."""
+    REPLICA_LOST = "replica_lost"
+    """A service's process went away during a call, which was then sent to another."""
