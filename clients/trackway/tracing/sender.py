@@ -51,6 +51,7 @@ class Sender:
         self._exported = self._refused = self._dropped = 0
         self._down = False
         self._closing_at: float | None = None
+        self._last_try = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         if spool is not None:  # what another process left there goes out without a span of our own
@@ -137,7 +138,9 @@ class Sender:
                     self._spool.adopt()
             if self._closing_at is None:
                 return True
-            return bool(self._waiting()) and not self._down and time.monotonic() < self._closing_at
+            # A backend that was away gets one more chance: it may be back since.
+            hopeless, self._last_try = self._down and self._last_try, True
+            return bool(self._waiting()) and not hopeless and time.monotonic() < self._closing_at
 
     def _send_next(self) -> Answer | None:
         """Send the oldest batch; what the answer was, None when there was nothing to send."""

@@ -41,7 +41,7 @@ def trajectory_span(
     attributes: dict[str, Scalar] = {
         names.TRAJECTORY_ID: trajectory_id,
         names.SESSION_ID: names.group_id(tags),
-        names.CONVERSATION_ID: session_id,
+        names.CONVERSATION_ID: names.group_id(tags),
         names.AGENT_NAME: agent_name,
         names.MLFLOW_TRACE_NAME: names.display_name(tags),
         names.WEAVE_DISPLAY_NAME: names.display_name(tags),
