@@ -7,16 +7,20 @@ from dataclasses import dataclass
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.util.types import Attributes
 
 from trackway.tracing import attributes as names
 from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
+MAX_ROOTS = 100
+"""In one request: MLflow 3.17 links none of the traces to the run when there are more, and answers 200."""
+
 DEFAULT_EXPERIMENT = "0"
 """MLflow's own default experiment; its endpoint refuses a request that names none."""
 
-_SPAN_OVERHEAD = 100
-_VALUE_OVERHEAD = 8
+_SPAN, _LINK_OR_EVENT, _VALUE = 100, 40, 8
+"""Bytes that OTLP spends on each beside its texts, roughly."""
 
 
 @dataclass(frozen=True)
@@ -58,22 +62,36 @@ def routing(backend: TraceBackend, target: TraceTarget, settings: TracingSetting
         TraceBackend.WEAVE: weave,
         TraceBackend.OTLP: mlflow | weave,
     }
-    return {name: value for name, value in wanted[backend].items() if value is not None}
+    # An empty experiment is answered with 200 and drops the spans.
+    return {name: value for name, value in wanted[backend].items() if value}
+
+
+def with_few_roots(spans: Sequence[ReadableSpan]) -> list[list[ReadableSpan]]:
+    """The spans in as few requests as `MAX_ROOTS` allows, in their order."""
+    parts: list[list[ReadableSpan]] = [[]]
+    roots = 0
+    for span in spans:
+        if span.parent is None:
+            roots += 1
+            if roots > MAX_ROOTS:
+                parts.append([])
+                roots = 1
+        parts[-1].append(span)
+    return parts
 
 
 def weight(span: ReadableSpan) -> int:
     """About the bytes of the span in OTLP before compression, without the cost of encoding it."""
-    attributes = sum(map(_pair_weight, (span.attributes or {}).items()))
-    events = sum(
-        40 + len(event.name) + sum(map(_pair_weight, (event.attributes or {}).items())) for event in span.events
-    )
-    return _SPAN_OVERHEAD + len(span.name) + attributes + events + 40 * len(span.links)
+    events = sum(_LINK_OR_EVENT + len(event.name) + _attributes_weight(event.attributes) for event in span.events)
+    return _SPAN + len(span.name) + _attributes_weight(span.attributes) + events + _LINK_OR_EVENT * len(span.links)
 
 
-def _pair_weight(pair: tuple[str, object]) -> int:
-    key, value = pair
-    if isinstance(value, str):
-        size = len(value) if value.isascii() else len(value.encode())
-    else:
-        size = sum(_pair_weight(("", item)) for item in value) if isinstance(value, list | tuple) else 8
-    return len(key) + size + _VALUE_OVERHEAD
+def _attributes_weight(attributes: Attributes) -> int:
+    total = 0
+    for key, value in (attributes or {}).items():
+        total += len(key) + _VALUE
+        if type(value) is str:
+            total += len(value) if value.isascii() else len(value.encode())
+        else:
+            total += _VALUE
+    return total

@@ -25,6 +25,8 @@ class Verdict(Enum):
     TAKEN = auto()
     LATER = auto()
     """The backend is down, slow, busy or broken: send it again."""
+    DOUBTFUL = auto()
+    """A refusal that may be a passing failure: MLflow answers 422 to whatever its store raises."""
     REFUSED = auto()
     """The backend will never take it."""
 
@@ -94,7 +96,7 @@ def _answer(response: httpx.Response, spans: int) -> Answer:
     reason = f"HTTP {response.status_code}: {response.text[:200]}"
     if response.status_code in (408, 429) or response.status_code >= 500:
         return Answer(Verdict.LATER, reason=reason, retry_after_s=_retry_after(response))
-    return Answer(Verdict.REFUSED, reason=reason)
+    return Answer(Verdict.DOUBTFUL if response.status_code == 422 else Verdict.REFUSED, reason=reason)
 
 
 def _taken(body: bytes, spans: int) -> Answer:

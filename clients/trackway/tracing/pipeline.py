@@ -1,6 +1,7 @@
 """From a span that ended to a batch on its way, in a thread of its own: bounded, counted, never waited for."""
 
 import logging
+import os
 import threading
 import time
 from collections import defaultdict, deque
@@ -10,7 +11,8 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter
 
-from trackway.tracing.batch import Batch, encoded, routing, weight
+from trackway.tracing import attributes as names
+from trackway.tracing.batch import Batch, encoded, routing, weight, with_few_roots
 from trackway.tracing.context import current_target
 from trackway.tracing.ledger import current_ledger
 from trackway.tracing.sender import Sender
@@ -29,8 +31,13 @@ class Pipeline(SpanProcessor):
     """
 
     def __init__(
-        self, settings: TracingSettings, senders: Mapping[TraceBackend, Sender], exporter: SpanExporter | None
+        self,
+        service: str,
+        settings: TracingSettings,
+        senders: Mapping[TraceBackend, Sender],
+        exporter: SpanExporter | None,
     ) -> None:
+        self._stamp: dict[str, str | int] = {names.SERVICE: service, names.PROCESS: os.getpid()}
         self._settings = settings
         self._senders = senders
         self._exporter = exporter
@@ -46,7 +53,8 @@ class Pipeline(SpanProcessor):
         self._thread: threading.Thread | None = None
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Nothing to do."""
+        """Say on the span which service and process made it."""
+        span.set_attributes(self._stamp)
 
     def on_end(self, span: ReadableSpan) -> None:
         """Queue the span and put its weight into the open ledger."""
@@ -103,13 +111,14 @@ class Pipeline(SpanProcessor):
         groups: dict[TraceTarget, list[ReadableSpan]] = defaultdict(list)
         for span, target in taken:
             groups[target].append(span)
-        for target, spans in groups.items():
-            try:
-                self._send(spans, target)
-            except Exception:
-                # Whatever it is: the thread must live, and the loss must be known.
-                logger.exception("%d spans could not be encoded", len(spans))
-                self._lose(len(spans))
+        for target, group in groups.items():
+            for spans in with_few_roots(group):
+                try:
+                    self._send(spans, target)
+                except Exception:
+                    # Whatever it is: the thread must live, and the loss must be known.
+                    logger.exception("%d spans could not be encoded", len(spans))
+                    self._lose(len(spans))
         if self._exporter is not None and taken:
             self._exporter.export([span for span, _ in taken])
 

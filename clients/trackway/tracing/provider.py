@@ -13,14 +13,13 @@ from pathlib import Path
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Span, SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanKind, Tracer, TraceState
 from opentelemetry.util.types import Attributes
 
-from trackway.tracing import attributes as names
 from trackway.tracing.context import activated, install, is_kept_root
 from trackway.tracing.endpoint import endpoint
 from trackway.tracing.pipeline import Pipeline, monotonic_deadline
@@ -83,17 +82,6 @@ class KeptRoots(Sampler):
         return "KeptRoots"
 
 
-class _Stamp(SpanProcessor):
-    """Says on each span which service and process made it."""
-
-    def __init__(self, service: str) -> None:
-        self._service = service
-
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        span.set_attribute(names.SERVICE, self._service)
-        span.set_attribute(names.PROCESS, os.getpid())
-
-
 class Tracing:
     """The tracing of one service in one process.
 
@@ -116,7 +104,7 @@ class Tracing:
         self.redact: Redact | None = redact or load_redaction(settings.redact)
         self.root_operations = root_operations
         self._senders = {backend: _sender(backend, service, settings) for backend in settings.usable}
-        self._pipeline = Pipeline(settings, self._senders, exporter)
+        self._pipeline = Pipeline(service, settings, self._senders, exporter)
         self._provider = TracerProvider(
             sampler=ParentBased(root=KeptRoots()),
             id_generator=RandomIds(),
@@ -125,7 +113,6 @@ class Tracing:
             span_limits=SpanLimits(max_links=MAX_LINKS, max_events=MAX_EVENTS),
             shutdown_on_exit=False,
         )
-        self._provider.add_span_processor(_Stamp(service))
         self._provider.add_span_processor(self._pipeline)
         self.tracer: Tracer = self._provider.get_tracer("trackway")
 

@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trackway.tracing.batch import Batch
@@ -23,6 +23,8 @@ MEMORY_BATCHES = 64
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 LOOK_FOR_ORPHANS_S = 30.0
+DOUBTS = 4
+"""Doubtful answers to one batch before it counts as refused."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Sender:
         self._down = False
         self._closing_at: float | None = None
         self._last_try = False
+        self._doubts = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         if spool is not None:  # what another process left there goes out without a span of our own
@@ -146,7 +149,7 @@ class Sender:
         """Send the oldest batch; what the answer was, None when there was nothing to send."""
         stored = self._spool.oldest() if self._spool else None
         if stored is not None:
-            answer = self._endpoint.post(stored[1])
+            answer = self._judged(self._endpoint.post(stored[1]))
             self._settle_stored(*stored, answer)
             return answer
         with self._changed:
@@ -154,13 +157,23 @@ class Sender:
                 return None
             batch = self._memory.popleft()
             self._in_flight = batch.spans
-        answer = self._endpoint.post(batch)
+        answer = self._judged(self._endpoint.post(batch))
         with self._changed:
             self._in_flight = 0
             if answer.verdict is Verdict.LATER:
                 self._memory.appendleft(batch)
             self._settle(batch, answer)
         return answer
+
+    def _judged(self, answer: Answer) -> Answer:
+        """A doubtful answer means later at first, and never when it stays the same."""
+        if answer.verdict is not Verdict.DOUBTFUL:
+            self._doubts = 0
+            return answer
+        self._doubts += 1
+        certain = self._doubts >= DOUBTS
+        self._doubts = 0 if certain else self._doubts
+        return replace(answer, verdict=Verdict.REFUSED if certain else Verdict.LATER)
 
     def _settle_stored(self, path: Path, batch: Batch, answer: Answer) -> None:
         with self._changed:

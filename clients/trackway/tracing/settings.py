@@ -67,8 +67,8 @@ class TracingSettings(BaseModel):
     """Spans waiting to be encoded; beyond it spans are dropped and counted."""
     schedule_delay_s: float = Field(default=1.0, gt=0)
     """Longest time that a span waits for its batch."""
-    export_timeout_s: float = Field(default=10.0, gt=0)
-    """Longest wait for a backend's answer; a slower one counts as down."""
+    export_timeout_s: float = Field(default=30.0, gt=0)
+    """Longest wait for a backend's answer; a slower one counts as down. MLflow waits 20 s for a locked sqlite."""
     spool_dir: Path | None = None
     """Folder for what a backend does not take now; it is sent when the backend is back. None keeps it in memory."""
     max_spool_bytes: int = Field(default=256 * 1024 * 1024, ge=0)

@@ -112,6 +112,25 @@ def test_a_refused_batch_is_counted_and_not_sent_again(sink: Sink) -> None:
     tracing.shutdown(5)
 
 
+def test_a_doubtful_refusal_is_tried_a_few_times_before_it_counts(sink: Sink, tmp_path: Path) -> None:
+    sink.status = 422
+    tracing = Tracing("agent", settings(sink.url, tmp_path))
+    trajectory(tracing)
+    assert tracing.flush(20)
+    assert (sink.asked, tracing.stats().backends["mlflow"].refused) == (4, 2)
+    tracing.shutdown(5)
+
+
+def test_a_request_never_carries_more_roots_than_mlflow_links(sink: Sink) -> None:
+    tracing = Tracing("agent", settings(sink.url, schedule_delay_s=30.0))
+    for number in range(230):
+        trajectory(tracing, number)
+    assert tracing.shutdown(10)
+    roots = [one.spans.count("trajectory") for one in sink.arrived]
+    assert sum(roots) == 230 and max(roots) == 100
+    assert len(sink.spans) == 460
+
+
 def test_spans_that_a_backend_refuses_within_a_200_are_counted(sink: Sink) -> None:
     sink.refuse_spans = 1
     tracing = Tracing("agent", settings(sink.url))

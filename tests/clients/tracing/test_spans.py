@@ -73,7 +73,7 @@ def test_the_root_carries_tags_for_both_backends(recorder: Recorder) -> None:
         "mlflow.traceTag.mlflow.traceName": "s3/i17/n2",
         "wandb.display_name": "s3/i17/n2",
         "session.id": "gsm8k/3/17",
-        "gen_ai.conversation.id": "run/3/17/2",
+        "gen_ai.conversation.id": "gsm8k/3/17",
         "mlflow.spanType": "AGENT",
         "weave.span.kind": "agent",
         "agentic.service": "agent",
