@@ -9,6 +9,11 @@ TORCH_BACKEND ?= cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Weave's trace server in an environment of its own: 0.52.35 is one of the last releases that hold the server on sqlite,
+# and 0.53.12 the last that holds the mapping from OpenTelemetry to calls.
+WEAVE := .venv-weave
+WEAVE_SERVER := 0.52.35
+WEAVE_MAPPING := 0.53.12
 CODE := services clients deploy tests examples benchmarks docs
 # A machine that keeps wheels of its own (PIP_FIND_LINKS) has its CPU torch there; others take it from PyTorch's index.
 TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend $(TORCH_BACKEND))
@@ -27,7 +32,7 @@ demo: $(VENV)/.cpu ## Train the tiny model with all five services and MLflow; SE
 ui: $(VENV)/.cpu ## Look at the demo's traces in MLflow.
 	$(BIN)/trackway ui
 
-test: $(VENV)/.dev ## Run the whole test suite; ARGS='-k name' for a part.
+test: $(VENV)/.dev $(WEAVE)/.ready ## Run the whole test suite; ARGS='-k name' for a part.
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a training run.
@@ -45,14 +50,15 @@ format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
 
 lock: $(VENV)/.uv ## Resolve constraints.txt anew.
 	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
+	$(BIN)/uv pip compile tests/weave/requirements.in --python-version 3.11 --no-annotate --no-header --quiet --upgrade -o tests/weave/constraints.txt
 	sed -i -E 's/^(torch==[0-9.]+)\+cpu$$/\1/' constraints.txt
 
 picture: $(VENV)/.cpu ## Make the README's pictures from the last demo (needs Chromium).
 	$(INSTALL) --editable '.[pictures]'
 	$(BIN)/python docs/pictures.py
 
-clean: ## Remove the environment and every output.
-	rm -rf $(VENV) outputs
+clean: ## Remove the environments and every output.
+	rm -rf $(VENV) $(WEAVE) outputs
 
 $(VENV)/.uv:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "expected Python 3.11 to 3.13, got $$($(PYTHON) --version); set PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -69,3 +75,14 @@ $(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
 	@echo "installing the development set (first time: a minute or two)"
 	$(INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/.cpu
+
+$(WEAVE)/.ready: tests/weave/constraints.txt Makefile | $(VENV)/.uv
+	@echo "installing Weave's trace server for its contract test"
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(WEAVE)
+	$(BIN)/uv pip install --quiet --python $(WEAVE)/bin/python --compile-bytecode --requirement tests/weave/constraints.txt
+	$(BIN)/uv pip install --quiet --python $(WEAVE)/bin/python --no-deps weave==$(WEAVE_SERVER)
+	$(BIN)/uv pip install --quiet --target $(WEAVE)/newer --no-deps weave==$(WEAVE_MAPPING)
+	rm -r $(WEAVE)/lib/python3*/site-packages/weave/trace_server/opentelemetry
+	mv $(WEAVE)/newer/weave/trace_server/opentelemetry $(WEAVE)/lib/python3*/site-packages/weave/trace_server/
+	rm -r $(WEAVE)/newer
+	@touch $@

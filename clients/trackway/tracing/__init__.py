@@ -1,10 +1,11 @@
 """One trajectory, one trace: plain OpenTelemetry, with the attributes that MLflow and W&B Weave read.
 
 The agent opens `trajectory_span` as a fresh root; `turn_span`, `chat_span`, `tool_span` and `reward_span` join it from
-their own processes through the W3C headers that `inject` writes and `extracted` reads. `rollout_trace_attr` and
-`rollout_trace_op` are the same in verl's spelling, for people's own agent loops.
+their own processes through the W3C headers that `inject` writes and `extracted` reads. `RolloutTraceConfig`,
+`rollout_trace_attr` and `rollout_trace_op` are the same in verl's spelling, for people's own agent loops.
 """
 
+from trackway.tracing.config import RolloutTraceConfig
 from trackway.tracing.context import extracted, inject, token2text
 from trackway.tracing.handle import SpanHandle, add_event, add_incident, truncate
 from trackway.tracing.ledger import Ledger, current_ledger, ledger
@@ -26,6 +27,7 @@ from trackway.tracing.spans import (
 __all__ = [
     "BackendStats",
     "Ledger",
+    "RolloutTraceConfig",
     "SpanHandle",
     "SpanStats",
     "Tracing",

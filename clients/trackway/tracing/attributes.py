@@ -92,6 +92,12 @@ def tag_attributes(tags: Mapping[str, Tag]) -> dict[str, Tag]:
     return {**mlflow, **weave}
 
 
+def measures(values: Mapping[str, float]) -> dict[str, float]:
+    """Numbers of the trainer's spans, such as `agentic.lr`; Weave filters by them too."""
+    shown = {f"agentic.{name}": value for name, value in values.items()}
+    return {**shown, **{WEAVE_ATTRIBUTE + name: value for name, value in values.items()}}
+
+
 def group_id(tags: Tags) -> str:
     """`<experiment>/<step>/<sample_index>`: the GRPO group, which is the session of a trace; `val` marks validation."""
     step = f"val{tags.step}" if tags.validation else str(tags.step)

@@ -70,6 +70,12 @@ def install(tracing: Tracing | None) -> None:
     _installed[:] = [] if tracing is None else [tracing]
 
 
+def uninstall(tracing: Tracing) -> None:
+    """Take the process's default away if it is still this one."""
+    if tracing in _installed:
+        install(None)
+
+
 def tracer() -> trace.Tracer:
     """The active tracer; a no-op one when nothing is active."""
     tracing = active_tracing()

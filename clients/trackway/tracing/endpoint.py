@@ -40,6 +40,8 @@ class Answer:
     """Of a batch that was taken."""
     reason: str = ""
     retry_after_s: float = 0.0
+    answered: bool = True
+    """Whether the backend was there at all."""
 
 
 class Endpoint:
@@ -56,7 +58,7 @@ class Endpoint:
             response = self._http.post(self._url(), content=batch.payload, headers={**self._headers, **batch.headers})
         except Exception as error:
             # Whatever it is, bad URLs and servers that do not start included: it must not end the sender.
-            return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}")
+            return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=False)
         return _answer(response, batch.spans)
 
     def close(self) -> None:

@@ -1,71 +1,136 @@
-"""verl's two names for tracing an agent loop (verl/utils/rollout_trace.py): move a loop over by changing the import."""
+"""verl's two names for tracing an agent loop (verl/utils/rollout_trace.py): move a loop over by changing the import.
+
+Nothing here raises into a rollout, and nothing changes what a traced function returns.
+"""
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from opentelemetry.trace import INVALID_SPAN, get_current_span
+from pydantic import ValidationError
+
+from trackway.tracing import attributes as names
+from trackway.tracing.config import RolloutTraceConfig
+from trackway.tracing.context import active_tracing
 from trackway.tracing.handle import SpanHandle
-from trackway.tracing.spans import operation_span, trajectory_span
+from trackway.tracing.operation import OpenRoot, Operation, open_root, own_target, recorded_call
+from trackway.tracing.payload import plain_number
+from trackway.tracing.safely import Safely
+from trackway.tracing.spans import root_span
 from trackway.wire.trajectory import Tags, trajectory_id
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_OFF = SpanHandle(INVALID_SPAN)
+DEFAULT_EXPERIMENT = "default"
+"""The tag where nobody called `RolloutTraceConfig.init`, as in a service that runs somebody's loop."""
+
 
 @contextmanager
 def rollout_trace_attr(
-    sample_index: int = 0,
-    step: int = 0,
-    rollout_n: int = 0,
+    sample_index: int | None = None,
+    step: int | None = None,
+    rollout_n: int | None = None,
     name: str = "rollout_trace",
     validate: bool = False,
     trace: bool = True,
-    experiment_name: str = "default",
 ) -> Iterator[SpanHandle]:
-    """Open a trajectory: everything traced inside joins its tree; with `trace=False` nothing inside is traced."""
-    tags = Tags(
-        experiment_name=experiment_name,
-        step=step,
-        sample_index=sample_index,
-        rollout_n=rollout_n,
-        validate=validate,
-    )
-    identity = trajectory_id(experiment_name, tags)
-    with trajectory_span(tags, identity, identity, name, [], record=trace) as span:
-        yield span
+    """Open a trajectory, a trace called `name`: everything traced inside joins its tree, whatever process it runs in.
+
+    Its tags are the arguments that are given, `validate`, and the experiment's name. With `trace=False` nothing inside
+    is traced, in any process.
+    """
+    if active_tracing() is None:
+        yield _OFF
+        return
+    given = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n, "validate": validate}
+    record = trace and not _silenced()
+    with Safely(lambda: _trajectory(given, name, record)) as span:
+        outer = open_root.get()
+        open_root.set(OpenRoot(span))
+        try:
+            yield span
+        finally:
+            open_root.set(outer)
 
 
 def rollout_trace_op(function: Callable[P, R]) -> Callable[P, R]:
-    """Trace each call of a function or method, sync or async: arguments without `self`, result, exception."""
-    signature = inspect.signature(function)
+    """Trace each call of a function or method, sync or async: arguments without `self`, result, exception.
 
-    def arguments(*args: P.args, **kwargs: P.kwargs) -> dict[str, object]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        return {key: value for key, value in bound.arguments.items() if key != "self"}
+    With token2text also `prompt_text` and `response_text`, where `self.tokenizer` decodes them. A generator function is
+    given back as it is.
+    """
+    if isinstance(function, staticmethod | classmethod):
+        return type(function)(rollout_trace_op(function.__func__))  # pyright: ignore[reportReturnType]
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        return function  # pyright: ignore[reportReturnType]
+    operation = Operation(function)
 
     if inspect.iscoroutinefunction(function):
 
         @wraps(function)
         async def traced_async(*args: P.args, **kwargs: P.kwargs) -> object:
-            with operation_span(function.__qualname__) as span:
-                if span.recording:
-                    span.inputs(arguments(*args, **kwargs))
+            if not _recorded():
+                return await function(*args, **kwargs)
+            with recorded_call(operation, args, kwargs) as call:
                 result = await function(*args, **kwargs)
-                span.outputs(result)
+                call.give(result, await call.texts_aside(result))
                 return result
 
         return traced_async  # pyright: ignore[reportReturnType]  a coroutine function keeps R = Coroutine
 
     @wraps(function)
     def traced(*args: P.args, **kwargs: P.kwargs) -> R:
-        with operation_span(function.__qualname__) as span:
-            if span.recording:
-                span.inputs(arguments(*args, **kwargs))
+        if not _recorded():
+            return function(*args, **kwargs)
+        with recorded_call(operation, args, kwargs) as call:
             result = function(*args, **kwargs)
-            span.outputs(result)
+            call.give(result, call.texts(result))
             return result
 
     return traced
+
+
+def _recorded() -> bool:
+    """Whether a span that begins here would be kept."""
+    tracing = active_tracing()
+    if tracing is None:
+        return False
+    current = get_current_span().get_span_context()
+    return current.trace_flags.sampled if current.is_valid else tracing.root_operations
+
+
+def _silenced() -> bool:
+    """Whether we stand inside a trace that is not recorded: `trace=False`, or a caller that does not sample."""
+    current = get_current_span().get_span_context()
+    return current.is_valid and not current.trace_flags.sampled
+
+
+def _trajectory(given: Mapping[str, object], name: str, record: bool) -> AbstractContextManager[SpanHandle]:
+    experiment = RolloutTraceConfig.get_instance().experiment_name or DEFAULT_EXPERIMENT
+    tags = {key: _tag(value) for key, value in given.items() if value is not None}
+    tags["experiment_name"] = experiment
+    shown = {names.AGENT_NAME: name, names.MLFLOW_TRACE_NAME: name, **_identity(tags)}
+    return root_span(name, tags, shown, record, own_target())
+
+
+def _tag(value: object) -> names.Tag:
+    """In its own type, as Weave compares by type; a number of numpy is a number."""
+    plain = plain_number(value)
+    return plain if isinstance(plain, str | bool | int | float) else str(plain)
+
+
+def _identity(tags: Mapping[str, names.Tag]) -> dict[str, str]:
+    """The group as the session, and the trajectory as the conversation, as far as the tags say which they are."""
+    try:
+        complete = Tags.model_validate({"rollout_n": 0, **tags})
+    except ValidationError:
+        return {}
+    session = {names.SESSION_ID: names.group_id(complete)}
+    if "rollout_n" not in tags:
+        return session
+    return {**session, names.CONVERSATION_ID: trajectory_id(complete.experiment_name, complete)}

@@ -5,7 +5,6 @@ checks and direct REST calls leave no junk traces, and a caller's own sampled tr
 """
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from opentelemetry.util.types import Attributes
 
 from trackway.tracing.context import activated, install, is_kept_root
 from trackway.tracing.endpoint import endpoint
+from trackway.tracing.mlflow_endpoint import MlflowEndpoint
 from trackway.tracing.pipeline import Pipeline, monotonic_deadline
 from trackway.tracing.redaction import Redact, load_redaction
 from trackway.tracing.sender import BackendStats, Sender
@@ -143,20 +143,15 @@ class Tracing:
         deadline = monotonic_deadline(deadline_s)
         encoded = self._pipeline.force_flush(int(deadline_s * 1000))
         self._provider.shutdown()
-        results: dict[str, bool] = {}
-        closing = [
-            threading.Thread(target=lambda one=one: results.update({one.name: one.close(deadline)}), daemon=True)
-            for one in self._senders.values()
-        ]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join(max(0.0, deadline - monotonic_deadline(0)) + 1.0)
-        return encoded and len(results) == len(self._senders) and all(results.values())
+        # One after the other, as each goes on sending until it is closed; no threads, which Python 3.12 does not start
+        # while the interpreter ends.
+        closed = [sender.close(deadline) for sender in self._senders.values()]
+        return encoded and all(closed)
 
 
 def _sender(backend: TraceBackend, service: str, settings: TracingSettings) -> Sender:
     spool = None
     if settings.spool_dir is not None:
         spool = Spool(Path(settings.spool_dir) / backend.value, service, settings.max_spool_bytes)
-    return Sender(backend.value, endpoint(backend, settings), spool)
+    to = MlflowEndpoint(settings) if backend is TraceBackend.MLFLOW else endpoint(backend, settings)
+    return Sender(backend.value, to, spool)

@@ -23,6 +23,8 @@ MEMORY_BATCHES = 64
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 LOOK_FOR_ORPHANS_S = 30.0
+PATIENCE = 3
+"""Answers that say later to one stored batch before the others get their turn."""
 DOUBTS = 4
 """Doubtful answers to one batch before it counts as refused."""
 
@@ -55,6 +57,7 @@ class Sender:
         self._closing_at: float | None = None
         self._last_try = False
         self._doubts = 0
+        self._put_off = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         if spool is not None:  # what another process left there goes out without a span of our own
@@ -177,9 +180,19 @@ class Sender:
 
     def _settle_stored(self, path: Path, batch: Batch, answer: Answer) -> None:
         with self._changed:
-            if answer.verdict is not Verdict.LATER and self._spool is not None:
-                self._spool.remove(path)
+            if self._spool is not None:
+                self._settle_file(self._spool, path, answer)
             self._settle(batch, answer)
+
+    def _settle_file(self, spool: Spool, path: Path, answer: Answer) -> None:
+        if answer.verdict is not Verdict.LATER:
+            self._put_off = 0
+            spool.remove(path)
+        elif answer.answered:
+            self._put_off += 1
+            if self._put_off >= PATIENCE:
+                self._put_off = 0
+                spool.postpone(path)
 
     def _settle(self, batch: Batch, answer: Answer) -> None:
         if answer.verdict is Verdict.LATER:

@@ -134,12 +134,12 @@ def reward_span(name: str) -> Iterator[SpanHandle]:
 
 
 @contextmanager
-def operation_span(name: str) -> Iterator[SpanHandle]:
+def operation_span(name: str, target: TraceTarget | None = None) -> Iterator[SpanHandle]:
     """One traced function of a user's own agent loop; a trace of its own where the tracing keeps such roots."""
     tracing = active_tracing()
     alone = not trace.get_current_span().get_span_context().is_valid
     if alone and tracing is not None and tracing.root_operations:
-        with root_span(name, {}, {}, record=True, kind=SpanKind.OPERATION) as handle:
+        with root_span(name, {}, {names.MLFLOW_TRACE_NAME: name}, True, target, SpanKind.OPERATION) as handle:
             yield handle
         return
     with child_span(name, SpanKind.OPERATION, {}) as handle:

@@ -87,6 +87,15 @@ class Spool:
             self._sizes.pop(path, None)
         path.unlink(missing_ok=True)
 
+    def postpone(self, path: Path) -> None:
+        """Put a batch behind all others: one that a backend cannot digest must not keep the rest from it."""
+        with self._guard:
+            last = self._folder / f"{self._next:08d}-{_spans(path)}.otlp"
+            with contextlib.suppress(OSError):
+                path.rename(last)
+                self._next += 1
+                self._sizes[last] = self._sizes.pop(path)
+
     def adopt(self) -> int:
         """Take over what processes left that are gone; how many batches that was."""
         found = 0

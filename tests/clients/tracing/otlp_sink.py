@@ -31,6 +31,8 @@ class Sink:
     status: int = 200
     refuse_spans: int = 0
     """Of each request, by OTLP's partial success."""
+    poison: str = ""
+    """A request with a span of this name is always answered 500."""
     arrived: list[Arrived] = field(default_factory=list)
     asked: int = 0
     """Requests, those included that were not taken."""
@@ -59,11 +61,13 @@ def _handler(sink: Sink) -> type[BaseHTTPRequestHandler]:
             sink.asked += 1
             sink.open.wait(60)
             reply = ExportTraceServiceResponse()
-            if sink.status == 200:
-                sink.arrived.append(_parsed(self.path, dict(self.headers.items()), body))
+            got = _parsed(self.path, dict(self.headers.items()), body)
+            status = 500 if sink.poison in got.spans else sink.status
+            if status == 200:
+                sink.arrived.append(got)
                 reply.partial_success.rejected_spans = sink.refuse_spans
             answer = reply.SerializeToString()
-            self.send_response(sink.status)
+            self.send_response(status)
             self.send_header("content-length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)

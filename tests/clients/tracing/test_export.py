@@ -16,6 +16,8 @@ from trackway.wire.trajectory import Tags
 
 EVERYWHERE = TraceTarget(backends=tuple(TraceBackend), mlflow_experiment_id="7", weave_project="team/gsm8k")
 
+TAGS = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=0)
+
 
 @pytest.fixture
 def sink():
@@ -90,6 +92,34 @@ def test_a_backend_that_is_away_costs_nothing_and_gets_everything_when_it_is_bac
     assert (len(sink.spans), stats.ended, stats.lost) == (100, 100, 0)
     assert stats.backends["mlflow"].spool_bytes == 0
     tracing.shutdown(5)
+
+
+def test_what_waited_on_disk_is_sent_in_its_order(tmp_path: Path) -> None:
+    port = free_port()
+    tracing = Tracing("agent", settings(f"http://127.0.0.1:{port}", tmp_path))
+    numbered(tracing, range(6))
+    with running_sink(port) as sink:
+        assert tracing.shutdown(20)
+    assert [name for name in sink.spans if name != "trajectory"] == [f"turn {number}" for number in range(6)]
+
+
+def test_a_batch_that_a_backend_cannot_digest_does_not_keep_the_others_from_it(sink: Sink, tmp_path: Path) -> None:
+    sink.status = 503
+    tracing = Tracing("agent", settings(sink.url, tmp_path))
+    numbered(tracing, range(4))
+    sink.poison, sink.status = "turn 0", 200
+    until(lambda: len(sink.spans) == 6)
+    until(lambda: tracing.stats().backends["mlflow"].waiting == 2)
+    sink.poison = ""
+    assert tracing.shutdown(20)
+
+
+def numbered(tracing: Tracing, numbers: range) -> None:
+    """A trajectory with a turn of each number, each in a batch of its own."""
+    for number in numbers:
+        with tracing.activate(), trajectory_span(TAGS, "t", "t", "agent", [], True), turn_span(number):
+            pass
+        tracing.flush(0.1)
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 408])

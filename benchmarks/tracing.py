@@ -1,0 +1,219 @@
+"""What tracing costs: the caller, the store, and a run; each beside its named peer, in one run.
+
+    .venv/bin/python benchmarks/tracing.py caller             ours, @mlflow.trace (async), weave.op (with .venv-weave)
+    .venv/bin/python benchmarks/tracing.py store [--postgres] spans per second into MLflow
+    .venv/bin/python benchmarks/tracing.py run                trajectories per second: traced not at all, sampled, all
+
+Two shared cores: wall and CPU are given side by side, contenders take turns, and medians are compared.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import httpx
+import psutil
+from tracing_contenders import CONTENDERS, ours, trajectory_of_eight_spans
+
+from trackway.deploy.preflight import free_port
+
+CALLS = 300
+ROUNDS = 5
+PAUSE_S = 0.005
+"""Between trajectories, so that exporters work in the background, as they do beside a rollout."""
+STORED = 400
+
+
+@contextlib.contextmanager
+def process(command: Sequence[str], url: str, log: Path, deadline_s: float = 240.0) -> Iterator[psutil.Process]:
+    """A server that answers at `url`, until the block ends."""
+    with log.open("wb") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **_QUIET})
+    try:
+        end = time.monotonic() + deadline_s
+        while not _answers(url):
+            if server.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"{command[0]} did not start: {log.read_text()[-1500:]}")
+            time.sleep(0.2)
+        yield psutil.Process(server.pid)
+    finally:
+        for one in [*psutil.Process(server.pid).children(recursive=True), server]:
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                one.terminate()
+        server.wait(30)
+
+
+_QUIET = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+
+
+def _answers(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url, timeout=5.0, trust_env=False).status_code == 200
+    return False
+
+
+@contextlib.contextmanager
+def mlflow_server(folder: Path, store: str | None = None) -> Iterator[tuple[str, psutil.Process]]:
+    """A real MLflow server; sqlite in WAL mode unless a store is given."""
+    import sqlite3
+
+    if store is None:
+        with contextlib.closing(sqlite3.connect(folder / "mlflow.db")) as database:
+            database.execute("PRAGMA journal_mode=wal")
+    port = free_port()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", store or f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    uri = f"http://127.0.0.1:{port}"
+    with process(command, f"{uri}/health", folder / "mlflow.log") as server:
+        yield uri, server
+
+
+@contextlib.contextmanager
+def weave_server(folder: Path) -> Iterator[str | None]:
+    """Weave's own trace server code, when `make test` has built its environment; else None."""
+    root = Path(__file__).parents[1]
+    python = root / ".venv-weave" / "bin" / "python"
+    if not python.exists():
+        yield None
+        return
+    port = free_port()
+    script = root / "tests" / "weave" / "trace_server.py"
+    url = f"http://127.0.0.1:{port}"
+    command = [str(python), str(script), str(folder / "weave.db"), str(port), "0123456789" * 4]
+    with process(command, f"{url}/server_info", folder / "weave.log"):
+        yield url
+
+
+def cpu_s(root: psutil.Process) -> float:
+    """CPU seconds of a process and its living children."""
+    total = 0.0
+    for one in [root, *root.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            times = one.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def caller() -> None:
+    """Wall and CPU that a 5-span trajectory costs whoever makes it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with mlflow_server(folder) as (uri, _), weave_server(folder) as weave_url:
+            urls = {"ours": uri, "mlflow": uri, "weave": weave_url}
+            rounds: dict[str, list[dict[str, float]]] = {name: [] for name, url in urls.items() if url}
+            for _ in range(ROUNDS):
+                for contender, results in rounds.items():
+                    results.append(_measured(contender, str(urls[contender])))
+    middle = {name: _medians(results) for name, results in rounds.items()}
+    for name, one in middle.items():
+        ratio = one["p50_ms"] / middle["ours"]["p50_ms"], one["cpu_ms"] / middle["ours"]["cpu_ms"]
+        print(
+            f"{name:7} p50 {one['p50_ms']:6.3f} ms  p99 {one['p99_ms']:7.3f} ms  CPU {one['cpu_ms']:6.3f} ms"
+            f"   {ratio[0]:5.1f}x wall, {ratio[1]:5.1f}x CPU of ours"
+        )
+
+
+def _measured(contender: str, url: str) -> dict[str, float]:
+    command = [sys.executable, __file__, "_caller", contender, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode:
+        raise SystemExit(f"{contender}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _medians(results: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(one[key] for one in results) for key in results[0]}
+
+
+def measure_caller(contender: str, url: str) -> None:
+    """In a process of its own: the cost of each of `CALLS` trajectories, printed as JSON."""
+    trajectory, flush = CONTENDERS[contender](url)
+    for number in range(20):
+        trajectory(number)
+    flush()
+    walls: list[float] = []
+    started = time.process_time()
+    for number in range(CALLS):
+        began = time.perf_counter()
+        trajectory(number)
+        walls.append((time.perf_counter() - began) * 1000)
+        time.sleep(PAUSE_S)
+    flush()
+    cpu = (time.process_time() - started) * 1000 / CALLS
+    walls.sort()
+    print(json.dumps({"p50_ms": walls[CALLS // 2], "p99_ms": walls[CALLS * 99 // 100], "cpu_ms": cpu}))
+
+
+def store(postgres: bool) -> None:
+    """Spans per second until everything is stored, and the server's CPU for it."""
+    with tempfile.TemporaryDirectory() as name, mlflow_server(Path(name)) as (uri, server):
+        _report_store("sqlite", *_stored(uri, server))
+    if postgres:
+        from tracing_postgres import postgres_store
+
+        with (
+            tempfile.TemporaryDirectory() as name,
+            postgres_store() as url,
+            mlflow_server(Path(name), url) as (uri, server),
+        ):
+            _report_store("postgres", *_stored(uri, server))
+
+
+def _stored(uri: str, server: psutil.Process) -> tuple[float, float, int]:
+    tracing = ours(uri)
+    trajectory_of_eight_spans(tracing, 0)
+    tracing.flush(60)
+    cpu, began, before = cpu_s(server), time.perf_counter(), tracing.stats().ended
+    for number in range(STORED):
+        trajectory_of_eight_spans(tracing, number)
+    if not tracing.flush(300):
+        raise SystemExit(f"not stored within 300 s: {tracing.stats()}")
+    wall, spans = time.perf_counter() - began, tracing.stats().ended - before
+    if tracing.stats().lost:
+        raise SystemExit(f"spans were lost: {tracing.stats()}")
+    return spans / wall, (cpu_s(server) - cpu) * 1000 / STORED, spans
+
+
+def _report_store(name: str, rate: float, cpu_ms: float, spans: int) -> None:
+    print(f"{name:9} {rate:6.0f} spans/s   {cpu_ms:5.1f} ms server CPU per 8-span trajectory   ({spans} spans)")
+
+
+def main() -> None:
+    """Run the part that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    parts.add_parser("caller")
+    parts.add_parser("store").add_argument("--postgres", action="store_true", help="Debian's PostgreSQL too")
+    parts.add_parser("run").add_argument("--rounds", type=int, default=12)
+    hidden = parts.add_parser("_caller")
+    hidden.add_argument("contender")
+    hidden.add_argument("url")
+    given = parser.parse_args()
+    if given.part == "run":
+        from tracing_run import measure
+
+        measure(given.rounds)
+        return
+    chosen: dict[str, Callable[[], None]] = {
+        "caller": caller,
+        "store": lambda: store(given.postgres),
+        "_caller": lambda: measure_caller(given.contender, given.url),
+    }
+    chosen[given.part]()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""MLflow's address, with experiments by name: a name becomes an id when a batch is sent, not when a run begins.
+
+So nobody waits for a server that is down or still starting, and a batch that lay on disk goes where it was meant to.
+"""
+
+from dataclasses import replace
+from urllib.parse import quote, unquote
+
+import httpx
+
+from trackway.tracing import attributes as names
+from trackway.tracing import local_mlflow
+from trackway.tracing.batch import Batch
+from trackway.tracing.endpoint import Answer, Endpoint, Verdict, _answer, _mlflow_credentials
+from trackway.tracing.settings import TracingSettings
+
+_BY_NAME = "name:"
+
+
+def experiment_by_name(name: str) -> str:
+    """What settings and targets say instead of an experiment's id, which exists only once a server was asked."""
+    return _BY_NAME + quote(name, safe="")  # it travels in headers, which take ASCII only
+
+
+class MlflowEndpoint(Endpoint):
+    """Sends batches to the server behind `settings.mlflow_uri`; makes the experiments that they name."""
+
+    def __init__(self, settings: TracingSettings) -> None:
+        self._server = lambda: local_mlflow.server_uri(settings.mlflow_uri or "")
+        self._credentials = _mlflow_credentials()
+        self._experiments: dict[str, str] = {}
+        super().__init__(lambda: f"{self._server()}/v1/traces", self._credentials, settings.export_timeout_s)
+
+    def post(self, batch: Batch) -> Answer:
+        """Send one batch to the experiment it names; never raises."""
+        wanted = batch.headers.get(names.MLFLOW_EXPERIMENT_HEADER, "")
+        if not wanted.startswith(_BY_NAME):
+            return super().post(batch)
+        known = wanted in self._experiments
+        answer = self._post_to(wanted, batch)
+        if known and answer.reason.startswith("HTTP 404"):
+            del self._experiments[wanted]  # another database stands behind the address now
+            return self._post_to(wanted, batch)
+        return answer
+
+    def _post_to(self, wanted: str, batch: Batch) -> Answer:
+        try:
+            if wanted not in self._experiments:
+                self._experiments[wanted] = self._get_or_create(unquote(wanted.removeprefix(_BY_NAME)))
+        except httpx.HTTPStatusError as error:
+            return _answer(error.response, batch.spans)
+        except Exception as error:
+            # Whatever it is, a server that does not start included: it must not end the sender.
+            return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}")
+        addressed = {**batch.headers, names.MLFLOW_EXPERIMENT_HEADER: self._experiments[wanted]}
+        return super().post(replace(batch, headers=addressed))
+
+    def _get_or_create(self, name: str) -> str:
+        """The experiment's id; of many that make it at once one succeeds, and the others find it."""
+        found = self._get(name)
+        if found is None:
+            made = self._ask("POST", "create", json={"name": name})
+            if "RESOURCE_ALREADY_EXISTS" not in made.text:
+                return str(made.raise_for_status().json()["experiment_id"])
+            found = self._get(name)
+        if found is None or found["lifecycle_stage"] != "active":
+            raise ValueError(f"MLflow experiment {name!r} is deleted: restore it, or choose another project_name")
+        return str(found["experiment_id"])
+
+    def _get(self, name: str) -> dict[str, object] | None:
+        reply = self._ask("GET", "get-by-name", params={"experiment_name": name})
+        return None if reply.status_code == 404 else reply.raise_for_status().json()["experiment"]
+
+    def _ask(self, method: str, call: str, **content: dict[str, str]) -> httpx.Response:
+        url = f"{self._server()}/api/2.0/mlflow/experiments/{call}"
+        return self._http.request(method, url, headers=self._credentials, **content)  # pyright: ignore[reportArgumentType]
