@@ -39,7 +39,7 @@ def _ours(url: str) -> Contender:
         identity = f"benchmark/1/17/{number}"
         with (
             tracing.activate(),
-            trajectory_span(tags, identity, identity, "tool_agent", messages, record=True) as root,
+            trajectory_span(tags, identity, "tool_agent", messages, record=True) as root,
         ):
             with turn_span(0):
                 with chat_span("model", params) as chat:
@@ -62,7 +62,7 @@ def trajectory_of_eight_spans(tracing: Tracing, number: int) -> None:
     params, messages = SamplingParams(), [Message(role="user", content=QUESTION)]
     tags = Tags(experiment_name="benchmark", step=1, sample_index=17, rollout_n=number)
     identity = f"benchmark/1/17/{number}"
-    with tracing.activate(), trajectory_span(tags, identity, identity, "tool_agent", messages, record=True) as root:
+    with tracing.activate(), trajectory_span(tags, identity, "tool_agent", messages, record=True) as root:
         for index in range(2):
             with turn_span(index):
                 with chat_span("model", params) as chat:

@@ -53,7 +53,7 @@ class Services:
         """One traced trajectory of one turn."""
         tags = Tags(experiment_name=RUN, step=step, sample_index=7, rollout_n=rollout_n)
         name, messages = f"{RUN}/{step}/7/{rollout_n}", [Message(role="user", content="What is 6*9?")]
-        with self.all["agent"].activate(), trajectory_span(tags, name, name, "tool_agent", messages, True) as root:
+        with self.all["agent"].activate(), trajectory_span(tags, name, "tool_agent", messages, True) as root:
             headers: dict[str, str] = {}
             with turn_span(0):
                 add_event("retry", attempt=2, url="http://rollout")

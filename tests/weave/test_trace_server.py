@@ -23,7 +23,7 @@ def export(settings: TracingSettings, project: str | None, key: str | None, body
 
 def root() -> AbstractContextManager[SpanHandle]:
     tags = Tags(experiment_name="refused", step=1, sample_index=0, rollout_n=0)
-    return trajectory_span(tags, "refused/1/0/0", "refused/1/0/0", "tool_agent", [], record=True)
+    return trajectory_span(tags, "refused/1/0/0", "tool_agent", [], record=True)
 
 
 @pytest.fixture

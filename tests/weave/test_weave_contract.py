@@ -48,7 +48,7 @@ class Services:
         headers: dict[str, str] = {}
         with (
             self.all["agent"].activate(),
-            trajectory_span(tags, identity, identity, "tool_agent", MESSAGES, True, target) as root,
+            trajectory_span(tags, identity, "tool_agent", MESSAGES, True, target) as root,
         ):
             with turn_span(0):
                 inject(headers)

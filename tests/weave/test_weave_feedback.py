@@ -31,7 +31,8 @@ def roots(weave_server: TracingSettings) -> list[str]:
     assert tracing.shutdown(30)
     background = Background("feedback")
     assert weave_server.weave_project and weave_server.weave_api_key
-    weave = WeaveFeedback(weave_server.weave_url, weave_server.weave_project, weave_server.weave_api_key, background)
+    project, key = weave_server.weave_project, weave_server.weave_api_key
+    weave = WeaveFeedback(weave_server.weave_url, project, key, background, patience_s=10.0)
     weave.submit(
         [
             Assessment("", ids[0], {"reward": 1.0, "advantage": 0.5, "fate": "used"}),
@@ -39,7 +40,7 @@ def roots(weave_server: TracingSettings) -> list[str]:
         ]
     )
     background.close(30)
-    weave._http.close()
+    weave.close()
     assert (background.failed, background.dropped) == (0, 0)
     return ids
 
@@ -47,7 +48,7 @@ def roots(weave_server: TracingSettings) -> list[str]:
 def trajectory(tracing: Tracing, rollout_n: int) -> str:
     tags = Tags(experiment_name="gsm8k_grpo", step=3, sample_index=17, rollout_n=rollout_n)
     identity = f"gsm8k_grpo/3/17/{rollout_n}"
-    with tracing.activate(), trajectory_span(tags, identity, identity, "tool_agent", [], True) as root:
+    with tracing.activate(), trajectory_span(tags, identity, "tool_agent", [], True) as root:
         with turn_span(0):
             pass
         set_outcome(root)

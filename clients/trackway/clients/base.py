@@ -2,7 +2,7 @@
 
 Every call has a deadline, which is passed on as `x-request-deadline`; every POST has an `Idempotency-Key`, so that
 asking again is safe. Retried are failures of the transport, errors whose code says retryable, and 5xx without our error
-body (Ray Serve's own, when a replica dies). A retry is an event on the current span.
+body (Ray Serve's own, when a replica dies). A retry is an incident: an event on the current span, and in the ledger.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import weakref
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Self, TypeVar
 
 import httpx
@@ -25,8 +26,9 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from trackway.tracing import add_event, current_ledger, inject
-from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
+from trackway.clients.failures import NotOurs, error_of, incident_of, reason_of, worth_retrying
+from trackway.tracing import add_incident, current_ledger, inject
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT
 
 M = TypeVar("M", bound=BaseModel)
@@ -77,10 +79,6 @@ class CallPolicy:
     """Longest pause before a retry."""
     max_in_flight: int = 256
     """Requests of one client at once; the others wait here, where a deadline ends their wait."""
-
-
-class _NotOurs(Exception):
-    """A 5xx that no service of ours made."""
 
 
 _shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
@@ -174,7 +172,7 @@ class ServiceClient:
         content = None if body is None else body.model_dump_json().encode()
         try:
             async with asyncio.timeout(deadline.remaining):
-                async for attempt in self._retrying():
+                async for attempt in self._retrying(path):
                     with attempt:
                         headers = _headers(session_id, key, deadline)
                         return await self._once(method, path, content, headers, deadline)
@@ -183,7 +181,7 @@ class ServiceClient:
                 f"{method} {self.base_url}{path}: no answer before the deadline; allow more time or look at /ready"
             )
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
-        except (httpx.TransportError, _NotOurs) as error:
+        except (httpx.TransportError, NotOurs) as error:
             raise self._unavailable(method, path, error) from error
         raise AssertionError("tenacity returns or raises")
 
@@ -226,25 +224,25 @@ class ServiceClient:
         except TimeoutError as error:
             message = f"{method} {self.base_url}{path}: the stream did not end before the deadline; allow more time"
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
-        except (httpx.TransportError, _NotOurs) as error:
+        except (httpx.TransportError, NotOurs) as error:
             raise self._unavailable(method, path, error) from error
 
     def _timeout(self, deadline: Deadline) -> httpx.Timeout:
         read = max(0.001, min(self.policy.read_s, deadline.remaining))
         return httpx.Timeout(read, connect=min(self.policy.connect_s, read), pool=read)
 
-    def _retrying(self) -> AsyncRetrying:
+    def _retrying(self, path: str) -> AsyncRetrying:
         return AsyncRetrying(
             stop=stop_after_attempt(self.policy.attempts),
             wait=wait_random_exponential(self.policy.backoff_s, self.policy.max_backoff_s),
-            retry=retry_if_exception(_worth_retrying),
-            before_sleep=self._tell,
+            retry=retry_if_exception(worth_retrying),
+            before_sleep=partial(self._tell, self.base_url + path),
             reraise=True,
         )
 
-    def _tell(self, state: RetryCallState) -> None:
+    def _tell(self, url: str, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        add_event("retry", url=self.base_url, attempt=state.attempt_number, error=repr(error))
+        add_incident(incident_of(error), url=url, attempt=state.attempt_number, reason=reason_of(error))
 
     def _unavailable(self, method: str, path: str, error: Exception) -> TrackwayError:
         message = (
@@ -252,24 +250,6 @@ class ServiceClient:
             f"({type(error).__name__}: {error}); is the service up? `trackway status` says"
         )
         return TrackwayError(ErrorCode.UNAVAILABLE, message)
-
-
-def _worth_retrying(error: BaseException) -> bool:
-    if isinstance(error, TrackwayError):
-        return error.retryable
-    return isinstance(error, httpx.TransportError | _NotOurs)
-
-
-def error_of(response: httpx.Response) -> Exception:
-    """The error that a non-2xx answer means."""
-    try:
-        return TrackwayError.from_reply(ErrorReply.model_validate_json(response.content))
-    except ValidationError:
-        text = f"HTTP {response.status_code}: {response.text[:200]}"
-    if response.status_code >= 500 or response.status_code == 408:
-        return _NotOurs(text)
-    message = f"{response.request.method} {response.request.url}: {text}; is this a Trackway service?"
-    return TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
 
 def _take_receipt(response: httpx.Response) -> None:

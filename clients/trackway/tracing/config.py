@@ -188,11 +188,12 @@ def _weave_project(project_name: str) -> str:
 def _spool_dir(settings: TracingSettings) -> Path | None:
     """A folder of this user and these addresses; a later process that sends to them adopts what is left in it."""
     addresses = repr((settings.mlflow_uri, settings.weave_api_key and settings.weave_url, settings.otlp_endpoint))
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    folder = state / "trackway" / "spool" / hashlib.sha256(addresses.encode()).hexdigest()[:16]
+    name = hashlib.sha256(addresses.encode()).hexdigest()[:16]
     try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        folder = state / "trackway" / "spool" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # no home, or not ours
         logger.warning("traces that a backend does not take now are kept in memory only: %s", error)
         return None
     return folder

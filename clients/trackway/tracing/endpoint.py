@@ -56,6 +56,8 @@ class Endpoint:
         """Send one batch; never raises."""
         try:
             response = self._http.post(self._url(), content=batch.payload, headers={**self._headers, **batch.headers})
+        except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
+            return Answer(Verdict.REFUSED, reason=f"{type(error).__name__}: {error}")  # headers that HTTP cannot carry
         except Exception as error:
             # Whatever it is, bad URLs and servers that do not start included: it must not end the sender.
             return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=False)
@@ -71,7 +73,7 @@ def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
     timeout_s = settings.export_timeout_s
     if backend is TraceBackend.MLFLOW:
         uri = settings.mlflow_uri or ""
-        return Endpoint(lambda: f"{local_mlflow.server_uri(uri)}/v1/traces", _mlflow_credentials(), timeout_s)
+        return Endpoint(lambda: f"{local_mlflow.server_uri(uri)}/v1/traces", mlflow_credentials(), timeout_s)
     if backend is TraceBackend.WEAVE:
         key = settings.weave_api_key.get_secret_value() if settings.weave_api_key else ""
         url = f"{settings.weave_url.rstrip('/')}/otel/v1/traces"
@@ -80,7 +82,7 @@ def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
     return Endpoint(lambda: receiver, settings.otlp_headers, timeout_s)
 
 
-def _mlflow_credentials() -> dict[str, str]:
+def mlflow_credentials() -> dict[str, str]:
     """MLflow's own variables for a server that asks who is there."""
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")

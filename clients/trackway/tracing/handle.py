@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from trackway.tracing import attributes as names
 from trackway.tracing.context import active_tracing
 from trackway.tracing.ledger import Ledger, current_ledger, note
-from trackway.tracing.redaction import redacted
+from trackway.tracing.redaction import Redact, redacted
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import WeightSpan
 
@@ -131,13 +131,25 @@ def _json(value: object) -> str:
     text = json.dumps(value, default=_plain, ensure_ascii=False)
     if tracing is not None and tracing.redact is not None:
         redact = tracing.redact
-        text = json.dumps(_each_text(json.loads(text), lambda one: redacted(one, redact)), ensure_ascii=False)
+        text = json.dumps(_hidden(json.loads(text), redact), ensure_ascii=False)
     if len(text.encode()) <= max_bytes:
         return text
     plain = json.loads(text)
     fair_share = max(64, max_bytes // max(1, _count_texts(plain)))
     cut = json.dumps(_each_text(plain, lambda one: truncate(one, fair_share)), ensure_ascii=False)
     return cut if len(cut.encode()) <= 2 * max_bytes else json.dumps(truncate(cut, max_bytes), ensure_ascii=False)
+
+
+def _hidden(value: object, redact: Redact, keys: bool = False) -> object:
+    """Texts and numbers, and the names inside of what was passed in: a secret may be any of them."""
+    if isinstance(value, dict):
+        return {redacted(key, redact) if keys else key: _hidden(item, redact, True) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_hidden(item, redact, True) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    hidden = redacted(str(value), redact)
+    return hidden if isinstance(value, str) or hidden != str(value) else value
 
 
 def _count_texts(value: object) -> int:

@@ -37,11 +37,12 @@ class LocalMlflowError(Exception):
     """The local server cannot be had; the message says why, with the end of its log."""
 
 
-def server_uri(uri: str, deadline_s: float = START_DEADLINE_S, linger_s: float = LINGER_S) -> str:
+def server_uri(uri: str, deadline_s: float = START_DEADLINE_S, linger_s: float | None = None) -> str:
     """The address of the server behind an MLflow tracking URI, without a trailing slash.
 
     For a local database it waits up to `deadline_s` seconds for the server, which it starts if need be; while that
-    answers, further calls cost microseconds. `linger_s` counts for a server that this call starts.
+    answers, further calls cost microseconds. A server that this call starts outlives its last user by `linger_s`
+    seconds, by default `LINGER_S`.
 
     Raises:
         ValueError: the URI is neither a server's nor that of a local database.
@@ -53,7 +54,7 @@ def server_uri(uri: str, deadline_s: float = START_DEADLINE_S, linger_s: float =
         return uri.rstrip("/")
     with _guard:
         server = _servers.setdefault(database, _LocalServer(ServerFiles(database)))
-    return server.uri(deadline_s, linger_s)
+    return server.uri(deadline_s, LINGER_S if linger_s is None else linger_s)
 
 
 @cache

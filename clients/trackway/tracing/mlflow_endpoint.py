@@ -11,10 +11,14 @@ import httpx
 from trackway.tracing import attributes as names
 from trackway.tracing import local_mlflow
 from trackway.tracing.batch import Batch
-from trackway.tracing.endpoint import Answer, Endpoint, Verdict, _answer, _mlflow_credentials
+from trackway.tracing.endpoint import Answer, Endpoint, Verdict, _answer, mlflow_credentials
 from trackway.tracing.settings import TracingSettings
 
 _BY_NAME = "name:"
+
+
+class DeletedExperiment(Exception):
+    """An MLflow experiment that takes no spans."""
 
 
 def experiment_by_name(name: str) -> str:
@@ -27,9 +31,12 @@ class MlflowEndpoint(Endpoint):
 
     def __init__(self, settings: TracingSettings) -> None:
         self._server = lambda: local_mlflow.server_uri(settings.mlflow_uri or "")
-        self._credentials = _mlflow_credentials()
+        self._credentials = mlflow_credentials()
         self._experiments: dict[str, str] = {}
         super().__init__(lambda: f"{self._server()}/v1/traces", self._credentials, settings.export_timeout_s)
+        if not (settings.mlflow_uri or "").startswith("http"):
+            self._http.close()
+            self._http = httpx.Client(timeout=settings.export_timeout_s, trust_env=False)  # no proxy on this machine
 
     def post(self, batch: Batch) -> Answer:
         """Send one batch to the experiment it names; never raises."""
@@ -51,7 +58,8 @@ class MlflowEndpoint(Endpoint):
             return _answer(error.response, batch.spans)
         except Exception as error:
             # Whatever it is, a server that does not start included: it must not end the sender.
-            return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}")
+            answered = isinstance(error, DeletedExperiment)
+            return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=answered)
         addressed = {**batch.headers, names.MLFLOW_EXPERIMENT_HEADER: self._experiments[wanted]}
         return super().post(replace(batch, headers=addressed))
 
@@ -64,7 +72,7 @@ class MlflowEndpoint(Endpoint):
                 return str(made.raise_for_status().json()["experiment_id"])
             found = self._get(name)
         if found is None or found["lifecycle_stage"] != "active":
-            raise ValueError(f"MLflow experiment {name!r} is deleted: restore it, or choose another project_name")
+            raise DeletedExperiment(f"{name!r}; restore it, or choose another project_name")
         return str(found["experiment_id"])
 
     def _get(self, name: str) -> dict[str, object] | None:

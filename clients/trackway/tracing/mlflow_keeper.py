@@ -103,6 +103,7 @@ def main() -> int:
         print(f"another MLflow server for {files.database} runs already", flush=True)
         return TAKEN
     os.set_inheritable(lock, False)
+    os.chdir(files.folder)  # `-m` would import a user's own mlflow.py from the working directory
     if given.detach and os.fork():
         return 0
     os.ftruncate(lock, 0)

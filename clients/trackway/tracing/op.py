@@ -20,7 +20,7 @@ from trackway.tracing.operation import OpenRoot, Operation, open_root, own_targe
 from trackway.tracing.payload import plain_number
 from trackway.tracing.safely import Safely
 from trackway.tracing.spans import root_span
-from trackway.wire.trajectory import Tags, trajectory_id
+from trackway.wire.trajectory import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -114,7 +114,7 @@ def _trajectory(given: Mapping[str, object], name: str, record: bool) -> Abstrac
     experiment = RolloutTraceConfig.get_instance().experiment_name or DEFAULT_EXPERIMENT
     tags = {key: _tag(value) for key, value in given.items() if value is not None}
     tags["experiment_name"] = experiment
-    shown = {names.AGENT_NAME: name, names.MLFLOW_TRACE_NAME: name, **_identity(tags)}
+    shown = {names.AGENT_NAME: name, names.MLFLOW_TRACE_NAME: name, **_group(tags)}
     return root_span(name, tags, shown, record, own_target())
 
 
@@ -124,13 +124,10 @@ def _tag(value: object) -> names.Tag:
     return plain if isinstance(plain, str | bool | int | float) else str(plain)
 
 
-def _identity(tags: Mapping[str, names.Tag]) -> dict[str, str]:
-    """The group as the session, and the trajectory as the conversation, as far as the tags say which they are."""
+def _group(tags: Mapping[str, names.Tag]) -> dict[str, str]:
+    """The GRPO group, which is the session and Weave's thread, when the tags say which it is."""
     try:
-        complete = Tags.model_validate({"rollout_n": 0, **tags})
+        group = names.group_id(Tags.model_validate({"rollout_n": 0, **tags}))
     except ValidationError:
         return {}
-    session = {names.SESSION_ID: names.group_id(complete)}
-    if "rollout_n" not in tags:
-        return session
-    return {**session, names.CONVERSATION_ID: trajectory_id(complete.experiment_name, complete)}
+    return {names.SESSION_ID: group, names.CONVERSATION_ID: group}

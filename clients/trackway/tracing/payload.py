@@ -13,6 +13,9 @@ from itertools import islice
 
 from pydantic import BaseModel
 
+from trackway.tracing.context import active_tracing
+from trackway.tracing.redaction import redacted
+
 MAX_ITEMS = 512
 """Of one list or mapping; the rest is counted."""
 MAX_VALUES = 4096
@@ -97,5 +100,7 @@ def _leaf(value: object) -> object:
 
 def _text(value: str) -> str:
     if len(value) > HUGE_TEXT:
+        tracing = active_tracing()
+        value = redacted(value, tracing.redact if tracing else None)  # before a secret is cut in two
         value = f"{value[:KEPT_OF_HUGE]}[truncated {len(value) - KEPT_OF_HUGE} characters]"
     return value if value.isascii() else value.encode(errors="replace").decode()

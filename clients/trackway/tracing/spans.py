@@ -26,7 +26,6 @@ _UNSAMPLED = NonRecordingSpan(SpanContext(trace_id=1, span_id=1, is_remote=False
 def trajectory_span(
     tags: Tags,
     trajectory_id: str,
-    session_id: str,
     agent_name: str,
     messages: Sequence[Message],
     record: bool | None,

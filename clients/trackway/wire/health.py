@@ -6,6 +6,21 @@ from trackway.wire.base import WireReply
 from trackway.wire.rollout import WeightsReply
 
 
+class SpanCounts(WireReply):
+    """Recorded spans of one process by their fate, since it began; a span for two backends counts at each."""
+
+    ended: int = 0
+    exported: int = 0
+    dropped: int = 0
+    """There was no room for them, or their backend is not known there."""
+    refused: int = 0
+    """The backend will never take them: it said so."""
+    waiting: int = 0
+    """Now, in memory and on disk."""
+    spool_bytes: int = 0
+    """Now, on disk."""
+
+
 class Health(WireReply):
     """A living process and the interpreter it runs on: two replicas that differ here are an installation error."""
 
@@ -17,6 +32,9 @@ class Health(WireReply):
     executable: str
     versions: dict[str, str] = Field(default_factory=dict)
     """Versions of the packages whose mismatch breaks a deployment: trackway, ray, pydantic, fastapi, torch."""
+    trace_backends: list[str] = Field(default_factory=list)
+    """Where this process can send spans: what it lacks nothing for, as far as settings and environment say."""
+    spans: SpanCounts = Field(default_factory=SpanCounts)
 
 
 class Ready(WireReply):

@@ -1,6 +1,7 @@
 """What a caller says about a trace: where it goes, and what may happen on its way."""
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 
@@ -15,6 +16,10 @@ class TraceBackend(StrEnum):
     OTLP = "otlp"
 
 
+HeaderText = Annotated[str, Field(pattern=r"^[\x20-\x7e]{1,1024}$")]
+"""What an HTTP header can carry: a target comes from outside and becomes headers."""
+
+
 class TraceTarget(WireRequest):
     """Where a trace goes and what it carries; services outlive runs, so each trace says it for itself."""
 
@@ -22,14 +27,14 @@ class TraceTarget(WireRequest):
 
     backends: tuple[TraceBackend, ...] = ()
     """One or several; none takes the services' own setting."""
-    mlflow_experiment_id: str | None = None
+    mlflow_experiment_id: HeaderText | None = None
     """MLflow experiment; None takes the services' own setting."""
-    mlflow_run_id: str | None = None
+    mlflow_run_id: HeaderText | None = None
     """MLflow run that the trace belongs to."""
-    weave_project: str | None = Field(default=None, pattern="^[^/]+/[^/]+$")
+    weave_project: HeaderText | None = Field(default=None, pattern="^[^/]+/[^/]+$")
     """`entity/project` of Weave; None takes the services' own setting."""
-    wandb_run_id: str | None = None
-    """W&B run that a Weave trace is linked to."""
+    wandb_run_id: str | None = Field(default=None, pattern="^[^/:]+$")
+    """W&B run that a Weave trace is linked to: the bare id, of a run in the same project."""
     token2text: bool | None = None
     """Put decoded text on spans; None takes the services' own setting."""
 

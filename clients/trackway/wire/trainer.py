@@ -42,6 +42,30 @@ class RunRequest(WireRequest):
     """The run's name and its folder under the outputs; None takes `trainer.experiment_name`."""
 
 
+class TraceSummary(WireReply):
+    """What a run traced, and what became of its spans in every process of the deployment meanwhile."""
+
+    trajectories: int = 0
+    """Traced trajectories, validation included."""
+    bytes: int = 0
+    """Of their spans and of the trainer's own, before compression."""
+    spans_dropped: int = 0
+    """There was no room for them, or a service did not know their backend."""
+    spans_refused: int = 0
+    """A backend said that it will never take them."""
+    spans_waiting: int = 0
+    """Not yet sent when the run ended, or now."""
+    spool_bytes: int = 0
+    """Of those, on disk."""
+    unknown: list[str] = Field(default_factory=list)
+    """Services that did not say what became of their spans."""
+
+    @property
+    def spans_lost(self) -> int:
+        """Spans that some backend will never have."""
+        return self.spans_dropped + self.spans_refused
+
+
 class RunInfo(WireReply):
     """Where a run stands."""
 
@@ -58,6 +82,8 @@ class RunInfo(WireReply):
     """MLflow's id of this run."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """The newest value of each metric."""
+    traces: TraceSummary | None = None
+    """None when the run traces nothing."""
 
 
 class RunList(WireReply):

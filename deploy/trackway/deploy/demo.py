@@ -11,6 +11,8 @@ from pydantic import BaseModel
 from trackway.deploy import plot, traces, train
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import Deployment, UpSettings
+from trackway.deploy.traces import rules
+from trackway.deploy.traces.verify import settle
 from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
 from trackway.trainer.dump import read_trajectories
@@ -115,15 +117,10 @@ def summarise(deployment: Deployment, info: RunInfo, clock: Clock) -> Summary:
 
 def count_complete(mlflow_uri: str, experiment_id: str, traced: list[Trajectory]) -> int:
     """How many traced trajectories are whole trees in MLflow; waits for the last spans, up to a deadline."""
-    expected = {f"tr-{one.trace_id}": one for one in traced}
-    deadline = time.monotonic() + TRACES_DEADLINE_S
-    while True:
-        found = traces.search(mlflow_uri, [experiment_id], limit=len(expected) + 1000)
-        complete = sum(
-            not traces.missing_parts(trace, one.turns)
-            for trace in found
-            if (one := expected.get(trace.info.trace_id)) is not None
-        )
-        if complete == len(expected) or time.monotonic() > deadline:
-            return complete
-        time.sleep(1.0)
+    store = traces.MlflowStore(mlflow_uri, [experiment_id])
+    return len(traced) - len(settle(store, traced, TRACES_DEADLINE_S, _whole))
+
+
+def _whole(tree: traces.TraceTree | None, one: Trajectory) -> list[str]:
+    """Here, on one machine, each of the five services also has processes of its own."""
+    return [*rules.gaps(tree, one), *(rules.shared_processes(tree) if tree else [])]

@@ -1,24 +1,22 @@
-"""A local MLflow server: sqlite in WAL mode, one worker, no background jobs."""
+"""A local MLflow server that runs until it is stopped: the tracing's own keeper, on a port that is known before."""
 
-import sqlite3
-import sys
-from contextlib import closing
 from pathlib import Path
 
 from trackway.deploy import processes
+from trackway.deploy.errors import UserError
 from trackway.deploy.processes import ProcessRecord
+from trackway.tracing import local_mlflow
 
 
 def start(folder: Path, port: int) -> ProcessRecord:
-    """Start `mlflow server` on 127.0.0.1; it creates and migrates its database itself.
+    """Start MLflow on 127.0.0.1 for `<folder>/mlflow.db`; the server that workers started there makes way.
 
-    WAL: in sqlite's default mode one slow reader blocks every writer. No jobs: nine processes and 1.6 GB less.
+    Raises:
+        UserError: the database has a server already that was started like this one, or that does not end.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     database = folder.resolve() / "mlflow.db"
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute("PRAGMA journal_mode=wal")
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{database}", "--artifacts-destination", str(folder / "artifacts")]
-    env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    return processes.start("mlflow", command, env, folder / "server.log")
+    try:
+        files = local_mlflow.make_way(database)
+    except local_mlflow.LocalMlflowError as error:
+        raise UserError(str(error)) from error
+    return processes.start("mlflow", local_mlflow.keeper_command(database, port), {}, files.log)

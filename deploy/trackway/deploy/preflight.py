@@ -15,6 +15,7 @@ def check(settings: UpSettings) -> None:
     _check_exists(settings.config, "Ray Serve config", "give --config")
     _check_exists(settings.model_path / "config.json", "model", "give --model-path a Hugging Face folder")
     _check_memory(settings.min_memory_gb)
+    _check_mlflow(settings)
     for option, port in _ports(settings).items():
         check_port(option, port)
 
@@ -32,13 +33,20 @@ def _ports(settings: UpSettings) -> dict[str, int]:
         "--dashboard-port": settings.dashboard_port,
         "--ray-port": settings.ray_port,
     }
-    return ports if settings.mlflow_uri else {**ports, "--mlflow-port": settings.mlflow_port}
+    return {**ports, "--mlflow-port": settings.mlflow_port} if settings.mlflow_database else ports
 
 
 def _check_not_running(outputs: Path) -> None:
     deployment = Deployment.load(outputs)
     if deployment and any(process.find() for process in deployment.processes):
         raise UserError(f"services of {outputs} run already at {deployment.base_url}; stop them with `trackway down`")
+
+
+def _check_mlflow(settings: UpSettings) -> None:
+    try:
+        _ = settings.mlflow_database
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _check_exists(path: Path, what: str, remedy: str) -> None:

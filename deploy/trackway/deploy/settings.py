@@ -1,11 +1,16 @@
 """What `trackway up` is told, and the record of what it started."""
 
+import os
 from pathlib import Path
 
 from pydantic import BaseModel, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from trackway.deploy.processes import ProcessRecord
+from trackway.tracing.mlflow_uri import local_database
+
+SPOOL = "spool"
+"""In the outputs folder: traces that their backend did not take yet."""
 
 
 def bundled(relative: str) -> Path:
@@ -33,12 +38,23 @@ class UpSettings(BaseSettings):
     """Port of Ray's control store; 0 takes a free one."""
     mlflow_port: int = Field(default=5000, ge=0, le=65535)
     """Port of the MLflow server that is started; 0 takes a free one."""
-    mlflow_uri: str | None = None
-    """An MLflow server that runs already; none is started then."""
+    mlflow_uri: str | None = Field(default_factory=lambda: os.environ.get("MLFLOW_TRACKING_URI") or None)
+    """MLflow: a server that runs already, or a local `sqlite:///file.db` or folder, for which a server is started; None
+    is a database in the outputs. From MLFLOW_TRACKING_URI."""
     min_memory_gb: float = 3.0
     """Refuse to start with less available memory."""
     start_timeout_s: float = 240.0
     """Longest wait for everything to run."""
+
+    @property
+    def mlflow_database(self) -> Path | None:
+        """Database of the MLflow server that is started; None when one runs already.
+
+        Raises ValueError when `mlflow_uri` is neither a server's address nor a local database.
+        """
+        if self.mlflow_uri is None:
+            return self.outputs.resolve() / "mlflow" / "mlflow.db"
+        return local_database(self.mlflow_uri)
 
 
 class Deployment(BaseModel):

@@ -7,8 +7,11 @@ from pathlib import Path
 
 from trackway.clients import TrainerClient, run
 from trackway.deploy.errors import UserError
-from trackway.deploy.settings import Deployment
+from trackway.deploy.settings import SPOOL, Deployment
+from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
+from trackway.trainer.trace_check import require, weave_project
+from trackway.wire.tracing import TraceBackend
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 
 Show = Callable[[RunInfo], None]
@@ -25,6 +28,16 @@ def start_run(deployment: Deployment, config: RunConfig, name: str | None = None
         config = config.model_copy(update={"trackway": own})
     request = RunRequest(config=config.model_dump(mode="json"), run=name)
     return run(_client(deployment).start(request))
+
+
+def check_backends_here(config: RunConfig) -> None:
+    """Raise TrackwayError for a trace backend that services started from this environment could not send to.
+
+    MLflow is not among them: a start brings its own.
+    """
+    weave_project(config)
+    wanted = config.actor_rollout_ref.rollout.trace.backend
+    require(wanted, [TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
 
 
 def resume_run(deployment: Deployment, name: str) -> RunInfo:
@@ -56,6 +69,27 @@ def stop_run(deployment: Deployment, name: str, show: Show) -> RunInfo:
         return await _until_ended(deployment, name, show, STOP_DEADLINE_S)
 
     return run(stop())
+
+
+def trace_losses(info: RunInfo, outputs: Path) -> list[str]:
+    """A sentence for each way in which spans of the run are not where they should be; none when all arrived."""
+    traces = info.traces
+    if traces is None:
+        return []
+    said = []
+    if traces.spans_lost:
+        parts = {"found no room": traces.spans_dropped, "were refused by a backend": traces.spans_refused}
+        reasons = ", ".join(f"{count} {how}" for how, count in parts.items() if count)
+        said.append(f"{traces.spans_lost} spans lost: {reasons}; the services' logs say why")
+    if traces.spool_bytes:
+        size = f"{traces.spool_bytes / 1e6:.1f} MB"
+        where = outputs / SPOOL
+        said.append(f"{size} of traces wait on disk in {where} and are sent when the backend is back and services run")
+    elif traces.spans_waiting:
+        said.append(f"{traces.spans_waiting} spans were still on their way when the run ended")
+    if traces.unknown:
+        said.append(f"what became of their spans was not to be learned from: {', '.join(traces.unknown)}")
+    return said
 
 
 async def _until_ended(deployment: Deployment, name: str, show: Show, deadline_s: float | None) -> RunInfo:

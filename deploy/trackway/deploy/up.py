@@ -13,8 +13,9 @@ import httpx
 from trackway.deploy import mlflow_server, preflight, processes, ray_cluster, serve_config
 from trackway.deploy.errors import UserError
 from trackway.deploy.interpreters import check_interpreters
+from trackway.deploy.processes import ProcessRecord
 from trackway.deploy.ray_cluster import ServeApi
-from trackway.deploy.settings import Deployment, UpSettings
+from trackway.deploy.settings import SPOOL, Deployment, UpSettings
 
 Report = Callable[[str, str], None]
 """Called with a component's name and what it is doing; `ready` is the last word."""
@@ -57,11 +58,10 @@ def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
     )
     logs = Deployment.path(settings.outputs).parent
     token = ray_cluster.new_token()
-    started = [ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log")]
-    if settings.mlflow_uri is None:
-        started.append(mlflow_server.start(settings.outputs / "mlflow", mlflow_port))
+    # Before Ray: it may be refused, and nothing must be left running then.
+    mlflow_uri, mlflow = _mlflow(settings, mlflow_port)
+    started = [ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log"), *mlflow]
     base_url = f"http://127.0.0.1:{port}"
-    mlflow_uri = settings.mlflow_uri or f"http://127.0.0.1:{mlflow_port}"
     return Deployment(
         base_url=base_url,
         dashboard_url=f"http://127.0.0.1:{dashboard_port}",
@@ -73,6 +73,14 @@ def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
     )
 
 
+def _mlflow(settings: UpSettings, port: int) -> tuple[str, list[ProcessRecord]]:
+    """Its address, and its process unless it runs already."""
+    database = settings.mlflow_database
+    if database is None:
+        return str(settings.mlflow_uri), []
+    return f"http://127.0.0.1:{port}", [mlflow_server.start(database, port)]
+
+
 def _completed(
     config: dict[str, object], settings: UpSettings, base_url: str, port: int, mlflow_uri: str
 ) -> dict[str, object]:
@@ -82,7 +90,11 @@ def _completed(
         config,
         host="127.0.0.1",
         port=port,
-        common={"base_url": base_url, "tracing": {"mlflow_uri": mlflow_uri}},
+        # Keys come to every replica through the environment that Ray was started with, and stand in no file.
+        common={
+            "base_url": base_url,
+            "tracing": {"mlflow_uri": mlflow_uri, "spool_dir": str(settings.outputs / SPOOL)},
+        },
         own={
             "rollout": {"model_path": model_path, "weights_url": weights_url},
             "agent": {"model_path": model_path},
@@ -99,7 +111,7 @@ def _wait_until_ready(deployment: Deployment, settings: UpSettings, report: Repo
     report("ray", "ready")
     api.deploy(deployment.serve_config)
     waiting = set(deployment.services)
-    mlflow_waits = settings.mlflow_uri is None
+    mlflow_waits = settings.mlflow_database is not None
     while waiting or mlflow_waits:
         for process in deployment.processes:
             processes.check_alive(process)
@@ -130,7 +142,7 @@ def _wait(
         _pause(deadline, name, deployment.outputs)
 
 
-def _again(deployment: Deployment) -> processes.ProcessRecord:
+def _again(deployment: Deployment) -> ProcessRecord:
     port = httpx.URL(deployment.dashboard_url).port or 8265
     log = Deployment.path(deployment.outputs).parent / "ray-retry.log"
     return ray_cluster.start(preflight.free_port(), port, deployment.token, log)

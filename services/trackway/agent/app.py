@@ -2,14 +2,14 @@
 
 import importlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import httpx
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from trackway.agent.groups import Groups, checked_rollouts
+from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
 from trackway.agent.services import Services
 from trackway.agent.settings import AgentSettings
@@ -35,7 +35,15 @@ def create_app(
     for module in settings.agent_modules:
         importlib.import_module(module)
     groups = Groups(Services.connect(settings, http))
-    return service_app("agent", settings, routers=[_routes(groups)], tracing=tracing)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await groups.close()
+
+    return service_app("agent", settings, routers=[_routes(groups)], lifespan=lifespan, tracing=tracing)
 
 
 def _routes(groups: Groups) -> APIRouter:
@@ -53,7 +61,9 @@ def _routes(groups: Groups) -> APIRouter:
             message = f"expected one rollout, got {request.rollout_numbers()}; use POST /groups for several"
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
         async with aclosing(groups.start(request)) as trajectories:
-            return await anext(trajectories)
+            async for trajectory in trajectories:
+                return trajectory
+        raise stopping()
 
     @router.get("/agents")
     async def list_agents() -> AgentList:

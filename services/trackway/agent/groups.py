@@ -9,6 +9,9 @@ from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 
+_SLACK_S = 1.0
+"""For the work around a release."""
+
 
 class Groups:
     """Runs the rollouts of every group of this process, at most `max_concurrent_trajectories` at once."""
@@ -17,6 +20,7 @@ class Groups:
         self._services = services
         self._slots = asyncio.Semaphore(services.settings.max_concurrent_trajectories)
         self._tasks: set[asyncio.Task[Trajectory]] = set()
+        self._closed = False
 
     @property
     def running(self) -> int:
@@ -24,11 +28,13 @@ class Groups:
         return len(self._tasks)
 
     def start(self, request: GroupRequest) -> AsyncGenerator[Trajectory, None]:
-        """The asked rollouts, each as it ends; closing the generator cancels those that run.
+        """The asked rollouts, each as it ends; closing the generator aborts those that run, and so does `close`.
 
         Raises:
-            TrackwayError: at once, `unknown_agent` or `invalid_request`.
+            TrackwayError: at once, `unknown_agent`, `invalid_request`, or `unavailable` when the service stops.
         """
+        if self._closed:
+            raise stopping()
         loop = agent_loop(request.sample.agent_name)
         return self._run(loop, request, checked_rollouts(request))
 
@@ -39,11 +45,23 @@ class Groups:
         try:
             for ended in asyncio.as_completed(tasks):
                 yield await ended
+        except asyncio.CancelledError:
+            if not self._closed or _is_cancelled():
+                raise
+            # The service stops: the stream ends early, and its client asks elsewhere for what is missing.
         finally:
             for task in tasks:
-                task.cancel()
+                task.cancel("the group was closed before this rollout ended")
             if any(not task.done() for task in tasks):
                 await asyncio.wait(tasks)
+
+    async def close(self) -> None:
+        """Abort what runs and take nothing more: the process ends. Tools are given back, within their time limit."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel("the agent service stops")
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._services.settings.release_timeout_s + _SLACK_S)
 
     def _spawn(self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int) -> asyncio.Task[Trajectory]:
         task = asyncio.create_task(self._one(loop, request, rollout_n))
@@ -54,6 +72,17 @@ class Groups:
     async def _one(self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int) -> Trajectory:
         async with self._slots:
             return await loop(self._services).run(request, rollout_n)
+
+
+def _is_cancelled() -> bool:
+    """Whether it is the current task that was cancelled, and not one for which it waits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def stopping() -> TrackwayError:
+    """What a client is told that asks a service which stops."""
+    return TrackwayError(ErrorCode.UNAVAILABLE, "this agent replica stops; ask again for the rollouts that are missing")
 
 
 def checked_rollouts(request: GroupRequest) -> list[int]:

@@ -19,13 +19,14 @@ from trackway.agent.episode import Episode
 from trackway.agent.seeds import request_seed
 from trackway.agent.services import Services
 from trackway.agent.toolbox import Toolbox
-from trackway.tracing import SpanHandle, add_event, set_outcome, token2text, trajectory_span
+from trackway.tracing import SpanHandle, add_incident, set_outcome, token2text, trajectory_span
 from trackway.tracing.attributes import STOP_REASON
 from trackway.wire.agent import AgentInfo, GroupRequest
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateChoice, GenerateRequest
+from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Reward, StopReason, Timings, Trajectory
 
 logger = logging.getLogger("trackway.agent")
@@ -35,6 +36,8 @@ Loop = TypeVar("Loop", bound="type[AgentLoop]")
 
 DEFAULT_AGENT = "single_turn_agent"
 """For rows without `agent_name`, as verl's `rollout.agent.default_agent_loop`."""
+
+_ABORTED = "aborted"
 
 _PAUSE_S = 0.2
 """Before a cut generation is continued: its engine is busy with new weights."""
@@ -58,14 +61,19 @@ class AgentLoop(ABC):
         with trajectory_span(
             episode.tags,
             episode.id,
-            episode.id,
             self.agent_name,
             request.sample.prompt,
             request.trace,
             request.trace_target,
         ) as span:
-            await self._live(episode)
-            await self._tell(span, episode)
+            try:
+                await self._live(episode)
+                await self._tell(span, episode)
+            except asyncio.CancelledError:
+                # Nobody waits for the texts; the span itself is marked ERROR by what passes through it.
+                set_outcome(span, _ABORTED)
+                span.outputs(_ending(episode, _ABORTED))
+                raise
         return _with_trace(episode.trajectory(), span)
 
     async def _live(self, episode: Episode) -> None:
@@ -101,7 +109,7 @@ class AgentLoop(ABC):
                 episode.add_generated(choice)
                 if choice.finish_reason != "abort":
                     return choice.finish_reason
-                add_event("generation_cut", tokens=len(choice.token_ids))
+                add_incident(Incident.GENERATION_CUT, tokens=len(choice.token_ids))
                 await asyncio.sleep(_PAUSE_S)
         return "length"
 
@@ -150,23 +158,20 @@ class AgentLoop(ABC):
         span.set(STOP_REASON, episode.stop_reason.value)
         if episode.error is not None:
             span.error(episode.error.message, episode.error.code.value)
-        ending = {
-            "reward": episode.reward.score if episode.reward else None,
-            "num_turns": episode.num_turns,
-            "stop_reason": episode.stop_reason.value,
-            "prompt_tokens": len(episode.prompt_ids),
-            "response_tokens": len(episode.response_ids),
-        }
-        span.outputs({**ending, **await self._texts(episode)})
+        texts = await self._texts(span, episode) if token2text() else {}
+        span.outputs({**_ending(episode, episode.stop_reason.value), **texts})
 
-    async def _texts(self, episode: Episode) -> dict[str, str]:
-        if not token2text():
-            return {}
+    async def _texts(self, span: SpanHandle, episode: Episode) -> dict[str, str]:
         tokens = self.services.tokens
-        return {
-            "response_text": await tokens.text(episode.response_ids),
-            "prompt_text": await tokens.text(episode.prompt_ids),
-        }
+        try:
+            return {
+                "response_text": await tokens.text(episode.response_ids),
+                "prompt_text": await tokens.text(episode.prompt_ids),
+            }
+        except Exception as error:
+            # Ids that the tokenizer does not know must not cost the group its other trajectories.
+            span.event("text_unavailable", reason=f"{type(error).__name__}: {error}")
+            return {}
 
 
 _AGENTS: dict[str, type[AgentLoop]] = {}
@@ -212,6 +217,17 @@ def stopwatch(timings: Timings, activity: Activity) -> Iterator[None]:
         yield
     finally:
         setattr(timings, activity, getattr(timings, activity) + time.perf_counter() - started)
+
+
+def _ending(episode: Episode, stop_reason: str) -> dict[str, float | str | None]:
+    """Where a trajectory stood when it ended, in numbers."""
+    return {
+        "reward": episode.reward.score if episode.reward else None,
+        "num_turns": episode.num_turns,
+        "stop_reason": stop_reason,
+        "prompt_tokens": len(episode.prompt_ids),
+        "response_tokens": len(episode.response_ids),
+    }
 
 
 def _with_trace(trajectory: Trajectory, root: SpanHandle) -> Trajectory:

@@ -18,10 +18,11 @@ from trackway.agent.catalog import Offer
 from trackway.agent.observations import Observation, failed_call, not_run, unknown_function
 from trackway.agent.parser import ParsedCall
 from trackway.clients import Deadline, ToolsClient
-from trackway.tracing import add_event
+from trackway.tracing import add_event, add_incident, token2text
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import ExecuteRequest, InstanceCreated, OneShotRequest, ToolResult
+from trackway.wire.tracing import Incident
 
 logger = logging.getLogger("trackway.agent")
 
@@ -72,7 +73,8 @@ class Toolbox:
 
     async def _answer(self, call: ParsedCall, call_id: str, offer: Offer) -> Observation:
         if call.error is not None:
-            add_event("malformed_call", tool=call.name, message=call.error)
+            # The message quotes what the model wrote.
+            add_event("malformed_call", tool=call.name, **({"message": call.error} if token2text() else {}))
             return Observation(call.error)
         if call.name not in offer.names:
             add_event("unknown_function", tool=call.name)
@@ -81,8 +83,9 @@ class Toolbox:
         try:
             result = await run(call.name, call.arguments, call_id)
         except _CallFailed as failed:
-            add_event("tool_failed", tool=call.name, code=failed.error.code.value, message=failed.error.message)
-            return failed_call(call.name, failed.error.message)
+            error = failed.error
+            add_incident(failed.incident, tool=call.name, code=error.code.value, message=error.message)
+            return failed_call(call.name, error.message)
         return Observation(result.text, result.reward, executed=True)
 
     async def _run_once(self, tool: str, arguments: dict[str, JsonValue], call_id: str) -> ToolResult:
@@ -130,7 +133,8 @@ class Toolbox:
         """Make a lost instance anew and bring it to where the old one was; any other error goes on."""
         if error.code not in _LOST or instance.recreated:
             raise error
-        add_event("instance_lost", tool=instance.tool, code=error.code.value, replayed=len(instance.history))
+        replayed = len(instance.history)
+        add_incident(Incident.INSTANCE_LOST, tool=instance.tool, code=error.code.value, replayed=replayed)
         instance.recreated = True
         instance.created = None
         for earlier in instance.history:
@@ -171,6 +175,7 @@ class Toolbox:
         for instance, outcome in zip(instances, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 logger.warning("%s: %s was not given back: %s", self._session_id, instance.tool, outcome)
+                add_event("not_given_back", tool=instance.tool, reason=str(outcome))
 
     async def _release(self, instance: _Instance, deadline: Deadline) -> None:
         assert instance.created is not None
@@ -192,6 +197,12 @@ class _CallFailed(Exception):
     def __init__(self, error: TrackwayError) -> None:
         super().__init__(error.message)
         self.error = error
+
+    @property
+    def incident(self) -> Incident:
+        """Too slow, or anything else."""
+        too_slow = self.error.code is ErrorCode.DEADLINE_EXCEEDED
+        return Incident.TOOL_TIMEOUT if too_slow else Incident.TOOL_FAILED
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from trackway.reward.scorers import Scorer, ScorerRegistry, method_of
 from trackway.tracing import SpanHandle, reward_span, token2text
+from trackway.tracing.context import active_tracing
+from trackway.tracing.redaction import redacted
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward
@@ -87,8 +89,19 @@ class RewardService:
 def _show_inputs(span: SpanHandle, method: str, request: ScoreRequest) -> None:
     if span.recording:
         shown = {"data_source": request.data_source, "method": method, "ground_truth": request.ground_truth}
-        text = {"solution_end": request.solution_str[-SHOWN_CHARS:]} if token2text() else {}
+        text = {"solution_end": _end_of(request.solution_str)} if token2text() else {}
         span.inputs({**shown, **text})
+
+
+def _end_of(text: str) -> str:
+    """The end of a text, behind a marker for what was cut off."""
+    if len(text) <= SHOWN_CHARS:
+        return text
+    # Redacted before the cut: half of a secret would not be recognised.
+    tracing = active_tracing()
+    text = redacted(text, tracing.redact if tracing else None)
+    missing = len(text[:-SHOWN_CHARS].encode(errors="replace"))
+    return f"[truncated {missing} bytes]{text[-SHOWN_CHARS:]}" if missing else text
 
 
 def _finite(reward: Reward) -> Reward:

@@ -7,7 +7,7 @@ import uuid
 from trackway.rollout.engine import Engine, Generation
 from trackway.rollout.text import TokenText
 from trackway.rollout.weights import WeightWatcher
-from trackway.tracing import SpanHandle, add_event, chat_span, token2text
+from trackway.tracing import SpanHandle, add_incident, chat_span, token2text
 from trackway.wire.health import Ready
 from trackway.wire.rollout import (
     ChoiceLogprobs,
@@ -22,6 +22,7 @@ from trackway.wire.rollout import (
     Usage,
     WeightsReply,
 )
+from trackway.wire.tracing import Incident
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class RolloutService:
         """Continue one prompt with weights of at least the version asked for."""
         with chat_span(self._model, request.sampling_params) as span:
             if self._watcher.behind(request.min_weight_version):
-                add_event("weights_behind", have=self._engine.version, want=request.min_weight_version)
+                have, want = self._engine.version, request.min_weight_version
+                add_incident(Incident.WEIGHTS_BEHIND, have=have, want=want)
             await self._watcher.catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
             generation = await self._engine.generate(request.token_ids, request.sampling_params, request_id)

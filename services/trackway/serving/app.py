@@ -16,9 +16,9 @@ from trackway.serving.idempotency import Idempotency
 from trackway.serving.metrics import RequestMetrics, ServiceMetrics
 from trackway.serving.middleware import BodyLimit, DeadlineLimit, LastResort, TraceContext
 from trackway.serving.settings import ServiceSettings
-from trackway.tracing import Tracing
+from trackway.tracing import SpanStats, Tracing
 from trackway.wire.errors import ErrorReply
-from trackway.wire.health import Health, Ready
+from trackway.wire.health import Health, Ready, SpanCounts
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ReadyCheck = Callable[[], Awaitable[Ready]]
@@ -46,7 +46,7 @@ def service_app(
     app.state.settings = settings
     app.state.tracing = tracing
     metrics = ServiceMetrics(service, tracing)
-    for router in [*routers, _common_routes(service, settings, metrics, ready)]:
+    for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)
     install_error_answers(app)
     # Starlette runs the last one added first.
@@ -77,14 +77,14 @@ def _lifespan(tracing: Tracing, inner: Lifespan | None) -> Lifespan:
 
 
 def _common_routes(
-    service: str, settings: ServiceSettings, metrics: ServiceMetrics, ready: ReadyCheck | None
+    service: str, settings: ServiceSettings, tracing: Tracing, metrics: ServiceMetrics, ready: ReadyCheck | None
 ) -> APIRouter:
     router = APIRouter(tags=["service"])
 
     @router.get("/health", response_model=Health)
     async def health() -> Health:
         """The process lives; says which interpreter and packages it runs on."""
-        return process_health(service, settings.replica)
+        return process_health(service, settings.replica, tracing)
 
     @router.get("/ready", response_model=Ready)
     async def readiness() -> JSONResponse:
@@ -100,8 +100,8 @@ def _common_routes(
     return router
 
 
-def process_health(service: str, replica: str) -> Health:
-    """What this process runs on."""
+def process_health(service: str, replica: str, tracing: Tracing | None = None) -> Health:
+    """What this process runs on, and what became of its spans."""
     versions = {name: found for name in _COMPARED_PACKAGES if (found := _version(name)) is not None}
     return Health(
         service=service,
@@ -110,6 +110,21 @@ def process_health(service: str, replica: str) -> Health:
         python=platform.python_version(),
         executable=sys.executable,
         versions=versions,
+        trace_backends=[one.value for one in tracing.settings.usable] if tracing else [],
+        spans=span_counts(tracing.stats()) if tracing else SpanCounts(),
+    )
+
+
+def span_counts(stats: SpanStats) -> SpanCounts:
+    """The sums over all backends of a process."""
+    backends = stats.backends.values()
+    return SpanCounts(
+        ended=stats.ended,
+        exported=sum(one.exported for one in backends),
+        dropped=stats.dropped + sum(one.dropped for one in backends),
+        refused=sum(one.refused for one in backends),
+        waiting=sum(one.waiting for one in backends),
+        spool_bytes=sum(one.spool_bytes for one in backends),
     )
 
 

@@ -2,6 +2,10 @@
 
 FastAPI's own telemetry is left out on purpose: one span per hop of ours carries the content, and a second one around it
 would only add a row to the tree.
+
+The receipt in `x-trackway-trace` tells the caller what its request added to the trace. It is written where each answer
+passes before idempotency keeps it: errors carry one, and a repeated answer carries that of the run which made it, as a
+client asks again only when it has not seen the first. A streamed answer has none: its headers leave before the work.
 """
 
 import asyncio
@@ -12,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.serving.answers import error_response
-from trackway.tracing import Tracing, extracted, ledger
+from trackway.tracing import Ledger, Tracing, extracted, ledger
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import REQUEST_DEADLINE, TRACE_RECEIPT
 
@@ -20,7 +24,7 @@ logger = logging.getLogger("trackway.serving")
 
 
 class TraceContext:
-    """Continues the caller's trace under this service's tracing, and tells the caller what was added to it."""
+    """Continues the caller's trace under this service's tracing, and sums up what the request adds to it."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self.app = app
@@ -31,17 +35,15 @@ class TraceContext:
             await self.app(scope, receive, send)
             return
         with self.tracing.activate(), extracted(Headers(scope=scope)), ledger() as sums:
-
-            async def with_receipt(message: Message) -> None:
-                if message["type"] == "http.response.start" and (receipt := sums.receipt()):
-                    MutableHeaders(scope=message)[TRACE_RECEIPT] = receipt
-                await send(message)
-
-            await self.app(scope, receive, with_receipt)
+            scope["ledger"] = sums
+            await self.app(scope, receive, send)
 
 
 class LastResort:
-    """Answers 500 `internal` for an exception that nobody handled, logs it once, and never lets it pass."""
+    """Answers 500 `internal` for an exception that nobody handled, logs it once, and never lets it pass.
+
+    All answers leave through here, and so get their receipt here.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -54,7 +56,9 @@ class LastResort:
 
         async def watch(message: Message) -> None:
             nonlocal started
-            started = started or message["type"] == "http.response.start"
+            if message["type"] == "http.response.start":
+                started = True
+                _add_receipt(scope, message)
             await send(message)
 
         try:
@@ -62,13 +66,19 @@ class LastResort:
         except TrackwayError as error:
             if started:
                 raise
-            await error_response(error)(scope, receive, send)
+            await error_response(error)(scope, receive, watch)
         except Exception as error:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if started:
                 raise
             message = f"{type(error).__name__}: {error}; this is a defect of the service, its log has the traceback"
-            await error_response(TrackwayError(ErrorCode.INTERNAL, message))(scope, receive, send)
+            await error_response(TrackwayError(ErrorCode.INTERNAL, message))(scope, receive, watch)
+
+
+def _add_receipt(scope: Scope, start: Message) -> None:
+    sums: Ledger | None = scope.get("ledger")
+    if sums is not None and (receipt := sums.receipt()):
+        MutableHeaders(scope=start)[TRACE_RECEIPT] = receipt
 
 
 class BodyLimit:

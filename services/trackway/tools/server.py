@@ -8,7 +8,7 @@ from trackway.tools.base import BaseTool, ToolLimits
 from trackway.tools.guard import GuardedTool
 from trackway.tools.instances import Instance, InstanceTable
 from trackway.tools.registry import ToolRegistry
-from trackway.tracing import tool_span
+from trackway.tracing import SpanHandle, tool_span
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import TrackwayError
 from trackway.wire.tools import (
@@ -55,12 +55,15 @@ class ToolServer:
     async def execute(self, instance_id: str, request: ExecuteRequest) -> ToolResult:
         """One call, as one span."""
         instance = self._instances.get(instance_id)
-        guard = self._guard(instance)
         with tool_span(instance.tool.name, request.arguments, request.tool_call_id) as span:
-            async with self._instances.held(instance, guard.limits.wait_timeout_s):
-                result = await guard.execute(instance_id, request)
-            span.outputs({"text": result.text, "reward": result.reward})
+            result = await self._execute(instance, request)
+            _show(span, result)
         return result
+
+    async def _execute(self, instance: Instance, request: ExecuteRequest) -> ToolResult:
+        guard = self._guard(instance)
+        async with self._instances.held(instance, guard.limits.wait_timeout_s):
+            return await guard.execute(instance.id, request)
 
     async def reward(self, instance_id: str) -> float:
         """The reward of an instance over its whole life."""
@@ -74,11 +77,18 @@ class ToolServer:
         await self._release(self._instances.get(instance_id))
 
     async def one_shot(self, tool: str, request: OneShotRequest) -> ToolResult:
-        """Create, execute, reward and release; the life's reward comes as the metric `instance_reward`."""
+        """Create, execute, reward and release, as one span; the life's reward comes as the metric `instance_reward`."""
+        self._registry.get(tool)
+        with tool_span(tool, request.arguments, request.tool_call_id) as span:
+            result = await self._whole_life(tool, request)
+            _show(span, result)
+        return result
+
+    async def _whole_life(self, tool: str, request: OneShotRequest) -> ToolResult:
         made = await self.create(CreateInstance(tool=tool, create_kwargs=request.create_kwargs))
         instance = self._instances.get(made.instance_id)
         try:
-            result = await self.execute(instance.id, request)
+            result = await self._execute(instance, request)
             metrics = {**result.metrics, "instance_reward": await self.reward(instance.id)}
         finally:
             await self._quietly(self._release(instance), instance)
@@ -112,3 +122,7 @@ class ToolServer:
 
     def _guard(self, instance: Instance) -> GuardedTool:
         return self._guarded[instance.tool.name]
+
+
+def _show(span: SpanHandle, result: ToolResult) -> None:
+    span.outputs({"text": result.text, "reward": result.reward})

@@ -16,7 +16,7 @@ from trackway.wire.trainer import RunInfo, RunList, RunRequest
 def create_app(settings: TrainerSettings | None = None) -> FastAPI:
     """The service's app; its runs end when it does."""
     settings = settings or TrainerSettings()
-    runs = Runs(Path(settings.outputs_dir), settings.service_urls(), settings.stop_deadline_s)
+    runs = Runs(Path(settings.outputs_dir), settings.service_urls(), settings.stop_deadline_s, settings.tracing)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

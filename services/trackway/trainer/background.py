@@ -1,6 +1,6 @@
 """Jobs that must neither block nor fail training: one thread, a bounded queue, failures counted.
 
-A job that raises NotYet is tried again, after what else is queued, until its patience ends.
+A job that raises NotYet is tried again, after pauses that grow, until its patience ends.
 """
 
 import contextlib
@@ -8,23 +8,26 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 logger = logging.getLogger("trackway.trainer")
 
-RETRY_S = 0.5
-"""Pause between two tries of jobs that are not possible yet."""
+FIRST_PAUSE_S = 0.5
+"""Before a job that is not possible yet is tried again; doubled each time."""
+LONGEST_PAUSE_S = 4.0
 
 
 class NotYet(Exception):
     """The job may succeed later, for example when a trace has arrived."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Job:
     run: Callable[[], object]
     give_up_at: float
+    pause: float = FIRST_PAUSE_S
+    due_at: float = 0.0
 
 
 class Background:
@@ -37,7 +40,8 @@ class Background:
         self.dropped = 0
         """Jobs that found the queue full, or were left when the deadline of `close` passed."""
         self._jobs: queue.Queue[_Job | None] = queue.Queue(capacity)
-        self._pending = 0
+        self.waiting = 0
+        """Jobs that were not possible yet and are tried again."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -55,7 +59,7 @@ class Background:
             self._jobs.put(None, timeout=deadline_s)
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
-            self.dropped += self._jobs.qsize() + self._pending
+            self.dropped += self._jobs.qsize() + self.waiting
         if self.failed or self.dropped:
             logger.warning("%s: %d jobs failed, %d were dropped", self.name, self.failed, self.dropped)
 
@@ -64,21 +68,30 @@ class Background:
         more = True
         while more or early:
             try:
-                job = self._jobs.get(timeout=RETRY_S if early else None)
+                job = self._jobs.get(timeout=_until_due(early))
             except queue.Empty:
-                early = [one for one in early if not self._done(one)]
+                early = [one for one in early if one.due_at > time.monotonic() or not self._done(one)]
             else:
                 if job is None:
                     more = False
                 elif not self._done(job):
-                    early.append(job)
-            self._pending = len(early)
+                    self._keep(job, early)
+            self.waiting = len(early)
+
+    def _keep(self, job: _Job, early: list[_Job]) -> None:
+        if len(early) < self._jobs.maxsize:
+            early.append(job)
+        else:
+            self.dropped += 1
 
     def _done(self, job: _Job) -> bool:
         try:
             job.run()
         except NotYet as error:
-            if time.monotonic() < job.give_up_at:
+            now = time.monotonic()
+            if now < job.give_up_at:
+                job.due_at = min(now + job.pause, job.give_up_at)
+                job.pause = min(LONGEST_PAUSE_S, job.pause * 2)
                 return False
             self._count(error)
         except Exception as error:
@@ -90,3 +103,8 @@ class Background:
         self.failed += 1
         if self.failed == 1:
             logger.warning("%s: %s: %s; later failures are only counted", self.name, type(error).__name__, error)
+
+
+def _until_due(waiting: Sequence[_Job]) -> float | None:
+    """Seconds until the first of them is due; None without any."""
+    return max(0.0, min(one.due_at for one in waiting) - time.monotonic()) if waiting else None

@@ -37,6 +37,9 @@ _SCHEMA = pa.schema(
         ("stop_reason", pa.string()),
         ("num_turns", pa.int64()),
         ("trace_id", pa.string()),
+        ("span_id", pa.string()),
+        ("trace_bytes", pa.int64()),
+        ("incidents", pa.list_(pa.string())),
         ("prompt_ids", pa.list_(pa.int64())),
         ("response_ids", pa.list_(pa.int64())),
         ("response_mask", pa.list_(pa.int64())),
@@ -60,7 +63,7 @@ def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
-    """The trajectories of a file that `write_trajectories` wrote."""
+    """The trajectories of a file that `write_trajectories` wrote; an older one lacks columns, which get defaults."""
     return [_trajectory(record) for record in pq.read_table(path).to_pylist()]
 
 

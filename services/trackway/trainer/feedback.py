@@ -1,53 +1,65 @@
-"""What the trainer knows about a trace and the trace does not: which run it belongs to, its reward, its advantage.
+"""What the trainer knows about a trajectory and its trace does not: reward, advantage, and what became of it.
 
-Links need only ids. Feedback needs the trace to have arrived at MLflow, which takes a second or two after the
-trajectory ended, so it is tried again until its patience ends. All of it happens in the background.
+All of it happens in the background. MLflow takes feedback only for a trace that has arrived, a second or two after the
+trajectory ended, so it is tried again until its patience ends; Weave takes it at any time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from trackway.trainer.background import Background
+from trackway.trainer.fate import Fate, Sorted
 from trackway.wire.trajectory import Trajectory
 
+Value = float | str
 
-class TraceRun(Protocol):
-    """The part of an MLflow run that feedback needs."""
 
-    def link_traces(self, trace_ids: Sequence[str]) -> None:
-        """Make the traces part of the run."""
+@dataclass(frozen=True)
+class Assessment:
+    """Values by name for the trace of one trajectory."""
+
+    trace_id: str
+    """32 hex digits."""
+    span_id: str
+    """16 hex digits: its root span."""
+    values: Mapping[str, Value]
+
+
+class TraceFeedback(Protocol):
+    """A trace backend that keeps feedback."""
+
+    def submit(self, assessments: Sequence[Assessment]) -> None:
+        """Queue the values; returns at once and never raises."""
         ...
 
-    def log_feedback(self, trace_id: str, name: str, value: float) -> None:
-        """Record a value on a trace; raises NotYet while it has not arrived."""
+    def close(self) -> None:
+        """Let go of connections, when nothing is queued any more."""
         ...
 
 
-class Feedback:
-    """Links traced trajectories to the run and records reward and advantage on them."""
+def training_feedback(step: Sorted, advantages: Sequence[float]) -> list[Assessment]:
+    """Reward, advantage and fate of the trajectories that have a trace; `advantages` are those of `step.used`."""
+    left = iter(advantages)
+    by_place = [next(left) if fate is Fate.USED else None for fate in step.fates]
+    return [
+        _assessment(one, {**_reward(one), **_named("advantage", advantage), "fate": fate.value})
+        for one, fate, advantage in zip(step.trajectories, step.fates, by_place, strict=True)
+        if one.trace_id is not None
+    ]
 
-    def __init__(self, run: TraceRun, background: Background, patience_s: float, assessments: bool = True) -> None:
-        self._run = run
-        self._background = background
-        self._patience_s = patience_s
-        self._assessments = assessments
 
-    def record(self, trajectories: Sequence[Trajectory], advantages: Sequence[float] | None = None) -> None:
-        """Queue the links and values of the trajectories that have a trace; returns at once.
+def validation_feedback(trajectories: Sequence[Trajectory]) -> list[Assessment]:
+    """The reward of those that have a trace and a reward."""
+    return [_assessment(one, _reward(one)) for one in trajectories if one.trace_id is not None and one.reward]
 
-        `advantages`, when given, are aligned with `trajectories`.
-        """
-        traced = [(place, one.trace_id) for place, one in enumerate(trajectories) if one.trace_id is not None]
-        if not traced:
-            return
-        ids = [trace_id for _, trace_id in traced]
-        self._background.submit(lambda: self._run.link_traces(ids))
-        for place, trace_id in traced if self._assessments else ():
-            reward = trajectories[place].reward
-            if reward is not None:
-                self._assess(trace_id, "reward", reward.score)
-                if advantages is not None:
-                    self._assess(trace_id, "advantage", advantages[place])
 
-    def _assess(self, trace_id: str, name: str, value: float) -> None:
-        self._background.submit(lambda: self._run.log_feedback(trace_id, name, value), self._patience_s)
+def _assessment(one: Trajectory, values: Mapping[str, Value]) -> Assessment:
+    return Assessment(one.trace_id or "", one.span_id or "", values)
+
+
+def _reward(one: Trajectory) -> dict[str, float]:
+    return _named("reward", None if one.reward is None else one.reward.score)
+
+
+def _named(name: str, value: float | None) -> dict[str, float]:
+    return {} if value is None else {name: value}

@@ -5,10 +5,11 @@ summed over micro-batches. The old logprobs are the sampler's own, so the clippe
 differently computed sampling, and a wrong mask or temperature shows in `training/rollout_logprob_diff_max`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,6 +34,20 @@ CANARY_TOLERANCE = {"bfloat16": 0.25}
 
 class EmptyBatchError(ValueError):
     """No trajectory of a batch can be trained on; the weights are as before."""
+
+
+class StepObserver(Protocol):
+    """Is told of each optimizer step while it happens, and changes nothing."""
+
+    def __call__(self, used: Sequence[Trajectory], /) -> AbstractContextManager[Callable[[dict[str, float]], None]]:
+        """Entered around the step on these trajectories; what it gives is called with the step's metrics."""
+        ...
+
+
+@contextmanager
+def unobserved(used: Sequence[Trajectory]) -> Iterator[Callable[[dict[str, float]], None]]:
+    """Observes nothing."""
+    yield lambda metrics: None
 
 
 class StepOutcome(NamedTuple):
@@ -61,11 +76,11 @@ class Learner:
         )
         self._shuffler = torch.Generator().manual_seed(config.seed)
 
-    def update(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    def update(self, trajectories: Sequence[Trajectory], observe: StepObserver = unobserved) -> dict[str, float]:
         """Trains on one batch and returns its metrics by verl's names.
 
-        Trajectories with an error, without a model token or without a reward are left out and counted.
-        Raises EmptyBatchError when none is left.
+        Trajectories with an error, without a model token or without a reward are left out and counted. `observe` is
+        told which trajectories each optimizer step uses. Raises EmptyBatchError when none is left.
         """
         selection = select(trajectories)
         if not selection.kept:
@@ -78,7 +93,11 @@ class Learner:
         lr = adamw.learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        steps = [self._step(batch.rows(rows)) for rows in self._mini_batches(batch)]
+        steps: list[StepOutcome] = []
+        for rows in self._mini_batches(batch):
+            with observe([selection.kept[row] for row in rows.tolist()]) as report:
+                steps.append(self._step(batch.rows(rows)))
+                report({**steps[-1].metrics, "actor/lr": lr})
         self.updates += 1
         return {
             **batch_metrics(selection, batch),

@@ -12,13 +12,15 @@ async def fit(run: Training) -> RunState:
     """
     version = await run.publish()
     if run.step == 0 and run.plan.val_before_train:
-        await run.log(await run.validate(version))
+        with run.traces.step(0):
+            metrics = await run.validate(version)
+        await run.log(metrics)
     try:
         while not run.finished:
-            with run.clock("step"):
+            with run.one_step():
                 batch = run.next_batch()
                 trajectories = await run.rollout(batch, version)
-                metrics = await run.update(trajectories)
+                metrics = await run.update(trajectories, version)
                 version = await run.publish()
                 if run.validation_is_due:
                     metrics |= await run.validate(version)

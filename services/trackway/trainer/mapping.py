@@ -7,6 +7,7 @@ import torch
 from trackway.trainer.config import RunConfig
 from trackway.trainer.learner_config import LearnerConfig
 from trackway.trainer.rollouts import Ask, Patience
+from trackway.trainer.trace_check import weave_project
 from trackway.trainer.training import Plan
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
@@ -64,11 +65,29 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Plan:
         keep_checkpoints=trainer.max_actor_ckpt_to_keep,
         traced_prompts=config.traced_prompts,
         traced_validation=config.trackway.trace_validation_samples,
+        rollouts=config.actor_rollout_ref.rollout.n,
         validation_n=config.actor_rollout_ref.rollout.val_kwargs.n,
+        max_staleness=config.trackway.max_staleness,
     )
 
 
-def training_ask(config: RunConfig, run: str, experiment_id: str | None) -> Ask:
+def trace_target(config: RunConfig, experiment_id: str | None = None, run_id: str | None = None) -> TraceTarget:
+    """Where the run's traces go, given MLflow's ids when it is on. Raises TrackwayError without a Weave entity.
+
+    A run that names no backend leaves it, and the text on spans, to the services' own setting.
+    """
+    trace = config.actor_rollout_ref.rollout.trace
+    return TraceTarget(
+        backends=trace.backend,
+        mlflow_experiment_id=experiment_id,
+        mlflow_run_id=run_id,
+        weave_project=weave_project(config),
+        wandb_run_id=config.trackway.wandb_run_id,
+        token2text=trace.token2text if trace.backend or trace.token2text else None,
+    )
+
+
+def training_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
     """What every training group has in common."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     turns = rollout.multi_turn
@@ -90,17 +109,17 @@ def training_ask(config: RunConfig, run: str, experiment_id: str | None) -> Ask:
     )
     return Ask(
         run=run,
-        experiment_name=config.trainer.experiment_name,
+        experiment_name=config.trace_experiment,
         n=rollout.n,
         sampling_params=sampling,
         limits=limits,
         default_agent="tool_agent" if turns.enable else rollout.agent.default_agent_loop,
         tools=config.trackway.tools,
-        trace_target=TraceTarget(mlflow_experiment_id=experiment_id, wandb_run_id=config.trackway.wandb_run_id),
+        trace_target=target,
     )
 
 
-def validation_ask(config: RunConfig, run: str, experiment_id: str | None) -> Ask:
+def validation_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
     """What every validation group has in common; greedy unless `val_kwargs.do_sample`."""
     kwargs = config.actor_rollout_ref.rollout.val_kwargs
     sampling = SamplingParams(
@@ -110,7 +129,7 @@ def validation_ask(config: RunConfig, run: str, experiment_id: str | None) -> As
         max_tokens=config.data.max_response_length,
         seed=config.trackway.seed,
     )
-    training = training_ask(config, run, experiment_id)
+    training = training_ask(config, run, target)
     return replace(training, n=kwargs.n, sampling_params=sampling, validation=True)
 
 

@@ -4,10 +4,11 @@ The learner adds its own (`actor/*`, `critic/*`, lengths, turns and tokens).
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Trajectory
 
 Metrics = dict[str, float]
@@ -57,6 +58,12 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
             metrics[f"timing_s/agent_loop/slowest/{activity}"] = getattr(slowest.timings, activity)
         metrics["timing_s/agent_loop/slowest/response_length"] = float(len(slowest.response_ids))
     return metrics
+
+
+def incident_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """How many trajectories each kind of incident happened to, traced or not."""
+    counts = Counter(incident for one in trajectories for incident in set(one.incidents))
+    return {f"agent_loop/incidents/{incident}": float(counts[incident]) for incident in Incident}
 
 
 def tool_calls(trajectory: Trajectory) -> int:

@@ -19,9 +19,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.run_folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.settings import ServiceUrls, handed_over
+from trackway.trainer.trace_check import check_backends
 from trackway.trainer.worker import EXIT_FAILED
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunRequest, RunState
@@ -45,17 +47,28 @@ class _Active:
 class Runs:
     """Every run under one outputs folder, of which one is active at a time. Methods raise TrackwayError."""
 
-    def __init__(self, outputs: Path, services: ServiceUrls, stop_deadline_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        outputs: Path,
+        services: ServiceUrls,
+        stop_deadline_s: float = 120.0,
+        tracing: TracingSettings | None = None,
+    ) -> None:
         self._outputs = outputs
         self._services = services
+        self._tracing = tracing or TracingSettings()
         self._stop_deadline_s = stop_deadline_s
         self._active: dict[str, _Active] = {}
         self._lock = asyncio.Lock()
         self._closing = False
 
     async def start(self, request: RunRequest) -> RunInfo:
-        """Begin a new run; CONFLICT while another is active or when the name is taken."""
+        """Begin a new run; CONFLICT while another is active or when the name is taken.
+
+        INVALID_REQUEST when a service cannot send traces to where the run wants them.
+        """
         config = runnable(resolve(request.config))
+        await check_backends(config, self._services.traced, self._tracing)
         folder = self._folder(request.run or config.trainer.experiment_name)
         async with self._lock:
             self._require_idle()
@@ -66,6 +79,7 @@ class Runs:
     async def resume(self, name: str) -> RunInfo:
         """Go on from the run's last checkpoint; CONFLICT unless it is stopped or failed."""
         folder = self._existing(name)
+        await check_backends(folder.config(), self._services.traced, self._tracing)
         async with self._lock:
             self._require_idle()
             await self._gone(name)
@@ -130,14 +144,14 @@ class Runs:
             await self._gone(name)
 
     async def _spawn(self, folder: RunFolder) -> _Active:
-        threads = str(folder.config().trackway.threads)
+        variables = {"OMP_NUM_THREADS": str(folder.config().trackway.threads), "TOKENIZERS_PARALLELISM": "false"}
         with folder.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "trackway.trainer.worker", str(folder.path), "--lifeline"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"},
+                env={**os.environ, **variables, **handed_over(self._tracing)},
                 start_new_session=True,
             )
         folder.write_pid(process.pid)

@@ -1,8 +1,11 @@
 """Settings of the trainer service: where runs live, and how long a learner may take to stop."""
 
+import os
+
 from pydantic import BaseModel, Field
 
 from trackway.serving import ServiceSettings
+from trackway.tracing import TracingSettings
 
 
 class ServiceUrls(BaseModel):
@@ -14,6 +17,21 @@ class ServiceUrls(BaseModel):
     """Tool server, asked for the tools' schemas when overlong prompts are filtered."""
     weights_url: str
     """Weight store that the rollout replicas pull from."""
+    rollout_url: str | None = None
+    """Rollout service, asked for what became of its spans."""
+    reward_url: str | None = None
+    """Reward service, asked likewise."""
+
+    @property
+    def traced(self) -> dict[str, str]:
+        """URLs of the services that make spans, by name."""
+        urls = {
+            "agent": self.agent_url,
+            "rollout": self.rollout_url,
+            "tools": self.tools_url,
+            "reward": self.reward_url,
+        }
+        return {name: url for name, url in urls.items() if url is not None}
 
 
 class TrainerSettings(ServiceSettings):
@@ -28,4 +46,25 @@ class TrainerSettings(ServiceSettings):
 
     def service_urls(self) -> ServiceUrls:
         """What is handed to a run's process."""
-        return ServiceUrls(agent_url=self.url("agent"), tools_url=self.url("tools"), weights_url=self.weights_url)
+        return ServiceUrls(
+            agent_url=self.url("agent"),
+            tools_url=self.url("tools"),
+            weights_url=self.weights_url,
+            rollout_url=self.url("rollout"),
+            reward_url=self.url("reward"),
+        )
+
+
+_TRACING = "TRACKWAY_WORKER_TRACING"
+
+
+def handed_over(tracing: TracingSettings) -> dict[str, str]:
+    """Environment variables that give a run's own process this tracing; secrets go this way and no other."""
+    key = tracing.weave_api_key
+    plain = tracing.model_dump_json(exclude={"weave_api_key"})
+    return {_TRACING: plain, "WANDB_API_KEY": key.get_secret_value() if key else ""}
+
+
+def taken_over() -> TracingSettings:
+    """The tracing that the service handed over; without one what the environment says."""
+    return TracingSettings.model_validate_json(os.environ.get(_TRACING, "{}"))

@@ -8,17 +8,19 @@ and never a training step.
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from trackway.trainer.background import Background, NotYet
+from trackway.tracing import local_mlflow
+from trackway.trainer.background import Background
+from trackway.trainer.config import RunConfig
+from trackway.trainer.config.compose import leaves
 from trackway.trainer.run_folder import RunFolder
 from trackway.wire.trainer import MetricsRow
 
 logger = logging.getLogger("trackway.trainer")
 
-LINKS_PER_CALL = 100
-"""MLflow refuses more trace ids in one link call."""
 PARAMS_PER_CALL = 100
 """MLflow refuses more params in one batch."""
 
@@ -51,6 +53,24 @@ class FileSink:
         self._folder.append_row(row)
 
 
+@dataclass
+class Tracking:
+    """The run in MLflow, None when that is off, and the queues of what goes there and to Weave."""
+
+    run: "MlflowRun | None"
+    mlflow: Background
+    weave: Background
+
+    def close(self, status: str, deadline_s: float) -> None:
+        """Send what is queued and end the MLflow run with a status, within the deadline."""
+        end = time.monotonic() + deadline_s
+        if self.run is not None:
+            run = self.run
+            self.mlflow.submit(lambda: run.finish(status))
+        for jobs in (self.weave, self.mlflow):
+            jobs.close(max(0.0, end - time.monotonic()))
+
+
 class MlflowSink:
     """Metrics of the MLflow run; `@` in a name becomes `_at_`, which MLflow allows."""
 
@@ -66,21 +86,20 @@ class MlflowSink:
 class MlflowRun:
     """One run of an MLflow experiment, new or gone on with. Every method but the properties is a call to the server.
 
-    Raises mlflow's MlflowException when the server refuses or cannot be reached.
+    A local database is spoken to through the one server that traces go to as well: two would collide. Raises mlflow's
+    MlflowException when the server refuses or cannot be reached, LocalMlflowError when a local one does not start.
     """
 
     def __init__(self, uri: str, experiment: str, name: str, run_id: str | None = None) -> None:
         # mlflow's defaults (7 tries, 120 s each) outlast any deadline of ours; a user's own values are kept.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        import mlflow
         from mlflow import MlflowClient
 
         self.uri = uri
-        mlflow.set_tracking_uri(uri)
-        self._client = MlflowClient(tracking_uri=uri)
-        self.experiment_id: str = self._experiment(experiment)
-        """MLflow's id of the experiment; traces of this run go there too."""
+        self._client = MlflowClient(tracking_uri=local_mlflow.server_uri(uri))
+        self.experiment_id: str = self.experiment(experiment)
+        """MLflow's id of the experiment."""
         self.is_new = run_id is None
         """Whether this run began here, and so needs its params."""
         self.run_id: str = run_id or self._client.create_run(self.experiment_id, run_name=name).info.run_id
@@ -104,38 +123,30 @@ class MlflowRun:
         metrics = [Metric(name.replace("@", "_at_"), value, now, row.step) for name, value in row.data.items()]
         self._client.log_batch(self.run_id, metrics=metrics)
 
-    def link_traces(self, trace_ids: Sequence[str]) -> None:
-        """Make the traces (32 hex digits each) part of the run; they may arrive later."""
-        ids = [f"tr-{trace_id}" for trace_id in trace_ids]
-        for start in range(0, len(ids), LINKS_PER_CALL):
-            self._client.link_traces_to_run(ids[start : start + LINKS_PER_CALL], self.run_id)
-
-    def log_feedback(self, trace_id: str, name: str, value: float) -> None:
-        """Record a value on a trace. Raises NotYet while the trace has not arrived."""
-        import mlflow
-        from mlflow.entities import AssessmentSource
-        from mlflow.exceptions import MlflowException
-
-        source = AssessmentSource(source_type="CODE", source_id="trackway.trainer")
-        try:
-            mlflow.log_feedback(trace_id=f"tr-{trace_id}", name=name, value=value, source=source)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                raise NotYet(f"trace {trace_id} has not arrived at {self.uri}") from error
-            raise
-
     def finish(self, status: str) -> None:
         """End the run: FINISHED, FAILED, or KILLED for one that was stopped."""
         self._client.set_terminated(self.run_id, status=status)
 
-    def _experiment(self, name: str) -> str:
+    def experiment(self, name: str) -> str:
+        """MLflow's id of the experiment of that name, which is made when there is none."""
         found = self._client.get_experiment_by_name(name)
         return self._client.create_experiment(name) if found is None else found.experiment_id
 
 
+def open_tracking(folder: RunFolder, config: RunConfig, default_uri: str | None) -> Tracking:
+    """The run's tracking, whose MLflow ids stand in the run's folder from now on. Blocking."""
+    trainer, jobs = config.trainer, Background("mlflow")
+    uri = config.trackway.mlflow_uri or default_uri
+    run = open_mlflow(uri, trainer.project_name, trainer.experiment_name, folder.info().run_id)
+    if run is not None:
+        folder.update(mlflow_uri=run.uri, experiment_id=run.experiment_id, run_id=run.run_id)
+        if run.is_new:
+            jobs.submit(lambda: run.log_params(leaves(config.model_dump(mode="json"))))
+    return Tracking(run, jobs, Background("weave"))
+
+
 def open_mlflow(uri: str | None, experiment: str, name: str, run_id: str | None) -> MlflowRun | None:
     """The MLflow run, or None, with one line that says why: no URI, or a server that does not answer."""
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         logger.info("MLflow is off: set trackway.mlflow_uri or MLFLOW_TRACKING_URI to switch it on")
         return None

@@ -6,7 +6,8 @@ run, the newest checkpoint and the row of its step agree.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -16,12 +17,21 @@ from pydantic import BaseModel, Field
 from trackway.trainer.checkpoint import save_checkpoint
 from trackway.trainer.dataset import Position, Prompts, traced_positions
 from trackway.trainer.dump import write_trajectories
-from trackway.trainer.feedback import Feedback
+from trackway.trainer.fate import Fate, Sorted, sort_out
 from trackway.trainer.learner import EmptyBatchError, Learner
-from trackway.trainer.metrics import Clock, Metrics, rollout_metrics, throughput, validation_metrics
+from trackway.trainer.metrics import (
+    Clock,
+    Metrics,
+    incident_metrics,
+    rollout_metrics,
+    throughput,
+    validation_metrics,
+)
 from trackway.trainer.publisher import Publisher
 from trackway.trainer.rollouts import Rollouts
 from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.run_traces import RunTraces
+from trackway.trainer.step_trace import shown_metrics
 from trackway.trainer.tracking import Sink
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -59,7 +69,10 @@ class Plan:
     keep_checkpoints: int | None = None
     traced_prompts: int = 0
     traced_validation: int = 0
+    rollouts: int = 1
+    """Of each prompt."""
     validation_n: int = 1
+    max_staleness: int | None = None
 
 
 @dataclass
@@ -75,7 +88,7 @@ class Training:
     learner: Learner
     publisher: Publisher
     sinks: Sequence[Sink]
-    feedback: Feedback | None = None
+    traces: RunTraces
     progress: Progress = field(default_factory=Progress)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     clock: Clock = field(default_factory=Clock)
@@ -107,6 +120,12 @@ class Training:
         """After every `save_freq` steps; the last is saved in any case."""
         return _is_multiple(self.step, self.plan.save_freq)
 
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Time and trace the next step."""
+        with self.clock("step"), self.traces.step(self.step + 1):
+            yield
+
     def next_batch(self) -> list[Sample]:
         """The prompts of the next step; the same ones again until `update` has used them."""
         self.clock.take()
@@ -119,9 +138,11 @@ class Training:
         checkpoint, when every one failed.
         """
         step = self.step + 1
-        traced = traced_positions(self.plan.seed, step, len(batch), self.plan.traced_prompts)
-        with self.clock("gen"):
+        prompts = self.traces.budget.prompts(self.plan.traced_prompts, self.plan.rollouts)
+        traced = traced_positions(self.plan.seed, step, len(batch), prompts)
+        with self._part("rollout", "gen"):
             trajectories = await self._unless_stopped(self.rollouts.collect(batch, step, version, traced))
+        self.traces.received(trajectories)
         await asyncio.to_thread(write_trajectories, self._dump(f"step_{step}"), trajectories)
         try:
             _require_one_success(trajectories, f"step {step}")
@@ -130,38 +151,43 @@ class Training:
             raise
         return trajectories
 
-    async def update(self, trajectories: Sequence[Trajectory]) -> Metrics:
-        """One GRPO update; the learner leaves failed trajectories out. The step is done after it."""
-        with self.clock("update_actor"):
-            metrics = await asyncio.to_thread(self._learn, trajectories)
-        if self.feedback is not None:
-            self.feedback.record(trajectories, self.learner.advantages(trajectories))
+    async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:
+        """One GRPO update of weights `version` on what is neither failed nor stale. The step is done after it."""
+        step = sort_out(trajectories, version, self.plan.max_staleness)
+        with self._part("update_actor"):
+            metrics = await asyncio.to_thread(self._learn, step)
+        self.traces.assess(step, self.learner.advantages(step.used))
         epoch = self.progress.position.epoch
         _, after = self.prompts.take(self.progress.position)
         self.progress = Progress(step=self.step + 1, position=after)
+        self.traces.own.note(weights_before=version, **shown_metrics(metrics))
+        self.traces.own.note(**{fate.value: step.count(fate) for fate in Fate})
         metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
-        return metrics | rollout_metrics(trajectories)
+        return metrics | step.metrics() | rollout_metrics(trajectories) | incident_metrics(trajectories)
 
     async def publish(self) -> int:
         """Publish the learner's weights; the version that rollouts must have from now on."""
-        with self.clock("update_weights"):
-            return await asyncio.to_thread(self.publisher.publish)
+        with self._part("update_weights"):
+            version = await asyncio.to_thread(self.publisher.publish)
+        self.traces.own.note(weights_after=version)
+        return version
 
     async def validate(self, version: int) -> Metrics:
         """Accuracy on the held-out rows; empty without such rows, or when a stop is requested meanwhile."""
         if not self.validation_rows:
             return {}
-        traced = frozenset(range(min(self.plan.traced_validation, len(self.validation_rows))))
+        wanted = min(self.plan.traced_validation, len(self.validation_rows))
+        traced = frozenset(range(self.traces.budget.prompts(wanted, self.plan.validation_n)))
         collecting = self.validation_rollouts.collect(self.validation_rows, self.step, version, traced)
         try:
-            with self.clock("testing"):
+            with self._part("testing"):
                 trajectories = await self._unless_stopped(collecting)
         except StopRequested:
             return {}
+        self.traces.received(trajectories)
         await asyncio.to_thread(write_trajectories, self._dump(f"val_step_{self.step}"), trajectories)
         _require_one_success(trajectories, f"the validation at step {self.step}")
-        if self.feedback is not None:
-            self.feedback.record(trajectories)
+        self.traces.assess_validation(trajectories)
         return validation_metrics(trajectories, self.plan.validation_n)
 
     async def save(self, metrics: Metrics | None = None) -> None:
@@ -170,7 +196,7 @@ class Training:
             return
         if metrics is not None:
             self.progress = self.progress.model_copy(update={"metrics": metrics})
-        with self.clock("save_checkpoint"):
+        with self._part("save_checkpoint"):
             state, keep = self.progress.model_dump(mode="json"), self.plan.keep_checkpoints
             await asyncio.to_thread(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep)
         self.saved_step = self.step
@@ -179,18 +205,26 @@ class Training:
         """Write the row of the newest step, with what the clock measured; nothing for no metrics."""
         if not metrics:
             return
-        data = metrics | self.clock.take()
+        data = metrics | self.clock.take() | self.traces.metrics()
         data |= throughput(data)
         row = MetricsRow(step=self.step, data=data)
         for sink in self.sinks:
             sink.log(row)
-        self.folder.update(step=self.step, metrics=self.folder.info().metrics | data)
+        traces = self.traces.summary()
+        self.folder.update(step=self.step, metrics=self.folder.info().metrics | data, traces=traces)
 
-    def _learn(self, trajectories: Sequence[Trajectory]) -> Metrics:
+    @contextmanager
+    def _part(self, name: str, activity: str = "") -> Iterator[None]:
+        """Trace a part of the step by name and time it as verl's activity, which is the name unless given."""
+        with self.clock(activity or name), self.traces.own.part(name):
+            yield
+
+    def _learn(self, step: Sorted) -> Metrics:
         try:
-            return self.learner.update(trajectories)
+            return self.learner.update(step.used, self.traces.own.optimizer_step)
         except EmptyBatchError as error:
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {error}") from error
+            counts = ", ".join(f"{step.count(fate)} {fate.value}" for fate in Fate)
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {counts}: {error}") from error
 
     def _dump(self, name: str) -> Path:
         return self.folder.path / "trajectories" / f"{name}.parquet"

@@ -2,24 +2,22 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass
 
 from trackway.clients import AgentClient, CallPolicy
 from trackway.clients.weights import WeightStore
-from trackway.trainer.background import Background
 from trackway.trainer.checkpoint import find_latest, load_checkpoint
 from trackway.trainer.config import RunConfig
-from trackway.trainer.config.compose import leaves
 from trackway.trainer.dataset import Prompts, load_samples
-from trackway.trainer.feedback import Feedback
 from trackway.trainer.learner import Learner
 from trackway.trainer.mapping import learner_config, patience, plan, training_ask, validation_ask
 from trackway.trainer.prompt_filter import Fits, prompt_filter
 from trackway.trainer.publisher import Publisher
-from trackway.trainer.rollouts import Rollouts
+from trackway.trainer.rollouts import Ask, Rollouts
 from trackway.trainer.run_folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
-from trackway.trainer.tracking import ConsoleSink, FileSink, MlflowRun, MlflowSink, Sink, open_mlflow
+from trackway.trainer.run_traces import RunTraces
+from trackway.trainer.settings import ServiceUrls, taken_over
+from trackway.trainer.trace_wiring import open_traces, run_target
+from trackway.trainer.tracking import ConsoleSink, FileSink, MlflowSink, Sink, Tracking, open_tracking
 from trackway.trainer.training import Progress, Training
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
@@ -27,27 +25,15 @@ from trackway.wire.trainer import MetricsRow
 logger = logging.getLogger("trackway.trainer")
 
 
-@dataclass
-class Tracking:
-    """The run's MLflow side; None and nothing to close when it is off."""
-
-    run: MlflowRun | None
-    background: Background
-
-    def close(self, status: str, deadline_s: float) -> None:
-        """Send what is queued and end the MLflow run with a status, within the deadline."""
-        if self.run is not None:
-            run = self.run
-            self.background.submit(lambda: run.finish(status))
-        self.background.close(deadline_s)
-
-
 async def build(folder: RunFolder, stop: asyncio.Event) -> tuple[Training, Tracking]:
     """Everything that `fit` needs, at the newest checkpoint when there is one. Raises TrackwayError."""
-    config, services = folder.config(), folder.services()
+    config, services, settings = folder.config(), folder.services(), taken_over()
     fits = await prompt_filter(config, services.tools_url)
-    tracking = await asyncio.to_thread(_tracking, folder, config)
-    training = await asyncio.to_thread(_training, folder, config, services, stop, fits, tracking)
+    tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri)
+    target = await asyncio.to_thread(run_target, config, tracking.run)
+    traces = open_traces(folder, config, target, settings, tracking)
+    await traces.open()
+    training = await asyncio.to_thread(_training, folder, config, services, stop, fits, tracking, traces)
     folder.update(total_steps=training.plan.total_steps, step=training.step)
     return training, tracking
 
@@ -58,7 +44,8 @@ def _training(
     services: ServiceUrls,
     stop: asyncio.Event,
     fits: Fits | None,
-    mlflow: Tracking,
+    tracking: Tracking,
+    traces: RunTraces,
 ) -> Training:
     data, own = config.data, config.trackway
     train = load_samples(data.train_files, data.train_max_samples, fits)
@@ -68,18 +55,21 @@ def _training(
     progress, saved = _resumed(folder, config, learner)
     store = WeightStore(services.weights_url)
     agents = _agent_client(config, services)
-    experiment_id = None if mlflow.run is None else mlflow.run.experiment_id
+
+    def rollouts(ask: Ask) -> Rollouts:
+        return Rollouts(agents, ask, patience(config))
+
     return Training(
         plan=schedule,
         folder=folder,
         prompts=prompts,
-        rollouts=Rollouts(agents, training_ask(config, folder.name, experiment_id), patience(config)),
+        rollouts=rollouts(training_ask(config, folder.name, traces.target)),
         validation_rows=load_samples(data.val_files, data.val_max_samples, fits),
-        validation_rollouts=Rollouts(agents, validation_ask(config, folder.name, experiment_id), patience(config)),
+        validation_rollouts=rollouts(validation_ask(config, folder.name, traces.target)),
         learner=learner,
         publisher=Publisher(store, learner, folder.name, folder.path / "export", own.keep_weights),
-        sinks=_sinks(config, folder, mlflow),
-        feedback=_feedback(config, mlflow),
+        sinks=_sinks(config, folder, tracking),
+        traces=traces,
         progress=progress,
         stop=stop,
         saved_step=progress.step if saved else None,
@@ -116,28 +106,10 @@ def _agent_client(config: RunConfig, services: ServiceUrls) -> AgentClient:
     return AgentClient(services.agent_url, policy=policy)
 
 
-def _tracking(folder: RunFolder, config: RunConfig) -> Tracking:
-    trainer = config.trainer
-    run = open_mlflow(config.trackway.mlflow_uri, trainer.project_name, trainer.experiment_name, folder.info().run_id)
-    background = Background("mlflow")
-    if run is not None:
-        folder.update(mlflow_uri=run.uri, experiment_id=run.experiment_id, run_id=run.run_id)
-        if run.is_new:
-            background.submit(lambda: run.log_params(leaves(config.model_dump(mode="json"))))
-    return Tracking(run, background)
-
-
-def _sinks(config: RunConfig, folder: RunFolder, mlflow: Tracking) -> list[Sink]:
+def _sinks(config: RunConfig, folder: RunFolder, tracking: Tracking) -> list[Sink]:
     sinks: list[Sink] = [FileSink(folder)]
     if "console" in config.trainer.logger:
         sinks.append(ConsoleSink())
-    if mlflow.run is not None:
-        sinks.append(MlflowSink(mlflow.run, mlflow.background))
+    if tracking.run is not None:
+        sinks.append(MlflowSink(tracking.run, tracking.mlflow))
     return sinks
-
-
-def _feedback(config: RunConfig, mlflow: Tracking) -> Feedback | None:
-    if mlflow.run is None:
-        return None
-    own = config.trackway
-    return Feedback(mlflow.run, mlflow.background, own.feedback_deadline_s, assessments=own.feedback)

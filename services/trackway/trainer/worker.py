@@ -23,8 +23,8 @@ from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 
 if TYPE_CHECKING:
+    from trackway.trainer.tracking import Tracking
     from trackway.trainer.training import Training
-    from trackway.trainer.wiring import Tracking
 
 Build: TypeAlias = Callable[[RunFolder, asyncio.Event], Awaitable[tuple["Training", "Tracking"]]]
 Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
@@ -35,6 +35,8 @@ ORPHAN_GRACE_S = 30.0
 """Seconds to save in after the service that started this process is gone."""
 TRACKING_DEADLINE_S = 60.0
 """Longest wait at the end for metrics and feedback that are still on their way to MLflow."""
+TRACES_DEADLINE_S = 10.0
+"""Longest wait at the end for the trainer's own spans, and again for those that wait in the services."""
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -73,6 +75,7 @@ async def _work(folder: RunFolder, lifeline: bool) -> None:
         status = "FINISHED" if state is RunState.FINISHED else "KILLED"
     finally:
         await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
+        folder.update(traces=await training.traces.close(TRACES_DEADLINE_S))
     folder.move(state, "" if state is RunState.FINISHED else f"stopped after step {training.step}; it can be resumed")
 
 

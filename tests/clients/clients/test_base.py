@@ -8,13 +8,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel
 
 from trackway.clients import CallPolicy, Deadline, ServiceClient
-from trackway.tracing import Tracing, TracingSettings, trajectory_span
+from trackway.tracing import Tracing, TracingSettings, ledger, trajectory_span
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tracing import TraceTarget
+from trackway.wire.tracing import Incident, TraceTarget
 from trackway.wire.trajectory import Tags
 
 pytestmark = pytest.mark.anyio
 
+TAGS = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=3)
 FAST = CallPolicy(attempts=3, backoff_s=0.001, max_backoff_s=0.002)
 
 
@@ -107,11 +108,10 @@ async def test_retries_end_at_the_deadline() -> None:
 async def test_deadline_session_and_trace_travel_as_headers() -> None:
     script = Script(OK)
     tracing = Tracing("agent", TracingSettings(), InMemorySpanExporter())
-    tags = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=3)
     deadline = Deadline.after(60)
     with (
         tracing.activate(),
-        trajectory_span(tags, "t", "t", "a", [], record=True, target=TraceTarget(mlflow_experiment_id="9")) as root,
+        trajectory_span(TAGS, "t", "a", [], record=True, target=TraceTarget(mlflow_experiment_id="9")) as root,
     ):
         await client_of(script).call("POST", "/y", reply=Answer, session_id="s", deadline=deadline)
     [request] = script.requests
@@ -121,16 +121,64 @@ async def test_deadline_session_and_trace_travel_as_headers() -> None:
     assert request.headers["baggage"] == "agentic.target=%7B%22mlflow_experiment_id%22%3A%229%22%7D"
 
 
-async def test_a_retry_is_an_event_of_the_span_that_waited() -> None:
+@pytest.mark.parametrize(
+    ("failure", "incident", "reason"),
+    [
+        (httpx.ConnectError("refused"), Incident.REPLICA_LOST, "ConnectError: refused"),
+        (httpx.RemoteProtocolError("disconnected"), Incident.REPLICA_LOST, "RemoteProtocolError: disconnected"),
+        (httpx.Response(500, text="Internal Server Error"), Incident.REPLICA_LOST, "HTTP 500: Internal Server Error"),
+        (httpx.Response(503, text="no replica"), Incident.REPLICA_LOST, "HTTP 503: no replica"),
+        (httpx.Response(408, text="took too long"), Incident.RETRIED, "HTTP 408: took too long"),
+        (httpx.ReadTimeout("silence"), Incident.RETRIED, "ReadTimeout: silence"),
+        (httpx.PoolTimeout("no connection free"), Incident.RETRIED, "PoolTimeout: no connection free"),
+        (error_answer(ErrorCode.OVERLOADED), Incident.RETRIED, "overloaded: why"),
+        (error_answer(ErrorCode.PAUSED), Incident.RETRIED, "paused: why"),
+        (error_answer(ErrorCode.WEIGHTS_BEHIND), Incident.WEIGHTS_BEHIND, "weights_behind: why"),
+    ],
+)
+async def test_a_retry_is_an_incident_that_says_why_on_the_span_that_waited(
+    failure: httpx.Response | Exception, incident: Incident, reason: str
+) -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing("agent", TracingSettings(), exporter)
-    tags = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=3)
-    with tracing.activate(), trajectory_span(tags, "t", "t", "a", [], record=True):
-        await client_of(Script(httpx.ConnectError("refused"), OK)).call("POST", "/y", reply=Answer)
+    with tracing.activate(), trajectory_span(TAGS, "t", "a", [], record=True) as root:
+        await client_of(Script(failure, OK)).call("POST", "/y", reply=Answer)
     tracing.flush(5)
     [event] = exporter.get_finished_spans()[0].events
-    assert event.name == "retry" and event.attributes is not None
-    assert event.attributes["attempt"] == 1
+    assert (event.name, root.ledger.incidents) == (incident.value, {incident})
+    assert event.attributes == {"url": "http://s/x/y", "attempt": 1, "reason": reason}
+
+
+async def test_each_further_try_is_an_event_and_the_last_failure_is_the_error() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("agent", TracingSettings(), exporter)
+    script = Script(httpx.ConnectError("refused"), error_answer(ErrorCode.PAUSED), error_answer(ErrorCode.PAUSED))
+    with tracing.activate(), trajectory_span(TAGS, "t", "a", [], record=True), pytest.raises(TrackwayError):
+        await client_of(script).call("POST", "/y", reply=Answer)
+    tracing.flush(5)
+    assert [event.name for event in exporter.get_finished_spans()[0].events] == ["replica_lost", "retried"]
+
+
+async def test_a_failure_that_is_not_sent_again_is_no_incident() -> None:
+    with ledger() as sums, pytest.raises(TrackwayError):
+        await client_of(Script(error_answer(ErrorCode.INTERNAL))).call("POST", "/y", reply=Answer)
+    assert sums.incidents == set()
+
+
+async def test_the_receipts_of_all_answers_are_added_errors_included() -> None:
+    refused = error_answer(ErrorCode.WEIGHTS_BEHIND)
+    refused.headers["x-trackway-trace"] = "bytes=100,incidents=weights_behind"
+    answered = httpx.Response(200, json={"value": 7}, headers={"x-trackway-trace": "bytes=23,incidents=tool_timeout"})
+    with ledger() as sums:
+        await client_of(Script(refused, answered)).call("POST", "/y", reply=Answer)
+    assert (sums.bytes, sums.incidents) == (123, {Incident.WEIGHTS_BEHIND, Incident.TOOL_TIMEOUT})
+
+
+async def test_a_receipt_of_somebody_else_is_nothing_to_fail_on() -> None:
+    odd = httpx.Response(200, json={"value": 7}, headers={"x-trackway-trace": "bytes=many,incidents=flood,,=;"})
+    with ledger() as sums:
+        answer = await client_of(Script(odd)).call("POST", "/y", reply=Answer)
+    assert (answer.value, sums.bytes, sums.incidents) == (7, 0, set())
 
 
 async def test_an_answer_of_another_shape_names_the_model() -> None:

@@ -29,12 +29,12 @@ def tracing():
 
 def headers_inside(target: TraceTarget | None) -> dict[str, str]:
     headers: dict[str, str] = {}
-    with trajectory_span(TAGS, "t", "t", "agent", [], True, target):
+    with trajectory_span(TAGS, "t", "agent", [], True, target):
         inject(headers)
     return headers
 
 
-@pytest.mark.parametrize("target", [TARGET, TraceTarget(), TraceTarget(weave_project="a b/ü,=;%")])
+@pytest.mark.parametrize("target", [TARGET, TraceTarget(), TraceTarget(weave_project="a b/c,=;%")])
 def test_the_target_reaches_the_next_process_unchanged(tracing: Tracing, target: TraceTarget) -> None:
     with extracted(headers_inside(target)):
         assert current_target() == target
@@ -61,7 +61,14 @@ def headers_inside_of(tracing: Tracing, target: TraceTarget) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "baggage", ["agentic.target=nonsense", "agentic.target=%7B%22backends%22%3A%5B%22nosuch%22%5D%7D", "=", "a=b,,;"]
+    "baggage",
+    [
+        "agentic.target=nonsense",
+        "agentic.target=%7B%22mlflow_run_id%22%3A%22a%5Cnb%22%7D",
+        "agentic.target=%7B%22backends%22%3A%5B%22nosuch%22%5D%7D",
+        "=",
+        "a=b,,;",
+    ],
 )
 def test_baggage_of_others_is_taken_for_no_target(tracing: Tracing, baggage: str) -> None:
     with extracted({"baggage": baggage}):
@@ -100,7 +107,7 @@ def test_a_trajectory_continues_its_callers_trace_unless_it_is_told_otherwise(
     tracing: Tracing, record: bool | None, traceparent: str | None, trace: str
 ) -> None:
     headers = {} if traceparent is None else {"traceparent": traceparent}
-    with extracted(headers), trajectory_span(TAGS, "t", "t", "agent", [], record) as root:
+    with extracted(headers), trajectory_span(TAGS, "t", "agent", [], record) as root:
         pass
     seen = {None: "none", SAMPLED.split("-")[1]: "the caller's"}.get(root.trace_id, "its own")
     assert seen == trace

@@ -33,7 +33,7 @@ def settings(url: str, spool: Path | None = None, **changes: object) -> TracingS
 
 def trajectory(tracing: Tracing, rollout_n: int = 0, turns: int = 1, target: TraceTarget | None = None) -> None:
     tags = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=rollout_n)
-    with tracing.activate(), trajectory_span(tags, "t", "t", "agent", [], True, target):
+    with tracing.activate(), trajectory_span(tags, "t", "agent", [], True, target):
         for index in range(turns):
             with turn_span(index):
                 pass
@@ -117,7 +117,7 @@ def test_a_batch_that_a_backend_cannot_digest_does_not_keep_the_others_from_it(s
 def numbered(tracing: Tracing, numbers: range) -> None:
     """A trajectory with a turn of each number, each in a batch of its own."""
     for number in numbers:
-        with tracing.activate(), trajectory_span(TAGS, "t", "t", "agent", [], True), turn_span(number):
+        with tracing.activate(), trajectory_span(TAGS, "t", "agent", [], True), turn_span(number):
             pass
         tracing.flush(0.1)
 
@@ -269,7 +269,7 @@ def test_ids_stay_unique_when_the_trainer_seeds_python_before_each(sink: Sink, t
     tags = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=0)
     for _ in range(200):
         random.seed(42)
-        with tracing.activate(), trajectory_span(tags, "t", "t", "agent", [], True) as root:
+        with tracing.activate(), trajectory_span(tags, "t", "agent", [], True) as root:
             seen.append((root.trace_id, root.span_id))
     tracing.shutdown(5)
     assert len({trace for trace, _ in seen}) == len({span for _, span in seen}) == 200

@@ -29,7 +29,7 @@ class Recorded:
 def recording(redact: Callable[[str], str] | None = None, **settings: object) -> Iterator[Recorded]:
     recorded = Recorded()
     tracing = Tracing("agent", TracingSettings.model_validate(settings), recorded.exporter, redact)
-    with tracing.activate(), trajectory_span(TAGS, "t", "t", "agent", [Message(role="user", content="pin 1234")], True):
+    with tracing.activate(), trajectory_span(TAGS, "t", "agent", [Message(role="user", content="pin 1234")], True):
         yield recorded
     tracing.shutdown(5)
 
@@ -71,7 +71,10 @@ def test_every_text_passes_the_redaction_before_it_is_cut() -> None:
         add_event("retry", reason="the pin is 1234", attempt=1234)
         raise ValueError("wrong pin 1234")
     tool = recorded["execute_tool t"]
-    assert json.loads(str((tool.attributes or {})["mlflow.spanInputs"])) == {"code": "****", "nested": ["a ****", 1234]}
+    assert json.loads(str((tool.attributes or {})["mlflow.spanInputs"])) == {
+        "code": "****",
+        "nested": ["a ****", "****"],
+    }
     outputs = json.loads(str((tool.attributes or {})["mlflow.spanOutputs"]))
     assert outputs == {"text": "*" * 256 + "[truncated 144 bytes]"}
     texts = [tool.status.description, *(value for event in tool.events for value in (event.attributes or {}).values())]

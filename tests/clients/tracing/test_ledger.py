@@ -66,7 +66,7 @@ def test_the_weight_of_a_span_is_about_its_size_in_otlp() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing("agent", TracingSettings(), exporter)
     messages = [Message(role="user", content="Wie viele Äpfel? " * 40)]
-    with tracing.activate(), trajectory_span(TAGS, "r/3/17/2", "r/3/17/2", "tool_agent", messages, True) as root:
+    with tracing.activate(), trajectory_span(TAGS, "r/3/17/2", "tool_agent", messages, True) as root:
         for index in range(3):
             with turn_span(index), tool_span("calculator", {"expression": "1+1" * 50}, f"call_{index}") as tool:
                 tool.outputs({"text": "2" * 300})
@@ -95,7 +95,7 @@ def test_the_outcome_is_how_it_failed_or_the_gravest_thing_it_survived(
 ) -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing("agent", TracingSettings(), exporter)
-    with tracing.activate(), trajectory_span(TAGS, "t", "t", "agent", [], True) as root:
+    with tracing.activate(), trajectory_span(TAGS, "t", "agent", [], True) as root:
         for incident in incidents:
             add_incident(incident)
         set_outcome(root, failure)

@@ -53,9 +53,7 @@ def recorder():
 
 
 def root(record: bool = True, tags: Tags = TAGS):
-    return trajectory_span(
-        tags, "run/3/17/2", "run/3/17/2", "tool_agent", [Message(role="user", content="2+2?")], record
-    )
+    return trajectory_span(tags, "run/3/17/2", "tool_agent", [Message(role="user", content="2+2?")], record)
 
 
 def test_the_root_carries_tags_for_both_backends(recorder: Recorder) -> None:

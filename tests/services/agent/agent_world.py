@@ -1,122 +1,44 @@
-"""What the agent's tests run in: a scripted model behind the rollout API, the real tools and reward services."""
+"""What the agent's tests run in: the four real services, around an engine that says what a script tells."""
 
 import asyncio
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI, Header
+from fastapi import FastAPI
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import JsonValue
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from replaceable import ModelLine, Replaceable
+from scripted_model import ScriptedModel, Words
 from transformers import PreTrainedTokenizerFast
 
 from trackway.agent.app import create_app as create_agent
 from trackway.agent.settings import AgentSettings
+from trackway.clients.weights import WeightStore
 from trackway.reward.app import create_app as create_reward
+from trackway.rollout.app import create_app as create_rollout
+from trackway.rollout.settings import RolloutSettings
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.base import BaseTool, ToolInputError
 from trackway.tools.calculator import CalculatorTool
 from trackway.tools.gsm8k import Gsm8kTool
+from trackway.tools.settings import ToolsSettings
 from trackway.tracing import Tracing, TracingSettings
+from trackway.tracing.redaction import Redact
 from trackway.wire.agent import GroupRequest
 from trackway.wire.chat import FunctionSchema, ToolSchema
-from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, GenerateReply, GenerateRequest, TokenLogprob, Usage
 from trackway.wire.tools import ToolResult
-from trackway.wire.trajectory import Trajectory, WeightSpan
-
-END = "<|im_end|>"
-
-CHATML = """{%- if tools %}<|im_start|>system
-Tools: {{ tools | map(attribute="function") | map(attribute="name") | join(", ") }}<|im_end|>
-{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-QWEN = """{%- if tools %}<|im_start|>system
-You are Qwen.
-
-<tools>{% for tool in tools %}
-{{ tool | tojson }}{% endfor %}
-</tools><|im_end|>
-{% endif %}{%- for message in messages %}{%- if message.role == "tool" %}
-{%- if loop.first or loop.previtem.role != "tool" %}
-{{- "<|im_start|>user" }}{%- endif %}
-{{- "\\n<tool_response>\\n" + message.content + "\\n</tool_response>" }}
-{%- if loop.last or loop.nextitem.role != "tool" %}
-{{- "<|im_end|>\\n" }}{%- endif %}{%- elif message.role == "assistant" and loop.last %}
-{{- "<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n" + message.content + "<|im_end|>\\n" }}{%- else %}
-{{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}{%- endif %}{%- endfor %}
-{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}"""
-
-
-def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    """One token per byte, ChatML's two special tokens, and the two ordinary ones around a tool call."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={byte: place for place, byte in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
-    core.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=template)
-
-
-Words = str | Callable[[], Awaitable[str]]
-"""What the model says in one turn, or something to wait for that gives it."""
-
-
-class ScriptedModel:
-    """Stands for the model, which cannot be told what to say: answers each turn of a trajectory from a script."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.tokenizer = tokenizer
-        self.scripts: dict[int, list[Words]] = {}
-        """Words by rollout_n, turn by turn."""
-        self.requests: list[tuple[str, GenerateRequest]] = []
-        self.finish_reason: str | None = None
-        self.obeys = True
-        """Whether it keeps to `max_tokens` and gives a logprob for each token."""
-        self.app = FastAPI()
-        self.app.post("/generate")(self.generate)
-
-    def seen(self, rollout_n: int = 0) -> list[GenerateRequest]:
-        """Requests of one rollout, in order."""
-        return [request for session, request in self.requests if session.endswith(f"/{rollout_n}")]
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    async def generate(self, request: GenerateRequest, x_session_id: str = Header()) -> GenerateReply:
-        """The k-th token of turn t has logprob -(k + 1) / 8 and comes from weights 3 + t."""
-        self.requests.append((x_session_id, request))
-        rollout_n = int(x_session_id.rsplit("/", 1)[1])
-        turn = len(self.seen(rollout_n)) - 1
-        words = self.scripts[rollout_n][turn]
-        said = self.encode(words if isinstance(words, str) else await words())
-        ids = said[: request.sampling_params.max_tokens]
-        reason = self.finish_reason or (
-            "length" if len(ids) < len(said) or ids[-1:] != self.encode("<|im_end|>") else "stop"
-        )
-        logprobs = [TokenLogprob(token_id=token, logprob=-(place + 1) / 8) for place, token in enumerate(ids)]
-        if not self.obeys:
-            logprobs.pop()
-        choice = GenerateChoice(
-            finish_reason=reason,  # pyright: ignore[reportArgumentType]
-            token_ids=ids,
-            logprobs=ChoiceLogprobs(content=logprobs),
-            weight_versions=[WeightSpan(version=3 + turn, start=0, end=len(ids))],
-        )
-        usage = Usage(prompt_tokens=len(request.token_ids), completion_tokens=len(ids), total_tokens=0)
-        return GenerateReply(request_id="r", model="scripted", created=0, usage=usage, choices=[choice])
+from trackway.wire.trajectory import Trajectory
 
 
 def schema(name: str) -> ToolSchema:
-    flags: dict[str, JsonValue] = {"refuse": {"type": "boolean"}, "raise": {"type": "boolean"}}
+    flags: dict[str, JsonValue] = {"refuse": {"type": "boolean"}, "raise": {"type": "boolean"}, "note": {}}
     return ToolSchema(function=FunctionSchema(name=name, parameters={"type": "object", "properties": flags}))
 
 
@@ -152,20 +74,6 @@ class Counter(BaseTool):
         self.released.append(instance_id)
 
 
-class Replaceable(httpx.AsyncBaseTransport):
-    """A service that can be taken down or replaced by a fresh process while the agent runs."""
-
-    def __init__(self, app: FastAPI) -> None:
-        self.app: FastAPI | None = app
-        self.paths: list[str] = []
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if self.app is None:
-            raise httpx.ConnectError("connection refused")
-        self.paths.append(f"{request.method} {request.url.path.split('/')[-1]}")
-        return await httpx.ASGITransport(app=self.app).handle_async_request(request)
-
-
 @dataclass
 class World:
     """The agent app and everything around it."""
@@ -174,16 +82,29 @@ class World:
     model: ScriptedModel
     counter: Counter
     other: Counter
+    rollout: Replaceable
     tools: Replaceable
     reward: Replaceable
     client: httpx.AsyncClient
     exporter: InMemorySpanExporter
-    tracings: list[Tracing] = field(default_factory=list)
+    weights: WeightStore
+    model_path: Path
+    tracings: dict[str, Tracing] = field(default_factory=dict)
 
     def new_tool_server(self) -> None:
         """The tool server's replica is lost; another one answers from now on."""
         self.counter = Counter()
-        self.tools.app = create_tools(tools=[self.counter, self.other])
+        self.tools.app = create_tools(tools=[self.counter, self.other], tracing=self.tracings["tools"])
+
+    def slow_tool_server(self, call_timeout_s: float) -> None:
+        """A tool server whose counter never ends a call, but is cut off after `call_timeout_s`."""
+        self.counter.before = asyncio.Event().wait
+        settings = ToolsSettings(call_timeout_s=call_timeout_s)
+        self.tools.app = create_tools(settings, tools=[self.counter], tracing=self.tracings["tools"])
+
+    def publish_weights(self, version: int) -> None:
+        """The trainer publishes; the rollout service looks when a request wants them."""
+        self.weights.publish(version, "run-a", self.model_path)
 
     async def run(self, request: GroupRequest) -> list[Trajectory]:
         """A whole group, ordered by rollout number."""
@@ -200,7 +121,7 @@ class World:
 
     def spans(self) -> list[ReadableSpan]:
         """Every recorded span so far."""
-        for tracing in self.tracings:
+        for tracing in self.tracings.values():
             assert tracing.flush(5.0)
         return list(self.exporter.get_finished_spans())
 
@@ -246,23 +167,43 @@ async def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
         await asyncio.sleep(0.005)
 
 
+SERVICES = ("agent", "rollout", "tools", "reward")
+
+
 @asynccontextmanager
-async def open_world(settings: AgentSettings, tokenizer: PreTrainedTokenizerFast) -> AsyncIterator[World]:
+async def open_world(
+    settings: AgentSettings,
+    tokenizer: PreTrainedTokenizerFast,
+    redact: Redact | None = None,
+    tracing: TracingSettings | None = None,
+    weight_wait_s: float = 5.0,
+) -> AsyncIterator[World]:
+    """The services over ASGI, each with its own tracing into one exporter."""
     exporter = InMemorySpanExporter()
-    tracings = [
-        Tracing(name, TracingSettings(schedule_delay_s=0.05), exporter) for name in ("agent", "tools", "reward")
-    ]
+    tracing = tracing or TracingSettings(schedule_delay_s=0.05)
+    tracings = {name: Tracing(name, tracing, exporter, redact) for name in SERVICES}
     model, counter, other = ScriptedModel(tokenizer), Counter(), Counter("other")
     offered = [counter, other, CalculatorTool.default(), Gsm8kTool.default()]
-    tools = Replaceable(create_tools(tools=offered, tracing=tracings[1]))
-    reward = Replaceable(create_reward(tracing=tracings[2]))
-    mounts = {"http://rollout": httpx.ASGITransport(model.app), "http://tools": tools, "http://reward": reward}
     async with AsyncExitStack() as stack:
+        weights = stack.enter_context(tempfile.TemporaryDirectory())
+        model_path = Path(settings.model_path)
+        follows = RolloutSettings(
+            model_path=model_path,
+            model_name="tiny",
+            weights_url=weights,
+            weight_wait_s=weight_wait_s,
+            watch_interval_s=60,  # it looks into the store only when a request wants a newer version
+        )
+        rollout = ModelLine(create_rollout(follows, model, tracings["rollout"]), model)
+        tools = Replaceable(create_tools(tools=offered, tracing=tracings["tools"]))
+        reward = Replaceable(create_reward(tracing=tracings["reward"]))
+        mounts = {"http://rollout": rollout, "http://tools": tools, "http://reward": reward}
         http = await stack.enter_async_context(httpx.AsyncClient(mounts=mounts))
-        agent = create_agent(settings, http, tracings[0])
-        for app in (tools.app, reward.app, agent):
+        agent = create_agent(settings, http, tracings["agent"])
+        for app in (rollout.app, tools.app, reward.app, agent):
             assert app is not None
             await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(agent)
         client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://agent"))
-        yield World(agent, model, counter, other, tools, reward, client, exporter, tracings)
+        store = WeightStore(weights)
+        yield World(agent, model, counter, other, rollout, tools, reward, client, exporter, store, model_path, tracings)

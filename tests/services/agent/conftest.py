@@ -1,15 +1,18 @@
 """Fixtures of the agent's tests; what they are made of is in agent_world.py."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from agent_world import CHATML, QWEN, World, byte_tokenizer, open_world
+import uvicorn
+from agent_world import World, open_world, until
+from scripted_model import CHATML, QWEN, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from trackway.agent.settings import AgentSettings
 from trackway.agent.tokens import ChatTokens
-from trackway.clients import CallPolicy
+from trackway.clients import AgentClient, CallPolicy, shared_http
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +58,16 @@ async def world(
 ) -> AsyncIterator[World]:
     async with open_world(settings, tokenizer) as opened:
         yield opened
+
+
+@pytest.fixture
+async def agent(world: World) -> AsyncIterator[AgentClient]:
+    """A client of the agent app behind a real socket."""
+    server = uvicorn.Server(uvicorn.Config(world.agent, port=0, log_level="warning", ws="none", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield AgentClient(f"http://127.0.0.1:{port}")
+    await shared_http().aclose()
+    server.should_exit = True
+    await serving

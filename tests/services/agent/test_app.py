@@ -1,34 +1,20 @@
 """The HTTP side: streams, refusals, clients that leave. A real server where the stream itself is the subject."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
-import uvicorn
-from agent_world import END, World, call, group, open_world, until
+from agent_world import World, call, group, open_world, until
+from scripted_model import END
 from transformers import PreTrainedTokenizerFast
 
 from trackway.agent.app import create_app
 from trackway.agent.settings import AgentSettings
-from trackway.clients import AgentClient, shared_http
+from trackway.clients import AgentClient
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 
 ANSWER = "#### 18" + END
 COUNT = call("counter") + END
-
-
-@pytest.fixture
-async def agent(world: World) -> AsyncIterator[AgentClient]:
-    """A client of the agent app behind a real socket."""
-    server = uvicorn.Server(uvicorn.Config(world.agent, port=0, log_level="warning", ws="none", lifespan="off"))
-    serving = asyncio.create_task(server.serve())
-    await until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield AgentClient(f"http://127.0.0.1:{port}")
-    await shared_http().aclose()
-    server.should_exit = True
-    await serving
 
 
 @pytest.mark.anyio

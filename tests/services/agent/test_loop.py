@@ -3,12 +3,15 @@
 import logging
 
 import pytest
-from agent_world import END, World, group
+from agent_world import World, group
+from replaceable import answers
+from scripted_model import END
 
 from trackway.agent import AgentLoop, Episode, Toolbox, register
 from trackway.agent.loop import agent_loop, agents
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.trajectory import StopReason
+from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, GenerateReply, TokenLogprob, Usage
+from trackway.wire.trajectory import StopReason, WeightSpan
 
 
 @register("defective_agent")
@@ -49,7 +52,15 @@ async def test_a_seed_gives_each_rollout_its_own_whatever_the_run_is_called(worl
 
 @pytest.mark.anyio
 async def test_a_wrong_answer_of_the_rollout_service_is_an_error(world: World) -> None:
-    world.model.obeys = False
+    choice = GenerateChoice(
+        finish_reason="stop",
+        token_ids=[5, 6],
+        logprobs=ChoiceLogprobs(content=[TokenLogprob(token_id=5, logprob=-1.0)]),
+        weight_versions=[WeightSpan(version=3, start=0, end=2)],
+    )
+    usage = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+    reply = GenerateReply(request_id="r", model="other", created=0, usage=usage, choices=[choice])
+    world.rollout.faults = [answers(200, text=reply.model_dump_json())]
 
     trajectory = await world.say("a" + END)
 

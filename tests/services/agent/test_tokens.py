@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from agent_world import byte_tokenizer
+from scripted_model import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from trackway.agent.tokens import ChatTokens, offload

@@ -3,7 +3,8 @@
 import logging
 
 import pytest
-from agent_world import END, World, call
+from agent_world import World, call
+from scripted_model import END
 
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason, WeightSpan

@@ -5,14 +5,13 @@ import logging
 
 import httpx
 import pytest
-from agent_world import END, World, call, group
+from agent_world import World, call, group
+from scripted_model import END
 
 from trackway.agent.catalog import Offer
 from trackway.agent.parser import ParsedCall
 from trackway.agent.toolbox import Toolbox
 from trackway.clients import Deadline, ToolsClient
-from trackway.tools.app import create_app as create_tools
-from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason
 
@@ -150,8 +149,7 @@ async def test_a_row_without_what_its_tool_needs_is_an_error_and_not_the_models_
 
 @pytest.mark.anyio
 async def test_a_call_that_exceeds_the_tools_own_limit_is_told_to_the_model(world: World) -> None:
-    world.counter.before = asyncio.Event().wait
-    world.tools.app = create_tools(ToolsSettings(call_timeout_s=0.05), tools=[world.counter])
+    world.slow_tool_server(call_timeout_s=0.05)
 
     trajectory = await world.say(COUNT, ANSWER)
 

@@ -103,9 +103,24 @@ async def test_a_score_is_a_span_with_its_components_and_the_end_of_the_text(run
         1.0,
     )
     shown = json.loads(str(attributes["mlflow.spanInputs"]))
-    assert (shown["method"], shown["solution_end"]) == ("strict", "x" * 293 + "#### 18")
+    assert (shown["method"], shown["solution_end"]) == ("strict", "[truncated 207 bytes]" + "x" * 293 + "#### 18")
     outputs = {"score": 1.0, "correct": 1.0, "answered": 1.0}
     assert json.loads(str(attributes["mlflow.spanOutputs"])) == outputs
+
+
+async def test_a_secret_that_lies_across_the_cut_is_hidden_whole(running: Run) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("reward", TracingSettings(), exporter, redact=lambda text: text.replace("5551234", "***"))
+    async with running(app_of(tracing)) as http:
+        body = asked(
+            "y" * 50 + "5551234" + "x" * 290 + "#### 18"
+        ).model_dump()  # three of its digits lie behind the cut
+        await http.post("/score", json=body, headers=RECORDED)
+        assert tracing.flush(5)
+
+    (span,) = exporter.get_finished_spans()
+    shown = json.loads(str((span.attributes or {})["mlflow.spanInputs"]))
+    assert shown["solution_end"] == "[truncated 50 bytes]***" + "x" * 290 + "#### 18"
 
 
 async def test_without_token2text_a_span_carries_no_text(running: Run) -> None:

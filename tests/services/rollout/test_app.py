@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.text import TokenText
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
 from trackway.wire.rollout import GenerateReply, WeightsReply
 from trackway.wire.trajectory import Tags
@@ -133,7 +135,7 @@ async def traced(running: Running, settings: RolloutSettings, body: dict[str, ob
     tracing = Tracing("rollout", TracingSettings(), exporter)
     headers: dict[str, str] = {}
     tags = Tags(experiment_name="e", step=1, sample_index=0, rollout_n=0)
-    with tracing.activate(), trajectory_span(tags, "t", "s", "agent", [], record=True):
+    with tracing.activate(), trajectory_span(tags, "t", "agent", [], record=True):
         inject(headers)
     async with running(create_app(settings, tracing=tracing)) as client:
         await client.post("/generate", json=body, headers=headers)
@@ -165,8 +167,44 @@ async def test_a_tokenizer_that_does_not_load_costs_the_text_and_nothing_else(
     assert "mlflow.spanInputs" not in (span.attributes or {})
 
 
-async def test_waiting_for_weights_is_an_event_of_the_span(running: Running, settings: RolloutSettings) -> None:
+async def test_waiting_for_weights_is_an_incident_of_the_span(running: Running, settings: RolloutSettings) -> None:
     span = await traced(running, settings, {**PROMPT, "min_weight_version": 2})
     assert dict(span.events[0].attributes or {}) == {"have": 0, "want": 2}
     assert span.events[0].name == "weights_behind"
     assert not span.status.is_ok
+
+
+@pytest.mark.parametrize(("published", "status"), [(2, 200), (None, 409)])
+async def test_the_answer_tells_the_agent_that_the_replica_was_behind(
+    running: Running, settings: RolloutSettings, other_path: Path, published: int | None, status: int
+) -> None:
+    follows = settings.model_copy(update={"watch_interval_s": 60, "weight_wait_s": 0.1 if published is None else 30})
+    async with running(create_app(follows)) as client:
+        if published is not None:
+            WeightStore(str(settings.weights_url)).publish(published, "run", other_path)
+        waited = await client.post("/generate", json={**PROMPT, "min_weight_version": 2})
+        after = await client.post("/generate", json=PROMPT)
+    assert (waited.status_code, waited.headers["x-trackway-trace"]) == (status, "incidents=weights_behind")
+    assert "x-trackway-trace" not in after.headers
+
+
+@pytest.mark.parametrize("setting", [True, False])
+async def test_text_is_decoded_only_for_a_recorded_span_that_carries_it(
+    running: Running, settings: RolloutSettings, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch, setting: bool
+) -> None:
+    decoded: list[int] = []
+    decode = TokenText.decode
+
+    async def counting(self: TokenText, token_ids: Sequence[int]) -> str:
+        decoded.append(len(token_ids))
+        return await decode(self, token_ids)
+
+    monkeypatch.setattr(TokenText, "decode", counting)
+    tracing = Tracing("rollout", TracingSettings(token2text=setting), InMemorySpanExporter())
+    settings = settings.model_copy(update={"model_path": tokenizer_path})
+    async with running(create_app(settings, tracing=tracing)) as client:
+        await client.post("/generate", json=PROMPT)
+        await client.post("/generate", json=PROMPT, headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"})
+        assert decoded == []
+        await client.post("/generate", json=PROMPT, headers={"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"})
+    assert decoded == ([3, 6] if setting else [])

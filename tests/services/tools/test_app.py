@@ -211,6 +211,20 @@ async def test_an_error_marks_the_span_with_its_code(
     assert (span.attributes or {})["agentic.error"] == code
 
 
+async def test_a_one_shot_that_fails_before_its_execution_is_a_failed_span_too(running: Run) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("tools", TracingSettings(), exporter)
+    async with running(app_of(FaultyTool.default(), tracing=tracing)) as http:
+        body = {"arguments": {"mode": "ok"}, "create_kwargs": {"broken": True}}
+        answer = await http.post("/tools/faulty/execute", json=body, headers=RECORDED)
+        assert tracing.flush(5)
+
+    (span,) = exporter.get_finished_spans()
+    assert (answer.status_code, span.name) == (500, "execute_tool faulty")
+    assert span.status.status_code is StatusCode.ERROR
+    assert str(span.status.description) == "tool 'faulty' failed in create: OSError: no room"
+
+
 async def test_every_route_has_an_example_in_the_api_document(running: Run) -> None:
     async with running(app_of()) as http:
         paths = (await http.get("/openapi.json")).json()["paths"]

@@ -7,17 +7,38 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import uvicorn
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
+from trackway.clients import close_shared_http
+from trackway.serving.app import process_health
+from trackway.tracing import (
+    Tracing,
+    TracingSettings,
+    chat_span,
+    extracted,
+    inject,
+    set_outcome,
+    tool_span,
+    trajectory_span,
+    turn_span,
+)
 from trackway.wire.agent import GroupRequest, RewardModel, Sample
 from trackway.wire.chat import Message
+from trackway.wire.health import Health
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.tracing import TraceBackend, TraceTarget
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, WeightSpan, trajectory_id
 
-Serving = Callable[[FastAPI], AbstractContextManager[str]]
+
+class Serving(Protocol):
+    """Serves an app on a port, a free one by default, and gives its URL."""
+
+    def __call__(self, app: FastAPI, port: int = 0) -> AbstractContextManager[str]: ...
 
 
 def scripted_trajectory(request: GroupRequest, rollout_n: int) -> Trajectory:
@@ -57,6 +78,8 @@ class ScriptedAgent:
     holding_at: int | None = None
     """Groups of this step and later wait until `released`."""
     requests: list[GroupRequest] = field(default_factory=list)
+    tracing: Tracing | None = None
+    """With one it makes real spans; without, a trace id that nobody knows."""
     released: threading.Event = field(default_factory=threading.Event)
 
     def app(self) -> FastAPI:
@@ -64,20 +87,88 @@ class ScriptedAgent:
         app = FastAPI()
 
         @app.post("/groups")
-        async def groups(request: GroupRequest) -> StreamingResponse:
+        async def groups(request: GroupRequest, http: Request) -> StreamingResponse:
             self.requests.append(request)
-            return StreamingResponse(self._lines(request, self.breaks.pop(0) if self.breaks else None))
+            return StreamingResponse(self._lines(request, http, self.breaks.pop(0) if self.breaks else None))
+
+        @app.get("/health")
+        async def health() -> Health:
+            return process_health("agent", "scripted", self.tracing)
 
         return app
 
-    async def _lines(self, request: GroupRequest, breaks_after: int | None) -> AsyncIterator[str]:
+    async def _lines(self, request: GroupRequest, http: Request, breaks_after: int | None) -> AsyncIterator[str]:
         held = self.holding_at is not None and request.step >= self.holding_at
         while held and not self.released.is_set():
             await asyncio.sleep(0.02)
         for sent, rollout_n in enumerate(request.rollout_numbers()):
             if sent == breaks_after:
                 raise ConnectionResetError("scripted break")
-            yield scripted_trajectory(request, rollout_n).model_dump_json() + "\n"
+            yield self._trajectory(request, rollout_n, http).model_dump_json() + "\n"
+
+    def _trajectory(self, request: GroupRequest, rollout_n: int, http: Request) -> Trajectory:
+        made = scripted_trajectory(request, rollout_n)
+        if self.tracing is None:
+            return made
+        with (
+            self.tracing.activate(),
+            extracted(http.headers),
+            trajectory_span(made.tags, made.id, "a", [], request.trace, request.trace_target) as root,
+        ):
+            with turn_span(0), tool_span("calculator", {"expression": "1+1"}, None) as tool:
+                tool.outputs({"text": "2"})
+            set_outcome(root)
+        trace = {"trace_id": root.trace_id, "span_id": root.span_id, "trace_bytes": root.ledger.bytes}
+        return made.model_copy(update=trace)
+
+
+class TracedServices:
+    """Agent, rollout and tools, each with a tracing of its own as in a process of its own."""
+
+    def __init__(self, uri: str, experiment_id: str, run_id: str | None = None, delay_s: float = 0.1) -> None:
+        self._target = TraceTarget(
+            backends=(TraceBackend.MLFLOW,), mlflow_experiment_id=experiment_id, mlflow_run_id=run_id
+        )
+        settings = TracingSettings(mlflow_uri=uri, schedule_delay_s=delay_s)
+        self._all = {name: Tracing(name, settings) for name in ("agent", "rollout", "tools")}
+
+    def trajectory(self, step: int, rollout_n: int) -> Trajectory:
+        """One trajectory over three services, whose spans arrive in requests of their own, the tool's first."""
+        tags = Tags(experiment_name="run", step=step, sample_index=0, rollout_n=rollout_n)
+        name = trajectory_id("run", tags)
+        headers: dict[str, str] = {}
+        with (
+            self._all["agent"].activate(),
+            trajectory_span(tags, name, "a", [], True, self._target) as root,
+            turn_span(0),
+        ):
+            inject(headers)
+            with self._all["tools"].activate(), extracted(headers), tool_span("calculator", {}, None):
+                pass
+            with self._all["rollout"].activate(), extracted(headers), chat_span("tiny", SamplingParams()):
+                pass
+        return Trajectory(
+            id=name,
+            session_id="session",
+            tags=tags,
+            agent_name="tool_agent",
+            data_source="openai/gsm8k",
+            reward=Reward(score=1.0),
+            stop_reason=StopReason.ANSWERED,
+            trace_id=root.trace_id,
+            span_id=root.span_id,
+        )
+
+    def close(self) -> None:
+        """Send everything."""
+        for tracing in self._all.values():
+            assert tracing.shutdown(60.0)
+
+
+@pytest.fixture
+def traced_services() -> type[TracedServices]:
+    """Makes services that export to an MLflow server."""
+    return TracedServices
 
 
 @pytest.fixture
@@ -90,6 +181,13 @@ def scripted() -> Callable[[GroupRequest, int], Trajectory]:
 def new_agent() -> Callable[[], ScriptedAgent]:
     """Makes a scripted agent."""
     return ScriptedAgent
+
+
+@pytest.fixture
+async def shared_http() -> AsyncIterator[None]:
+    """Closes the process's shared HTTP client after a test that makes clients of its own."""
+    yield
+    await close_shared_http()
 
 
 @pytest.fixture
@@ -110,8 +208,8 @@ def serving() -> Serving:
     """`with serving(app) as url`: the app on a free port, in a thread."""
 
     @contextmanager
-    def serve(app: FastAPI) -> Iterator[str]:
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+    def serve(app: FastAPI, port: int = 0) -> Iterator[str]:
+        server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical"))
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
         end = time.monotonic() + 10

@@ -2,16 +2,24 @@ import pyarrow.parquet as pq
 
 from trackway.trainer.dump import read_trajectories, write_trajectories
 from trackway.wire.agent import GroupRequest
+from trackway.wire.tracing import Incident
 
 
 def test_trajectories_read_back_as_they_were_written(sample, scripted, tmp_path):
     request = GroupRequest(run="r", experiment_name="e", step=3, sample=sample(7), n=2, trace=True)
-    written = [scripted(request, 0), scripted(request, 1)]
+    trace = {"span_id": "b" * 16, "trace_bytes": 1234, "incidents": [Incident.RETRIED, Incident.TOOL_TIMEOUT]}
+    written = [scripted(request, 0), scripted(request, 1).model_copy(update=trace)]
     path = tmp_path / "trajectories" / "step_3.parquet"
 
     write_trajectories(path, written)
 
-    assert read_trajectories(path) == written
+    read = read_trajectories(path)
+    assert read == written
+    assert (read[1].span_id, read[1].trace_bytes, read[1].incidents) == (
+        "b" * 16,
+        1234,
+        [Incident.RETRIED, Incident.TOOL_TIMEOUT],
+    )
     assert pq.read_table(path, columns=["step", "sample_index", "rollout_n", "score"]).to_pylist() == [
         {"step": 3, "sample_index": 7, "rollout_n": 0, "score": 0.0},
         {"step": 3, "sample_index": 7, "rollout_n": 1, "score": 1.0},
@@ -27,3 +35,12 @@ def test_a_failed_trajectory_has_no_score_and_keeps_its_error(sample, scripted, 
 
     assert read_trajectories(path) == [failed]
     assert pq.read_table(path)["score"].to_pylist() == [None]
+
+
+def test_a_file_from_before_traces_were_weighed_reads_back(sample, scripted, tmp_path):
+    written = scripted(GroupRequest(run="r", experiment_name="e", step=3, sample=sample(7), trace=True), 0)
+    path = tmp_path / "step_3.parquet"
+    write_trajectories(path, [written.model_copy(update={"span_id": "b" * 16, "trace_bytes": 1})])
+    pq.write_table(pq.read_table(path).drop_columns(["span_id", "trace_bytes", "incidents"]), path)
+
+    assert read_trajectories(path) == [written]

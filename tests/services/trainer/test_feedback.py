@@ -1,76 +1,38 @@
-from collections.abc import Sequence
+"""What is said about each trace."""
 
-from trackway.trainer.background import Background
-from trackway.trainer.feedback import Feedback
-from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
+from collections.abc import Callable, Sequence
 
+from trackway.trainer.fate import Fate, Sorted
+from trackway.trainer.feedback import Assessment, training_feedback, validation_feedback
+from trackway.wire.trajectory import Trajectory
 
-class RecordingRun:
-    """A TraceRun that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.links: list[list[str]] = []
-        self.values: list[tuple[str, str, float]] = []
-
-    def link_traces(self, trace_ids: Sequence[str]) -> None:
-        self.links.append(list(trace_ids))
-
-    def log_feedback(self, trace_id: str, name: str, value: float) -> None:
-        self.values.append((trace_id, name, value))
+Rollout = Callable[..., Trajectory]
 
 
-def trajectory(trace_id: str | None, score: float) -> Trajectory:
-    tags = Tags(experiment_name="e", step=1, sample_index=0, rollout_n=0)
-    return Trajectory(
-        id="i",
-        session_id="s",
-        tags=tags,
-        agent_name="a",
-        data_source="d",
-        reward=Reward(score=score),
-        stop_reason=StopReason.ANSWERED,
-        trace_id=trace_id,
-    )
+def traced(rollout: Rollout, n: int, score: float | None = 1.0, **changes: object) -> Trajectory:
+    made = rollout(0, n, score or 0.0, trace_id=f"t{n}", span_id=f"s{n}", **changes)
+    return made if score is not None else made.model_copy(update={"reward": None})
 
 
-def record(trajectories: list[Trajectory], advantages: list[float] | None, assessments: bool = True) -> RecordingRun:
-    run, background = RecordingRun(), Background("test")
-    Feedback(run, background, 5.0, assessments).record(trajectories, advantages)
-    background.close(10)
-    return run
+def values(assessments: Sequence[Assessment]) -> dict[str, dict[str, float | str]]:
+    return {one.trace_id: dict(one.values) for one in assessments}
 
 
-def test_only_traced_trajectories_are_linked_and_each_gets_its_own_values():
-    run = record([trajectory(None, 9.0), trajectory("aa", 1.0), trajectory("bb", 0.0)], [9.0, 0.5, -0.5])
+def test_each_traced_trajectory_gets_its_own_reward_advantage_and_fate(rollout: Rollout):
+    trajectories = [traced(rollout, 0, None), rollout(0, 9, 1.0), traced(rollout, 1), traced(rollout, 2, 0.0)]
+    fates = [Fate.DROPPED_FAILED, Fate.USED, Fate.DROPPED_STALE, Fate.USED]
 
-    assert run.links == [["aa", "bb"]]
-    assert run.values == [
-        ("aa", "reward", 1.0),
-        ("aa", "advantage", 0.5),
-        ("bb", "reward", 0.0),
-        ("bb", "advantage", -0.5),
-    ]
+    made = training_feedback(Sorted(trajectories, fates), [0.5, -0.5])
 
-
-def test_a_failed_trajectory_is_linked_and_has_no_values():
-    failed = trajectory("aa", 0.0).model_copy(update={"reward": None})
-
-    run = record([failed], [0.0])
-
-    assert (run.links, run.values) == ([["aa"]], [])
+    assert values(made) == {
+        "t0": {"fate": "dropped_failed"},
+        "t1": {"reward": 1.0, "fate": "dropped_stale"},
+        "t2": {"reward": 0.0, "advantage": -0.5, "fate": "used"},
+    }
+    assert [one.span_id for one in made] == ["s0", "s1", "s2"]
 
 
-def test_a_validation_has_rewards_without_advantages():
-    assert record([trajectory("aa", 1.0)], None).values == [("aa", "reward", 1.0)]
+def test_a_validation_has_rewards_only_and_nothing_for_the_failed(rollout: Rollout):
+    made = validation_feedback([traced(rollout, 0), traced(rollout, 1, None), rollout(0, 2, 1.0)])
 
-
-def test_without_assessments_traces_are_still_linked():
-    run = record([trajectory("aa", 1.0)], [0.5], assessments=False)
-
-    assert (run.links, run.values) == ([["aa"]], [])
-
-
-def test_a_step_without_traces_asks_for_nothing():
-    run = record([trajectory(None, 1.0)], [0.5])
-
-    assert (run.links, run.values) == ([], [])
+    assert values(made) == {"t0": {"reward": 1.0}}

@@ -1,7 +1,8 @@
 """One update: what it trains on, what it does not depend on, what it reports, how it resumes."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,36 @@ def test_each_mini_batch_and_epoch_is_an_optimizer_step(tiny_model: Path, rollou
     learner.update(ragged(rollout, groups=3, n=4))
 
     assert len(steps) == 6
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_observer_is_told_what_each_optimizer_step_uses_and_changes_nothing(
+    tiny_model: Path, rollout: Rollout, shuffle: bool
+):
+    config = LearnerConfig(str(tiny_model), lr=1e-2, mini_batch_size=5, ppo_epochs=2, shuffle=shuffle)
+    batch = ragged(rollout, groups=3, n=4)
+    told: list[tuple[list[str], dict[str, float]]] = []
+
+    @contextmanager
+    def observe(used: Sequence[Trajectory]) -> Iterator[Callable[[dict[str, float]], None]]:
+        before = len(told)
+        yield lambda metrics: told.append(([one.id for one in used], metrics))
+        assert len(told) == before + 1
+
+    failed = rollout(7, 0, error=FAILED)
+    observed, alone = Learner(config), Learner(config)
+    metrics = observed.update([failed, *batch], observe)
+    alone.update([failed, *batch])
+
+    used, sizes = [ids for ids, _ in told], [5, 5, 2, 5, 5, 2]
+    in_order = [one.id for one in batch]
+    assert [len(ids) for ids in used] == sizes
+    epochs = [sorted(one for ids in used[first : first + 3] for one in ids) for first in (0, 3)]
+    assert epochs == [sorted(in_order)] * 2
+    assert (used[0] == in_order[:5]) is not shuffle
+    assert {one["actor/lr"] for _, one in told} == {metrics["actor/lr"]}
+    assert metrics["actor/grad_norm"] == pytest.approx(sum(one["actor/grad_norm"] for _, one in told) / 6)
+    assert observed.canary() == alone.canary()
 
 
 def test_warm_up_climbs_in_equal_steps_from_the_first_update(tiny_model: Path, rollout: Rollout):

@@ -1,7 +1,11 @@
 import pytest
 
 from trackway.trainer.config import compose
-from trackway.trainer.mapping import learner_config, plan, training_ask, validation_ask
+from trackway.trainer.mapping import learner_config, plan, trace_target, training_ask, validation_ask
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.tracing import TraceBackend, TraceTarget
+
+TARGET = TraceTarget(mlflow_experiment_id="7")
 
 
 def test_verl_counts_prompts_where_the_learner_counts_trajectories():
@@ -81,33 +85,95 @@ def test_validation_is_greedy_unless_it_samples():
     warm = "actor_rollout_ref.rollout.val_kwargs.temperature=0.7"
     samples = "actor_rollout_ref.rollout.val_kwargs.do_sample=true"
 
-    assert validation_ask(compose([warm]), "run", None).sampling_params.temperature == 0.0
-    assert validation_ask(compose([warm, samples]), "run", None).sampling_params.temperature == 0.7
+    assert validation_ask(compose([warm]), "run", TraceTarget()).sampling_params.temperature == 0.0
+    assert validation_ask(compose([warm, samples]), "run", TraceTarget()).sampling_params.temperature == 0.7
 
 
 def test_training_and_validation_ask_for_the_same_agent_within_the_same_limits():
     config = compose(["actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3", "data.max_response_length=99"])
 
-    training, validation = training_ask(config, "run", "7"), validation_ask(config, "run", "7")
+    training, validation = training_ask(config, "run", TARGET), validation_ask(config, "run", TARGET)
 
     assert training.limits == validation.limits
     assert (training.limits.max_assistant_turns, training.limits.max_response_length) == (3, 99)
-    assert (training.validation, validation.validation, training.trace_target.mlflow_experiment_id) == (
-        False,
-        True,
-        "7",
-    )
+    assert (training.validation, validation.validation) == (False, True)
+    assert (training.trace_target, validation.trace_target) == (TARGET, TARGET)
 
 
 def test_generations_are_seeded_so_that_rollouts_can_be_repeated():
     config = compose(["trackway.seed=5"])
 
-    assert training_ask(config, "run", None).sampling_params.seed == 5
-    assert validation_ask(config, "run", None).sampling_params.seed == 5
+    assert training_ask(config, "run", TraceTarget()).sampling_params.seed == 5
+    assert validation_ask(config, "run", TraceTarget()).sampling_params.seed == 5
 
 
 @pytest.mark.parametrize(("enable", "agent"), [("true", "tool_agent"), ("false", "single_turn_agent")])
 def test_rows_without_an_agent_get_the_one_that_multi_turn_says(enable: str, agent: str):
     config = compose([f"actor_rollout_ref.rollout.multi_turn.enable={enable}"])
 
-    assert training_ask(config, "run", None).default_agent == agent
+    assert training_ask(config, "run", TraceTarget()).default_agent == agent
+
+
+TRACE = "actor_rollout_ref.rollout.trace"
+
+
+def test_the_tag_experiment_name_is_the_trace_sections_own_or_the_trainers():
+    assert training_ask(compose(["trainer.experiment_name=a"]), "run", TARGET).experiment_name == "a"
+    own = compose(["trainer.experiment_name=a", f"{TRACE}.experiment_name=b"])
+    assert (training_ask(own, "run", TARGET).experiment_name, validation_ask(own, "run", TARGET).experiment_name) == (
+        "b",
+        "b",
+    )
+
+
+def test_traces_of_a_run_that_names_no_backend_are_left_to_the_services():
+    assert trace_target(compose([]), "7", "r") == TraceTarget(mlflow_experiment_id="7", mlflow_run_id="r")
+
+
+def test_traces_go_to_the_runs_backends_with_or_without_text():
+    plain = trace_target(compose([f"{TRACE}.backend=mlflow"]), "7", "r")
+    texts = trace_target(compose([f"{TRACE}.backend=[otlp,mlflow]", f"{TRACE}.token2text=true"]))
+
+    assert (plain.backends, plain.token2text) == ((TraceBackend.MLFLOW,), False)
+    assert (plain.mlflow_experiment_id, plain.mlflow_run_id, plain.weave_project) == ("7", "r", None)
+    assert (texts.backends, texts.token2text) == ((TraceBackend.OTLP, TraceBackend.MLFLOW), True)
+
+
+@pytest.mark.parametrize(
+    ("project", "entity", "expected"),
+    [
+        ("me/gsm8k", None, "me/gsm8k"),
+        ("me/gsm8k", "you", "me/gsm8k"),
+        ("gsm8k", "you", "you/gsm8k"),
+        (None, "you", "you/trackway"),
+    ],
+)
+def test_a_weave_project_is_the_traces_project_with_its_entity_or_that_of_the_environment(
+    monkeypatch, project: str | None, entity: str | None, expected: str
+):
+    monkeypatch.setenv("WANDB_ENTITY", entity or "")
+    own = [f"{TRACE}.project_name={project}"] if project else []
+
+    target = trace_target(compose([f"{TRACE}.backend=weave", "trackway.wandb_run_id=r1", *own]))
+
+    assert (target.weave_project, target.wandb_run_id) == (expected, "r1")
+
+
+@pytest.mark.parametrize("project", ["gsm8k", "a/b/c", "/gsm8k", "me/"])
+def test_a_weave_project_without_an_entity_is_refused_with_the_remedy(monkeypatch, project: str):
+    monkeypatch.delenv("WANDB_ENTITY", raising=False)
+
+    with pytest.raises(TrackwayError) as caught:
+        trace_target(compose([f"{TRACE}.backend=[mlflow,weave]", f"{TRACE}.project_name={project}"]))
+
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    assert caught.value.message == (
+        f"{TRACE}.project_name: expected entity/project for Weave, got {project!r}; "
+        "write it so, or set WANDB_ENTITY in the environment of the trainer service"
+    )
+
+
+def test_the_bound_on_staleness_and_the_rollouts_of_a_prompt_reach_the_plan():
+    made = plan(compose(["trackway.max_staleness=2", "actor_rollout_ref.rollout.n=16"]), steps_per_epoch=1)
+
+    assert (made.max_staleness, made.rollouts, plan(compose([]), 1).max_staleness) == (2, 16, None)

@@ -1,8 +1,9 @@
 import pytest
 
-from trackway.trainer.metrics import Clock, rollout_metrics, throughput, validation_metrics
+from trackway.trainer.metrics import Clock, incident_metrics, rollout_metrics, throughput, validation_metrics
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
+from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajectory, Turn
 
 
@@ -56,6 +57,24 @@ def test_rollout_metrics_count_calls_and_seconds_of_the_good_and_how_many_failed
     assert [metrics[f"tool_call_counts/{kind}"] for kind in ("mean", "max", "min")] == [0.5, 1.0, 0.0]
     assert metrics["timing_s/agent_loop/tool_calls/max"] == 2.0
     assert metrics["timing_s/agent_loop/slowest/tool_calls"] == 2.0
+
+
+def test_incidents_are_counted_by_the_trajectories_they_happened_to():
+    rows = [
+        trajectory().model_copy(update={"incidents": [Incident.RETRIED, Incident.TOOL_TIMEOUT]}),
+        trajectory(failed=True).model_copy(update={"incidents": [Incident.RETRIED]}),
+        trajectory(),
+    ]
+
+    assert incident_metrics(rows) == {
+        "agent_loop/incidents/retried": 2.0,
+        "agent_loop/incidents/generation_cut": 0.0,
+        "agent_loop/incidents/weights_behind": 0.0,
+        "agent_loop/incidents/tool_failed": 0.0,
+        "agent_loop/incidents/tool_timeout": 1.0,
+        "agent_loop/incidents/instance_lost": 0.0,
+        "agent_loop/incidents/replica_lost": 0.0,
+    }
 
 
 def test_throughput_is_tokens_over_the_seconds_of_the_step():

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from trackway.clients.weights import WeightStore
+from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.dump import read_trajectories
@@ -261,11 +262,16 @@ def pid_of(runs: Runs, name: str) -> int:
     return json.loads((Path(runs.info(name).folder) / "worker.pid").read_text())
 
 
-async def test_a_run_and_its_traces_are_tracked_in_mlflow(runs: Runs, request_of, mlflow_server: str):
+async def test_a_run_and_its_traces_are_tracked_in_mlflow(runs: Runs, request_of, agent, mlflow_server: str):
     from mlflow import MlflowClient
 
-    overrides = ["trackway.trace_prompts_per_step=1", "trackway.feedback=false", "trainer.test_freq=-1"]
-    await runs.start(request_of("tracked", f"trackway.mlflow_uri={mlflow_server}", *overrides))
+    agent.tracing = Tracing("agent", TracingSettings(mlflow_uri=mlflow_server, schedule_delay_s=0.1))
+    trace = "actor_rollout_ref.rollout.trace"
+    overrides = [f"{trace}.backend=mlflow", f"{trace}.max_samples_per_step_per_worker=1", "trainer.test_freq=2"]
+    mini_batches = ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "trackway.trace_validation_samples=1"]
+    await runs.start(
+        request_of("tracked", f"trackway.mlflow_uri={mlflow_server}", *overrides, *mini_batches, "trainer.logger=[]")
+    )
 
     info = await ended(runs, "tracked")
 
@@ -274,5 +280,53 @@ async def test_a_run_and_its_traces_are_tracked_in_mlflow(runs: Runs, request_of
     history = client.get_metric_history(run.info.run_id, "val-core/openai/gsm8k/acc/mean_at_1")
     assert info.state is RunState.FINISHED
     assert (run.info.status, run.info.run_name, run.info.experiment_id) == ("FINISHED", "run", info.experiment_id)
-    assert [point.step for point in history] == [0, 4]
+    assert [point.step for point in history] == [0, 2, 4]
     assert run.data.params["actor_rollout_ref.rollout.n"] == "4"
+
+    files = sorted((Path(info.folder) / "trajectories").glob("*.parquet"))
+    made = [one for file in files for one in read_trajectories(file) if one.trace_id]
+    assert info.experiment_id is not None and info.traces is not None
+    found = client.search_traces(locations=[info.experiment_id], run_id=info.run_id, max_results=100)
+    by_name = {trace.info.tags["mlflow.traceName"]: trace for trace in found}
+    steps = {name: trace for name, trace in by_name.items() if name.startswith("train step")}
+    assert len(made) == 4 * 4 + 3  # one prompt of each step, one sample of each validation
+    assert {one.info.trace_id for one in found} - {one.info.trace_id for one in steps.values()} == {
+        f"tr-{one.trace_id}" for one in made
+    }
+    assert set(steps) == {f"train step {step}" for step in range(STEPS + 1)}
+    assert {span.name for span in steps["train step 2"].data.spans} == {
+        *("train step 2", "rollout", "update_actor", "optimizer_step 0", "optimizer_step 1", "update_weights"),
+        *("testing", "save_checkpoint"),
+    }
+    consumed = [link.trace_id for span in steps["train step 2"].data.spans for link in span.links]
+    asked = [one for one in made if one.tags.step == 2 and not one.tags.validation]
+    assert sorted(consumed) == sorted(f"tr-{one.trace_id}" for one in asked)
+    for one in made:
+        [root] = [span for span in by_id(found)[f"tr-{one.trace_id}"].data.spans if span.parent_id is None]
+        assert [link.trace_id for link in root.links] == [steps[f"train step {one.tags.step}"].info.trace_id]
+    root = steps["train step 2"].data.spans[0]
+    numbers = {key: root.get_attribute(f"agentic.{key}") for key in ("weights_before", "weights_after", "used", "lr")}
+    assert numbers == {"weights_before": 2, "weights_after": 3, "used": 8, "lr": 1e-3}
+    assert root.outputs["traced"] == 5
+
+    def feedback(of: str) -> dict[str, object]:
+        return {one.name: one.feedback.value for one in by_id(found)[of].info.assessments or [] if one.feedback}
+
+    advantages = [feedback(f"tr-{one.trace_id}")["advantage"] for one in asked]
+    assert [feedback(f"tr-{one.trace_id}")["fate"] for one in asked] == ["used"] * 4
+    assert advantages == pytest.approx([-0.866, 0.866, -0.866, 0.866], abs=1e-3)
+    validated = next(one for one in made if one.tags.validation)
+    assert feedback(f"tr-{validated.trace_id}") == {"reward": 0.0}
+
+    size = sum(one.trace_bytes for one in made)
+    assert info.traces.trajectories == 19 and size < info.traces.bytes < 4 * size
+    lost = info.traces.model_dump(exclude={"trajectories", "bytes"})
+    assert lost == {"spans_dropped": 0, "spans_refused": 0, "spans_waiting": 0, "spool_bytes": 0, "unknown": ["tools"]}
+    ledger = json.loads((Path(info.folder).parent / "trace_bytes.json").read_text())
+    rows = await rows_of(runs, "tracked")
+    assert ledger["bytes"] == info.traces.bytes == sum(row.data["trace/bytes"] for row in rows)
+    assert [row.data["trace/prompts_traced"] for row in rows] == [1.0, 1.0, 2.0, 1.0, 2.0]
+
+
+def by_id(traces) -> dict:
+    return {trace.info.trace_id: trace for trace in traces}

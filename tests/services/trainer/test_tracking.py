@@ -1,20 +1,14 @@
 """The MLflow run against a real server."""
 
-import json
-import os
 import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from trackway.trainer.background import Background
-from trackway.trainer.feedback import Feedback
 from trackway.trainer.tracking import MlflowRun, MlflowSink, open_mlflow
 from trackway.wire.trainer import MetricsRow
-from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -67,63 +61,37 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(run: MlflowRun):
 
 
 @pytest.mark.slow
-def test_traces_that_arrive_later_are_linked_and_carry_reward_and_advantage(run: MlflowRun):
-    background = Background("test")
-    trace_ids = [os.urandom(16).hex() for _ in range(101)]
-    feedback = Feedback(run, background, patience_s=30)
-
-    feedback.record([trajectory(trace_id) for trace_id in trace_ids], [0.7] * 101)
-    for trace_id in trace_ids:
-        export(run, trace_id)
-    background.close(120)
+def test_traces_of_several_processes_belong_to_the_run_by_the_header_alone(run: MlflowRun, traced_services):
+    services = traced_services(run.uri, run.experiment_id, run.run_id)
+    made = [services.trajectory(step, n) for step in (1, 2) for n in range(60)]  # more roots than one link call takes
+    services.close()
 
     linked = client(run).search_traces(locations=[run.experiment_id], run_id=run.run_id, max_results=200)
-    stored = client(run).get_trace(f"tr-{trace_ids[0]}").info.assessments
-    values = [(one.name, one.feedback.value) for one in stored if one.feedback is not None]
-    assert {trace.info.trace_id for trace in linked} == {f"tr-{trace_id}" for trace_id in trace_ids}
-    assert sorted(values) == [("advantage", 0.7), ("reward", 1.0)]
-    assert (background.failed, background.dropped) == (0, 0)
+
+    assert {trace.info.trace_id for trace in linked} == {f"tr-{one.trace_id}" for one in made}
+    [tree] = [trace for trace in linked if trace.info.trace_id == f"tr-{made[0].trace_id}"]
+    assert sorted((span.name, str(span.get_attribute("agentic.service"))) for span in tree.data.spans) == [
+        ("chat tiny", "rollout"),
+        ("execute_tool calculator", "tools"),
+        ("trajectory", "agent"),
+        ("turn 0", "agent"),
+    ]
 
 
 @pytest.mark.slow
-def test_a_trace_that_never_arrives_costs_its_feedback_and_nothing_else(run: MlflowRun):
-    background = Background("test")
+def test_traces_in_an_experiment_of_their_own_still_belong_to_the_run(run: MlflowRun, traced_services):
+    other = run.experiment(f"traces-{uuid.uuid4().hex}")
+    services = traced_services(run.uri, other, run.run_id)
+    made = services.trajectory(1, 0)
+    services.close()
 
-    Feedback(run, background, patience_s=1).record([trajectory(os.urandom(16).hex())], [0.7])
-    background.close(60)
+    linked = client(run).search_traces(locations=[run.experiment_id, other], run_id=run.run_id)
 
-    assert background.failed == 2
+    assert (other != run.experiment_id, run.experiment(client(run).get_experiment(other).name)) == (True, other)
+    assert [(one.info.trace_id, one.info.experiment_id) for one in linked] == [(f"tr-{made.trace_id}", other)]
 
 
 def client(run: MlflowRun) -> "MlflowClient":
     from mlflow import MlflowClient
 
     return MlflowClient(run.uri)
-
-
-def trajectory(trace_id: str) -> Trajectory:
-    return Trajectory(
-        id="run/1/0/0",
-        session_id="session",
-        tags=Tags(experiment_name="run", step=1, sample_index=0, rollout_n=0),
-        agent_name="tool_agent",
-        data_source="openai/gsm8k",
-        reward=Reward(score=1.0),
-        stop_reason=StopReason.ANSWERED,
-        trace_id=trace_id,
-    )
-
-
-def export(run: MlflowRun, trace_id: str) -> None:
-    """Send a trace of one root span, as an agent's exporter would."""
-    request = ExportTraceServiceRequest()
-    span = request.resource_spans.add().scope_spans.add().spans.add()
-    span.trace_id, span.span_id, span.name = bytes.fromhex(trace_id), os.urandom(8), "trajectory"
-    span.start_time_unix_nano, span.end_time_unix_nano = 1_700_000_000_000_000_000, 1_700_000_001_000_000_000
-    span.attributes.add(key="mlflow.spanOutputs").value.string_value = json.dumps({"reward": 1.0})
-    answer = httpx.post(
-        f"{run.uri}/v1/traces",
-        content=request.SerializeToString(),
-        headers={"content-type": "application/x-protobuf", "x-mlflow-experiment-id": run.experiment_id},
-    )
-    answer.raise_for_status()

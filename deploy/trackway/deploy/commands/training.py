@@ -11,6 +11,7 @@ from trackway.deploy.commands.options import DEMO_OUTPUTS, OUTPUTS, Json, Output
 from trackway.deploy.console import board, print_json, run_bar, stderr, stdout
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import Deployment
+from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:
     from trackway.deploy.demo import Summary
@@ -54,6 +55,7 @@ def train(
         print_json(info)
         return
     stdout.print(f"run {info.run} {info.state.value} at step {info.step}; folder {info.folder}")
+    _tell_losses(info, deployment)
 
 
 @app.command()
@@ -68,8 +70,11 @@ def demo(
 ) -> None:
     """Train the tiny model on this machine and look at every step of it.  Example: trackway demo --seed 1"""
     from trackway.deploy import demo as demonstration
+    from trackway.deploy.train import check_backends_here
     from trackway.deploy.up import bring_up, take_down
+    from trackway.trainer.config import compose
 
+    check_backends_here(compose(overrides or [], config_name="tiny_demo"))
     clock = demonstration.Clock(time.monotonic())
     previous = Deployment.load(outputs.resolve())
     if previous and any(process.find() for process in previous.processes):
@@ -78,6 +83,7 @@ def demo(
     if aside:
         stderr.print(f"earlier demo kept in {aside}")
     settings = up_settings(outputs=outputs, min_memory_gb=4.0)
+    settings.mlflow_uri = None  # the demo has an MLflow of its own, whatever MLFLOW_TRACKING_URI says
     with board(as_json) as shown:
         deployment = bring_up(settings, shown.report)
     started = dict(shown.seconds)
@@ -95,7 +101,18 @@ def demo(
         if not keep:
             with board(as_json) as shown:
                 take_down(deployment, shown.report)
-    print_json(summary) if as_json else _tell(summary, started, deployment, Path(info.folder))
+    if as_json:
+        print_json(summary)
+        return
+    _tell(summary, started, deployment, Path(info.folder))
+    _tell_losses(info, deployment)
+
+
+def _tell_losses(info: RunInfo, deployment: Deployment) -> None:
+    from trackway.deploy.train import trace_losses
+
+    for sentence in trace_losses(info, deployment.outputs):
+        stderr.print(f"[yellow]traces:[/] {escape(sentence)}", soft_wrap=True)
 
 
 def _tell(summary: "Summary", started: dict[str, float], deployment: Deployment, folder: Path) -> None:

@@ -38,7 +38,7 @@ def compose(overrides: list[str], config_file: Path | None = None, config_name: 
     """
     folder, name = _location(config_file, config_name)
     lines = [_as_set(line) for line in overrides]
-    ConfigStore.instance().store(name="trackway_defaults", node=RunConfig().model_dump(mode="json"))
+    ConfigStore.instance().store(name="trackway_defaults", node=_defaults())
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             composed = hydra_compose(name, overrides=[f"hydra.searchpath=[file://{PRESETS}]", *lines])
@@ -128,13 +128,28 @@ def _must_be_known(key: str) -> None:
     )
 
 
+def _defaults() -> Tree:
+    """Every key with its default, but null where a key has an old spelling: so it shows which of them was given."""
+    defaults = leaves(RunConfig().model_dump(mode="json"))
+    return _nested({key: None if key in MOVED.values() else value for key, value in defaults.items()})
+
+
 def _move(given: dict[str, JsonValue], old: str) -> None:
     new, value = MOVED[old], given.pop(old)
-    if given.get(new) not in (None, value):
-        raise TrackwayError(
-            ErrorCode.INVALID_REQUEST, f"{old}={value} and {new}={given[new]} disagree; give only {new}", key=old
-        )
+    if value is None:
+        return
+    if given.get(new) is not None and _as_list(given[new]) != _as_list(value):
+        message = f"{old}={_shown(value)} and {new}={_shown(given[new])} disagree; give only {new}"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message, key=old)
     given[new] = value
+
+
+def _as_list(value: JsonValue) -> list[JsonValue]:
+    return value if isinstance(value, list) else [value]
+
+
+def _shown(value: JsonValue) -> str:
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def _earlier_notes(given: dict[str, JsonValue]) -> list[str]:

@@ -82,9 +82,6 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.multi_turn.max_user_turns": "observations end with the turns that asked for them",
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
-    "actor_rollout_ref.rollout.trace.token2text": "each service's tracing.token2text decides; it is on by default",
-    "actor_rollout_ref.rollout.trace.project_name": "traces go to the experiment trainer.project_name",
-    "actor_rollout_ref.rollout.trace.experiment_name": "traces carry trainer.experiment_name",
     "actor_rollout_ref.ref.*": "the reference policy is the model the run started from, kept by the learner; " + _MICRO,
     "algorithm.gamma": "the reward is one score for the whole trajectory",
     "algorithm.lam": _NO_CRITIC,
@@ -114,10 +111,11 @@ NO_EFFECT: dict[str, str] = {
 }
 
 MOVED: dict[str, str] = {
-    "trainer.rollout_trace.backend": "actor_rollout_ref.rollout.trace.backend",
-    "trainer.rollout_trace.token2text": "actor_rollout_ref.rollout.trace.token2text",
+    f"trainer.rollout_trace.{name}": f"actor_rollout_ref.rollout.trace.{name}"
+    for name in ("backend", "token2text", "max_samples_per_step_per_worker", "project_name", "experiment_name")
 }
-"""verl's old spellings, which its releases accept and never read; here they are read as the new key."""
+"""verl's old spellings, which its releases accept and never read; here they are read as the new key, which takes null
+for its default."""
 
 LOGGERS = {"console", "file", "mlflow"}
 

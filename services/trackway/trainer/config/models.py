@@ -69,7 +69,7 @@ class TrainerConfig(Section):
     """How long to train, when to validate and save, and what the run is called."""
 
     project_name: str = "trackway"
-    """The MLflow experiment that the run and its traces belong to."""
+    """The MLflow experiment that the run belongs to, and its traces unless `rollout.trace.project_name` says other."""
     experiment_name: str = "run"
     """The run's name: its folder, its MLflow run, and the first part of every trajectory id."""
     logger: list[str] = Field(default_factory=lambda: ["console"])
@@ -122,18 +122,24 @@ class TrackwayConfig(Section):
     """Prompts per step whose rollouts are all traced; None takes `rollout.trace.max_samples_per_step_per_worker`."""
     trace_validation_samples: int = Field(default=4, ge=0)
     """Samples of each validation that are traced."""
+    trace_bytes_per_day: int | None = Field(default=None, ge=1)
+    """Bytes of traces that the runs of one outputs folder may send in a day (UTC), before compression; fewer prompts
+    are traced as it is used up. Weave's free plan is 1 GB a month, about 33000000 a day. None is no bound."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Trajectories whose oldest token comes from weights more than this many versions behind those being trained are
+    dropped (verl's `max_off_policy_threshold`); None keeps all."""
     mlflow_uri: str | None = None
-    """MLflow tracking server; None takes MLFLOW_TRACKING_URI, and without that MLflow is off."""
+    """MLflow tracking server; None takes that of the trainer service, and without one MLflow is off."""
     feedback: bool = True
-    """Record reward and advantage on each trace, when MLflow is on."""
-    feedback_deadline_s: float = Field(default=30.0, gt=0)
-    """Seconds to wait for a trace to arrive at MLflow before its feedback is given up."""
+    """Record reward, advantage and fate on each trace, in MLflow and in Weave."""
+    feedback_deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds to wait for a backend that is away, or a trace that has not arrived, before its feedback is given up."""
     keep_weights: int = Field(default=4, ge=2)
     """Published weight versions that are kept, so that a replica in the middle of loading one is not disturbed."""
     max_restarts: int = Field(default=2, ge=0)
     """How often a learner that dies is started again from its last checkpoint."""
-    wandb_run_id: str | None = None
-    """W&B run that Weave traces are linked to."""
+    wandb_run_id: str | None = Field(default=None, pattern="^[^/:]+$")
+    """W&B run that Weave traces are linked to: its bare id, in the project of the traces."""
     ignored_keys: list[str] = Field(default_factory=list)
     """Known keys that were given and have no effect here; filled when the configuration is composed."""
 
@@ -164,4 +170,14 @@ class RunConfig(Section):
         for bound in (self.trackway.trace_prompts_per_step, trace.max_samples_per_step_per_worker):
             if bound is not None:
                 return bound
-        return 0 if trace.backend is None else self.data.train_batch_size
+        return self.data.train_batch_size if trace.backend else 0
+
+    @property
+    def trace_project(self) -> str:
+        """MLflow experiment or Weave project of the traces."""
+        return self.actor_rollout_ref.rollout.trace.project_name or self.trainer.project_name
+
+    @property
+    def trace_experiment(self) -> str:
+        """The tag `experiment_name` of the traces."""
+        return self.actor_rollout_ref.rollout.trace.experiment_name or self.trainer.experiment_name

@@ -2,9 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from trackway.trainer.config.section import Section
+from trackway.wire.tracing import TraceBackend
 
 
 class ModelConfig(Section):
@@ -108,12 +109,30 @@ class MultiTurnConfig(Section):
 
 
 class TraceConfig(Section):
-    """Which rollouts are traced."""
+    """Which rollouts are traced, where the traces go, and what they carry."""
 
-    backend: Literal["mlflow", "weave"] | None = None
-    """Switches tracing on; where spans go is the services' deployment, which exports plain OTLP."""
+    backend: tuple[TraceBackend, ...] = ()
+    """`mlflow`, `weave`, `otlp`, or several as a list; null leaves it to the services' own setting."""
+    token2text: bool = False
+    """Put the text of prompts and responses on spans, not only the number of tokens."""
     max_samples_per_step_per_worker: int | None = Field(default=None, ge=0)
     """Prompts per step that are traced with all their rollouts; None traces all when a backend is set."""
+    project_name: str | None = Field(default=None, min_length=1)
+    """MLflow experiment, or Weave project (`entity/project`), of the traces; None takes `trainer.project_name`."""
+    experiment_name: str | None = Field(default=None, min_length=1)
+    """The tag `experiment_name` of each trace; None takes `trainer.experiment_name`."""
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _one_backend_is_a_list(cls, value: object) -> object:
+        if value is None:
+            return []
+        return list(dict.fromkeys(value)) if isinstance(value, list) else [value] if isinstance(value, str) else value
+
+    @field_validator("token2text", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: object) -> object:
+        return False if value is None else value
 
 
 class AgentConfig(Section):

@@ -6,6 +6,7 @@ from trackway.trainer.config import RunConfig, compose, no_effect, resolve
 from trackway.trainer.config.compose import PRESETS, known_keys
 from trackway.trainer.config.known import NO_EFFECT
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.tracing import TraceBackend
 
 REPRODUCE = shlex.split("""
 algorithm.adv_estimator=grpo data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=1024
@@ -66,8 +67,8 @@ def test_the_reproduce_script_composes_on_its_own_yaml_file(tmp_path):
     assert config.data.train_files == ["/data/gsm8k/train.parquet"]
     assert config.actor_rollout_ref.rollout.n == 16
     assert config.actor_rollout_ref.rollout.multi_turn.max_assistant_turns == 5
-    assert config.actor_rollout_ref.rollout.trace.backend == "weave"
-    assert config.traced_prompts == 256
+    trace = config.actor_rollout_ref.rollout.trace
+    assert (trace.backend, trace.token2text, config.traced_prompts) == ((TraceBackend.WEAVE,), True, 256)
 
 
 def test_every_key_of_the_reproduce_script_is_honoured_or_told_with_a_reason():
@@ -132,9 +133,101 @@ def test_a_bad_value_is_refused_with_its_key(argument: str, message: str):
     assert message in caught.value.message
 
 
-def test_the_old_and_the_new_trace_key_must_agree():
-    with pytest.raises(TrackwayError, match="disagree"):
-        compose(["+trainer.rollout_trace.backend=weave", "actor_rollout_ref.rollout.trace.backend=mlflow"])
+TRACE = "actor_rollout_ref.rollout.trace"
+EVERY_TRACE_KEY = ["backend=weave", "token2text=true", "max_samples_per_step_per_worker=3", "project_name=me/p"]
+
+
+@pytest.mark.parametrize("prefix", ["", "+", "++"])
+@pytest.mark.parametrize("section", [TRACE, "trainer.rollout_trace"])
+def test_every_trace_key_is_read_in_both_spellings_with_or_without_plus(section: str, prefix: str):
+    config = compose([f"{prefix}{section}.{line}" for line in [*EVERY_TRACE_KEY, "experiment_name=e"]])
+
+    assert config.actor_rollout_ref.rollout.trace.model_dump() == {
+        "backend": (TraceBackend.WEAVE,),
+        "token2text": True,
+        "max_samples_per_step_per_worker": 3,
+        "project_name": "me/p",
+        "experiment_name": "e",
+    }
+    assert (config.traced_prompts, config.trace_project, config.trace_experiment) == (3, "me/p", "e")
+
+
+@pytest.mark.parametrize(
+    ("given", "backends"),
+    [
+        ("null", ()),
+        ("[]", ()),
+        ("otlp", (TraceBackend.OTLP,)),
+        ("[weave,mlflow]", (TraceBackend.WEAVE, TraceBackend.MLFLOW)),
+        ("[mlflow,mlflow]", (TraceBackend.MLFLOW,)),
+    ],
+)
+def test_one_backend_several_or_none(given: str, backends: tuple[TraceBackend, ...]):
+    assert compose([f"{TRACE}.backend={given}"]).actor_rollout_ref.rollout.trace.backend == backends
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("backend=wandb", "trace.backend.0: Input should be 'mlflow', 'weave' or 'otlp', got 'wandb'"),
+        ("backend=[mlflow,trackio]", "trace.backend.1: Input should be 'mlflow', 'weave' or 'otlp', got 'trackio'"),
+        ("backend=3", "trace.backend: Input should be a valid tuple, got 3"),
+        ("max_samples_per_step_per_worker=-1", "Input should be greater than or equal to 0, got -1"),
+    ],
+)
+@pytest.mark.parametrize("section", [TRACE, "+trainer.rollout_trace"])
+def test_a_bad_trace_value_is_refused_and_the_known_ones_are_named(section: str, line: str, message: str):
+    with pytest.raises(TrackwayError) as caught:
+        compose([f"{section}.{line}"])
+
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("backend=weave", "backend=mlflow", "backend=weave and {}.backend=mlflow disagree; give only {}.backend"),
+        ("backend=weave", "backend=[weave,mlflow]", "backend=weave and {}.backend=[weave,mlflow] disagree"),
+        ("token2text=true", "token2text=false", "token2text=True and {}.token2text=False disagree"),
+        ("token2text=false", "token2text=true", "token2text=False and {}.token2text=True disagree"),
+        ("project_name=a", "project_name=b", "project_name=a and {}.project_name=b disagree"),
+    ],
+)
+def test_an_old_and_a_new_trace_key_that_disagree_are_refused(old: str, new: str, message: str):
+    with pytest.raises(TrackwayError) as caught:
+        compose([f"+trainer.rollout_trace.{old}", f"{TRACE}.{new}"])
+
+    assert f"trainer.rollout_trace.{message.format(TRACE, TRACE)}" in caught.value.message
+
+
+@pytest.mark.parametrize("new", ["backend=weave", "backend=[weave]"])
+def test_an_old_and_a_new_trace_key_that_agree_are_one(new: str):
+    config = compose(["trainer.rollout_trace.backend=weave", f"{TRACE}.{new}"])
+
+    assert config.actor_rollout_ref.rollout.trace.backend == (TraceBackend.WEAVE,)
+
+
+def test_an_old_trace_key_in_a_file_disagrees_with_a_new_one_on_the_command_line(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_trainer, _self_]\ntrainer:\n  rollout_trace:\n    token2text: true\n"
+    )
+
+    assert compose([], tmp_path / "mine.yaml").actor_rollout_ref.rollout.trace.token2text is True
+    with pytest.raises(TrackwayError, match="disagree; give only"):
+        compose([f"{TRACE}.token2text=false"], tmp_path / "mine.yaml")
+
+
+def test_traces_take_the_names_of_the_run_unless_told_otherwise():
+    config = compose(["trainer.project_name=p", "trainer.experiment_name=e"])
+
+    assert (config.trace_project, config.trace_experiment, config.traced_prompts) == ("p", "e", 0)
+
+
+@pytest.mark.parametrize("run_id", ["me/p:r1", "r:1"])
+def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
+    with pytest.raises(TrackwayError, match=r"trackway.wandb_run_id: String should match"):
+        compose([f"trackway.wandb_run_id={run_id!r}"])
 
 
 def test_a_configuration_survives_the_wire_and_keeps_its_notes():
@@ -161,6 +254,8 @@ def test_the_demo_preset_is_the_measured_recipe():
     }
     assert (actor.optim.lr_scheduler_type, actor.optim.min_lr_ratio) == ("cosine", 0.1)
     assert (config.trainer.total_training_steps, config.traced_prompts) == (30, 2)
+    trace = config.actor_rollout_ref.rollout.trace
+    assert (trace.backend, trace.token2text) == ((TraceBackend.MLFLOW,), True)
 
 
 def test_an_unknown_preset_names_the_ones_there_are():

@@ -1,0 +1,106 @@
+"""Options that the commands of `trackway traces` share, and the trace store that they mean."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+from trackway.deploy.console import stderr, stdout
+from trackway.deploy.errors import UserError
+from trackway.deploy.traces.mlflow_store import MlflowStore, store_uri
+from trackway.deploy.traces.store import TraceStore
+from trackway.deploy.traces.weave_store import WeaveStore
+
+if TYPE_CHECKING:
+    from trackway.deploy.traces.verify import Meter
+
+_PIPE_WIDTH = 120
+
+
+class Backend(StrEnum):
+    """Where traces are read from."""
+
+    MLFLOW = "mlflow"
+    WEAVE = "weave"
+
+
+BackendOption = Annotated[Backend, typer.Option("--backend", help="Where the traces are.")]
+Project = Annotated[str | None, typer.Option(help="MLflow experiment (default all), or Weave's entity/project.")]
+MlflowUri = Annotated[
+    str | None, typer.Option(help="MLflow; default that of --outputs, else MLFLOW_TRACKING_URI.", show_default=False)
+]
+Experiment = Annotated[str | None, typer.Option("--experiment-name", help="Name of the run.")]
+Validate = Annotated[bool | None, typer.Option("--validate/--train", help="Validation or training only.")]
+Width = Annotated[int | None, typer.Option(min=60, max=1000, help="Columns; default the terminal's, else 120.")]
+
+
+def open_store(
+    backend: Backend, outputs: Path, project: str | None, mlflow_uri: str | None, otherwise: str | None = None
+) -> TraceStore:
+    """The store that the options mean; `otherwise` is an MLflow to take when the outputs folder has none.
+
+    Raises:
+        UserError: when there is none.
+    """
+    try:
+        if backend is Backend.MLFLOW:
+            return MlflowStore.open(store_uri(outputs, mlflow_uri, otherwise), project)
+        if project is None:
+            raise UserError("--backend weave: expected --project entity/project, got none")
+        return WeaveStore.open(project)
+    except ModuleNotFoundError as error:
+        message = f"--backend {backend.value} needs the package {error.name}: pip install 'trackway[{backend.value}]'"
+        raise UserError(message) from error
+
+
+def tags_of(pairs: list[str]) -> dict[str, str]:
+    """From `key=value` words. Raises UserError for a word of another form."""
+    wrong = [pair for pair in pairs if "=" not in pair]
+    if wrong:
+        raise UserError(f"--tag: expected key=value, got {wrong[0]!r}")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def wide_enough(width: int | None) -> Console:
+    """Standard output; rich takes a pipe for a terminal of 80 columns, which is too narrow for a tree."""
+    return Console(width=width or (None if stdout.is_terminal else _PIPE_WIDTH))
+
+
+class _Bar:
+    """A bar that grows with what is still to be looked at."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("traces", total=0)
+        self._total = 0
+
+    def expect(self, count: int) -> None:
+        """See `verify.Meter`."""
+        self._total += count
+        self._progress.update(self._task, total=self._total)
+
+    def advance(self, count: int) -> None:
+        """See `verify.Meter`."""
+        self._progress.advance(self._task, count)
+
+
+@contextmanager
+def meter(quiet: bool) -> "Iterator[Meter | None]":
+    """A progress bar on standard error that goes away; none with `quiet` or without a terminal."""
+    if quiet or not stderr.is_terminal:
+        yield None
+        return
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=stderr,
+        transient=True,
+    ) as progress:
+        yield _Bar(progress)

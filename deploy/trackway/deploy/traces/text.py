@@ -1,0 +1,36 @@
+"""Texts of a model on a terminal and on a page: nothing in them may act, everything in them is seen."""
+
+import re
+
+_ACTING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but tab and newline, and those that turn the direction of writing."""
+
+
+def visible(text: str) -> str:
+    """The text with what would act on a terminal replaced by a sign for it."""
+    encodable = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return _ACTING.sub(lambda found: _sign(ord(found[0])), encodable)
+
+
+def _sign(code: int) -> str:
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else f"\\u{code:04x}"
+
+
+def shortened(text: str, lines: int, characters: int) -> str:
+    """The beginning of a text, and how much is left out."""
+    kept = "\n".join(text.split("\n")[:lines])[:characters]
+    left_out = len(text) - len(kept)
+    return f"{kept} … {left_out} more characters" if left_out > 0 else text
+
+
+def one_line(text: str) -> str:
+    """A text without line breaks, for a cell."""
+    return visible(text).replace("\n", "⏎")
+
+
+def ending(text: str, characters: int) -> str:
+    """The end of a text on one line."""
+    line = one_line(text.strip())
+    return line if len(line) <= characters else f"…{line[-characters + 1 :]}"

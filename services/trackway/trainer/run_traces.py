@@ -1,0 +1,84 @@
+"""Everything a run does about traces: how many, the trainer's own, feedback, and what became of the spans."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from trackway.tracing import Tracing
+from trackway.trainer.fate import Sorted
+from trackway.trainer.feedback import TraceFeedback, training_feedback, validation_feedback
+from trackway.trainer.metrics import Metrics
+from trackway.trainer.span_accounts import SpanAccounts
+from trackway.trainer.step_trace import StepTrace
+from trackway.trainer.trace_budget import TraceBudget
+from trackway.wire.tracing import TraceTarget
+from trackway.wire.trainer import TraceSummary
+from trackway.wire.trajectory import Trajectory
+
+
+@dataclass
+class RunTraces:
+    """Without `tracing` the run records nothing of its own and reports nothing."""
+
+    target: TraceTarget
+    own: StepTrace
+    budget: TraceBudget
+    accounts: SpanAccounts
+    tracing: Tracing | None = None
+    feedback: Sequence[TraceFeedback] = ()
+
+    async def open(self) -> None:
+        """Take the counts that the run starts from."""
+        if self.tracing is not None:
+            await self.accounts.open()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Trace what happens inside as the trainer's step `number`."""
+        with self.own.step(number) as root:
+            yield
+        self.budget.spend(root.ledger.bytes)
+
+    def received(self, trajectories: Sequence[Trajectory]) -> None:
+        """Count what was asked for in the step, and what it cost."""
+        traced = [one for one in trajectories if one.trace_id is not None]
+        self.own.received(traced)
+        self.budget.spend(sum(one.trace_bytes for one in traced), len(traced))
+
+    def assess(self, step: Sorted, advantages: Sequence[float]) -> None:
+        """Record on each trace what became of its trajectory, with the advantages of the used; returns at once."""
+        assessments = training_feedback(step, advantages)
+        for backend in self.feedback:
+            backend.submit(assessments)
+
+    def assess_validation(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record the rewards of a validation; returns at once."""
+        assessments = validation_feedback(trajectories)
+        for backend in self.feedback:
+            backend.submit(assessments)
+
+    def metrics(self) -> Metrics:
+        """What was traced since the last call; nothing for a run that traces nothing."""
+        taken = self.budget.take()
+        return {} if self.tracing is None else taken
+
+    def summary(self) -> TraceSummary | None:
+        """The run's sums so far, as of the last look at the services, which this may start again."""
+        if self.tracing is None:
+            return None
+        self.accounts.refresh()
+        return self._sums()
+
+    async def close(self, deadline_s: float) -> TraceSummary | None:
+        """Send what waits here, look what waits elsewhere, each at most until the deadline; the run's sums."""
+        for backend in self.feedback:
+            backend.close()
+        if self.tracing is None:
+            return None
+        await asyncio.to_thread(self.tracing.shutdown, deadline_s)
+        await self.accounts.settle(deadline_s)
+        return self._sums()
+
+    def _sums(self) -> TraceSummary:
+        return self.accounts.summary(self.budget.trajectories, self.budget.bytes)

@@ -1,0 +1,80 @@
+"""Before a run starts: can every service send spans to the backends that the run wants?
+
+A service that cannot be asked is no obstacle: the run itself waits for its services.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+
+from trackway.clients import CallPolicy, ServiceClient
+from trackway.tracing import TracingSettings
+from trackway.trainer.config import RunConfig
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Health
+from trackway.wire.tracing import TraceBackend
+
+logger = logging.getLogger("trackway.trainer")
+
+_ASK = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=2)
+_NOTHING_SET = TracingSettings(mlflow_uri=None, weave_api_key=None, otlp_endpoint=None)
+
+
+async def check_backends(config: RunConfig, services: Mapping[str, str], own: TracingSettings) -> None:
+    """Ask each service (name -> URL) and this one what they can send to; says in the log whom it could not ask.
+
+    Raises:
+        TrackwayError: INVALID_REQUEST naming service, backend and remedy.
+    """
+    wanted = config.actor_rollout_ref.rollout.trace.backend
+    if not wanted:
+        return
+    weave_project(config)
+    usable = {"trainer": own.usable, **await _ask_all(services)}
+    if config.trackway.mlflow_uri:
+        usable["trainer"] = [*usable["trainer"], TraceBackend.MLFLOW]
+    for service, backends in usable.items():
+        require(wanted, backends, f"the {service} service")
+
+
+def require(wanted: Sequence[TraceBackend], usable: Sequence[str], who: str) -> None:
+    """Raises TrackwayError(INVALID_REQUEST) for the first backend that `who` cannot send to."""
+    for backend in wanted:
+        if backend not in usable:
+            message = f"{_NOTHING_SET.missing(backend)} in the environment of {who}, and start that again"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message, backend=backend.value)
+
+
+def weave_project(config: RunConfig) -> str | None:
+    """`entity/project` of the run's traces in Weave; None when nothing says it and Weave is not asked for by name.
+
+    Raises:
+        TrackwayError: INVALID_REQUEST when Weave is wanted and nothing names an entity.
+    """
+    wanted, project = config.actor_rollout_ref.rollout.trace.backend, config.trace_project
+    entity = os.environ.get("WANDB_ENTITY")
+    full = project if "/" in project else f"{entity}/{project}" if entity else None
+    if full is not None and (full.count("/") != 1 or not all(full.split("/"))):
+        full = None
+    if TraceBackend.WEAVE in wanted and full is None:
+        message = (
+            f"actor_rollout_ref.rollout.trace.project_name: expected entity/project for Weave, got {project!r}; "
+            "write it so, or set WANDB_ENTITY in the environment of the trainer service"
+        )
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+    return full
+
+
+async def _ask_all(services: Mapping[str, str]) -> dict[str, list[str]]:
+    answers = await asyncio.gather(*(_ask(name, url) for name, url in services.items()))
+    return {name: found for name, found in zip(services, answers, strict=True) if found is not None}
+
+
+async def _ask(name: str, url: str) -> list[str] | None:
+    try:
+        health = await ServiceClient(url, policy=_ASK).call("GET", "/health", reply=Health)
+    except TrackwayError as error:
+        logger.warning("the %s service could not be asked where it can send traces: %s", name, error)
+        return None
+    return health.trace_backends

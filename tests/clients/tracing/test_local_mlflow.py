@@ -1,0 +1,198 @@
+"""One local MLflow server per database, whoever comes first and whoever dies; each start costs seconds."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from mlflow import MlflowClient
+
+from trackway.deploy import mlflow_server, processes
+from trackway.deploy.errors import UserError
+from trackway.deploy.preflight import free_port
+from trackway.deploy.processes import ProcessRecord
+from trackway.tracing import local_mlflow
+from trackway.tracing.mlflow_keeper import ServerFiles
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+WORKERS = 6
+WORKER = """
+import os, sys
+from trackway.tracing import RolloutTraceConfig, local_mlflow, rollout_trace_attr, rollout_trace_op
+
+local_mlflow.LINGER_S = float(os.environ.get("LINGER_S", "60"))
+
+@rollout_trace_op
+def rollout(n):
+    return n
+
+RolloutTraceConfig.init("shared", "exp", "mlflow")
+for line in sys.stdin:
+    with rollout_trace_attr(step=1, sample_index=int(line), rollout_n=0):
+        rollout(int(line))
+    if sys.argv[1:] == ["--tell"]:
+        while not RolloutTraceConfig.get_client().flush(60):
+            pass
+        print(local_mlflow.server_uri("sqlite:///mlflow.db"), flush=True)
+"""
+
+
+def worker(folder: Path, uri: str | None, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    """A process that traces a trajectory for each number it reads."""
+    environment |= {} if uri is None else {"MLFLOW_TRACKING_URI": uri}
+    inherited = {key: value for key, value in os.environ.items() if key != "MLFLOW_TRACKING_URI"}
+    return subprocess.Popen(
+        [sys.executable, "-c", WORKER, *arguments],
+        env={**inherited, "XDG_STATE_HOME": str(folder / "state"), "HTTP_PROXY": "http://127.0.0.1:9", **environment},
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ask(process: "subprocess.Popen[str]", number: int) -> str:
+    """Have it trace a trajectory; where its server is once that one has arrived."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{number}\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def servers(folder: Path) -> list[psutil.Process]:
+    """The `mlflow server` processes of the folder's database."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            command = process.cmdline()
+            if "server" in command and f"sqlite:///{folder / 'mlflow.db'}" in command:
+                found.append(process)
+    return found
+
+
+def stored(uri: str) -> dict[str, int]:
+    """Each trajectory's sample index, and the number of its spans."""
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("shared")
+    assert experiment is not None
+    traces = client.search_traces(locations=[experiment.experiment_id])
+    return {trace.info.tags["sample_index"]: len(trace.data.spans) for trace in traces}
+
+
+def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("local")
+    yield folder
+    local_mlflow.make_way(folder / "mlflow.db")
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> str:
+    """Six processes at once on a database that does not exist yet, each with another of its names."""
+    names = [None, ".", "sqlite:///mlflow.db", f"sqlite:///{folder}/mlflow.db", f"file://{folder}", str(folder)]
+    workers = [worker(folder, name) for name in names]
+    ended = [process.communicate(str(number), timeout=300) for number, process in enumerate(workers)]
+    assert [(process.returncode, *one) for process, one in zip(workers, ended, strict=True)] == [(0, "", "")] * WORKERS
+    return json.loads((folder / "mlflow.db.server" / "address.json").read_text())["uri"]
+
+
+@pytest.fixture(scope="module")
+def deployed(shared: str, folder: Path) -> Iterator[tuple[str, ProcessRecord]]:
+    """A server as `trackway up` starts it, on the database that has a shared one."""
+    port = free_port()
+    record = mlflow_server.start(folder, port)
+    wait_for(lambda: local_mlflow.answers(f"sqlite:///{folder}/mlflow.db"), "the deployed server is healthy", 120)
+    yield f"http://127.0.0.1:{port}", record
+    processes.stop_tree(record)
+    for child in processes._children:
+        child.poll()  # its server was killed by a test, and nothing else asks what became of it
+
+
+@pytest.fixture(scope="module")
+def user(deployed: tuple[str, ProcessRecord], folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    process = worker(folder, None, "--tell", LINGER_S="1")
+    yield process
+    process.kill()
+    process.communicate(timeout=30)
+
+
+def test_six_processes_share_one_server_and_every_span_arrives(shared: str, folder: Path) -> None:
+    assert len(servers(folder)) == 1
+    assert stored(shared) == {str(number): 2 for number in range(WORKERS)}
+    assert (folder / "mlflow.db.server" / "address.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_server_of_a_deployment_takes_the_place_of_a_shared_one_and_of_no_other(
+    deployed: tuple[str, ProcessRecord], shared: str, folder: Path
+) -> None:
+    uri, record = deployed
+    assert uri != shared and len(servers(folder)) == 1
+    with pytest.raises(UserError, match=f"runs already at {uri}; use that one, or stop what started it"):
+        mlflow_server.start(folder, free_port())
+    processes.check_alive(record)
+
+
+def test_a_process_that_traces_finds_the_server_of_the_deployment(
+    user: "subprocess.Popen[str]", deployed: tuple[str, ProcessRecord], folder: Path
+) -> None:
+    assert ask(user, 10) == deployed[0]
+    assert len(servers(folder)) == 1
+
+
+def test_a_server_that_is_killed_is_replaced_and_its_users_spans_arrive(
+    user: "subprocess.Popen[str]", deployed: tuple[str, ProcessRecord], folder: Path
+) -> None:
+    [server] = servers(folder)
+    for process in [server, *server.children(recursive=True)]:
+        process.kill()
+    uri = ask(user, 11)
+    assert uri != deployed[0] and len(servers(folder)) == 1
+    assert stored(uri) == dict.fromkeys([*map(str, range(WORKERS)), "10", "11"], 2)
+
+
+def test_a_server_whose_keeper_is_killed_makes_room_for_the_next_one(
+    user: "subprocess.Popen[str]", folder: Path
+) -> None:
+    before = ask(user, 12)
+    keeper = json.loads((folder / "mlflow.db.server" / "lock").read_text())["pid"]
+    os.kill(keeper, signal.SIGKILL)
+    assert ask(user, 13) != before
+    assert len(servers(folder)) == 1
+
+
+def test_the_server_ends_after_its_last_user_was_killed(user: "subprocess.Popen[str]", folder: Path) -> None:
+    assert ask(user, 14)
+    assert len(servers(folder)) == 1
+    user.kill()
+    wait_for(lambda: not servers(folder), "the server ends")
+    files = ServerFiles(folder / "mlflow.db")
+    wait_for(lambda: not files.address.exists(), "the address is taken back")
+
+
+def test_a_database_that_is_none_is_told_with_the_log_and_not_tried_again_at_once(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("not a database " * 100)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for _ in range(2):
+        with pytest.raises(local_mlflow.LocalMlflowError, match="did not start: DatabaseError: file is not a database"):
+            local_mlflow.server_uri(uri, deadline_s=60)
+    files = ServerFiles(tmp_path / "mlflow.db")
+    written = files.log.stat().st_mtime_ns
+    with pytest.raises(local_mlflow.LocalMlflowError):
+        local_mlflow.server_uri(uri)
+    assert files.log.stat().st_mtime_ns == written

@@ -1,0 +1,66 @@
+"""What the command line says about a run's traces, and refuses before a start."""
+
+from pathlib import Path
+
+import pytest
+
+from trackway.deploy.train import check_backends_here, trace_losses
+from trackway.trainer.config import compose
+from trackway.wire.errors import TrackwayError
+from trackway.wire.trainer import RunInfo, RunState, TraceSummary
+
+TRACE = "actor_rollout_ref.rollout.trace"
+
+
+def losses(summary: TraceSummary | None) -> list[str]:
+    return trace_losses(RunInfo(run="r", state=RunState.FINISHED, traces=summary), Path("outputs"))
+
+
+@pytest.mark.parametrize("summary", [None, TraceSummary(trajectories=9, bytes=9000)])
+def test_nothing_is_said_when_every_span_arrived(summary: TraceSummary | None) -> None:
+    assert losses(summary) == []
+
+
+@pytest.mark.parametrize(
+    ("dropped", "refused", "reasons"),
+    [
+        (12, 0, "12 spans lost: 12 found no room"),
+        (0, 3, "3 spans lost: 3 were refused by a backend"),
+        (12, 3, "15 spans lost: 12 found no room, 3 were refused by a backend"),
+    ],
+)
+def test_lost_spans_are_counted_by_reason(dropped: int, refused: int, reasons: str) -> None:
+    [said] = losses(TraceSummary(spans_dropped=dropped, spans_refused=refused))
+    assert said == f"{reasons}; the services' logs say why"
+
+
+def test_what_waits_on_disk_is_said_with_its_place() -> None:
+    [said] = losses(TraceSummary(spans_waiting=400, spool_bytes=3_140_000))
+    assert said == (
+        "3.1 MB of traces wait on disk in outputs/spool and are sent when the backend is back and services run"
+    )
+
+
+def test_what_was_on_its_way_and_who_did_not_answer_is_said() -> None:
+    assert losses(TraceSummary(spans_waiting=4, unknown=["agent", "tools"])) == [
+        "4 spans were still on their way when the run ended",
+        "what became of their spans was not to be learned from: agent, tools",
+    ]
+
+
+def test_a_demo_for_a_backend_without_its_key_is_refused_before_it_starts(monkeypatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    config = compose([f"{TRACE}.backend=[mlflow,weave]", f"{TRACE}.project_name=me/p"], config_name="tiny_demo")
+
+    with pytest.raises(
+        TrackwayError, match="needs W&B's API key: set WANDB_API_KEY in the environment of this command"
+    ):
+        check_backends_here(config)
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    check_backends_here(config)
+
+
+def test_a_demo_brings_its_own_mlflow(monkeypatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    check_backends_here(compose([], config_name="tiny_demo"))

@@ -1,0 +1,46 @@
+"""The promise: a trace backend that is away costs a run neither a step nor a span."""
+
+import contextlib
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from test_training import quiet, step_of, trajectories_of, until, whole
+
+from trackway.deploy import train
+from trackway.deploy.settings import Deployment
+from trackway.wire.trainer import RunState
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+@contextlib.contextmanager
+def away(deployment: Deployment) -> Iterator[None]:
+    """MLflow's processes stand still: whoever asks it gets no answer."""
+    [server] = [process for record in deployment.processes if record.name == "mlflow" and (process := record.find())]
+    family = [server, *server.children(recursive=True)]
+    for one in family:
+        one.suspend()
+    try:
+        yield
+    finally:
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.resume()
+
+
+def test_mlflow_standing_still_stops_no_step_and_loses_no_trace(deployment: Deployment, started) -> None:
+    name = started("outage", 8).run
+    until(lambda: step_of(deployment, name) >= 1)
+    with away(deployment):
+        first = step_of(deployment, name)
+        until(lambda: step_of(deployment, name) >= min(8, first + 4))
+    info = train.follow(deployment, name, quiet)
+    assert (info.state, info.step) == (RunState.FINISHED, 8)
+    made = trajectories_of(info)
+    traced = {f"tr-{one.trace_id}": one for one in made if one.trace_id}
+    assert [one.error for one in made if one.error] == [] and len(traced) == 8 * 16 + 2 + 2
+    assert info.experiment_id is not None
+    experiment = info.experiment_id
+    found = until(lambda: whole(deployment, experiment, traced))
+    assert found.keys() == traced.keys()

@@ -1,0 +1,115 @@
+"""An engine that says what a script tells, and its tokenizer of one token per byte."""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trackway.rollout.engine import Capability, EngineStats, FinishReason, Generation, PauseMode
+from trackway.wire.rollout import GenerateRequest, SamplingParams
+from trackway.wire.trajectory import WeightSpan
+from trackway.wire.weights import Canary
+
+END = "<|im_end|>"
+
+CHATML = """{%- if tools %}<|im_start|>system
+Tools: {{ tools | map(attribute="function") | map(attribute="name") | join(", ") }}<|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+QWEN = """{%- if tools %}<|im_start|>system
+You are Qwen.
+
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools><|im_end|>
+{% endif %}{%- for message in messages %}{%- if message.role == "tool" %}
+{%- if loop.first or loop.previtem.role != "tool" %}
+{{- "<|im_start|>user" }}{%- endif %}
+{{- "\\n<tool_response>\\n" + message.content + "\\n</tool_response>" }}
+{%- if loop.last or loop.nextitem.role != "tool" %}
+{{- "<|im_end|>\\n" }}{%- endif %}{%- elif message.role == "assistant" and loop.last %}
+{{- "<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n" + message.content + "<|im_end|>\\n" }}{%- else %}
+{{- "<|im_start|>" + message.role + "\\n" + message.content + "<|im_end|>\\n" }}{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}"""
+
+
+def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
+    """One token per byte, ChatML's two special tokens, and the two ordinary ones around a tool call."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={byte: place for place, byte in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    core.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=template)
+
+
+Words = str | Callable[[], Awaitable[str]]
+"""What the model says in one turn, or something to wait for that gives it."""
+
+
+class ScriptedModel:
+    """Stands for the model, which cannot be told what to say: an engine that answers each turn from a script."""
+
+    capabilities: frozenset[Capability] = frozenset()
+    max_len = 1 << 20
+    paused = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer = tokenizer
+        self.version = 3
+        self.scripts: dict[int, list[Words]] = {}
+        """Words by rollout_n, turn by turn."""
+        self.requests: list[tuple[str, GenerateRequest]] = []
+        """What came over the line, with the session."""
+        self.finish_reason: FinishReason | None = None
+        self._said: Counter[int] = Counter()
+
+    def seen(self, rollout_n: int = 0) -> list[GenerateRequest]:
+        """Requests of one rollout, in order."""
+        return [request for session, request in self.requests if session.endswith(f"/{rollout_n}")]
+
+    def begin_again(self) -> None:
+        """The next request of each rollout is the first turn of its script."""
+        self._said.clear()
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
+        """The k-th token of turn t has logprob -(k + 1) / 8 and comes from weights 3 + t."""
+        rollout_n = int(request_id.rsplit("/", 2)[1])
+        turn = self._said[rollout_n]
+        self._said[rollout_n] += 1
+        words = self.scripts[rollout_n][turn]
+        said = self.encode(words if isinstance(words, str) else await words())
+        ids = said[: params.max_tokens]
+        ended = len(ids) == len(said) and ids[-1:] == self.encode(END)
+        return Generation(
+            token_ids=ids,
+            logprobs=[-(place + 1) / 8 for place in range(len(ids))],
+            finish_reason=self.finish_reason or ("stop" if ended else "length"),
+            spans=[WeightSpan(version=self.version + turn, start=0, end=len(ids))],
+        )
+
+    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
+        self.version = version
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def abort(self, request_id: str) -> int:
+        return 0
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, 0, 0, 0)
