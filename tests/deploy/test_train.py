@@ -34,10 +34,11 @@ def test_lost_spans_are_counted_by_reason(dropped: int, refused: int, reasons: s
     assert said == f"{reasons}; the services' logs say why"
 
 
-def test_what_waits_on_disk_is_said_with_its_place() -> None:
-    [said] = losses(TraceSummary(spans_waiting=400, spool_bytes=3_140_000))
+@pytest.mark.parametrize(("spool_bytes", "size"), [(3_140_000, "3.1 MB"), (100_000, "0.1 MB"), (999, "999 bytes")])
+def test_what_waits_on_disk_is_said_with_its_place(spool_bytes: int, size: str) -> None:
+    [said] = losses(TraceSummary(spans_waiting=400, spool_bytes=spool_bytes))
     assert said == (
-        "3.1 MB of traces wait on disk in outputs/spool and are sent when the backend is back and services run"
+        f"{size} of traces wait on disk in outputs/spool and are sent when the backend is back and services run"
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trackway.deploy import preflight, serve_config, up
+from trackway.deploy import preflight, processes, serve_config, up
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import UpSettings
 
@@ -68,3 +68,17 @@ def test_keys_of_the_environment_stand_in_no_serve_config(tmp_path, monkeypatch)
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret-key")
 
     assert "secret-key" not in json.dumps(arguments(settings(tmp_path)))
+
+
+@pytest.mark.slow
+def test_a_local_database_gets_a_server_of_its_own_and_a_running_server_none(tmp_path) -> None:
+    port = preflight.free_port()
+    uri, [process] = up._mlflow(settings(tmp_path, mlflow_uri=f"sqlite:///{tmp_path}/mine.db"), port)
+    try:
+        running = process.find()
+        assert running is not None and str(tmp_path / "mine.db") in running.cmdline()
+    finally:
+        processes.stop_tree(process)
+
+    assert uri == f"http://127.0.0.1:{port}"
+    assert up._mlflow(settings(tmp_path, mlflow_uri="http://there/"), port) == ("http://there/", [])

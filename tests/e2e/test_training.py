@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.entities import Trace
 from small_runs import small_run
 
 from trackway.clients import TrainerClient, run
@@ -69,9 +70,20 @@ def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deplo
     first = {name for name, one in traced.items() if one.tags.step == 1 and not one.tags.validation}
     by_tag = traces.search(deployment.mlflow_uri, [experiment], "tags.step = '1'")
     client = MlflowClient(tracking_uri=deployment.mlflow_uri)
-    by_run = client.search_traces(locations=[experiment], run_id=info.run_id, max_results=100)
+    by_run = {one.info.trace_id: one for one in of_the_run(client, info)}
     assert {one.info.trace_id for one in by_tag} == first and len(first) == 16
-    assert {one.info.trace_id for one in by_run} == traced.keys()
+    steps = {by_run[name].info.tags["mlflow.traceName"]: by_run[name] for name in by_run.keys() - traced.keys()}
+    assert sorted(steps) == ["train step 0", "train step 1", "train step 2"] and traced.keys() <= by_run.keys()
+
+    spans = {span.name: span for span in steps["train step 1"].data.spans}
+    assert {link.trace_id for link in spans["optimizer_step 0"].links} == first
+    asked = {link.span_id for name in first for span in by_run[name].data.spans for link in span.links or []}
+    assert asked == {spans["rollout"].span_id}  # each trajectory leads back to the step that asked for it
+
+
+def of_the_run(client: MlflowClient, info: RunInfo) -> list[Trace]:
+    """The traces that MLflow lists on the run's page."""
+    return list(client.search_traces(locations=[str(info.experiment_id)], run_id=info.run_id, max_results=100))
 
 
 def whole(deployment: Deployment, experiment: str, traced: dict[str, Trajectory]) -> dict[str, Trajectory] | None:

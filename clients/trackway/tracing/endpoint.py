@@ -1,7 +1,5 @@
 """One backend's OTLP/HTTP address: where a batch goes, and what the answer means for it."""
 
-import base64
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -11,7 +9,6 @@ from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from trackway.tracing import attributes as names
-from trackway.tracing import local_mlflow
 from trackway.tracing.batch import Batch
 from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend
@@ -61,7 +58,7 @@ class Endpoint:
         except Exception as error:
             # Whatever it is, bad URLs and servers that do not start included: it must not end the sender.
             return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=False)
-        return _answer(response, batch.spans)
+        return answer_of(response, batch.spans)
 
     def close(self) -> None:
         """Close the connection."""
@@ -69,11 +66,8 @@ class Endpoint:
 
 
 def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
-    """The address of a backend that lacks nothing (`settings.missing`)."""
+    """The address of Weave or an OTLP receiver, which must lack nothing (`settings.missing`)."""
     timeout_s = settings.export_timeout_s
-    if backend is TraceBackend.MLFLOW:
-        uri = settings.mlflow_uri or ""
-        return Endpoint(lambda: f"{local_mlflow.server_uri(uri)}/v1/traces", mlflow_credentials(), timeout_s)
     if backend is TraceBackend.WEAVE:
         key = settings.weave_api_key.get_secret_value() if settings.weave_api_key else ""
         url = f"{settings.weave_url.rstrip('/')}/otel/v1/traces"
@@ -82,19 +76,7 @@ def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
     return Endpoint(lambda: receiver, settings.otlp_headers, timeout_s)
 
 
-def mlflow_credentials() -> dict[str, str]:
-    """MLflow's own variables for a server that asks who is there."""
-    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
-    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
-    if token:
-        return {"authorization": f"Bearer {token}"}
-    if user:
-        pair = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
-        return {"authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
-    return {}
-
-
-def _answer(response: httpx.Response, spans: int) -> Answer:
+def answer_of(response: httpx.Response, spans: int) -> Answer:
     if response.is_success:
         return _taken(response.content, spans)
     reason = f"HTTP {response.status_code}: {response.text[:200]}"

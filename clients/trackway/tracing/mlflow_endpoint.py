@@ -3,6 +3,8 @@
 So nobody waits for a server that is down or still starting, and a batch that lay on disk goes where it was meant to.
 """
 
+import base64
+import os
 from dataclasses import replace
 from urllib.parse import quote, unquote
 
@@ -11,7 +13,7 @@ import httpx
 from trackway.tracing import attributes as names
 from trackway.tracing import local_mlflow
 from trackway.tracing.batch import Batch
-from trackway.tracing.endpoint import Answer, Endpoint, Verdict, _answer, mlflow_credentials
+from trackway.tracing.endpoint import Answer, Endpoint, Verdict, answer_of
 from trackway.tracing.settings import TracingSettings
 
 _BY_NAME = "name:"
@@ -31,7 +33,7 @@ class MlflowEndpoint(Endpoint):
 
     def __init__(self, settings: TracingSettings) -> None:
         self._server = lambda: local_mlflow.server_uri(settings.mlflow_uri or "")
-        self._credentials = mlflow_credentials()
+        self._credentials = credentials()
         self._experiments: dict[str, str] = {}
         super().__init__(lambda: f"{self._server()}/v1/traces", self._credentials, settings.export_timeout_s)
         if not (settings.mlflow_uri or "").startswith("http"):
@@ -55,7 +57,7 @@ class MlflowEndpoint(Endpoint):
             if wanted not in self._experiments:
                 self._experiments[wanted] = self._get_or_create(unquote(wanted.removeprefix(_BY_NAME)))
         except httpx.HTTPStatusError as error:
-            return _answer(error.response, batch.spans)
+            return answer_of(error.response, batch.spans)
         except Exception as error:
             # Whatever it is, a server that does not start included: it must not end the sender.
             answered = isinstance(error, DeletedExperiment)
@@ -82,3 +84,15 @@ class MlflowEndpoint(Endpoint):
     def _ask(self, method: str, call: str, **content: dict[str, str]) -> httpx.Response:
         url = f"{self._server()}/api/2.0/mlflow/experiments/{call}"
         return self._http.request(method, url, headers=self._credentials, **content)  # pyright: ignore[reportArgumentType]
+
+
+def credentials() -> dict[str, str]:
+    """MLflow's own variables for a server that asks who is there."""
+    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+    if token:
+        return {"authorization": f"Bearer {token}"}
+    if user:
+        pair = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
+        return {"authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
+    return {}

@@ -102,5 +102,6 @@ def _text(value: str) -> str:
     if len(value) > HUGE_TEXT:
         tracing = active_tracing()
         value = redacted(value, tracing.redact if tracing else None)  # before a secret is cut in two
-        value = f"{value[:KEPT_OF_HUGE]}[truncated {len(value) - KEPT_OF_HUGE} characters]"
+        if len(value) > KEPT_OF_HUGE:
+            value = f"{value[:KEPT_OF_HUGE]}[truncated {len(value) - KEPT_OF_HUGE} characters]"
     return value if value.isascii() else value.encode(errors="replace").decode()

@@ -120,7 +120,10 @@ class Pipeline(SpanProcessor):
                     logger.exception("%d spans could not be encoded", len(spans))
                     self._lose(len(spans))
         if self._exporter is not None and taken:
-            self._exporter.export([span for span, _ in taken])
+            try:
+                self._exporter.export([span for span, _ in taken])
+            except Exception:
+                logger.exception("the exporter raised; %d spans are not in it", len(taken))
 
     def _send(self, spans: list[ReadableSpan], target: TraceTarget) -> None:
         backends = target.backends or self._settings.default_backends

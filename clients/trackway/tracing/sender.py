@@ -51,7 +51,7 @@ class Sender:
         self._endpoint = endpoint
         self._spool = spool
         self._memory: deque[Batch] = deque()
-        self._in_flight = 0
+        self._sending: Batch | None = None
         self._exported = self._refused = self._dropped = 0
         self._down = False
         self._closing_at: float | None = None
@@ -92,6 +92,9 @@ class Sender:
             self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
         with self._changed:
             left = self._waiting()
+            if self._sending is not None:  # nobody will hear how that ends; a second copy does no harm
+                self._memory.appendleft(self._sending)
+                self._sending = None
             self._spill()
         if self._spool is not None:
             self._spool.close()
@@ -105,7 +108,8 @@ class Sender:
     def _waiting(self) -> int:
         on_disk = self._spool.spans if self._spool else 0
         # A batch that is sent from disk is still counted there.
-        return self._in_flight + sum(batch.spans for batch in self._memory) + on_disk
+        in_flight = self._sending.spans if self._sending else 0
+        return in_flight + sum(batch.spans for batch in self._memory) + on_disk
 
     def _spool_bytes(self) -> int:
         return self._spool.bytes if self._spool else 0
@@ -159,11 +163,11 @@ class Sender:
             if not self._memory:
                 return None
             batch = self._memory.popleft()
-            self._in_flight = batch.spans
+            self._sending = batch
         answer = self._judged(self._endpoint.post(batch))
         with self._changed:
-            self._in_flight = 0
-            if answer.verdict is Verdict.LATER:
+            still_ours, self._sending = self._sending is batch, None
+            if answer.verdict is Verdict.LATER and still_ours:
                 self._memory.appendleft(batch)
             self._settle(batch, answer)
         return answer

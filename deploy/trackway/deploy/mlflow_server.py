@@ -9,12 +9,16 @@ from trackway.tracing import local_mlflow
 
 
 def start(folder: Path, port: int) -> ProcessRecord:
-    """Start MLflow on 127.0.0.1 for `<folder>/mlflow.db`; the server that workers started there makes way.
+    """As `start_for`, for `<folder>/mlflow.db`."""
+    return start_for(folder.resolve() / "mlflow.db", port)
+
+
+def start_for(database: Path, port: int) -> ProcessRecord:
+    """Start MLflow on 127.0.0.1 for a database; the server that workers started there makes way.
 
     Raises:
         UserError: the database has a server already that was started like this one, or that does not end.
     """
-    database = folder.resolve() / "mlflow.db"
     try:
         files = local_mlflow.make_way(database)
     except local_mlflow.LocalMlflowError as error:

@@ -62,13 +62,12 @@ def tail(log: Path, lines: int = 15) -> str:
 def stop_tree(record: ProcessRecord, grace_s: float = 8.0) -> None:
     """End a process and all its descendants at once: politely first, by force after `grace_s` seconds."""
     main = record.find()
-    if main is None:
-        return
-    tree = [*main.children(recursive=True), main]
-    _signal(tree, kill=False)
-    _, alive = psutil.wait_procs(tree, timeout=grace_s)
-    _signal(alive, kill=True)
-    psutil.wait_procs(alive, timeout=5.0)
+    if main is not None:
+        tree = [*main.children(recursive=True), main]
+        _signal(tree, kill=False)
+        _, alive = psutil.wait_procs(tree, timeout=grace_s)
+        _signal(alive, kill=True)
+        psutil.wait_procs(alive, timeout=5.0)
     for child in _children:
         child.poll()
 

@@ -82,7 +82,7 @@ def trace_losses(info: RunInfo, outputs: Path) -> list[str]:
         reasons = ", ".join(f"{count} {how}" for how, count in parts.items() if count)
         said.append(f"{traces.spans_lost} spans lost: {reasons}; the services' logs say why")
     if traces.spool_bytes:
-        size = f"{traces.spool_bytes / 1e6:.1f} MB"
+        size = f"{traces.spool_bytes / 1e6:.1f} MB" if traces.spool_bytes >= 1e5 else f"{traces.spool_bytes} bytes"
         where = outputs / SPOOL
         said.append(f"{size} of traces wait on disk in {where} and are sent when the backend is back and services run")
     elif traces.spans_waiting:

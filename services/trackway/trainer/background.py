@@ -16,6 +16,8 @@ logger = logging.getLogger("trackway.trainer")
 FIRST_PAUSE_S = 0.5
 """Before a job that is not possible yet is tried again; doubled each time."""
 LONGEST_PAUSE_S = 4.0
+CLOSING_PATIENCE_S = 15.0
+"""For what is not possible yet when the run ends; longer than a trace takes to arrive."""
 
 
 class NotYet(Exception):
@@ -40,6 +42,7 @@ class Background:
         self.dropped = 0
         """Jobs that found the queue full, or were left when the deadline of `close` passed."""
         self._jobs: queue.Queue[_Job | None] = queue.Queue(capacity)
+        self._latest = float("inf")
         self.waiting = 0
         """Jobs that were not possible yet and are tried again."""
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -53,8 +56,12 @@ class Background:
             self.dropped += 1
 
     def close(self, deadline_s: float) -> None:
-        """Finish what is queued, at most until the deadline, and say what was lost."""
+        """Finish what is queued, at most until the deadline, and say what was lost.
+
+        What is not possible yet has `CLOSING_PATIENCE_S` from now: a backend that is away must not hold up the end.
+        """
         end = time.monotonic() + deadline_s
+        self._latest = time.monotonic() + CLOSING_PATIENCE_S
         with contextlib.suppress(queue.Full):
             self._jobs.put(None, timeout=deadline_s)
         self._thread.join(max(0.0, end - time.monotonic()))
@@ -88,9 +95,9 @@ class Background:
         try:
             job.run()
         except NotYet as error:
-            now = time.monotonic()
-            if now < job.give_up_at:
-                job.due_at = min(now + job.pause, job.give_up_at)
+            now, give_up_at = time.monotonic(), min(job.give_up_at, self._latest)
+            if now < give_up_at:
+                job.due_at = min(now + job.pause, give_up_at)
                 job.pause = min(LONGEST_PAUSE_S, job.pause * 2)
                 return False
             self._count(error)

@@ -12,7 +12,7 @@ import httpx
 from pydantic import JsonValue
 
 from trackway.tracing import local_mlflow
-from trackway.tracing.endpoint import mlflow_credentials
+from trackway.tracing.mlflow_endpoint import credentials
 from trackway.trainer.background import Background, NotYet
 from trackway.trainer.feedback import Assessment, Value
 
@@ -28,7 +28,7 @@ class MlflowFeedback:
         self._uri = uri
         self._background = background
         self._patience_s = patience_s
-        self._http = httpx.Client(timeout=TIMEOUT_S, headers=mlflow_credentials())
+        self._http = httpx.Client(timeout=TIMEOUT_S, headers=credentials())
 
     def submit(self, assessments: Sequence[Assessment]) -> None:
         """Queue one job per trace, which waits for that trace."""

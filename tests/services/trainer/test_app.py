@@ -1,12 +1,17 @@
 import pytest
+from pydantic import SecretStr
 
+from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.app import create_app
-from trackway.trainer.config import RunConfig
+from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import MetricsRow, RunState
 
 pytestmark = pytest.mark.anyio
+
+TRACE = "actor_rollout_ref.rollout.trace"
+MODEL = "actor_rollout_ref.model.path"
 
 
 @pytest.fixture
@@ -101,3 +106,35 @@ async def test_a_taken_name_is_a_conflict(running, settings, stopped_run):
 
     assert answer.status_code == 409
     assert "run 'old' exists; resume it" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/runs", "/runs/old/resume"])
+@pytest.mark.usefixtures("shared_http")
+async def test_a_backend_that_a_service_cannot_send_to_is_refused_before_anything_starts(
+    running, tmp_path, serving, agent, path: str
+):
+    nothing = TracingSettings.model_validate({"mlflow_uri": None, "weave_api_key": None, "otlp_endpoint": None})
+    everything = nothing.model_copy(update={"weave_api_key": SecretStr("key")})
+    agent.tracing = Tracing("agent", nothing)
+    config = compose([f"{TRACE}.backend=weave", f"{TRACE}.project_name=me/p", "data.train_files=t", f"{MODEL}=m"])
+    with serving(agent.app()) as url:
+        settings = TrainerSettings(
+            outputs_dir=str(tmp_path / "outputs"),
+            weights_url=str(tmp_path / "weights"),
+            base_url="http://127.0.0.1:9",
+            agent_url=url,
+            tracing=everything,
+        )
+        old = RunFolder(tmp_path / "outputs" / "old")
+        old.create(config, settings.service_urls())
+        for state in (RunState.STOPPING, RunState.STOPPED):
+            old.move(state)
+        async with running(create_app(settings)) as client:
+            answer = await client.post(path, json={"config": config.model_dump(mode="json"), "run": "new"})
+
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid_request")
+    assert answer.json()["error"]["message"] == (
+        "trace backend weave needs W&B's API key: set WANDB_API_KEY in the environment of the agent service, "
+        "and start that again"
+    )
+    assert (old.info().state, (tmp_path / "outputs" / "new").exists()) == (RunState.STOPPED, False)

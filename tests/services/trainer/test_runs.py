@@ -262,23 +262,28 @@ def pid_of(runs: Runs, name: str) -> int:
     return json.loads((Path(runs.info(name).folder) / "worker.pid").read_text())
 
 
-async def test_a_run_and_its_traces_are_tracked_in_mlflow(runs: Runs, request_of, agent, mlflow_server: str):
+@pytest.mark.usefixtures("shared_http")
+async def test_a_run_and_its_traces_are_tracked_in_mlflow(
+    request_of, agent, agent_url: str, tmp_path: Path, mlflow_server: str
+):
     from mlflow import MlflowClient
 
+    settings = TracingSettings(mlflow_uri=mlflow_server, spool_dir=tmp_path / "spool")  # the trainer service's own
+    runs = Runs(tmp_path / "outputs", urls(agent_url, tmp_path), 60, settings)
     agent.tracing = Tracing("agent", TracingSettings(mlflow_uri=mlflow_server, schedule_delay_s=0.1))
     trace = "actor_rollout_ref.rollout.trace"
     overrides = [f"{trace}.backend=mlflow", f"{trace}.max_samples_per_step_per_worker=1", "trainer.test_freq=2"]
     mini_batches = ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "trackway.trace_validation_samples=1"]
-    await runs.start(
-        request_of("tracked", f"trackway.mlflow_uri={mlflow_server}", *overrides, *mini_batches, "trainer.logger=[]")
-    )
+    await runs.start(request_of("tracked", *overrides, *mini_batches, "trainer.logger=[]"))
 
     info = await ended(runs, "tracked")
+    await runs.close()
 
     client = MlflowClient(mlflow_server)
     run = client.get_run(info.run_id or "")
     history = client.get_metric_history(run.info.run_id, "val-core/openai/gsm8k/acc/mean_at_1")
     assert info.state is RunState.FINISHED
+    assert (tmp_path / "spool" / "mlflow").is_dir()
     assert (run.info.status, run.info.run_name, run.info.experiment_id) == ("FINISHED", "run", info.experiment_id)
     assert [point.step for point in history] == [0, 2, 4]
     assert run.data.params["actor_rollout_ref.rollout.n"] == "4"

@@ -1,5 +1,6 @@
 """The MLflow run against a real server."""
 
+import threading
 import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trackway.trainer.background import Background
-from trackway.trainer.tracking import MlflowRun, MlflowSink, open_mlflow
+from trackway.trainer.tracking import MlflowRun, MlflowSink, Tracking, open_mlflow
 from trackway.wire.trainer import MetricsRow
 
 if TYPE_CHECKING:
@@ -46,6 +47,19 @@ def test_metrics_arrive_under_names_that_mlflow_allows(run: MlflowRun):
 
     history = client(run).get_metric_history(run.run_id, "val-core/openai/gsm8k/acc/mean_at_1")
     assert [(point.step, point.value) for point in history] == [(3, 0.5)]
+
+
+@pytest.mark.slow
+def test_a_weave_that_is_away_does_not_take_mlflows_time(run: MlflowRun):
+    gate = threading.Event()
+    tracking = Tracking(run, Background("mlflow"), Background("weave"))
+    tracking.weave.submit(lambda: gate.wait(30))
+
+    tracking.close("FINISHED", 5.0)
+    gate.set()
+
+    assert client(run).get_run(run.run_id).info.status == "FINISHED"
+    assert tracking.mlflow.dropped == 0
 
 
 @pytest.mark.slow

@@ -24,7 +24,9 @@ def up(
     dashboard_port: Annotated[int | None, typer.Option(help="Port of Ray's dashboard (8265; 0: any).")] = None,
     ray_port: Annotated[int | None, typer.Option(help="Port of Ray's control store (6379; 0: any).")] = None,
     mlflow_port: Annotated[int | None, typer.Option(help="Port of the MLflow server (5000; 0: any).")] = None,
-    mlflow_uri: Annotated[str | None, typer.Option(help="Use this MLflow server instead of starting one.")] = None,
+    mlflow_uri: Annotated[
+        str | None, typer.Option(help="MLflow server, or sqlite:///file.db; default MLFLOW_TRACKING_URI.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Start Ray, MLflow and the five services, and wait until they work.  Example: trackway up --port 0"""

@@ -187,7 +187,7 @@ def store_uri(outputs: Path, given: str | None = None, otherwise: str | None = N
     if given is None and deployment and any(process.find() for process in deployment.processes):
         return deployment.mlflow_uri
     database = outputs.resolve() / "mlflow" / "mlflow.db"
-    own = f"sqlite:///{database}" if database.exists() else None
+    own = f"sqlite:///{database}" if database.is_file() else None
     uri = given or own or otherwise or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         raise UserError(

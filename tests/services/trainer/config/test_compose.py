@@ -202,8 +202,9 @@ def test_an_old_and_a_new_trace_key_that_disagree_are_refused(old: str, new: str
 
 
 @pytest.mark.parametrize("new", ["backend=weave", "backend=[weave]"])
-def test_an_old_and_a_new_trace_key_that_agree_are_one(new: str):
-    config = compose(["trainer.rollout_trace.backend=weave", f"{TRACE}.{new}"])
+@pytest.mark.parametrize("old", ["backend=weave", "backend=null"])
+def test_an_old_and_a_new_trace_key_that_agree_are_one_and_null_says_nothing(old: str, new: str):
+    config = compose([f"trainer.rollout_trace.{old}", f"{TRACE}.{new}"])
 
     assert config.actor_rollout_ref.rollout.trace.backend == (TraceBackend.WEAVE,)
 
