@@ -40,13 +40,18 @@ def test_a_wrong_value_is_refused_with_its_place(tmp_path: Path) -> None:
 
 
 def test_completing_fills_args_and_the_files_own_words_win(shipped: dict) -> None:
-    application(shipped, "tools")["args"] = {"ttl": 5}
+    application(shipped, "tools")["args"] = {"ttl": 5, "tracing": {"token2text": False}}
+    common = {"base_url": "u", "ttl": 1, "tracing": {"mlflow_uri": "m"}}
     completed = serve_config.complete(
-        shipped, host="127.0.0.1", port=1234, common={"base_url": "u", "ttl": 1}, own={"agent": {"model_path": "m"}}
+        shipped, host="127.0.0.1", port=1234, common=common, own={"agent": {"model_path": "m"}}
     )
     assert completed["http_options"] == {"host": "127.0.0.1", "port": 1234}
-    assert application(completed, "tools")["args"] == {"base_url": "u", "ttl": 5}
-    assert application(completed, "agent")["args"] == {"base_url": "u", "ttl": 1, "model_path": "m"}
+    assert application(completed, "tools")["args"] == {
+        "base_url": "u",
+        "ttl": 5,
+        "tracing": {"mlflow_uri": "m", "token2text": False},
+    }
+    assert application(completed, "agent")["args"] == {**common, "model_path": "m"}
     assert application(shipped, "agent")["args"] == {}
 
 

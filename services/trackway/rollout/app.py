@@ -90,7 +90,8 @@ def _service(settings: RolloutSettings, engine: Engine) -> RolloutService:
     store = WeightStore(settings.weights_url) if settings.weights_url else None
     cache = settings.weights_cache or Path(tempfile.gettempdir()) / f"trackway-weights-{settings.replica}"
     watcher = WeightWatcher(engine, store, cache, settings.watch_interval_s, settings.weight_wait_s)
-    return RolloutService(engine, watcher, TokenText(settings.model_path), settings.model_name, settings.replica)
+    text, name, replica = TokenText(settings.model_path), settings.model_name, settings.replica
+    return RolloutService(engine, watcher, text, name, replica, settings.weights_late_s)
 
 
 def _engine(settings: RolloutSettings) -> Engine:

@@ -7,7 +7,7 @@ import uuid
 from trackway.rollout.engine import Engine, Generation
 from trackway.rollout.text import TokenText
 from trackway.rollout.weights import WeightWatcher
-from trackway.tracing import SpanHandle, add_incident, chat_span, token2text
+from trackway.tracing import SpanHandle, add_event, add_incident, chat_span, token2text
 from trackway.wire.health import Ready
 from trackway.wire.rollout import (
     ChoiceLogprobs,
@@ -30,9 +30,11 @@ _log = logging.getLogger(__name__)
 class RolloutService:
     """One replica: an engine, the weights it follows, and its names."""
 
-    def __init__(self, engine: Engine, watcher: WeightWatcher, text: TokenText, model: str, replica: str) -> None:
+    def __init__(
+        self, engine: Engine, watcher: WeightWatcher, text: TokenText, model: str, replica: str, late_s: float
+    ) -> None:
         self._engine, self._watcher, self._text = engine, watcher, text
-        self._model, self._replica = model, replica
+        self._model, self._replica, self._late_s = model, replica, late_s
         self._created = int(time.time())
         self._text_failed = False
 
@@ -55,14 +57,24 @@ class RolloutService:
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Continue one prompt with weights of at least the version asked for."""
         with chat_span(self._model, request.sampling_params) as span:
-            if self._watcher.behind(request.min_weight_version):
-                have, want = self._engine.version, request.min_weight_version
-                add_incident(Incident.WEIGHTS_BEHIND, have=have, want=want)
-            await self._watcher.catch_up(request.min_weight_version)
+            await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
             generation = await self._engine.generate(request.token_ids, request.sampling_params, request_id)
             await self._describe(span, request, generation)
         return self._reply(request_id, request, generation)
+
+    async def _catch_up(self, version: int) -> None:
+        """Wait for the weights; every publish makes the first requests wait a moment, which is no incident."""
+        behind, have, began = self._watcher.behind(version), self._engine.version, time.monotonic()
+        late = True
+        try:
+            await self._watcher.catch_up(version)
+            late = time.monotonic() - began > self._late_s
+        finally:
+            if behind and late:
+                add_incident(Incident.WEIGHTS_BEHIND, have=have, want=version)
+            elif behind:
+                add_event("weights_loaded", have=have, want=version)
 
     def weights(self) -> WeightsReply:
         """The version held and the newest one seen."""

@@ -35,5 +35,7 @@ class RolloutSettings(ServiceSettings):
     """Longest prompt plus response in tokens; the model's own limit, at most 4096, by default."""
     weight_wait_s: float = Field(default=30.0, ge=0.0)
     """Longest wait of a request for weights that this replica does not hold yet; then 409 `weights_behind`."""
+    weights_late_s: float = Field(default=2.0, ge=0.0)
+    """A wait for weights beyond this is an incident of the trajectory, `weights_behind`."""
     watch_interval_s: float = Field(default=0.2, gt=0.0)
     """Seconds between two looks at the weight store."""

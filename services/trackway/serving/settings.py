@@ -1,7 +1,7 @@
 """Settings that every service shares; each service adds its own in a subclass.
 
 A value comes from the Serve config (`args`), else from the environment (`TRACKWAY_TOOLS_URL`,
-`TRACKWAY_TRACING__ENDPOINT`), else from the default.
+`TRACKWAY_TRACING__TOKEN2TEXT`), else from the default.
 """
 
 import uuid

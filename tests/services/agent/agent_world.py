@@ -192,6 +192,7 @@ async def open_world(
             model_name="tiny",
             weights_url=weights,
             weight_wait_s=weight_wait_s,
+            weights_late_s=0.0,  # any wait is an incident
             watch_interval_s=60,  # it looks into the store only when a request wants a newer version
         )
         rollout = ModelLine(create_rollout(follows, model, tracings["rollout"]), model)

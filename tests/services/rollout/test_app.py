@@ -174,11 +174,22 @@ async def test_waiting_for_weights_is_an_incident_of_the_span(running: Running, 
     assert not span.status.is_ok
 
 
+async def test_loading_what_was_just_published_is_no_incident(
+    running: Running, settings: RolloutSettings, other_path: Path
+) -> None:
+    follows = settings.model_copy(update={"watch_interval_s": 60, "weight_wait_s": 30, "weights_late_s": 30})
+    async with running(create_app(follows)) as client:
+        WeightStore(str(settings.weights_url)).publish(2, "run", other_path)
+        waited = await client.post("/generate", json={**PROMPT, "min_weight_version": 2})
+    assert (waited.status_code, waited.headers.get("x-trackway-trace")) == (200, None)
+
+
 @pytest.mark.parametrize(("published", "status"), [(2, 200), (None, 409)])
 async def test_the_answer_tells_the_agent_that_the_replica_was_behind(
     running: Running, settings: RolloutSettings, other_path: Path, published: int | None, status: int
 ) -> None:
-    follows = settings.model_copy(update={"watch_interval_s": 60, "weight_wait_s": 0.1 if published is None else 30})
+    waits = {"watch_interval_s": 60, "weight_wait_s": 0.1 if published is None else 30, "weights_late_s": 0.0}
+    follows = settings.model_copy(update=waits)
     async with running(create_app(follows)) as client:
         if published is not None:
             WeightStore(str(settings.weights_url)).publish(published, "run", other_path)
