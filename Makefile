@@ -21,7 +21,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui test test-fast check format lock picture clean
+.PHONY: help demo ui bench test test-fast check format lock picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -49,13 +49,19 @@ format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
 	$(BIN)/ruff format $(CODE)
 
 lock: $(VENV)/.uv ## Resolve constraints.txt anew.
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
 	$(BIN)/uv pip compile tests/weave/requirements.in --python-version 3.11 --no-annotate --no-header --quiet --upgrade -o tests/weave/constraints.txt
 	sed -i -E 's/^(torch==[0-9.]+)\+cpu$$/\1/' constraints.txt
 
 picture: $(VENV)/.cpu ## Make the README's pictures from the last demo (needs Chromium).
 	$(INSTALL) --editable '.[pictures]'
 	$(BIN)/python docs/pictures.py
+
+bench: $(VENV)/.dev $(WEAVE)/.ready ## Measure what tracing costs, beside its peers (ten minutes; nothing else should run).
+	$(INSTALL) --editable '.[bench]'
+	$(BIN)/python benchmarks/tracing.py caller
+	$(BIN)/python benchmarks/tracing.py store --postgres
+	$(BIN)/python benchmarks/tracing.py run
 
 clean: ## Remove the environments and every output.
 	rm -rf $(VENV) $(WEAVE) outputs

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/tracing.py caller             ours, @mlflow.trace (async), weave.op (with .venv-weave)
     .venv/bin/python benchmarks/tracing.py store [--postgres] spans per second into MLflow
-    .venv/bin/python benchmarks/tracing.py run                trajectories per second: traced not at all, sampled, all
+    .venv/bin/python benchmarks/tracing.py run                seconds of a training step: traced not at all, some, all
 
 Two shared cores: wall and CPU are given side by side, contenders take turns, and medians are compared.
 """
@@ -197,7 +197,7 @@ def main() -> None:
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("caller")
     parts.add_parser("store").add_argument("--postgres", action="store_true", help="Debian's PostgreSQL too")
-    parts.add_parser("run").add_argument("--rounds", type=int, default=12)
+    parts.add_parser("run").add_argument("--rounds", type=int, default=4)
     hidden = parts.add_parser("_caller")
     hidden.add_argument("contender")
     hidden.add_argument("url")

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+NICENESS = 10
+"""Of the server once it answers; 19 is the lowest priority."""
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 8.0
 STARTS = 2
@@ -120,6 +122,7 @@ def _keep(files: ServerFiles, port: int | None, linger_s: float | None) -> int:
         for _ in range(STARTS if port is None else 1):
             with _port(port) as chosen, _server(files, chosen) as server:
                 if _wait_until_healthy(server, chosen):
+                    _give_way(server)
                     _publish(files, chosen)
                     _watch(server, files, linger_s)
                     return 0
@@ -188,6 +191,11 @@ def _wait_until_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
             return True
         time.sleep(0.2)
     return False
+
+
+def _give_way(server: "subprocess.Popen[bytes]") -> None:
+    """Traces may be stored a little later; what makes them must not wait for that on a machine with few cores."""
+    os.setpriority(os.PRIO_PGRP, server.pid, NICENESS)
 
 
 def _healthy(port: int) -> bool:
