@@ -20,6 +20,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+# Where spans and runs go must not depend on the shell that runs the tests.
+for _name in ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_HEADERS"):
+    os.environ.pop(_name, None)
+
 
 class Running(Protocol):
     """Starts an app in this process and gives a client for it."""

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import mlflow
 from mlflow import MlflowClient
 from story import CALL, turn
 
@@ -27,7 +26,10 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
+from trackway.trainer.background import Background
 from trackway.trainer.dump import write_trajectories
+from trackway.trainer.feedback import Assessment
+from trackway.trainer.mlflow_feedback import MlflowFeedback
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.rollout import SamplingParams
@@ -157,10 +159,12 @@ class World:
 
     def say(self, name: str, about: str, value: float | str) -> None:
         """Feedback on a trace, as the trainer records it."""
-        before = mlflow.get_tracking_uri()
-        mlflow.set_tracking_uri(self.uri)
-        mlflow.log_feedback(trace_id=f"tr-{self.made[name].trace_id}", name=about, value=value)
-        mlflow.set_tracking_uri(before)
+        jobs, made = Background("feedback"), self.made[name]
+        feedback = MlflowFeedback(self.uri, jobs, patience_s=60.0)
+        feedback.submit([Assessment(str(made.trace_id), str(made.span_id), {about: value})])
+        jobs.close(60.0)
+        feedback.close()
+        assert (jobs.failed, jobs.dropped) == (0, 0)
 
     def wait_for_roots(self, count: int) -> None:
         """Spans are exported in the background; every root but the lost one arrives."""
