@@ -1,10 +1,13 @@
-"""Makes the README's pictures from the last demo: a trajectory in MLflow (by headless Chromium) and the reward curve.
+"""Makes the README's pictures from the last demo: a trajectory in MLflow, a comparison (both by headless Chromium),
+and the reward curve.
 
 make demo && make picture        (Debian: apt-get install chromium chromium-driver)
 """
 
 import argparse
+import json
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -36,12 +39,13 @@ FLAGS = [
 
 
 def main() -> None:
-    """Start MLflow on the demo's database, photograph one trajectory, copy the curve."""
+    """Copy the curve, photograph a comparison, and a trajectory in an MLflow on the demo's database."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outputs", type=Path, default=Path("outputs/demo"))
     outputs = parser.parse_args().outputs
     PICTURES.mkdir(exist_ok=True)
     shutil.copy(outputs / "reward.png", PICTURES / "reward.png")
+    compare(outputs, PICTURES / "compare.png")
     port = preflight.free_port()
     server = mlflow_server.start(outputs / "mlflow", port)
     try:
@@ -50,14 +54,40 @@ def main() -> None:
         processes.stop_tree(server)
 
 
-def photograph(mlflow_url: str, outputs: Path, image: Path) -> None:
-    """Open a rewarded two-turn trajectory of the last step and save what the browser shows."""
-    trace_id, experiment_id = a_good_trace(outputs)
+def compare(outputs: Path, image: Path) -> None:
+    """A held-out problem that was answered wrongly before the training, beside the same one after it."""
+    words = ["--validate", "--step", "0", "--reward-max", "0", "--limit", "1", "--json"]
+    [wrong] = json.loads(trackway(outputs, "list", *words))
+    page = Path(tempfile.mkdtemp()) / "compare.html"
+    last = json.loads((outputs / "summary.json").read_text())["steps"]
+    sample = wrong["tags"]["sample_index"]
+    trackway(outputs, "compare", "--validate", "--sample-index", sample, "--steps", f"0,{last}", "--html", str(page))
+    with chromium() as browser:
+        browser.set_window_size(1280, 1120)
+        browser.get(page.as_uri())
+        browser.save_screenshot(str(image))
+    print(image)
+
+
+def trackway(outputs: Path, *words: str) -> str:
+    """What `trackway traces ...` prints."""
+    command = [sys.executable, "-m", "trackway.deploy.cli", "traces", *words, "--outputs", str(outputs)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def chromium() -> webdriver.Chrome:
+    """A headless browser with a profile of its own."""
     options = Options()
     for flag in [*FLAGS, f"--user-data-dir={tempfile.mkdtemp()}"]:
         options.add_argument(flag)
     options.binary_location = shutil.which("chromium") or sys.exit("no chromium on PATH; install Debian's chromium")
-    with webdriver.Chrome(options, Service(shutil.which("chromedriver"))) as browser:
+    return webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+
+
+def photograph(mlflow_url: str, outputs: Path, image: Path) -> None:
+    """Open a rewarded two-turn trajectory of the last step and save what the browser shows."""
+    trace_id, experiment_id = a_good_trace(outputs)
+    with chromium() as browser:
         wait_for_server(browser, mlflow_url)
         browser.get(f"{mlflow_url}/#/experiments/{experiment_id}/traces?selectedEvaluationId={trace_id}")
         WebDriverWait(browser, WAIT_S).until(lambda page: page.find_elements(By.XPATH, "//*[text()='turn 0']"))
