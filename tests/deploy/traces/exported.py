@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 
+import httpx
 from mlflow import MlflowClient
 from story import CALL, turn
 
@@ -26,10 +28,7 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
-from trackway.trainer.background import Background
 from trackway.trainer.dump import write_trajectories
-from trackway.trainer.feedback import Assessment
-from trackway.trainer.mlflow_feedback import MlflowFeedback
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.rollout import SamplingParams
@@ -159,12 +158,18 @@ class World:
 
     def say(self, name: str, about: str, value: float | str) -> None:
         """Feedback on a trace, as the trainer records it."""
-        jobs, made = Background("feedback"), self.made[name]
-        feedback = MlflowFeedback(self.uri, jobs, patience_s=60.0)
-        feedback.submit([Assessment(str(made.trace_id), str(made.span_id), {about: value})])
-        jobs.close(60.0)
-        feedback.close()
-        assert (jobs.failed, jobs.dropped) == (0, 0)
+        # Not mlflow.log_feedback: it needs a global URI, which mlflow leaves behind in the environment.
+        trace_id, now = f"tr-{self.made[name].trace_id}", datetime.now(UTC).isoformat().replace("+00:00", "Z")
+        assessment = {
+            "assessment_name": about,
+            "trace_id": trace_id,
+            "source": {"source_type": "CODE", "source_id": "tests"},
+            "create_time": now,
+            "last_update_time": now,
+            "feedback": {"value": value},
+        }
+        url = f"{self.uri}/api/3.0/mlflow/traces/{trace_id}/assessments"
+        httpx.post(url, json={"assessment": assessment}, timeout=30).raise_for_status()
 
     def wait_for_roots(self, count: int) -> None:
         """Spans are exported in the background; every root but the lost one arrives."""
