@@ -77,6 +77,7 @@ def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
 
 
 def answer_of(response: httpx.Response, spans: int) -> Answer:
+    """What a backend's HTTP answer means for a batch of so many spans."""
     if response.is_success:
         return _taken(response.content, spans)
     reason = f"HTTP {response.status_code}: {response.text[:200]}"

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from trackway.tracing import attributes as names
 from trackway.tracing.context import active_tracing
-from trackway.tracing.ledger import Ledger, current_ledger, note
+from trackway.tracing.ledger import Ledger, note
 from trackway.tracing.redaction import Redact, redacted
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import WeightSpan
@@ -109,11 +109,6 @@ def _event(span: Span, name: str, attributes: Mapping[str, Scalar]) -> None:
     if span.is_recording():
         shown_attributes = {key: _text(value) if isinstance(value, str) else value for key, value in attributes.items()}
         span.add_event(name, shown_attributes)
-
-
-def current_span() -> SpanHandle:
-    """The span that is open here."""
-    return SpanHandle(trace.get_current_span(), current_ledger())
 
 
 def shown(value: object) -> str:

@@ -25,8 +25,8 @@ LONGEST_PAUSE_S = 15.0
 LOOK_FOR_ORPHANS_S = 30.0
 PATIENCE = 3
 """Answers that say later to one stored batch before the others get their turn."""
-DOUBTS = 4
-"""Doubtful answers to one batch before it counts as refused."""
+DOUBTS = 3
+"""Doubtful answers to one batch before it counts as refused; no more than PATIENCE, so that they are of one batch."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BackendStats:
     refused: int = 0
     """The backend will never take them: it said so."""
     dropped: int = 0
-    """There was no room in memory and on disk, or the process ended without a disk."""
+    """There was no room in memory and on disk, the process ended without a disk, or a file on it was unreadable."""
     waiting: int = 0
     """In memory and on disk."""
     spool_bytes: int = 0
@@ -76,7 +76,8 @@ class Sender:
     def stats(self) -> BackendStats:
         """Counts so far."""
         with self._changed:
-            return BackendStats(self._exported, self._refused, self._dropped, self._waiting(), self._spool_bytes())
+            dropped = self._dropped + (self._spool.broken_spans if self._spool else 0)
+            return BackendStats(self._exported, self._refused, dropped, self._waiting(), self._spool_bytes())
 
     def wait_empty(self, deadline: float) -> bool:
         """Wait until nothing waits here, at most until `deadline` (time.monotonic)."""
@@ -195,7 +196,7 @@ class Sender:
         elif answer.answered:
             self._put_off += 1
             if self._put_off >= PATIENCE:
-                self._put_off = 0
+                self._put_off = self._doubts = 0  # both are the next batch's now
                 spool.postpone(path)
 
     def _settle(self, batch: Batch, answer: Answer) -> None:

@@ -29,6 +29,8 @@ class Spool:
         self._guard = threading.Lock()
         self._next = 1
         self._sizes: dict[Path, int] = {}
+        self.broken_spans = 0
+        """Of files that could not be read, which lie aside as `.broken`."""
         # Hidden until it is locked, or another process would take it for one without a holder.
         hidden = folder / f".{name}"
         hidden.mkdir(parents=True)
@@ -78,6 +80,7 @@ class Spool:
             except (OSError, ValueError):
                 with self._guard:
                     del self._sizes[path]
+                    self.broken_spans += _spans(path)
                 with contextlib.suppress(OSError):
                     path.rename(path.with_suffix(".broken"))
 

@@ -147,8 +147,28 @@ def test_a_doubtful_refusal_is_tried_a_few_times_before_it_counts(sink: Sink, tm
     tracing = Tracing("agent", settings(sink.url, tmp_path))
     trajectory(tracing)
     assert tracing.flush(20)
-    assert (sink.asked, tracing.stats().backends["mlflow"].refused) == (4, 2)
+    assert (sink.asked, tracing.stats().backends["mlflow"].refused) == (3, 2)
     tracing.shutdown(5)
+
+
+def test_each_batch_has_its_own_doubts(sink: Sink, tmp_path: Path) -> None:
+    sink.status = 500
+    tracing = Tracing("agent", settings(sink.url, tmp_path))
+    numbered(tracing, range(2))
+    until(lambda: sink.asked >= 1)
+    sink.status, before = 422, sink.asked
+    assert tracing.flush(40)
+    assert tracing.stats().backends["mlflow"].refused == 4 and sink.asked - before >= 6
+    tracing.shutdown(5)
+
+
+def test_a_file_on_disk_that_cannot_be_read_is_counted_as_lost(sink: Sink, tmp_path: Path) -> None:
+    left = tmp_path / "mlflow" / "agent-1-abc"
+    left.mkdir(parents=True)
+    (left / "00000001-7.otlp").write_bytes(b"torn")
+    tracing = Tracing("agent", settings(sink.url, tmp_path))
+    until(lambda: tracing.stats().backends["mlflow"].dropped == 7)
+    assert tracing.shutdown(5) and sink.asked == 0
 
 
 def test_a_request_never_carries_more_roots_than_mlflow_links(sink: Sink) -> None:
