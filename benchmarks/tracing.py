@@ -197,7 +197,9 @@ def main() -> None:
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("caller")
     parts.add_parser("store").add_argument("--postgres", action="store_true", help="Debian's PostgreSQL too")
-    parts.add_parser("run").add_argument("--rounds", type=int, default=4)
+    run = parts.add_parser("run")
+    run.add_argument("--rounds", type=int, default=4)
+    run.add_argument("--modes", default="off,sampled,all,away", help="the first is what the others are compared with")
     hidden = parts.add_parser("_caller")
     hidden.add_argument("contender")
     hidden.add_argument("url")
@@ -205,7 +207,7 @@ def main() -> None:
     if given.part == "run":
         from tracing_run import measure
 
-        measure(given.rounds)
+        measure(given.rounds, given.modes.split(","))
         return
     chosen: dict[str, Callable[[], None]] = {
         "caller": caller,

@@ -4,7 +4,8 @@ import contextlib
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,34 +24,41 @@ TRACED = {"off": 0, "sampled": 2, "all": 12, "away": 12}
 """Of a step's 12 prompts, each with 8 rollouts; the demo traces 2. `away`: all, and MLflow stands still."""
 
 
-def measure(rounds: int) -> None:
+def measure(rounds: int, chosen: Sequence[str]) -> None:
     """Start the services, let the modes take turns, print the medians of their steps and the ratios within a round."""
-    steps: dict[str, list[list[float]]] = {mode: [] for mode in TRACED}
-    cpu: dict[str, list[float]] = {mode: [] for mode in TRACED}
+    steps: dict[str, list[list[float]]] = {mode: [] for mode in chosen}
+    cpu: dict[str, list[Cpu]] = {mode: [] for mode in chosen}
     with tempfile.TemporaryDirectory() as folder:
         settings = UpSettings(outputs=Path(folder), port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
         deployment = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True))
         try:
             make_tiny(settings.outputs / "data", 2000, 16, seed=0)
             for number in track(range(rounds), description="rounds"):
-                modes = list(TRACED)[number % 4 :] + list(TRACED)[: number % 4]
-                for mode in modes:
-                    before = _cpu(deployment)
+                turn = number % len(chosen)
+                for mode in [*chosen[turn:], *chosen[:turn]]:
+                    before = Cpu.now(deployment)
                     steps[mode].append(_run(deployment, mode, number))
-                    cpu[mode].append((_cpu(deployment) - before) / STEPS)
+                    cpu[mode].append(Cpu.now(deployment).since(before))
         finally:
             take_down(deployment)
     for mode, runs in steps.items():
         pairs = [
             own / off
-            for mine, others in zip(runs, steps["off"], strict=True)
+            for mine, others in zip(runs, steps[chosen[0]], strict=True)
             for own, off in zip(mine, others, strict=True)
         ]
+        others = statistics.median(own.others / off.others for own, off in zip(cpu[mode], cpu[chosen[0]], strict=True))
         print(
             f"{mode:8} {statistics.median(step for run in runs for step in run):5.2f} s a step, "
-            f"{statistics.median(pairs):.3f}x of off (middle half {_quartiles(pairs)})   "
-            f"MLflow's CPU {statistics.median(cpu[mode]):4.2f} s a step"
+            f"{statistics.median(pairs):.3f}x of {chosen[0]} (middle half {_quartiles(pairs)}, "
+            f"all steps together {_total(runs) / _total(steps[chosen[0]]):.3f}x)   "
+            f"CPU without MLflow's {others:.3f}x, "
+            f"MLflow's {statistics.median(one.mlflow for one in cpu[mode]):4.2f} s a step"
         )
+
+
+def _total(runs: list[list[float]]) -> float:
+    return sum(step for run in runs for step in run)
 
 
 def _quartiles(values: list[float]) -> str:
@@ -109,6 +117,19 @@ def _mlflow(deployment: Deployment) -> list[psutil.Process]:
     return [one for process in found for one in [process, *process.children(recursive=True)]]
 
 
-def _cpu(deployment: Deployment) -> float:
-    """CPU seconds of MLflow so far."""
-    return sum(sum(one.cpu_times()[:2]) for one in _mlflow(deployment))
+@dataclass(frozen=True)
+class Cpu:
+    """CPU seconds so far: of MLflow, and of everything else on the machine."""
+
+    mlflow: float
+    others: float
+
+    @classmethod
+    def now(cls, deployment: Deployment) -> "Cpu":
+        machine = psutil.cpu_times()
+        mlflow = sum(sum(one.cpu_times()[:2]) for one in _mlflow(deployment))
+        return cls(mlflow, machine.user + machine.nice + machine.system - mlflow)
+
+    def since(self, before: "Cpu") -> "Cpu":
+        """Of a step, on average."""
+        return Cpu((self.mlflow - before.mlflow) / STEPS, (self.others - before.others) / STEPS)

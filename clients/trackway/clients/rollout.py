@@ -1,4 +1,4 @@
-"""Client of the rollout service."""
+"""Client of the rollout service; generation asks by vLLM's route, so a plain vLLM server can stand in for it."""
 
 from trackway.clients.base import Deadline, ServiceClient
 from trackway.wire.rollout import GenerateReply, GenerateRequest, WeightsReply
@@ -12,7 +12,12 @@ class RolloutClient(ServiceClient):
     ) -> GenerateReply:
         """Continue one prompt."""
         return await self.call(
-            "POST", "/generate", reply=GenerateReply, body=request, session_id=session_id, deadline=deadline
+            "POST",
+            "/inference/v1/generate",
+            reply=GenerateReply,
+            body=request,
+            session_id=session_id,
+            deadline=deadline,
         )
 
     async def weights(self) -> WeightsReply:

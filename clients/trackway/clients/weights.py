@@ -9,6 +9,8 @@ store-wide and only grow, over all runs.
     <url>/<version>/manifest.json, model.safetensors, ...
 """
 
+import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -19,6 +21,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel
 
+from trackway.clients.weight_claim import Claim, FolderClaim, LeaseClaim
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Canary, LatestWeights, WeightFile, WeightManifest
 
@@ -34,24 +37,28 @@ class WeightStore:
         self._fs, root = fsspec.core.url_to_fs(url)
         self._root = str(root).rstrip("/")
 
+    def claim(self, owner: str) -> Claim:
+        """The right to publish here, for one process at a time; raises CONFLICT with the holder's name."""
+        if isinstance(self._fs, LocalFileSystem):
+            return FolderClaim(Path(self._root), owner)
+        return LeaseClaim(self._fs, self._root, owner)
+
     def publish(self, version: int, run: str, folder: Path, canary: Canary | None = None) -> WeightManifest:
         """Make the files directly inside `folder` the newest version.
 
         The same version with the same digests is a no-op. Raises CONFLICT when a visible version has other digests or
-        when `version` is not greater than the latest.
+        when `version` is not greater than the latest, and DISK_FULL, with readers at the old version, when there is no
+        room for it.
         """
         manifest = WeightManifest(version=version, run=run, files=describe(folder), canary=canary)
         latest = self.latest()
         if latest is not None and version <= latest.version:
             return self._published(manifest, latest)
-        target = self._path(version)
-        if self._fs.exists(target):
-            self._fs.rm(target, recursive=True)
-        self._fs.makedirs(target, exist_ok=True)
-        for file in manifest.files:
-            self._fs.put_file(str(folder / file.name), f"{target}/{file.name}")
-        self._replace(f"{target}/{MANIFEST}", manifest)
-        self._replace(f"{self._root}/{LATEST}", LatestWeights(version=version, run=run, path=str(version)))
+        try:
+            self._copy(folder, manifest)
+            self._replace(f"{self._root}/{LATEST}", LatestWeights(version=version, run=run, path=str(version)))
+        except OSError as error:
+            raise self._no_room(manifest, error) from error
         return manifest
 
     def latest(self) -> LatestWeights | None:
@@ -103,6 +110,30 @@ class WeightStore:
         for version in visible[:-keep]:
             self._fs.rm(self._path(version), recursive=True)
         return visible[:-keep]
+
+    def _copy(self, folder: Path, manifest: WeightManifest) -> None:
+        target = self._path(manifest.version)
+        if self._fs.exists(target):
+            self._fs.rm(target, recursive=True)
+        self._fs.makedirs(target, exist_ok=True)
+        for file in manifest.files:
+            self._fs.put_file(str(folder / file.name), f"{target}/{file.name}")
+        self._replace(f"{target}/{MANIFEST}", manifest)
+
+    def _no_room(self, manifest: WeightManifest, error: OSError) -> Exception:
+        """The error to raise for one of the file system; what was copied is removed where the disk is full."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return error
+        with contextlib.suppress(OSError):
+            self._fs.rm(self._path(manifest.version), recursive=True)
+        size = sum(file.size for file in manifest.files)
+        return TrackwayError(
+            ErrorCode.DISK_FULL,
+            f"expected room for the {size} bytes of weights version {manifest.version} in {self.url}, got "
+            f"'{error.strerror}'; free space, or keep fewer versions (trackway.keep_weights)",
+            version=manifest.version,
+            bytes=size,
+        )
 
     def _published(self, manifest: WeightManifest, latest: LatestWeights) -> WeightManifest:
         version = manifest.version

@@ -21,6 +21,7 @@ class ErrorCode(StrEnum):
     INVALID_REQUEST = "invalid_request"
     UNAUTHORIZED = "unauthorized"
     NOT_FOUND = "not_found"
+    MODEL_NOT_FOUND = "model_not_found"
     UNKNOWN_TOOL = "unknown_tool"
     UNKNOWN_AGENT = "unknown_agent"
     UNKNOWN_DATA_SOURCE = "unknown_data_source"
@@ -35,6 +36,7 @@ class ErrorCode(StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     ENGINE_FAILED = "engine_failed"
     WEIGHTS_CORRUPT = "weights_corrupt"
+    DISK_FULL = "disk_full"
     UNAVAILABLE = "unavailable"
     INTERNAL = "internal"
 
@@ -50,6 +52,7 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.INVALID_REQUEST: ErrorSpec(422, False),
     ErrorCode.UNAUTHORIZED: ErrorSpec(401, False),
     ErrorCode.NOT_FOUND: ErrorSpec(404, False),
+    ErrorCode.MODEL_NOT_FOUND: ErrorSpec(404, False),
     ErrorCode.UNKNOWN_TOOL: ErrorSpec(404, False),
     ErrorCode.UNKNOWN_AGENT: ErrorSpec(404, False),
     ErrorCode.UNKNOWN_DATA_SOURCE: ErrorSpec(422, False),
@@ -64,6 +67,7 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.DEADLINE_EXCEEDED: ErrorSpec(504, False),
     ErrorCode.ENGINE_FAILED: ErrorSpec(500, False),
     ErrorCode.WEIGHTS_CORRUPT: ErrorSpec(500, False),
+    ErrorCode.DISK_FULL: ErrorSpec(507, False),
     ErrorCode.UNAVAILABLE: ErrorSpec(503, True),
     ErrorCode.INTERNAL: ErrorSpec(500, False),
 }

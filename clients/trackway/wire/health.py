@@ -42,6 +42,8 @@ class Ready(WireReply):
 
     ready: bool
     reason: str = ""
+    broken: bool = False
+    """It will not become ready by itself: only a new process helps, so a health check should ask for one."""
 
 
 class ReplicaInfo(WireReply):

@@ -20,6 +20,8 @@ class SamplingParams(WireRequest):
     stop_token_ids: list[int] = Field(default_factory=list)
     """Beside the model's own end-of-sequence token; a stop token is part of the output."""
     ignore_eos: bool = False
+    logprobs: int = Field(default=0, ge=0, le=0)
+    """How many of the most likely tokens to name beside the sampled one; 0, which vLLM must be told."""
     seed: int | None = None
     """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch."""
 
@@ -28,6 +30,8 @@ class GenerateRequest(WireRequest):
     """One prompt to continue."""
 
     request_id: str | None = None
+    model: str | None = None
+    """Name of the served model; any other is 404 `not_found`."""
     token_ids: list[int] = Field(min_length=1)
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     min_weight_version: int = Field(default=0, ge=0)
@@ -88,6 +92,25 @@ class WeightsReply(WireReply):
     replica: str
 
 
+class WeightInfo(WireReply):
+    """vLLM's answer of `/weight_info`."""
+
+    weight_version: str
+
+
+class AbortRequest(WireRequest):
+    """Whom to cut: generations by their `request_id`; all of them when None."""
+
+    request_ids: list[str] | None = None
+
+
+class AbortReply(WireReply):
+    """How many generations were cut; each answers with what it has and `finish_reason` `abort`."""
+
+    status: str = "aborted"
+    aborted: int
+
+
 class PauseRequest(WireRequest):
     """How to stop: let requests finish, cut them with what they have, or freeze them in place."""
 
@@ -100,6 +123,19 @@ class PauseReply(WireReply):
     paused: bool
     running: int
     waiting: int
+
+
+class PausedReply(WireReply):
+    """vLLM's answer of `/is_paused`."""
+
+    is_paused: bool
+
+
+class SleepReply(WireReply):
+    """Which parts of the memory are given back; vLLM's `/is_sleeping` with the parts beside."""
+
+    is_sleeping: bool
+    asleep: list[Literal["weights", "kv_cache"]]
 
 
 class ModelCard(WireReply):

@@ -6,11 +6,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Body, FastAPI
+from fastapi import APIRouter, Body, FastAPI, Query
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engine import Engine
+from trackway.rollout.engines import open_engine
+from trackway.rollout.engines.engine import Engine, MemoryPart, PauseMode
+from trackway.rollout.openai import openai_routes
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.text import TokenText
@@ -18,11 +20,16 @@ from trackway.rollout.weights import WeightWatcher
 from trackway.serving import service_app
 from trackway.tracing import Tracing
 from trackway.wire.rollout import (
+    AbortReply,
+    AbortRequest,
     GenerateReply,
     GenerateRequest,
     ModelList,
+    PausedReply,
     PauseReply,
     PauseRequest,
+    SleepReply,
+    WeightInfo,
     WeightsReply,
 )
 
@@ -38,7 +45,8 @@ def create_app(
 ) -> FastAPI:
     """The rollout service on the engine given, or the one that the settings name."""
     settings = settings or RolloutSettings()
-    service = _service(settings, engine or _engine(settings))
+    text = TokenText(settings.model_path)
+    service = _service(settings, engine or open_engine(settings), text)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -49,7 +57,12 @@ def create_app(
             await service.stop()
 
     return service_app(
-        "rollout", settings, routers=[routes(service)], lifespan=lifespan, ready=service.ready, tracing=tracing
+        "rollout",
+        settings,
+        routers=[routes(service), openai_routes(service, text), control_routes(service)],
+        lifespan=lifespan,
+        ready=service.ready,
+        tracing=tracing,
     )
 
 
@@ -73,29 +86,61 @@ def routes(service: RolloutService) -> APIRouter:
         """The served model."""
         return service.models()
 
+    return router
+
+
+def control_routes(service: RolloutService) -> APIRouter:
+    """Whoever trains steers an engine by these."""
+    router = APIRouter(tags=["control"])
+
     @router.post("/pause")
-    async def pause(request: PauseRequest | None = None) -> PauseReply:
+    async def pause(request: PauseRequest | None = None, mode: PauseMode | None = None) -> PauseReply:
         """Refuse new requests (503 paused); answers when those in flight have finished, are cut, or are frozen."""
-        return await service.pause(request or PauseRequest())
+        return await service.pause(mode or (request or PauseRequest()).mode)
 
     @router.post("/resume")
     async def resume() -> PauseReply:
         """Take requests again; frozen ones go on with their KV cache."""
         return await service.resume()
 
+    @router.get("/is_paused")
+    async def is_paused() -> PausedReply:
+        """Whether new requests are refused."""
+        return service.is_paused()
+
+    @router.post("/inference/v1/abort_requests", include_in_schema=False)
+    @router.post("/abort_requests")
+    async def abort(request: AbortRequest | None = None) -> AbortReply:
+        """Cut generations by request id, or all; each answers with what it has and finish_reason `abort`."""
+        return await service.abort(request.request_ids if request else None)
+
+    @router.get("/weight_info")
+    async def weight_info() -> WeightInfo:
+        """The weight version of the replica that answers."""
+        return service.weight_info()
+
+    @router.post("/sleep")
+    async def sleep(mode: PauseMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
+        """Pause, then give GPU memory back (all of it, or the parts in `tags`); for an engine that can sleep."""
+        return await service.sleep(mode, tags)
+
+    @router.post("/wake_up")
+    async def wake_up(tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
+        """Take memory again, in stages by `tags`; generation goes on when all of it is back."""
+        return await service.wake_up(tags)
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> SleepReply:
+        """Which parts of the memory are given back."""
+        return service.sleeping()
+
     return router
 
 
-def _service(settings: RolloutSettings, engine: Engine) -> RolloutService:
+def _service(settings: RolloutSettings, engine: Engine, text: TokenText) -> RolloutService:
     store = WeightStore(settings.weights_url) if settings.weights_url else None
     cache = settings.weights_cache or Path(tempfile.gettempdir()) / f"trackway-weights-{settings.replica}"
-    watcher = WeightWatcher(engine, store, cache, settings.watch_interval_s, settings.weight_wait_s)
-    text, name, replica = TokenText(settings.model_path), settings.model_name, settings.replica
-    return RolloutService(engine, watcher, text, name, replica, settings.weights_late_s)
-
-
-def _engine(settings: RolloutSettings) -> Engine:
-    # Torch takes seconds to import; a service over another engine does without.
-    from trackway.rollout.torch_engine import TorchEngine
-
-    return TorchEngine(settings)
+    watcher = WeightWatcher(
+        engine, store, cache, settings.watch_interval_s, settings.weight_wait_s, settings.update_mode
+    )
+    return RolloutService(engine, watcher, text, settings)

@@ -3,23 +3,31 @@
 import logging
 import time
 import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
-from trackway.rollout.engine import Engine, Generation
+from trackway.rollout.engines.engine import Capability, Engine, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.survivor import Collector, Survivor
 from trackway.rollout.text import TokenText
 from trackway.rollout.weights import WeightWatcher
 from trackway.tracing import SpanHandle, add_event, add_incident, chat_span, token2text
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.rollout import (
+    AbortReply,
     ChoiceLogprobs,
     GenerateChoice,
     GenerateReply,
     GenerateRequest,
     ModelCard,
     ModelList,
+    PausedReply,
     PauseReply,
-    PauseRequest,
+    SleepReply,
     TokenLogprob,
     Usage,
+    WeightInfo,
     WeightsReply,
 )
 from trackway.wire.tracing import Incident
@@ -27,14 +35,16 @@ from trackway.wire.tracing import Incident
 _log = logging.getLogger(__name__)
 
 
+_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
+
+
 class RolloutService:
     """One replica: an engine, the weights it follows, and its names."""
 
-    def __init__(
-        self, engine: Engine, watcher: WeightWatcher, text: TokenText, model: str, replica: str, late_s: float
-    ) -> None:
-        self._engine, self._watcher, self._text = engine, watcher, text
-        self._model, self._replica, self._late_s = model, replica, late_s
+    def __init__(self, engine: Engine, watcher: WeightWatcher, text: TokenText, settings: RolloutSettings) -> None:
+        self._engine, self._watcher, self._text, self._settings = engine, watcher, text, settings
+        self._survivor = Survivor(engine, watcher)
+        self._asleep: set[MemoryPart] = set()
         self._created = int(time.time())
         self._text_failed = False
 
@@ -49,19 +59,40 @@ class RolloutService:
         await self._engine.stop()
 
     async def ready(self) -> Ready:
-        """Ready to generate now."""
-        if self._engine.paused:
+        """Ready to generate now; broken when only a new process can help."""
+        stuck = self._engine.stuck_for()
+        if stuck > self._settings.stuck_s:
+            reason = f"the engine has had work for {stuck:.0f} s and got nothing done"
+            return Ready(ready=False, broken=True, reason=reason)
+        if self._asleep:
+            return Ready(ready=False, reason=f"{' and '.join(sorted(self._asleep))} are asleep; POST /wake_up")
+        loading = self._watcher.ready()
+        if loading.ready and self._engine.paused:
             return Ready(ready=False, reason="generation is paused; POST /resume")
-        return self._watcher.ready()
+        return loading
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Continue one prompt with weights of at least the version asked for."""
-        with chat_span(self._model, request.sampling_params) as span:
+        self._check_model(request.model)
+        with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
-            generation = await self._engine.generate(request.token_ids, request.sampling_params, request_id)
+            generation = await self._survivor.generate(request, request_id)
             await self._describe(span, request, generation)
         return self._reply(request_id, request, generation)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
+        """As `generate`, in pieces as they are made; closing the iterator aborts the generation."""
+        self._check_model(request.model)
+        made = Collector()
+        with chat_span(self._settings.model_name, request.sampling_params) as span:
+            await self._catch_up(request.min_weight_version)
+            pieces = self._survivor.stream(request, request.request_id or uuid.uuid4().hex)
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    made.add(piece)
+                    yield piece
+            await self._describe(span, request, made.generation())
 
     async def _catch_up(self, version: int) -> None:
         """Wait for the weights; every publish makes the first requests wait a moment, which is no incident."""
@@ -69,7 +100,7 @@ class RolloutService:
         late = True
         try:
             await self._watcher.catch_up(version)
-            late = time.monotonic() - began > self._late_s
+            late = time.monotonic() - began > self._settings.weights_late_s
         finally:
             if behind and late:
                 add_incident(Incident.WEIGHTS_BEHIND, have=have, want=version)
@@ -79,27 +110,90 @@ class RolloutService:
     def weights(self) -> WeightsReply:
         """The version held and the newest one seen."""
         return WeightsReply(
-            version=self._engine.version, latest=self._watcher.latest, model=self._model, replica=self._replica
+            version=self._engine.version,
+            latest=self._watcher.latest,
+            model=self._settings.model_name,
+            replica=self._settings.replica,
         )
+
+    def weight_info(self) -> WeightInfo:
+        """The version held, in vLLM's words."""
+        return WeightInfo(weight_version=str(self._engine.version))
 
     def models(self) -> ModelList:
         """The one model."""
-        card = ModelCard(id=self._model, created=self._created, max_model_len=self._engine.max_len)
+        card = ModelCard(id=self._settings.model_name, created=self._created, max_model_len=self._engine.max_len)
         return ModelList(data=[card])
 
-    async def pause(self, request: PauseRequest) -> PauseReply:
+    async def pause(self, mode: PauseMode) -> PauseReply:
         """Refuse new requests; those in flight finish, are cut, or are frozen."""
-        await self._engine.pause(request.mode)
+        async with self._watcher.control:
+            await self._pause(mode)
         return self._paused()
 
     async def resume(self) -> PauseReply:
-        """Take requests again."""
-        await self._engine.resume()
+        """Take requests again; raises CONFLICT while memory is given back."""
+        if self._asleep:
+            parts = " and ".join(sorted(self._asleep))
+            raise TrackwayError(
+                ErrorCode.CONFLICT, f"expected an engine with all its memory, got {parts} asleep; POST /wake_up"
+            )
+        async with self._watcher.control:
+            await self._engine.resume()
         return self._paused()
+
+    def is_paused(self) -> PausedReply:
+        """Whether new requests are refused, in vLLM's words."""
+        return PausedReply(is_paused=self._engine.paused)
+
+    async def abort(self, request_ids: Sequence[str] | None) -> AbortReply:
+        """Cut generations, which answer with what they have."""
+        return AbortReply(aborted=await self._survivor.abort(request_ids))
+
+    async def sleep(self, mode: PauseMode, parts: Sequence[MemoryPart] | None) -> SleepReply:
+        """Pause, then give memory back for the trainer."""
+        self._needs_sleep()
+        async with self._watcher.control:
+            await self._pause(mode)
+            await self._engine.sleep(parts or _PARTS)
+            self._asleep |= set(parts or _PARTS)
+        return self.sleeping()
+
+    async def wake_up(self, parts: Sequence[MemoryPart] | None) -> SleepReply:
+        """Take memory again, in stages if asked so; generation goes on when all of it is back."""
+        self._needs_sleep()
+        async with self._watcher.control:
+            await self._engine.wake_up(parts or _PARTS)
+            self._asleep -= set(parts or _PARTS)
+            if not self._asleep:
+                await self._engine.resume()
+        return self.sleeping()
+
+    def sleeping(self) -> SleepReply:
+        """Which parts of the memory are given back."""
+        return SleepReply(is_sleeping=bool(self._asleep), asleep=sorted(self._asleep))
+
+    async def _pause(self, mode: PauseMode) -> None:
+        if mode == "abort":
+            self._survivor.give_up_all()
+        await self._engine.pause(mode)
 
     def _paused(self) -> PauseReply:
         stats = self._engine.stats()
         return PauseReply(paused=self._engine.paused, running=stats.running, waiting=stats.waiting)
+
+    def _needs_sleep(self) -> None:
+        if Capability.SLEEP not in self._engine.capabilities:
+            raise TrackwayError(
+                ErrorCode.INVALID_REQUEST,
+                f"expected an engine that can sleep, got {self._settings.engine}; use vllm or sglang with enable_sleep",
+            )
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._settings.model_name:
+            raise TrackwayError(
+                ErrorCode.NOT_FOUND, f"expected model {self._settings.model_name!r}, got {name!r}; see /v1/models"
+            )
 
     async def _describe(self, span: SpanHandle, request: GenerateRequest, generation: Generation) -> None:
         span.usage(len(request.token_ids), len(generation.token_ids))
@@ -130,7 +224,7 @@ class RolloutService:
         )
         return GenerateReply(
             request_id=request_id,
-            model=self._model,
+            model=self._settings.model_name,
             created=int(time.time()),
             usage=Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion),
             choices=[choice],

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from trackway.rollout.sim_settings import SimSettings
 from trackway.serving import ServiceSettings
 
 
@@ -19,8 +20,30 @@ class RolloutSettings(ServiceSettings):
     """Weight store (a folder or any fsspec URL) that this replica follows; without it version 0 is served for ever."""
     weights_cache: Path | None = None
     """Where versions of a remote store are copied to; a folder of this process in the temporary one by default."""
-    engine: Literal["torch"] = "torch"
-    """Backend that generates."""
+    engine: Literal["torch", "vllm", "sglang", "sim"] = "torch"
+    """Backend that generates: embedded torch, a vLLM or SGLang server beside this process, or a simulation."""
+    engine_url: str | None = None
+    """A vLLM or SGLang server that runs already; without it the replica starts one of its own."""
+    engine_python: Path | None = None
+    """Interpreter of the environment that vLLM or SGLang is installed in; its pins conflict with ours."""
+    engine_args: list[str] = Field(default_factory=list)
+    """More command-line arguments for the server that the replica starts, as they are."""
+    engine_start_s: float = Field(default=600.0, gt=0.0)
+    """Longest start of that server in seconds."""
+    engine_log: Path | None = None
+    """Where its output goes; a file named after this replica in the temporary folder by default."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs that one copy of the model is spread over (vLLM, SGLang)."""
+    gpu_memory_utilization: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Share of a GPU's memory for weights and KV cache (vLLM, SGLang); verl's default."""
+    enforce_eager: bool = False
+    """Without CUDA graphs (vLLM, SGLang): slower tokens, a faster start."""
+    enable_sleep: bool = False
+    """The server can give its GPU memory to the trainer: `/sleep` and `/wake_up` (vLLM, SGLang)."""
+    prefix_caching: bool = True
+    """Keep the KV of finished prompts for those that begin alike (vLLM, SGLang; torch always does)."""
+    sim: SimSettings = Field(default_factory=SimSettings)
+    """What the simulated engine says, and how fast."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
     """`auto` takes CUDA when there is one."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
@@ -37,5 +60,9 @@ class RolloutSettings(ServiceSettings):
     """Longest wait of a request for weights that this replica does not hold yet; then 409 `weights_behind`."""
     weights_late_s: float = Field(default=2.0, ge=0.0)
     """A wait for weights beyond this is an incident of the trajectory, `weights_behind`."""
+    update_mode: Literal["keep", "wait", "abort"] = "keep"
+    """Requests in flight when weights change: go on with their KV cache, finish first, or are cut and continued."""
+    stuck_s: float = Field(default=60.0, gt=0.0)
+    """`/ready` fails when the engine has had work for so long and got nothing done."""
     watch_interval_s: float = Field(default=0.2, gt=0.0)
     """Seconds between two looks at the weight store."""

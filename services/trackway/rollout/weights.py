@@ -2,15 +2,19 @@
 
 A replica that has not seen the store once does not generate, so a late or restarted one never serves old weights.
 A version that does not load (corrupt, canary mismatch) leaves the old one in place, is logged once and tried again.
+What happens to requests in flight is `update_mode`: `keep` loads under them, `wait` and `abort` hold new ones back at
+the gate while those in flight finish or are cut.
 """
 
 import asyncio
 import contextlib
 import logging
+import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engine import Engine
+from trackway.rollout.engines.engine import Engine, PauseMode
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 
@@ -22,10 +26,23 @@ class WeightWatcher:
     """Keeps an engine at the newest version of a store; without a store it stays at version 0."""
 
     def __init__(
-        self, engine: Engine, store: WeightStore | None, cache: Path, interval_s: float, wait_s: float
+        self,
+        engine: Engine,
+        store: WeightStore | None,
+        cache: Path,
+        interval_s: float,
+        wait_s: float,
+        update_mode: PauseMode = "keep",
     ) -> None:
         self._engine, self._store, self._cache = engine, store, cache
         self._interval_s, self._wait_s = interval_s, wait_s
+        self._update_mode: PauseMode = update_mode
+        self.updates = 0
+        """Loads begun; a request cut while this number grew was cut by an update."""
+        self.control = asyncio.Lock()
+        """Held by whoever pauses, resumes or updates the engine."""
+        self._gate = asyncio.Event()
+        self._gate.set()
         self._latest = 0
         self._synced = store is None
         self._error: str | None = None
@@ -52,10 +69,21 @@ class WeightWatcher:
                 await self._task
 
     def ready(self) -> Ready:
-        """Ready once the store was read and its latest version loaded."""
-        if self._synced:
+        """Ready once the store was read and its latest version loaded, unless an update holds requests back now."""
+        if self._synced and self._gate.is_set():
             return Ready(ready=True)
+        if self._synced:
+            return Ready(ready=False, reason=f"weights version {self._latest} is being loaded")
         return Ready(ready=False, reason=f"weights are not loaded yet: {self._error or 'the store was not read yet'}")
+
+    async def gate(self) -> None:
+        """Return when no update holds requests back; raises PAUSED after the bound."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._gate.wait()
+        except TimeoutError:
+            message = f"weights version {self._latest} is still being loaded after {self._wait_s} s; ask again later"
+            raise TrackwayError(ErrorCode.PAUSED, message) from None
 
     def behind(self, want: int) -> bool:
         """Whether a request for `want` would have to wait."""
@@ -110,10 +138,36 @@ class WeightWatcher:
     async def _load(self, store: WeightStore, version: int) -> None:
         manifest = await asyncio.to_thread(store.manifest, version)
         folder = await asyncio.to_thread(store.fetch, version, self._cache)
-        await self._engine.load_weights(folder, version, manifest.canary)
+        async with self.control, self._held():
+            self.updates += 1
+            await self._engine.load_weights(folder, version, manifest.canary)
+        await asyncio.to_thread(self._tidy, folder)
         _log.info("weights version %d of run %s loaded", version, manifest.run)
         async with self._loaded:
             self._loaded.notify_all()
+
+    def _tidy(self, loaded: Path) -> None:
+        """Of versions copied to the cache keep this one and the one before, to which an engine may roll back."""
+        if loaded.parent != self._cache:
+            return
+        versions = sorted((one for one in self._cache.iterdir() if one.name.isdecimal()), key=lambda one: int(one.name))
+        for old in [one for one in versions if int(one.name) <= int(loaded.name)][:-2]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    @contextlib.asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """Requests finished or cut and new ones at the gate; nothing to do when they may run on or none can."""
+        if self._update_mode == "keep" or self._engine.paused:
+            yield
+            return
+        self._gate.clear()
+        self.updates += 1
+        try:
+            await self._engine.pause(self._update_mode)
+            yield
+        finally:
+            await self._engine.resume()
+            self._gate.set()
 
     def _too_late(self, want: int) -> TrackwayError:
         have, reason = self._engine.version, self._error or f"the newest version published is {self._latest}"

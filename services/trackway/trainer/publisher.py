@@ -11,7 +11,7 @@ class Publisher:
     """Publishes a learner's weights as the store's next version.
 
     Versions are store-wide: a run, new or resumed, goes on from whatever was published last, so that no replica takes
-    another run's weights for its own.
+    another run's weights for its own. One publisher at a time: raises CONFLICT while another holds the store's claim.
     """
 
     def __init__(self, store: WeightStore, learner: Learner, run: str, scratch: Path, keep: int) -> None:
@@ -20,9 +20,11 @@ class Publisher:
         self._run = run
         self._scratch = scratch
         self._keep = keep
+        self._claim = store.claim(f"run {run}")
 
     def publish(self) -> int:
         """Export, copy and announce; returns the version that rollouts must have from now on. Blocking."""
+        self._claim.renew()
         latest = self._store.latest()
         version = 1 if latest is None else latest.version + 1
         shutil.rmtree(self._scratch, ignore_errors=True)
@@ -31,3 +33,7 @@ class Publisher:
         self._store.publish(version, self._run, self._scratch, self._learner.canary())
         self._store.prune(self._keep)
         return version
+
+    def close(self) -> None:
+        """Let other runs publish."""
+        self._claim.close()

@@ -74,6 +74,7 @@ async def _work(folder: RunFolder, lifeline: bool) -> None:
         state = await fit(training)
         status = "FINISHED" if state is RunState.FINISHED else "KILLED"
     finally:
+        training.publisher.close()
         await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
         folder.update(traces=await training.traces.close(TRACES_DEADLINE_S))
     folder.move(state, "" if state is RunState.FINISHED else f"stopped after step {training.step}; it can be resumed")

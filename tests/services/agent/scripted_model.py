@@ -1,13 +1,21 @@
 """An engine that says what a script tells, and its tokenizer of one token per byte."""
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trackway.rollout.engine import Capability, EngineStats, FinishReason, Generation, PauseMode
+from trackway.rollout.engines.engine import (
+    Capability,
+    EngineStats,
+    FinishReason,
+    Generation,
+    MemoryPart,
+    PauseMode,
+    Piece,
+)
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 from trackway.wire.trajectory import WeightSpan
 from trackway.wire.weights import Canary
@@ -97,6 +105,10 @@ class ScriptedModel:
             spans=[WeightSpan(version=self.version + turn, start=0, end=len(ids))],
         )
 
+    async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
+        whole = await self.generate(token_ids, params, request_id)
+        yield Piece(whole.token_ids, whole.logprobs, whole.spans[0].version, whole.finish_reason)
+
     async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
         self.version = version
 
@@ -110,6 +122,13 @@ class ScriptedModel:
     async def pause(self, mode: PauseMode) -> None: ...
 
     async def resume(self) -> None: ...
+
+    async def sleep(self, parts: Sequence[MemoryPart]) -> None: ...
+
+    async def wake_up(self, parts: Sequence[MemoryPart]) -> None: ...
+
+    def stuck_for(self) -> float:
+        return 0.0
 
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0, 0, 0, 0)

@@ -78,7 +78,7 @@ async def test_an_event_says_what_where_and_which_try(world: World) -> None:
     told = {event.name: dict(event.attributes or {}) for span in world.spans() for event in span.events}
     assert told == {
         "replica_lost": {
-            "url": "http://rollout/generate",
+            "url": "http://rollout/inference/v1/generate",
             "attempt": 1,
             "reason": "HTTP 500: Internal Server Error",
         },

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from trackway.rollout.core import EngineCore
-from trackway.rollout.scheduler import Continuation
+from trackway.rollout.engines.torch.core import EngineCore
+from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.engines.torch.loading import load
+from trackway.rollout.engines.torch.scheduler import Continuation
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.torch_engine import TorchEngine
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
 
@@ -58,7 +59,7 @@ def reference_logprobs(model: PreTrainedModel, tokens: list[int], start: int, te
 def core_of(folder: Path, slots: int = 8, max_len: int = 256) -> EngineCore:
     """An engine core without its thread."""
     engine = TorchEngine(RolloutSettings(model_path=folder, max_model_len=max_len, device="cpu"))
-    return EngineCore(engine._decoder, engine._read(folder, None), 0, slots)
+    return EngineCore(engine._decoder, load(engine._decoder, folder, None), 0, slots)
 
 
 _ids = itertools.count()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trackway.clients.weights import WeightStore
+from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.torch_engine import TorchEngine
 from trackway.rollout.weights import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Canary

@@ -1,6 +1,6 @@
 """One update of a run: who is trained on, who is dropped, and what is said about it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -52,7 +52,7 @@ def backend() -> RecordingBackend:
 
 
 @pytest.fixture
-def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: RecordingBackend) -> Training:
+def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: RecordingBackend) -> Iterator[Training]:
     """A run before its first step, whose trajectories may be one version old."""
     urls = ServiceUrls(agent_url=agent_url, tools_url="http://127.0.0.1:9", weights_url=str(tmp_path / "weights"))
     folder, config = RunFolder(tmp_path / "outputs" / "run"), compose(["actor_rollout_ref.rollout.n=2"])
@@ -70,7 +70,7 @@ def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: 
     def rollouts(ask) -> Rollouts:
         return Rollouts(AgentClient(agent_url), ask, Patience())
 
-    return Training(
+    training = Training(
         plan=Plan(total_steps=9, seed=0, traced_prompts=2, traced_validation=2, rollouts=2, max_staleness=1),
         folder=folder,
         prompts=Prompts([sample(index) for index in range(4)], 2, 0, shuffle=False),
@@ -82,6 +82,8 @@ def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: 
         sinks=[],
         traces=traces,
     )
+    yield training
+    training.publisher.close()
 
 
 def from_weights(version: int) -> list[WeightSpan]:

@@ -2,13 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from trackway.rollout.engine import FinishReason, Generation
-from trackway.rollout.sampler import uniforms
-from trackway.rollout.slots import Place, SlotTable
+from trackway.rollout.engines.engine import FinishReason, Generation, Piece
+from trackway.rollout.engines.torch.sampler import uniforms
+from trackway.rollout.engines.torch.slots import Place, SlotTable
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import WeightSpan
 
@@ -23,6 +23,8 @@ class Continuation:
     stops: frozenset[int]
     limit: int
     """Most tokens it may generate: max_tokens, or what the model's length leaves."""
+    hear: Callable[[Piece], None] | None = None
+    """Told each token as it is made, on the engine's thread."""
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[WeightSpan] = field(default_factory=list)
@@ -59,6 +61,8 @@ class Continuation:
             self.spans[-1].end += 1
         else:
             self.spans.append(WeightSpan(version=version, start=len(self.output) - 1, end=len(self.output)))
+        if self.hear is not None:
+            self.hear(Piece([token], [logprob], version))
         if token in self.stops:
             return "stop"
         return "length" if len(self.output) >= self.limit else None

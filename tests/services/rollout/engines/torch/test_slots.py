@@ -1,6 +1,6 @@
 """Where a prompt is placed: exact slots and exact counts of reused tokens."""
 
-from trackway.rollout.slots import Place, SlotTable
+from trackway.rollout.engines.torch.slots import Place, SlotTable
 
 PROMPT = list(range(10, 30))
 

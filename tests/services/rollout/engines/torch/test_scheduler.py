@@ -2,7 +2,7 @@
 
 from rollout_models import continuation
 
-from trackway.rollout.scheduler import Continuation, Scheduler
+from trackway.rollout.engines.torch.scheduler import Continuation, Scheduler
 from trackway.wire.rollout import SamplingParams
 
 SHARED = list(range(20))

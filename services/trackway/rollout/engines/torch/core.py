@@ -1,4 +1,4 @@
-"""The engine's step: admit, compute, sample, hand out. Synchronous and single-threaded; `torch_engine` drives it."""
+"""The engine's step: admit, compute, sample, hand out. Synchronous and single-threaded; `engine.py` drives it."""
 
 import math
 from collections.abc import Sequence
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from trackway.rollout.engine import EngineStats, Generation
-from trackway.rollout.sampler import sample
-from trackway.rollout.scheduler import Continuation, Scheduler
-from trackway.rollout.slots import Place
-from trackway.rollout.torch_model import Batch, Decoder, DecoderWeights
+from trackway.rollout.engines.engine import EngineStats, Generation
+from trackway.rollout.engines.torch.decoder import Batch, Decoder, DecoderWeights
+from trackway.rollout.engines.torch.sampler import sample
+from trackway.rollout.engines.torch.scheduler import Continuation, Scheduler
+from trackway.rollout.engines.torch.slots import Place
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trackway.rollout.model_config import DecoderConfig
+from trackway.rollout.engines.torch.model_config import DecoderConfig
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trackway.rollout.model_config import DecoderConfig
-from trackway.rollout.torch_model import DecoderWeights, LayerWeights
+from trackway.rollout.engines.torch.decoder import DecoderWeights, LayerWeights
+from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 LM_HEAD = "lm_head.weight"

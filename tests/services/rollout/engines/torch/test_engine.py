@@ -1,17 +1,18 @@
 """The engine on its thread: stops, limits, seeds, aborts, pauses, updates, bounds."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import torch
+from engine_runs import LONG, PROMPT, running
 from rollout_models import EOS, VOCAB
 from transformers import AutoModelForCausalLM
 
+from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.torch_engine import TorchEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import Canary
@@ -19,27 +20,6 @@ from trackway.wire.weights import Canary
 pytestmark = pytest.mark.anyio
 
 Started = Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
-
-LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
-PROMPT = [11, 12, 13]
-
-
-@pytest.fixture
-def settings(model_path: Path) -> RolloutSettings:
-    return RolloutSettings(model_path=model_path, max_num_seqs=2, max_queue=1, device="cpu")
-
-
-@pytest.fixture
-async def engine(settings: RolloutSettings, started: Started) -> AsyncIterator[TorchEngine]:
-    async with started(settings) as engine:
-        yield engine
-
-
-async def running(engine: TorchEngine, count: int) -> None:
-    """Return when `count` requests run and have generated something."""
-    async with asyncio.timeout(10):
-        while engine.stats().running < count or engine.stats().generated_tokens < count:
-            await asyncio.sleep(0)
 
 
 async def refused(engine: TorchEngine, prompt: list[int]) -> TrackwayError:

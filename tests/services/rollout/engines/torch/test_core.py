@@ -9,8 +9,8 @@ import torch
 from rollout_models import FAMILIES, VOCAB, continuation, core_of, reference_logprobs, run
 from transformers import AutoModelForCausalLM
 
-from trackway.rollout.core import EngineCore
-from trackway.rollout.scheduler import Continuation
+from trackway.rollout.engines.torch.core import EngineCore
+from trackway.rollout.engines.torch.scheduler import Continuation
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trackway.rollout.checkpoint import LM_HEAD, read_weights
-from trackway.rollout.model_config import DecoderConfig
-from trackway.rollout.torch_model import DecoderWeights
+from trackway.rollout.engines.torch.checkpoint import LM_HEAD, read_weights
+from trackway.rollout.engines.torch.decoder import DecoderWeights
+from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 Folders = Callable[..., Path]

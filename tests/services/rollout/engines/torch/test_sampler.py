@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 import torch
 
-from trackway.rollout.sampler import sample, uniforms
+from trackway.rollout.engines.torch.sampler import sample, uniforms
 from trackway.wire.rollout import SamplingParams
 
 PROBS = [0.5, 0.3, 0.15, 0.05]

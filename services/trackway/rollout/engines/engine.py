@@ -1,6 +1,6 @@
-"""What the rollout service needs of an engine; vLLM and SGLang differ from the embedded one behind this Protocol."""
+"""What the rollout service needs of an engine: torch, vLLM, SGLang and sim differ behind this Protocol."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -11,6 +11,7 @@ from trackway.wire.trajectory import WeightSpan
 from trackway.wire.weights import Canary
 
 PauseMode = Literal["wait", "abort", "keep"]
+MemoryPart = Literal["weights", "kv_cache"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -24,7 +25,7 @@ class Capability(StrEnum):
     KEEP = "keep"
     """Pause by freezing requests, which go on with their KV cache after resume."""
     SLEEP = "sleep"
-    """Give its memory back while the trainer needs it."""
+    """Give its memory back while the trainer needs it, and take it again, part by part."""
     SPANS = "spans"
     """Say which weights generated which tokens when they changed under a request."""
     CANARY = "canary"
@@ -39,6 +40,17 @@ class Generation:
     logprobs: list[float]
     finish_reason: FinishReason
     spans: list[WeightSpan]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The next tokens of a streamed continuation; `finish_reason` is None but in the last piece, which may be empty."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    version: int
+    """Of the weights that made these tokens."""
+    finish_reason: FinishReason | None = None
 
 
 class EngineStats(NamedTuple):
@@ -92,6 +104,13 @@ class Engine(Protocol):
         """
         ...
 
+    def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
+        """As `generate`, in pieces as they are made; joined they equal what `generate` returns for the same seed.
+
+        Closing the iterator aborts the request.
+        """
+        ...
+
     async def abort(self, request_id: str) -> int:
         """Cut the requests of this id, which return what they have; returns how many there were."""
         ...
@@ -107,9 +126,23 @@ class Engine(Protocol):
     async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
         """All or nothing: replace the weights between two steps, after the files and the canary proved right.
 
-        Requests in flight go on with their KV cache; nothing computed by old weights is reused by new requests.
-        Raises WEIGHTS_CORRUPT and keeps the old weights otherwise.
+        Requests in flight go on with their KV cache, or are cut as by `abort` where the engine lacks KEEP; nothing
+        computed by old weights is reused by new requests. An engine that can score only what it has loaded rolls back
+        when the canary fails: it never returns a token of the weights that failed. Raises WEIGHTS_CORRUPT and keeps
+        the old weights otherwise. Called by one caller at a time, also while paused.
         """
+        ...
+
+    async def sleep(self, parts: Sequence[MemoryPart]) -> None:
+        """Give the memory of these parts back; needs SLEEP and a paused engine. Idempotent."""
+        ...
+
+    async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
+        """Take the memory of these parts again; weights come back as they were or are loaded anew. Idempotent."""
+        ...
+
+    def stuck_for(self) -> float:
+        """Seconds since the engine last got anything done although it had something to do; 0.0 when it is idle."""
         ...
 
     def stats(self) -> EngineStats:

@@ -1,0 +1,20 @@
+"""Engines: what generates on a replica. `engine.py` is the Protocol; `open_engine` makes the one that settings name."""
+
+import importlib
+from typing import cast
+
+from trackway.rollout.engines.engine import Engine
+from trackway.rollout.settings import RolloutSettings
+
+_ENGINES = {
+    "torch": "trackway.rollout.engines.torch.engine:TorchEngine",
+    "vllm": "trackway.rollout.engines.vllm:VllmEngine",
+    "sglang": "trackway.rollout.engines.sglang:SglangEngine",
+    "sim": "trackway.rollout.engines.sim:SimEngine",
+}
+
+
+def open_engine(settings: RolloutSettings) -> Engine:
+    """The engine of these settings, not started. Imported when asked for: torch takes seconds."""
+    module, name = _ENGINES[settings.engine].split(":")
+    return cast(Engine, getattr(importlib.import_module(module), name)(settings))

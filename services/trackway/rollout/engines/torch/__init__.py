@@ -1,0 +1,1 @@
+"""The embedded engine: continuous batching on torch, in the replica's own process."""

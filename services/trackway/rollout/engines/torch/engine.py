@@ -1,0 +1,229 @@
+"""The embedded engine: the async face of a core that steps on a thread of its own.
+
+Weights are read, checked and scored on another thread, on a set of tensors of their own; only the exchange of the
+reference happens between two steps.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from trackway.rollout.engines.engine import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.torch.core import Ended, EngineCore
+from trackway.rollout.engines.torch.decoder import Decoder
+from trackway.rollout.engines.torch.loading import device_of, dtype_of, load
+from trackway.rollout.engines.torch.model_config import DecoderConfig
+from trackway.rollout.engines.torch.scheduler import Continuation
+from trackway.rollout.engines.torch.thread import EngineThread
+from trackway.rollout.settings import RolloutSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.weights import Canary
+
+Pending = asyncio.Future[Generation | TrackwayError]
+
+_DEFAULT_MAX_LEN = 4096
+
+
+class TorchEngine:
+    """Continuous batching on torch; an `Engine`."""
+
+    capabilities = frozenset({Capability.WAIT, Capability.ABORT, Capability.KEEP, Capability.SPANS, Capability.CANARY})
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        torch.set_num_threads(settings.threads)
+        self._settings = settings
+        self._config = DecoderConfig.read(settings.model_path)
+        self._max_len = settings.max_model_len or min(self._config.max_positions, _DEFAULT_MAX_LEN)
+        device = device_of(settings)
+        self._decoder = Decoder(self._config, self._max_len, device, dtype_of(settings, device))
+        self._core: EngineCore | None = None
+        self._waiting: dict[Continuation, Pending] = {}
+        self._paused = False
+
+    @property
+    def version(self) -> int:
+        """Weight version of the next token."""
+        return self._core.version if self._core else 0
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt plus response in tokens."""
+        return self._max_len
+
+    @property
+    def paused(self) -> bool:
+        """Whether new requests are refused."""
+        return self._paused
+
+    async def start(self) -> None:
+        """Load the base weights and start the thread."""
+        weights = await asyncio.to_thread(load, self._decoder, self._settings.model_path, None)
+        self._core = EngineCore(self._decoder, weights, 0, self._settings.max_num_seqs)
+        self._thread = EngineThread(self._core, self._resolve, self._fail)
+
+    async def stop(self) -> None:
+        """Abort what is in flight and end the thread."""
+        if self._core is None:
+            return
+        self._paused = True
+        with suppress(TrackwayError):  # a thread that has died holds no requests
+            await self._abort(None)
+        await self._thread.stop()
+
+    async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
+        """Continue a prompt; see `Engine.generate`."""
+        with self._in_flight(self._request(token_ids, params, request_id)) as done:
+            return _result(await done)
+
+    async def stream(
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[Piece, None]:
+        """As `generate`, token by token; see `Engine.stream`."""
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece | None]()
+
+        def hear(piece: Piece) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+        with self._in_flight(self._request(token_ids, params, request_id, hear)) as done:
+            done.add_done_callback(lambda _: pieces.put_nowait(None))
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            made = _result(done.result())
+            version = made.spans[-1].version if made.spans else self.version
+            yield Piece([], [], version, made.finish_reason)
+
+    async def abort(self, request_id: str) -> int:
+        """Cut the requests of this id; they return what they have."""
+        return await self._abort(request_id)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Refuse new requests and finish, cut or freeze those in flight."""
+        self._started()
+        self._paused = True
+        await self._thread.freeze(mode == "keep")
+        if mode == "abort":
+            await self._abort(None)
+        if mode == "wait" and self._waiting:
+            await asyncio.wait([*self._waiting.values()])
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        self._started()
+        self._paused = False
+        await self._thread.freeze(False)
+
+    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
+        """All or nothing; see `Engine.load_weights`."""
+        core = self._started()
+        weights = await asyncio.to_thread(load, self._decoder, folder, canary)
+        await self._thread.call(lambda: core.swap(weights, version))
+
+    async def sleep(self, parts: Sequence[MemoryPart]) -> None:
+        """Refused: this engine keeps its memory."""
+        _refuse_sleep(parts)
+
+    async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
+        """Refused: this engine never sleeps."""
+        _refuse_sleep(parts)
+
+    def stuck_for(self) -> float:
+        """Seconds since the thread's last step or closure while it has work; infinite when it has died."""
+        return self._thread.stuck_for() if self._core else 0.0
+
+    def stats(self) -> EngineStats:
+        """Read without a lock: the counts may be of two neighbouring steps."""
+        return self._started().stats()
+
+    @contextmanager
+    def _in_flight(self, request: Continuation) -> Iterator[Pending]:
+        """Hand the request to the core, and take it back if the caller leaves before it is over."""
+        core = self._started()
+        self._thread.check()
+        done: Pending = asyncio.get_running_loop().create_future()
+        self._waiting[request] = done
+        self._thread.post(lambda: core.scheduler.waiting.append(request))
+        try:
+            yield done
+        finally:
+            del self._waiting[request]
+            if done.cancelled() or not done.done():
+                self._thread.post(lambda: core.drop(request))
+
+    def _resolve(self, ended: list[Ended]) -> None:
+        for request, result in ended:
+            done = self._waiting.get(request)
+            if done is not None and not done.done():
+                done.set_result(result)
+
+    def _fail(self, error: TrackwayError) -> None:
+        self._resolve([Ended(request, error) for request in self._waiting])
+
+    async def _abort(self, request_id: str | None) -> int:
+        core = self._started()
+        ended = await self._thread.call(lambda: core.abort(request_id))
+        self._resolve(ended)
+        return len(ended)
+
+    def _started(self) -> EngineCore:
+        if self._core is None:
+            raise TrackwayError(ErrorCode.UNAVAILABLE, "expected a started engine, got one that is starting; ask again")
+        return self._core
+
+    def _request(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        hear: Callable[[Piece], None] | None = None,
+    ) -> Continuation:
+        self._admissible(token_ids)
+        stops = frozenset(params.stop_token_ids)
+        return Continuation(
+            request_id=request_id,
+            prompt=list(token_ids),
+            params=params,
+            stops=stops if params.ignore_eos else stops | self._config.eos_token_ids,
+            limit=min(params.max_tokens, self._max_len - len(token_ids)),
+            hear=hear,
+        )
+
+    def _admissible(self, token_ids: Sequence[int]) -> None:
+        if self._paused:
+            raise TrackwayError(ErrorCode.PAUSED, "generation is paused; ask again after /resume")
+        bound = self._settings.max_num_seqs + self._settings.max_queue
+        if len(self._waiting) >= bound:
+            raise TrackwayError(
+                ErrorCode.OVERLOADED,
+                f"expected fewer than {bound} requests in flight, got one more; ask again later or add replicas",
+                bound=bound,
+            )
+        if not 0 < len(token_ids) < self._max_len:
+            raise TrackwayError(
+                ErrorCode.INVALID_REQUEST,
+                f"expected 1 to {self._max_len - 1} prompt tokens, got {len(token_ids)}; raise max_model_len",
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self._config.vocab_size:
+            raise TrackwayError(
+                ErrorCode.INVALID_REQUEST,
+                f"expected token ids in 0..{self._config.vocab_size - 1}, got {min(token_ids)}..{max(token_ids)}; "
+                "use the served model's tokenizer",
+            )
+
+
+def _result(result: Generation | TrackwayError) -> Generation:
+    if isinstance(result, TrackwayError):
+        raise result
+    return result
+
+
+def _refuse_sleep(parts: Sequence[MemoryPart]) -> NoReturn:
+    raise TrackwayError(
+        ErrorCode.INVALID_REQUEST,
+        f"expected an engine that can give back {', '.join(parts)}, got torch, which keeps its memory; "
+        "use engine=vllm or engine=sglang with enable_sleep=true",
+    )

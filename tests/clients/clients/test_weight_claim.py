@@ -1,0 +1,63 @@
+"""One publisher at a time: in a folder by a lock that dies with its holder, elsewhere by a lease."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from trackway.clients import weight_claim
+from trackway.clients.weights import WeightStore
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+HOLD = "import sys; from trackway.clients.weights import WeightStore; c = WeightStore(sys.argv[1]).claim('run a'); "
+HOLD += "print('held', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightStore]:
+    url = str(tmp_path / "store") if request.param == "file" else f"memory://{tmp_path.name}"
+    yield WeightStore(url)
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_the_second_publisher_is_refused_by_the_firsts_name_until_it_lets_go(store: WeightStore) -> None:
+    first = store.claim("run a")
+    with pytest.raises(TrackwayError, match="got run b beside run a") as raised:
+        store.claim("run b")
+    assert raised.value.code is ErrorCode.CONFLICT
+    first.renew()
+    first.close()
+    second = store.claim("run b")
+    with pytest.raises(TrackwayError, match="got run c beside run b"):
+        store.claim("run c")
+    second.close()
+
+
+def test_the_claim_of_a_killed_publisher_is_free(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdin is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(TrackwayError, match=rf"run a \(process {holder.pid}\)"):
+        WeightStore(str(tmp_path)).claim("run b")
+    holder.kill()
+    holder.wait(10)
+    holder.stdin.close()
+    holder.stdout.close()
+    WeightStore(str(tmp_path)).claim("run b").close()
+
+
+def test_a_lease_that_ran_out_may_be_taken_and_its_first_holder_notices(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    slow = weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
+    taken = weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run b")
+    with pytest.raises(TrackwayError, match="got run a beside run b"):
+        slow.renew()
+    slow.close()
+    with pytest.raises(TrackwayError, match="got run c beside run b"):
+        weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run c")
+    taken.close()

@@ -1,0 +1,92 @@
+"""The engine's thread: what the watchdog sees, and that nobody waits for a thread that has died."""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+import pytest
+from engine_runs import LONG, PROMPT, running
+
+from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.settings import RolloutSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+pytestmark = pytest.mark.anyio
+
+Started = Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
+
+
+def die() -> None:
+    raise MemoryError("planted")
+
+
+def unavailable(result: object) -> bool:
+    return isinstance(result, TrackwayError) and result.code is ErrorCode.UNAVAILABLE and "planted" in result.message
+
+
+async def test_an_idle_engine_is_not_stuck(engine: TorchEngine) -> None:
+    await asyncio.sleep(0.05)
+    assert engine.stuck_for() == 0.0
+    await engine.generate(PROMPT, LONG, "a")
+    await asyncio.sleep(0.05)
+    assert engine.stuck_for() == 0.0
+
+
+async def test_an_engine_at_work_is_not_stuck_and_a_frozen_one_neither(engine: TorchEngine) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+    await running(engine, 1)
+    assert engine.stuck_for() < 0.2
+    await engine.pause("keep")
+    await asyncio.sleep(0.05)
+    assert engine.stuck_for() == 0.0
+    await engine.resume()
+    assert len((await task).token_ids) == 300
+
+
+async def test_an_engine_whose_thread_hangs_is_stuck_until_it_goes_on(engine: TorchEngine) -> None:
+    await asyncio.sleep(0.2)  # idle time must not count
+    let_go, began = threading.Event(), time.monotonic()
+    engine._thread.post(let_go.wait)
+    await asyncio.sleep(0.2)
+    stuck, passed = engine.stuck_for(), time.monotonic() - began
+    let_go.set()
+    assert 0.19 < stuck <= passed
+    await engine.generate(PROMPT, LONG, "a")
+    assert engine.stuck_for() < 0.1
+
+
+async def test_requests_and_calls_on_a_thread_that_dies_raise_and_so_do_later_ones(
+    settings: RolloutSettings, started: Started, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asyncio.timeout(10), started(settings) as engine:
+        one = asyncio.create_task(engine.generate(PROMPT, LONG, "runs"))
+        await running(engine, 1)
+        engine._thread.post(die)
+        others = (engine.generate(PROMPT, LONG, "waits"), anext(engine.stream(PROMPT, LONG, "s")), engine.abort("x"))
+        assert all(map(unavailable, await asyncio.gather(one, *others, return_exceptions=True)))
+        later = (engine.generate(PROMPT, LONG, "late"), engine.abort("x"), engine.pause("keep"), engine.resume())
+        assert all(map(unavailable, await asyncio.gather(*later, return_exceptions=True)))
+        assert engine.stuck_for() == math.inf
+    assert "this replica cannot generate any more" in caplog.text
+
+
+async def test_a_call_whose_caller_left_is_not_made(engine: TorchEngine) -> None:
+    let_go, made = threading.Event(), list[int]()
+    engine._thread.post(let_go.wait)
+    left = asyncio.create_task(engine._thread.call(lambda: made.append(1)))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait([left])
+    let_go.set()
+    await engine._thread.call(lambda: made.append(2))
+    assert made == [2]
+
+
+async def test_an_engine_that_keeps_its_memory_says_so(engine: TorchEngine) -> None:
+    for refused in (engine.sleep(["kv_cache"]), engine.wake_up(["weights", "kv_cache"])):
+        with pytest.raises(TrackwayError, match="got torch, which keeps its memory") as raised:
+            await refused
+        assert raised.value.code is ErrorCode.INVALID_REQUEST

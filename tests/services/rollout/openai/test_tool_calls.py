@@ -1,0 +1,85 @@
+"""Calls in text, whole and character by character."""
+
+import pytest
+
+from trackway.rollout.openai.tool_calls import ToolCallReader, read_call
+from trackway.wire.chat import FunctionCall
+
+ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+MUL = '<tool_call>\n{"name": "mul", "arguments": {"b": "é"}}\n</tool_call>'
+ADDED = FunctionCall(name="add", arguments='{"a": 1}')
+MULTIPLIED = FunctionCall(name="mul", arguments='{"b": "é"}')
+
+
+def read(text: str, size: int, prefix: str = "", only_one: bool = False) -> tuple[str, list[FunctionCall]]:
+    """Content and calls of the text in pieces of `size` characters."""
+    reader = ToolCallReader(prefix, only_one)
+    parts = [part for place in range(0, len(text), size) for part in reader.push(text[place : place + size])]
+    parts += reader.rest()
+    calls = [part for part in parts if isinstance(part, FunctionCall)]
+    assert len(calls) == reader.calls
+    return "".join(part for part in parts if isinstance(part, str)), calls
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("no call <tool at all \n", "no call <tool at all \n", []),
+        (ADD, "", [ADDED]),
+        (f"\n\n{ADD}\n", "", [ADDED]),
+        (f"Let me see.\n{ADD}\n{MUL}", "Let me see.", [ADDED, MULTIPLIED]),
+        (f"a {ADD} b c\n", "ab c\n", [ADDED]),
+        (f"a\n<tool_call>oops</tool_call>\n{ADD}", "a\n<tool_call>oops</tool_call>", [ADDED]),
+        (f"{ADD} <tool_call>{{", "<tool_call>{", [ADDED]),
+    ],
+)
+def test_text_and_calls_are_told_apart_however_they_come(
+    size: int, text: str, content: str, calls: list[FunctionCall]
+) -> None:
+    assert read(text, size) == (content, calls)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_forced_beginning_is_part_of_the_call_and_of_what_is_no_call(size: int) -> None:
+    prefix = '<tool_call>\n{"name": "add", "arguments":'
+    assert read(' {"a": 1}}\n</tool_call>', size, prefix) == ("", [ADDED])
+    assert read("never", size, prefix) == (f"{prefix}never", [])
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_only_the_first_call_is_kept_when_one_was_asked_for(size: int) -> None:
+    assert read(f"a {ADD} b {MUL} c", size, only_one=True) == ("a", [ADDED])
+
+
+def test_text_comes_before_the_end_of_the_answer() -> None:
+    reader = ToolCallReader("", False)
+    assert [reader.push(piece) for piece in ("one", " <to", "ol", f"ing {ADD}")] == [
+        ["one"],
+        [],
+        [],
+        [" <tooling", ADDED],
+    ]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "",
+        "[]",
+        '{"arguments": {}}',
+        '{"name": 3}',
+        '{"name": "f", "arguments": [1]}',
+        '{"name": "f", "arguments": "no json"}',
+        '{"name": "f", "arguments": {"a": NaN}}',
+        '{"name": "f", "arguments": {"a": "\\ud800"}}',
+        "[" * 100_000,
+    ],
+)
+def test_what_cannot_be_sent_on_as_a_call_is_none(block: str) -> None:
+    assert read_call(block) is None
+
+
+def test_arguments_may_be_missing_or_json_in_a_string() -> None:
+    assert read_call('{"name": "f"}') == FunctionCall(name="f", arguments="{}")
+    assert read_call('{"name": "f", "arguments": "{\\"a\\": 1}"}') == FunctionCall(name="f", arguments='{"a": 1}')
