@@ -87,3 +87,15 @@ def _wait_until_healthy(uri: str, server: "subprocess.Popen[bytes]", log: Path, 
                 return
         time.sleep(0.2)
     raise AssertionError(f"MLflow was not healthy within {deadline_s} s: {log.read_text()[-2000:]}")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a small file system needs the right to mount: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

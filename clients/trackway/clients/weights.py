@@ -156,7 +156,7 @@ class WeightStore:
         return present
 
     def _download(self, manifest: WeightManifest, folder: Path) -> Path:
-        part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+        part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")  # see version_of
         part.mkdir(parents=True)
         try:
             for file in manifest.files:
@@ -182,6 +182,12 @@ class WeightStore:
         temporary = Path(f"{path}.{uuid.uuid4().hex}")
         temporary.write_bytes(data)
         os.replace(temporary, path)
+
+
+def version_of(folder: Path) -> int | None:
+    """The version whose files a cache's folder holds, complete (`7`) or not (`.7.5f0e...`); None for anything else."""
+    number = folder.name.removeprefix(".").split(".")[0]
+    return int(number) if number.isdecimal() else None
 
 
 def describe(folder: Path) -> list[WeightFile]:

@@ -12,6 +12,7 @@ from pydantic import JsonValue
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines import open_engine
 from trackway.rollout.engines.engine import Engine, MemoryPart, PauseMode
+from trackway.rollout.gauges import engine_gauges
 from trackway.rollout.openai import openai_routes
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
@@ -46,7 +47,8 @@ def create_app(
     """The rollout service on the engine given, or the one that the settings name."""
     settings = settings or RolloutSettings()
     text = TokenText(settings.model_path)
-    service = _service(settings, engine or open_engine(settings), text)
+    engine = engine or open_engine(settings)
+    service = _service(settings, engine, text)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -63,6 +65,7 @@ def create_app(
         lifespan=lifespan,
         ready=service.ready,
         tracing=tracing,
+        gauges=engine_gauges(engine, lambda: service.weights().latest),
     )
 
 
@@ -141,6 +144,12 @@ def _service(settings: RolloutSettings, engine: Engine, text: TokenText) -> Roll
     store = WeightStore(settings.weights_url) if settings.weights_url else None
     cache = settings.weights_cache or Path(tempfile.gettempdir()) / f"trackway-weights-{settings.replica}"
     watcher = WeightWatcher(
-        engine, store, cache, settings.watch_interval_s, settings.weight_wait_s, settings.update_mode
+        engine,
+        store,
+        cache,
+        settings.watch_interval_s,
+        settings.weight_wait_s,
+        settings.update_mode,
+        settings.drain_s,
     )
     return RolloutService(engine, watcher, text, settings)

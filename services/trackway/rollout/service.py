@@ -157,6 +157,7 @@ class RolloutService:
             await self._pause(mode)
             await self._engine.sleep(parts or _PARTS)
             self._asleep |= set(parts or _PARTS)
+            self._watcher.asleep = "weights" in self._asleep
         return self.sleeping()
 
     async def wake_up(self, parts: Sequence[MemoryPart] | None) -> SleepReply:
@@ -165,6 +166,7 @@ class RolloutService:
         async with self._watcher.control:
             await self._engine.wake_up(parts or _PARTS)
             self._asleep -= set(parts or _PARTS)
+            self._watcher.asleep = "weights" in self._asleep
             if not self._asleep:
                 await self._engine.resume()
         return self.sleeping()

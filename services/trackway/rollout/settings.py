@@ -62,6 +62,8 @@ class RolloutSettings(ServiceSettings):
     """A wait for weights beyond this is an incident of the trajectory, `weights_behind`."""
     update_mode: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight when weights change: go on with their KV cache, finish first, or are cut and continued."""
+    drain_s: float = Field(default=300.0, gt=0.0)
+    """With `update_mode` wait: requests that take longer to finish are cut and continued."""
     stuck_s: float = Field(default=60.0, gt=0.0)
     """`/ready` fails when the engine has had work for so long and got nothing done."""
     watch_interval_s: float = Field(default=0.2, gt=0.0)

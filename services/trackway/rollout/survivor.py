@@ -80,7 +80,8 @@ class Survivor:
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
         """Cut these generations, or all, for good; returns how many there were."""
-        found = [call for call in self._calls if request_ids is None or call.request_id in request_ids]
+        wanted = None if request_ids is None else {*request_ids}
+        found = [call for call in self._calls if not call.given_up and (wanted is None or call.request_id in wanted)]
         for call in found:
             call.given_up = True
         for request_id in {call.request_id for call in found}:

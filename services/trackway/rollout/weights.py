@@ -13,7 +13,7 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from trackway.clients.weights import WeightStore
+from trackway.clients.weights import WeightStore, version_of
 from trackway.rollout.engines.engine import Engine, PauseMode
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
@@ -33,14 +33,17 @@ class WeightWatcher:
         interval_s: float,
         wait_s: float,
         update_mode: PauseMode = "keep",
+        drain_s: float = 300.0,
     ) -> None:
         self._engine, self._store, self._cache = engine, store, cache
-        self._interval_s, self._wait_s = interval_s, wait_s
+        self._interval_s, self._wait_s, self._drain_s = interval_s, wait_s, drain_s
         self._update_mode: PauseMode = update_mode
         self.updates = 0
         """Loads begun; a request cut while this number grew was cut by an update."""
         self.control = asyncio.Lock()
         """Held by whoever pauses, resumes or updates the engine."""
+        self.asleep = False
+        """The engine has no memory for weights now, so nothing is loaded."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._latest = 0
@@ -131,7 +134,7 @@ class WeightWatcher:
         found = await asyncio.to_thread(store.latest)
         if found is not None:
             self._latest = found.version
-            if found.version > self._engine.version:
+            if found.version > self._engine.version and not self.asleep:
                 await self._load(store, found.version)
         self._synced = True
 
@@ -150,8 +153,10 @@ class WeightWatcher:
         """Of versions copied to the cache keep this one and the one before, to which an engine may roll back."""
         if loaded.parent != self._cache:
             return
-        versions = sorted((one for one in self._cache.iterdir() if one.name.isdecimal()), key=lambda one: int(one.name))
-        for old in [one for one in versions if int(one.name) <= int(loaded.name)][:-2]:
+        numbered = {folder: version_of(folder) for folder in self._cache.iterdir()}
+        older = [folder for folder, version in numbered.items() if version is not None and version < int(loaded.name)]
+        whole = sorted((one for one in older if one.name.isdecimal()), key=lambda one: int(one.name))
+        for old in {*older} - {*whole[-1:]}:
             shutil.rmtree(old, ignore_errors=True)
 
     @contextlib.asynccontextmanager
@@ -163,11 +168,19 @@ class WeightWatcher:
         self._gate.clear()
         self.updates += 1
         try:
-            await self._engine.pause(self._update_mode)
+            await self._pause(self._update_mode)
             yield
         finally:
             await self._engine.resume()
             self._gate.set()
+
+    async def _pause(self, mode: PauseMode) -> None:
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await self._engine.pause(mode)
+        except TimeoutError:
+            _log.warning("requests are cut for an update: some did not finish within %.0f s", self._drain_s)
+            await self._engine.pause("abort")
 
     def _too_late(self, want: int) -> TrackwayError:
         have, reason = self._engine.version, self._error or f"the newest version published is {self._latest}"

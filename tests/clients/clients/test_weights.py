@@ -1,6 +1,5 @@
 """The weight store: atomic visibility, idempotence, digests, and the same over another file system."""
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,18 +156,6 @@ def test_a_leftover_of_a_publisher_that_died_is_not_mixed_into_the_version(store
     store.publish(1, "run-a", source)
     names = sorted(path.rsplit("/", 1)[-1] for path in store._fs.ls(f"{store._root}/1", detail=False))
     assert names == ["config.json", "manifest.json", "model.safetensors"]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"a small file system needs the right to mount: {mounted.stderr.decode().strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_leaves_readers_at_the_old_version_and_room_for_others(

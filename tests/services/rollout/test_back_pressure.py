@@ -21,14 +21,16 @@ TWICE = CallPolicy(attempts=2, backoff_s=0.01, total_s=60.0)
 REQUEST = GenerateRequest(token_ids=[5, 6], sampling_params=SamplingParams(max_tokens=10, ignore_eos=True))
 
 
-def engine_of(step_s: float) -> SimEngine:
-    sim = SimSettings(step_s=step_s, step_slope_s=0.0, response_tokens=10)
-    return SimEngine(RolloutSettings(max_num_seqs=2, max_queue=2, sim=sim))
+async def full(engine: SimEngine) -> None:
+    async with asyncio.timeout(20):
+        while sum(engine.stats()[:2]) < 4:
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
 async def engine(step_s: float) -> SimEngine:
-    return engine_of(step_s)
+    sim = SimSettings(step_s=step_s, step_slope_s=0.0, response_tokens=10)
+    return SimEngine(RolloutSettings(max_num_seqs=2, max_queue=2, sim=sim))
 
 
 @pytest.fixture
@@ -54,15 +56,17 @@ async def test_ten_times_the_requests_that_fit_are_all_served_in_the_end(engine:
     [refused] = [line for line in metrics.splitlines() if line.startswith("trackway_requests_total{") and "429" in line]
     assert float(refused.split()[-1]) > 0
     assert engine.stats()[:2] == (0, 0)
+    shown = {line.split("{")[0]: float(line.split()[-1]) for line in metrics.splitlines() if line[0] != "#"}
+    tokens = (shown["trackway_engine_generated_tokens_total"], shown["trackway_engine_running"])
+    assert (*tokens, shown["trackway_weight_version"], shown["trackway_weight_lag"]) == (400.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("step_s", [3600.0])
 async def test_a_full_engine_answers_429_with_whole_seconds_in_the_header(engine: SimEngine, url: str) -> None:
     async with httpx.AsyncClient(timeout=30.0) as http:
-        asked = [asyncio.create_task(http.post(f"{url}/generate", content=REQUEST.model_dump_json())) for _ in range(4)]
-        while sum(engine.stats()[:2]) < 4:
-            await asyncio.sleep(0.01)
-        refused = await http.post(f"{url}/generate", content=REQUEST.model_dump_json())
+        asked = [asyncio.create_task(http.post(f"{url}/generate", json=REQUEST.model_dump())) for _ in range(4)]
+        await full(engine)
+        refused = await http.post(f"{url}/generate", json=REQUEST.model_dump())
         await engine.pause("abort")
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 4
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "18000")
@@ -73,8 +77,7 @@ async def test_a_full_engine_answers_429_with_whole_seconds_in_the_header(engine
 async def test_a_client_without_the_time_to_wait_is_told_so_at_once(engine: SimEngine, url: str) -> None:
     client = RolloutClient(url, policy=TWICE)
     asked = [asyncio.create_task(client.generate(REQUEST)) for _ in range(4)]
-    while sum(engine.stats()[:2]) < 4:
-        await asyncio.sleep(0.01)
+    await full(engine)
     with pytest.raises(TrackwayError) as raised:
         await client.generate(REQUEST)
     assert raised.value.code is ErrorCode.OVERLOADED

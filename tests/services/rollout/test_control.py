@@ -1,0 +1,135 @@
+"""Whoever trains steers a replica: pause, abort, sleep, wake up; and a stuck engine says that it is broken."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from trackway.rollout.app import create_app
+from trackway.rollout.engines.engine import Capability, MemoryPart
+from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.settings import RolloutSettings
+
+pytestmark = pytest.mark.anyio
+
+ENDLESS = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 900, "ignore_eos": True}}
+
+
+class Running(Protocol):
+    def __call__(self, app: FastAPI) -> AbstractAsyncContextManager[httpx.AsyncClient]: ...
+
+
+@pytest.fixture
+def settings(model_path: Path) -> RolloutSettings:
+    return RolloutSettings(model_path=model_path, model_name="tiny", device="cpu", stuck_s=0.1)
+
+
+class Sleeper(TorchEngine):
+    """The embedded engine with a memory that can be given back, as far as the service can see."""
+
+    capabilities = TorchEngine.capabilities | {Capability.SLEEP}
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        super().__init__(settings)
+        self.heard: list[tuple[str, tuple[MemoryPart, ...]]] = []
+
+    async def sleep(self, parts) -> None:
+        assert self.paused
+        self.heard.append(("sleep", tuple(parts)))
+
+    async def wake_up(self, parts) -> None:
+        self.heard.append(("wake_up", tuple(parts)))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_gets_nothing_done_is_broken_until_it_does(
+    running: Running, settings: RolloutSettings
+) -> None:
+    engine, held = TorchEngine(settings), threading.Event()
+    async with running(create_app(settings, engine)) as client:
+        assert (await client.get("/ready")).json() == {"ready": True, "reason": "", "broken": False}
+        engine._thread.post(lambda: held.wait(30))
+        await until(lambda: engine.stuck_for() > 0.1)
+        stuck = await client.get("/ready")
+        held.set()
+        await until(lambda: engine.stuck_for() == 0.0)
+        assert (await client.get("/ready")).status_code == 200
+    assert (stuck.status_code, stuck.json()["broken"]) == (503, True)
+    assert stuck.json()["reason"].endswith("and got nothing done")
+
+
+async def test_aborted_generations_answer_with_what_they_have(running: Running, settings: RolloutSettings) -> None:
+    engine = TorchEngine(settings)
+    async with running(create_app(settings, engine)) as client:
+        calls = [
+            asyncio.create_task(client.post("/generate", json={**ENDLESS, "request_id": name})) for name in ("a", "b")
+        ]
+        await until(lambda: engine.stats().running == 2)
+        assert (await client.post("/abort_requests", json={"request_ids": ["a", "c"]})).json()["aborted"] == 1
+        assert (await client.post("/inference/v1/abort_requests")).json() == {"status": "aborted", "aborted": 1}
+        answers = [(await call).json()["choices"][0] for call in calls]
+    assert [(one["finish_reason"], len(one["token_ids"]) < 900) for one in answers] == [("abort", True)] * 2
+
+
+async def test_pausing_by_vllms_query_cuts_for_good(running: Running, settings: RolloutSettings) -> None:
+    engine = TorchEngine(settings)
+    async with running(create_app(settings, engine)) as client:
+        call = asyncio.create_task(client.post("/generate", json=ENDLESS))
+        await until(lambda: engine.stats().running == 1)
+        assert (await client.post("/pause?mode=abort")).json() == {"paused": True, "running": 0, "waiting": 0}
+        assert (await call).json()["choices"][0]["finish_reason"] == "abort"
+        assert (await client.get("/is_paused")).json() == {"is_paused": True}
+        await client.post("/resume")
+        assert (await client.get("/is_paused")).json() == {"is_paused": False}
+
+
+async def test_memory_comes_back_in_stages_and_generation_with_the_last(
+    running: Running, settings: RolloutSettings
+) -> None:
+    engine = Sleeper(settings)
+    async with running(create_app(settings, engine)) as client:
+        asleep = (await client.post("/sleep?mode=abort")).json()
+        reason = (await client.get("/ready")).json()["reason"]
+        refused = await client.post("/resume")
+        staged = (await client.post("/wake_up?tags=weights")).json()
+        still = (await client.get("/is_paused")).json()
+        awake = (await client.post("/wake_up?tags=kv_cache")).json()
+        assert (await client.get("/ready")).status_code == 200
+    assert asleep == {"is_sleeping": True, "asleep": ["kv_cache", "weights"]}
+    assert reason == "kv_cache and weights are asleep; POST /wake_up"
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
+    assert (staged["asleep"], still["is_paused"], awake["is_sleeping"]) == (["kv_cache"], True, False)
+    both = ("weights", "kv_cache")
+    assert engine.heard == [("sleep", both), ("wake_up", ("weights",)), ("wake_up", ("kv_cache",))]
+
+
+async def test_an_engine_that_cannot_sleep_says_which_can(running: Running, settings: RolloutSettings) -> None:
+    async with running(create_app(settings)) as client:
+        refused = await client.post("/sleep")
+        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False, "asleep": []}
+        assert (await client.get("/is_paused")).json() == {"is_paused": False}
+    assert refused.status_code == 422
+    assert "got torch; use vllm or sglang with enable_sleep" in refused.json()["error"]["message"]
+
+
+async def test_the_weight_version_in_vllms_words_and_an_unknown_model(
+    running: Running, settings: RolloutSettings
+) -> None:
+    async with running(create_app(settings)) as client:
+        assert (await client.get("/weight_info")).json() == {"weight_version": "0"}
+        unknown = await client.post("/generate", json={**ENDLESS, "model": "other"})
+    assert (unknown.status_code, unknown.json()["error"]["message"]) == (
+        404,
+        "expected model 'tiny', got 'other'; see /v1/models",
+    )

@@ -1,0 +1,213 @@
+"""What may go wrong between a publisher and its readers, with real processes: whoever dies, readers stay right."""
+
+import asyncio
+import http.server
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import httpx
+import pytest
+
+from trackway.clients.weights import WeightStore
+from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.weights import WeightWatcher
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+pytestmark = pytest.mark.anyio
+
+Started = Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
+
+DYING = """
+import sys, time
+from fsspec.implementations.local import LocalFileSystem
+from trackway.clients.weights import WeightStore
+from pathlib import Path
+
+def half(self, source, target, **options):
+    data = Path(source).read_bytes()
+    with open(target, "wb") as file:
+        file.write(data[: len(data) // 2])
+    print("half", flush=True)
+    time.sleep(600)
+
+LocalFileSystem.put_file = half
+WeightStore(sys.argv[1]).publish(2, "dying", Path(sys.argv[2]))
+"""
+
+REPLICA = """
+import sys, uvicorn
+from pathlib import Path
+from trackway.rollout.app import create_app
+from trackway.rollout.settings import RolloutSettings
+
+settings = RolloutSettings(
+    model_path=Path(sys.argv[1]), weights_url=sys.argv[2], weights_cache=Path(sys.argv[3]), device="cpu"
+)
+uvicorn.run(create_app(settings), host="127.0.0.1", port=int(sys.argv[4]), log_level="warning")
+"""
+
+
+@pytest.fixture
+async def engine(model_path: Path, started: Started) -> AsyncIterator[TorchEngine]:
+    async with started(RolloutSettings(model_path=model_path, device="cpu")) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def watching(engine: TorchEngine, store: WeightStore, cache: Path) -> AsyncIterator[WeightWatcher]:
+    watcher = WeightWatcher(engine, store, cache, 0.02, 5.0)
+    await watcher.start()
+    try:
+        yield watcher
+    finally:
+        await watcher.stop()
+
+
+@contextmanager
+def program(text: str, *arguments: object) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-c", text, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+async def test_a_trainer_killed_while_it_publishes_leaves_readers_at_the_old_version(
+    engine: TorchEngine, other_path: Path, tmp_path: Path
+) -> None:
+    store = WeightStore(str(tmp_path / "weights"))
+    store.publish(1, "run", other_path)
+    with program(DYING, store.url, other_path) as trainer:
+        assert trainer.stdout is not None
+        assert await asyncio.to_thread(trainer.stdout.readline) == "half\n"
+        trainer.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(trainer.wait, 10)
+        async with watching(engine, store, tmp_path / "cache") as watcher:
+            assert (engine.version, watcher.latest, watcher.ready().ready) == (1, 1, True)
+            store.claim("run").close()
+            store.publish(2, "run", other_path)
+            await watcher.catch_up(2)
+
+
+class StallingFiles(http.server.SimpleHTTPRequestHandler):
+    """A store behind HTTP that stops in the middle of the weights until it is let go."""
+
+    stalled, go_on = threading.Event(), threading.Event()
+
+    def do_GET(self) -> None:
+        if not self.path.endswith(".safetensors") or self.go_on.is_set():
+            super().do_GET()
+            return
+        content = Path(self.translate_path(self.path)).read_bytes()
+        self.send_response(200)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2])
+        self.wfile.flush()
+        self.stalled.set()
+        self.go_on.wait(60)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def http_store(tmp_path: Path) -> Iterator[tuple[WeightStore, str]]:
+    """A store to publish into, and the URL that it is read from."""
+    (tmp_path / "weights").mkdir()
+    handler = partial(StallingFiles, directory=str(tmp_path / "weights"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield WeightStore(str(tmp_path / "weights")), f"http://127.0.0.1:{server.server_port}"
+        StallingFiles.go_on.set()
+        server.shutdown()
+        thread.join(10)
+
+
+@pytest.mark.slow
+async def test_a_replica_killed_while_it_loads_is_right_when_it_is_back(
+    http_store: tuple[WeightStore, str], model_path: Path, other_path: Path, tmp_path: Path
+) -> None:
+    store, url = http_store
+    store.publish(7, "run", other_path)
+    cache, port = tmp_path / "cache", free_port()
+    with program(REPLICA, model_path, url, cache, port) as replica:
+        assert await asyncio.to_thread(StallingFiles.stalled.wait, 60)
+        replica.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(replica.wait, 10)
+    [torn] = cache.iterdir()
+    assert torn.name.startswith(".7.")
+    StallingFiles.go_on.set()
+    store.publish(8, "run", other_path)
+    with program(REPLICA, model_path, url, cache, port):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            async with asyncio.timeout(60):
+                while not await is_ready(client):
+                    await asyncio.sleep(0.1)
+            body = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+            [choice] = (await client.post("/inference/v1/generate", json=body)).json()["choices"]
+    assert choice["weight_versions"] == [{"version": 8, "start": 0, "end": 4}]
+    assert [one.name for one in cache.iterdir()] == ["8"]
+
+
+async def is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_a_replica_without_room_for_new_weights_keeps_the_old_ones_and_says_why(
+    engine: TorchEngine, model_path: Path, other_path: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    store = WeightStore(f"memory://{tmp_path.name}")
+    store.publish(1, "run", other_path)
+    big = tmp_path / "big"
+    big.mkdir()
+    for file in other_path.iterdir():
+        (big / file.name).write_bytes(file.read_bytes())
+    (big / "padding.bin").write_bytes(bytes(2_000_000))
+    async with watching(engine, store, small_disk / "cache") as watcher:
+        assert engine.version == 1
+        store.publish(2, "run", big)
+        watcher._wait_s = 0.3
+        with pytest.raises(TrackwayError, match="No space left on device") as raised:
+            await watcher.catch_up(2)
+        assert raised.value.code is ErrorCode.WEIGHTS_BEHIND
+        assert (engine.version, watcher.ready().ready) == (1, True)
+        assert [one.name for one in (small_disk / "cache").iterdir()] == ["1"]
+        store.publish(3, "run", other_path)
+        watcher._wait_s = 10.0
+        await watcher.catch_up(3)
+    fsspec.filesystem("memory").store.clear()
+
+
+async def test_of_copied_versions_only_the_last_two_stay(engine: TorchEngine, other_path: Path, tmp_path: Path) -> None:
+    store = WeightStore(f"memory://{tmp_path.name}")
+    async with watching(engine, store, tmp_path / "cache") as watcher:
+        for version in (1, 2, 3):
+            store.publish(version, "run", other_path)
+            await watcher.catch_up(version)
+    assert sorted(one.name for one in (tmp_path / "cache").iterdir()) == ["2", "3"]
+    fsspec.filesystem("memory").store.clear()
