@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 WEAVE := .venv-weave
 WEAVE_SERVER := 0.52.35
 WEAVE_MAPPING := 0.53.12
+# vLLM's CPU build in an environment of its own: its pins (torch, fastapi) conflict with ours.
+VLLM := .venv-vllm
 CODE := services clients deploy tests examples benchmarks docs
 # A machine that keeps wheels of its own (PIP_FIND_LINKS) has its CPU torch there; others take it from PyTorch's index.
 TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend $(TORCH_BACKEND))
@@ -21,7 +23,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast check format lock picture clean
+.PHONY: help demo ui bench test test-fast test-vllm check format lock picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -33,10 +35,13 @@ ui: $(VENV)/.cpu ## Look at the demo's traces in MLflow.
 	$(BIN)/trackway ui
 
 test: $(VENV)/.dev $(WEAVE)/.ready ## Run the whole test suite; ARGS='-k name' for a part.
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m 'not vllm' $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a training run.
 	$(BIN)/python -m pytest -m 'not slow and not e2e' $(ARGS)
+
+test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
+	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
 check: $(VENV)/.dev ## Check format, lint, types and the floors of the house.
 	$(BIN)/ruff format --check $(CODE)
@@ -51,6 +56,7 @@ format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
 lock: $(VENV)/.uv ## Resolve constraints.txt anew.
 	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
 	$(BIN)/uv pip compile tests/weave/requirements.in --python-version 3.11 --no-annotate --no-header --quiet --upgrade -o tests/weave/constraints.txt
+	$(BIN)/uv pip compile tests/vllm/requirements.in --override tests/vllm/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/vllm/constraints.txt
 	sed -i -E 's/^(torch==[0-9.]+)\+cpu$$/\1/' constraints.txt
 
 picture: $(VENV)/.cpu ## Make the README's pictures from the last demo (needs Chromium).
@@ -64,7 +70,7 @@ bench: $(VENV)/.dev $(WEAVE)/.ready ## Measure what tracing costs, beside its pe
 	$(BIN)/python benchmarks/tracing.py run
 
 clean: ## Remove the environments and every output.
-	rm -rf $(VENV) $(WEAVE) outputs
+	rm -rf $(VENV) $(WEAVE) $(VLLM) outputs
 
 $(VENV)/.uv:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "expected Python 3.11 to 3.13, got $$($(PYTHON) --version); set PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -91,4 +97,10 @@ $(WEAVE)/.ready: tests/weave/constraints.txt Makefile | $(VENV)/.uv
 	rm -r $(WEAVE)/lib/python3*/site-packages/weave/trace_server/opentelemetry
 	mv $(WEAVE)/newer/weave/trace_server/opentelemetry $(WEAVE)/lib/python3*/site-packages/weave/trace_server/
 	rm -r $(WEAVE)/newer
+	@touch $@
+
+$(VLLM)/.ready: tests/vllm/constraints.txt tests/vllm/overrides.txt | $(VENV)/.uv
+	@echo "installing vLLM's CPU build for its tests (3.4 GB; first time: a minute or two)"
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
+	$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --compile-bytecode $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --override tests/vllm/overrides.txt --requirement tests/vllm/constraints.txt
 	@touch $@

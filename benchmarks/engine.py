@@ -1,12 +1,13 @@
-"""The embedded engine against transformers' `generate`: sampled tokens per CPU second, in one run.
+"""The embedded engine against transformers: tokens per second, side by side with what the machine could do.
 
-    .venv/bin/python benchmarks/engine.py
+    .venv/bin/python benchmarks/engine.py [--quick]
 
-A step of the demo: 96 rollouts of about 41 prompt tokens and 8 to 12 new ones, a random Qwen3 of the demo's size, one
-thread, float32. transformers gets equal lengths and no logprobs of its own, which flatters it. Best of several rounds,
-since other work on the machine only ever makes a round slower.
+A random Qwen3 of 5.0 million parameters, float32, one thread, temperature 1, logprobs of the sampled tokens. The
+contenders take turns on the same prompts and lengths; each cell shows the best round of each, since other work on the
+machine only ever makes a round slower.
 """
 
+import argparse
 import asyncio
 import random
 import tempfile
@@ -15,98 +16,112 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from engine_contenders import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INTERMEDIATE,
+    KV_HEADS,
+    LAYERS,
+    VOCABULARY,
+    ContinuousBatching,
+    Cost,
+    Load,
+    Ours,
+    PaddedGenerate,
+    Run,
+    Sessions,
+    load_of,
+    random_model,
+)
 
-from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.torch_engine import TorchEngine
-from trackway.wire.rollout import SamplingParams
-
-VOCABULARY, ROLLOUTS, GROUPS, PROMPT = 480, 96, 12, 41
-ROUNDS = 8
-LENGTHS = [random.Random(0).randint(8, 12) for _ in range(ROLLOUTS)]
-
-Prompts = Callable[[random.Random], list[list[int]]]
-
-
-def distinct(rng: random.Random) -> list[list[int]]:
-    """96 different prompts."""
-    return [[rng.randrange(VOCABULARY) for _ in range(PROMPT)] for _ in range(ROLLOUTS)]
-
-
-def grouped(rng: random.Random) -> list[list[int]]:
-    """12 prompts, 8 rollouts each, as in GRPO."""
-    prompts = distinct(rng)[:GROUPS]
-    return [prompt for prompt in prompts for _ in range(ROLLOUTS // GROUPS)]
+_FLOAT = 4
 
 
-def random_model(folder: Path) -> PreTrainedModel:
-    """A model of the demo's shape, saved for the engine."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=3,
-        head_dim=32,
-        intermediate_size=192,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-    )
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(folder)
-    return model
+class Machine:
+    """What one thread of this machine reads and multiplies, measured."""
+
+    def __init__(self) -> None:
+        data, square = torch.ones(64 * 2**20), torch.ones(1024, 1024)
+        self.bytes_per_s = data.numel() * _FLOAT / best_of(5, lambda: data.sum())
+        self.flops_per_s = 2 * 1024**3 / best_of(20, lambda: square @ square)
+
+    def bound(self, load: Load, concurrency: int) -> float:
+        """Tokens per second if prefill were pure arithmetic and each decoding step its dearer part, all slots full."""
+        attention = (2 * HEADS + 2 * KV_HEADS) * HEAD_DIM * HIDDEN
+        layer, key_value = attention + 3 * HIDDEN * INTERMEDIATE, 2 * KV_HEADS * HEAD_DIM * HIDDEN
+        head = VOCABULARY * HIDDEN
+        prompt_tokens, made = sum(map(len, load.prompts)), sum(load.lengths)
+        prefill = 2 * prompt_tokens * ((LAYERS - 1) * layer + key_value) / self.flops_per_s
+        rows = min(concurrency, len(load.prompts))
+        context = sum(len(p) + n / 2 for p, n in zip(load.prompts, load.lengths, strict=True)) / len(load.prompts)
+        cache = rows * context * 2 * KV_HEADS * HEAD_DIM * LAYERS * _FLOAT
+        weights = LAYERS * layer + head
+        step = max(2 * rows * weights / self.flops_per_s, (weights * _FLOAT + cache) / self.bytes_per_s)
+        return made / (prefill + made / rows * step)
 
 
-async def engine_rate(folder: Path, make: Prompts) -> float:
-    """Sampled tokens per CPU second of the embedded engine."""
-    engine = TorchEngine(RolloutSettings(model_path=folder, max_num_seqs=128, device="cpu"))
-    await engine.start()
-    rng, best = random.Random(1), 0.0
-    for _ in range(ROUNDS):
-        prompts = make(rng)
-        params = [SamplingParams(max_tokens=length, ignore_eos=True, seed=n) for n, length in enumerate(LENGTHS)]
-        started = time.process_time()
-        made = await asyncio.gather(
-            *(engine.generate(*pair, str(n)) for n, pair in enumerate(zip(prompts, params, strict=True)))
-        )
-        best = max(best, sum(len(one.token_ids) for one in made) / (time.process_time() - started))
-    await engine.stop()
-    return best
+def best_of(times: int, work: Callable[[], object]) -> float:
+    """Seconds of the fastest of several calls."""
+    fastest = float("inf")
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        fastest = min(fastest, time.perf_counter() - began)
+    return fastest
 
 
-def transformers_rate(model: PreTrainedModel, make: Prompts) -> float:
-    """Sampled tokens per CPU second of `generate` on one static batch, logprobs included."""
-    rng, best = random.Random(1), 0.0
-    for _ in range(ROUNDS):
-        prompts = torch.tensor(make(rng))
-        length = max(LENGTHS)
-        started = time.process_time()
-        with torch.inference_mode():
-            out = model.generate(  # pyright: ignore[reportCallIssue]  a mixin's method
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                do_sample=True,
-                max_new_tokens=length,
-                min_new_tokens=length,
-                pad_token_id=0,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            torch.log_softmax(torch.stack(out.logits, 1), -1).gather(-1, out.sequences[:, PROMPT:, None])
-        best = max(best, sum(LENGTHS) / (time.process_time() - started))
-    return best
+def cell(contenders: dict[str, Run], loads: list[Load], bound: float) -> str:
+    """One row of the table: the best rate of each, ours over theirs, and the same for CPU seconds."""
+    costs: dict[str, list[Cost]] = {name: [] for name in contenders}
+    for load in loads:
+        for name, run in contenders.items():
+            cost = run(load)
+            if cost.tokens != sum(load.lengths):
+                raise RuntimeError(f"expected {sum(load.lengths)} tokens of {name}, got {cost.tokens}")
+            costs[name].append(cost)
+    rate = {name: max(cost.tokens / cost.wall_s for cost in each) for name, each in costs.items()}
+    per_cpu = {name: max(cost.tokens / cost.cpu_s for cost in each) for name, each in costs.items()}
+    others = [name for name in contenders if name != "ours"]
+    shown = [f"{rate['ours']:6.0f}", *(f"{rate[o]:6.0f} ({rate['ours'] / rate[o]:4.2f}x)" for o in others)]
+    cpu = " ".join(f"{per_cpu['ours'] / per_cpu[other]:4.2f}x" for other in others)
+    return f"{' | '.join(shown)} | {cpu:>11} | {bound:6.0f}"
 
 
 def main() -> None:
-    """Print both rates and their ratio, for distinct and for grouped prompts."""
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one round, concurrency 1 and 16 only")
+    quick = parser.parse_args().quick
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        model = random_model(Path(folder))
-        for make in (distinct, grouped):
-            ours, theirs = asyncio.run(engine_rate(Path(folder), make)), transformers_rate(model, make)
-            print(
-                f"{make.__name__:9} engine {ours:6.0f}  transformers {theirs:6.0f} tokens/CPU s  {ours / theirs:.2f}x"
-            )
+    machine, rng = Machine(), random.Random(1)
+    print(f"one thread: reads {machine.bytes_per_s / 1e9:.1f} GB/s, multiplies {machine.flops_per_s / 1e9:.0f} GFLOPS")
+    print("tokens/s of  | ours   | generate       | cont. batching | CPU: 1x each | bound")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = random_model(folder)
+        for lengths in ("equal", "ragged"):
+            for concurrency in (1, 16) if quick else (1, 16, 64):
+                contenders = {
+                    "ours": Ours(folder, concurrency),
+                    "generate": PaddedGenerate(model, concurrency),
+                    "continuous batching": ContinuousBatching(model, concurrency),
+                }
+                count = max(4, concurrency if lengths == "equal" else 2 * concurrency)
+                rounds = 1 if quick else {1: 4, 16: 2, 64: 1}[concurrency]
+                loads = [load_of(rng, count, lengths == "ragged") for _ in range(rounds)]
+                row = cell(contenders, loads, machine.bound(loads[0], concurrency))
+                print(f"{lengths:6} {concurrency:5} | {row}", flush=True)
+        shape = Sessions(groups=2 if quick else 8, samples=8)
+        ours, prefilled = asyncio.run(shape.ours(folder, random.Random(2)))
+        theirs, computed = shape.padded(model, random.Random(2))
+        faster, cheaper = ours.rate / theirs.rate, theirs.cpu_s / ours.cpu_s
+        print(
+            f"{shape.groups} groups of {shape.samples} over {shape.turns} turns: ours {ours.rate:.0f} tokens/s, ",
+            end="",
+        )
+        print(f"generate {theirs.rate:.0f} ({faster:.2f}x, CPU {cheaper:.2f}x); ", end="")
+        print(f"prompt tokens computed: {prefilled} against {computed}")
 
 
 if __name__ == "__main__":

@@ -200,6 +200,7 @@ def main() -> None:
     run = parts.add_parser("run")
     run.add_argument("--rounds", type=int, default=4)
     run.add_argument("--modes", default="off,sampled,all,away", help="the first is what the others are compared with")
+    run.add_argument("--engine", choices=["torch", "sim"], default="torch", help="where the tokens come from")
     hidden = parts.add_parser("_caller")
     hidden.add_argument("contender")
     hidden.add_argument("url")
@@ -207,7 +208,7 @@ def main() -> None:
     if given.part == "run":
         from tracing_run import measure
 
-        measure(given.rounds, given.modes.split(","))
+        measure(given.rounds, given.modes.split(","), given.engine)
         return
     chosen: dict[str, Callable[[], None]] = {
         "caller": caller,

@@ -1,4 +1,8 @@
-"""Training steps through the five real services on Ray: traced not at all, as the demo does, all."""
+"""Training steps through the five real services on Ray: traced not at all, as the demo does, all.
+
+The tokens come from the embedded engine, which shares the cores with everything else, or from the simulated one, which
+takes its time but none of theirs, as an engine on a GPU does.
+"""
 
 import contextlib
 import json
@@ -7,9 +11,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+import yaml
 from rich.progress import track
+from transformers import AutoTokenizer
 
 from trackway.deploy import train
 from trackway.deploy.settings import Deployment, UpSettings, bundled
@@ -18,18 +25,27 @@ from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
 from trackway.wire.trainer import RunInfo
 
+SAID = (
+    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12-5"}}\n</tool_call><|im_end|>',
+    "#### 7<|im_end|>",
+)
+"""The two turns of every simulated trajectory: 12 tokens."""
+TOKEN_S = 0.4
+"""So that these 12 take as long as 240 at 20 ms."""
 STEPS = 8
 """Of each run; the first one warms the services up and is not counted."""
 TRACED = {"off": 0, "sampled": 2, "all": 12, "away": 12}
 """Of a step's 12 prompts, each with 8 rollouts; the demo traces 2. `away`: all, and MLflow stands still."""
 
 
-def measure(rounds: int, chosen: Sequence[str]) -> None:
+def measure(rounds: int, chosen: Sequence[str], engine: str) -> None:
     """Start the services, let the modes take turns, print the medians of their steps and the ratios within a round."""
     steps: dict[str, list[list[float]]] = {mode: [] for mode in chosen}
     cpu: dict[str, list[Cpu]] = {mode: [] for mode in chosen}
     with tempfile.TemporaryDirectory() as folder:
-        settings = UpSettings(outputs=Path(folder), port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
+        config = Path(folder, "serve.yaml")
+        config.write_text(yaml.safe_dump(_serve_config(engine)))
+        settings = UpSettings(outputs=Path(folder), config=config, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
         deployment = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True))
         try:
             make_tiny(settings.outputs / "data", 2000, 16, seed=0)
@@ -55,6 +71,17 @@ def measure(rounds: int, chosen: Sequence[str]) -> None:
             f"CPU without MLflow's {others:.3f}x, "
             f"MLflow's {statistics.median(one.mlflow for one in cpu[mode]):4.2f} s a step"
         )
+
+
+def _serve_config(engine: str) -> dict[str, Any]:
+    config = yaml.safe_load(bundled("deploy/cpu.yaml").read_text())
+    if engine == "sim":
+        tokenizer = AutoTokenizer.from_pretrained(bundled("examples/tiny/checkpoint"))
+        script = [tokenizer.encode(turn, add_special_tokens=False) for turn in SAID]
+        simulated = {"script": script, "step_s": TOKEN_S, "step_slope_s": 0.0}
+        [rollout] = [one for one in config["applications"] if one["name"] == "rollout"]
+        rollout["args"] |= {"engine": "sim", "sim": simulated}
+    return config
 
 
 def _total(runs: list[list[float]]) -> float:

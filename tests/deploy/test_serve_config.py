@@ -1,11 +1,13 @@
 """The Serve config: read strictly, completed, scaled."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from trackway.deploy import serve_config
 from trackway.deploy.errors import UserError
+from trackway.deploy.serve_config import Replicas
 from trackway.deploy.settings import UpSettings
 
 
@@ -56,12 +58,33 @@ def test_completing_fills_args_and_the_files_own_words_win(shipped: dict) -> Non
 
 
 def test_scaling_changes_one_number_and_nothing_else(shipped: dict) -> None:
-    changed = serve_config.with_replicas(shipped, "rollout", 3)
+    changed = serve_config.with_replicas(shipped, "rollout", Replicas(3, 3))
     assert application(changed, "rollout")["deployments"][0].pop("num_replicas") == 3
     application(shipped, "rollout")["deployments"][0].pop("num_replicas")
     assert changed == shipped
 
 
+def test_bounds_begin_autoscaling_and_a_number_ends_it(shipped: dict) -> None:
+    application(shipped, "rollout")["deployments"][0]["autoscaling_config"] = {"target_ongoing_requests": 64}
+    bounded = serve_config.with_replicas(shipped, "rollout", Replicas(1, 4))
+    fixed = serve_config.with_replicas(bounded, "rollout", Replicas(2, 2))
+    [with_bounds], [without] = (application(one, "rollout")["deployments"] for one in (bounded, fixed))
+    assert with_bounds["autoscaling_config"] == {"target_ongoing_requests": 64, "min_replicas": 1, "max_replicas": 4}
+    assert "num_replicas" not in with_bounds
+    assert (without["num_replicas"], "autoscaling_config" in without) == (2, False)
+
+
+@pytest.mark.parametrize(("text", "replicas"), [("2", Replicas(2, 2)), ("1-4", Replicas(1, 4))])
+def test_replicas_are_read_as_a_number_or_bounds(text: str, replicas: Replicas) -> None:
+    assert (Replicas.parse(text), str(replicas)) == (replicas, text)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "4-1", "0-2", "two", "1-", "1..4", ""])
+def test_other_words_for_replicas_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=f"at least 1, or bounds like 1-4, got '{re.escape(text)}'"):
+        Replicas.parse(text)
+
+
 def test_scaling_an_unknown_service_names_the_known_ones(shipped: dict) -> None:
     with pytest.raises(UserError, match="no service 'rolout' in the deployment; it has rollout, tools"):
-        serve_config.with_replicas(shipped, "rolout", 2)
+        serve_config.with_replicas(shipped, "rolout", Replicas(2, 2))

@@ -2,7 +2,8 @@
 
 Every call has a deadline, which is passed on as `x-request-deadline`; every POST has an `Idempotency-Key`, so that
 asking again is safe. Retried are failures of the transport, errors whose code says retryable, and 5xx without our error
-body (Ray Serve's own, when a replica dies). A retry is an incident: an event on the current span, and in the ledger.
+body (Ray Serve's own, when a replica dies); how often and how soon is in patience.py. A retry is an incident: an event
+on the current span, and in the ledger.
 """
 
 import asyncio
@@ -18,15 +19,10 @@ from typing import Self, TypeVar
 import httpx
 from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, ValidationError
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception,
-    stop_after_attempt,
-    wait_random_exponential,
-)
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from trackway.clients.failures import NotOurs, error_of, incident_of, reason_of, worth_retrying
+from trackway.clients.patience import Patience
 from trackway.tracing import add_incident, current_ledger, inject
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT
@@ -72,7 +68,7 @@ class CallPolicy:
     total_s: float = 300.0
     """Longest the whole call may take when the caller gives no deadline."""
     attempts: int = 5
-    """Tries of one call, the first included."""
+    """Tries of one call, the first included; answers of a service that is full (429) do not count."""
     backoff_s: float = 0.2
     """First pause before a retry; doubled each time, with full jitter."""
     max_backoff_s: float = 5.0
@@ -172,7 +168,7 @@ class ServiceClient:
         content = None if body is None else body.model_dump_json().encode()
         try:
             async with asyncio.timeout(deadline.remaining):
-                async for attempt in self._retrying(path):
+                async for attempt in self._retrying(path, deadline):
                     with attempt:
                         headers = _headers(session_id, key, deadline)
                         return await self._once(method, path, content, headers, deadline)
@@ -231,20 +227,27 @@ class ServiceClient:
         read = max(0.001, min(self.policy.read_s, deadline.remaining))
         return httpx.Timeout(read, connect=min(self.policy.connect_s, read), pool=read)
 
-    def _retrying(self, path: str) -> AsyncRetrying:
+    def _retrying(self, path: str, deadline: Deadline) -> AsyncRetrying:
+        policy = self.policy
+        patience = Patience(policy.attempts, policy.backoff_s, policy.max_backoff_s, deadline.remaining)
         return AsyncRetrying(
-            stop=stop_after_attempt(self.policy.attempts),
-            wait=wait_random_exponential(self.policy.backoff_s, self.policy.max_backoff_s),
+            stop=patience.stop,
+            wait=patience.wait,
             retry=retry_if_exception(worth_retrying),
             before_sleep=partial(self._tell, self.base_url + path),
             reraise=True,
         )
 
     def _tell(self, url: str, state: RetryCallState) -> None:
+        """Say it after the tries 1, 2, 4, 8, ...: a call that is put off for long must not fill its span."""
         error = state.outcome.exception() if state.outcome else None
-        add_incident(incident_of(error), url=url, attempt=state.attempt_number, reason=reason_of(error))
+        if state.attempt_number.bit_count() == 1:
+            add_incident(incident_of(error), url=url, attempt=state.attempt_number, reason=reason_of(error))
 
     def _unavailable(self, method: str, path: str, error: Exception) -> TrackwayError:
+        if isinstance(error, NotOurs) and error.status == 429:
+            message = f"{method} {self.base_url}{path}: refused until the deadline for lack of room ({error})"
+            return TrackwayError(ErrorCode.OVERLOADED, f"{message}; allow more time or add replicas")
         message = (
             f"{method} {self.base_url}{path}: no answer after {self.policy.attempts} tries "
             f"({type(error).__name__}: {error}); is the service up? `trackway status` says"

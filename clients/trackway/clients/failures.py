@@ -1,5 +1,7 @@
 """What a failed try means: an error of ours or somebody else's, worth another try or not, and which incident it is."""
 
+import math
+
 import httpx
 from pydantic import ValidationError
 
@@ -8,11 +10,12 @@ from trackway.wire.tracing import Incident
 
 
 class NotOurs(Exception):
-    """A 5xx, or a 408, that no service of ours made."""
+    """A 5xx, a 408 or a 429 that no service of ours made."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status: int, text: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {text}")
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 def worth_retrying(error: BaseException) -> bool:
@@ -20,6 +23,21 @@ def worth_retrying(error: BaseException) -> bool:
     if isinstance(error, TrackwayError):
         return error.retryable
     return isinstance(error, httpx.TransportError | NotOurs)
+
+
+def retry_after_of(error: BaseException | None) -> float | None:
+    """Seconds after which the service wants to be asked again; None when it did not say."""
+    if isinstance(error, NotOurs):
+        return error.retry_after_s
+    asked = error.detail.get("retry_after_s") if isinstance(error, TrackwayError) else None
+    return float(asked) if isinstance(asked, int | float) and 0 <= asked < math.inf else None  # False for NaN
+
+
+def told_to_wait(error: BaseException | None) -> bool:
+    """Whether the service lives and put the call off, for it is full or says when it can."""
+    full = isinstance(error, NotOurs) and error.status == 429
+    full = full or (isinstance(error, TrackwayError) and error.code is ErrorCode.OVERLOADED)
+    return full or retry_after_of(error) is not None
 
 
 def incident_of(error: BaseException | None) -> Incident:
@@ -30,7 +48,7 @@ def incident_of(error: BaseException | None) -> Incident:
     if isinstance(error, TrackwayError):
         return Incident.WEIGHTS_BEHIND if error.code is ErrorCode.WEIGHTS_BEHIND else Incident.RETRIED
     broken = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.TimeoutException)
-    died = isinstance(error, NotOurs) and error.status >= 500
+    died = isinstance(error, NotOurs) and error.status >= 500 and not told_to_wait(error)
     return Incident.REPLICA_LOST if broken or died else Incident.RETRIED
 
 
@@ -48,8 +66,14 @@ def error_of(response: httpx.Response) -> Exception:
         return TrackwayError.from_reply(ErrorReply.model_validate_json(response.content))
     except ValidationError:
         text = response.text[:200]
-    if response.status_code >= 500 or response.status_code == 408:
-        return NotOurs(response.status_code, text)
+    if response.status_code >= 500 or response.status_code in (408, 429):
+        return NotOurs(response.status_code, text, _retry_after(response))
     request = response.request
     message = f"{request.method} {request.url}: HTTP {response.status_code}: {text}; is this a Trackway service?"
     return TrackwayError(ErrorCode.INVALID_REQUEST, message)
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """The header in seconds; its other form, a date, is left to the usual pause."""
+    value = response.headers.get("retry-after", "")
+    return float(value) if value.isdecimal() and len(value) < 8 else None

@@ -1,5 +1,7 @@
 """Client of the rollout service; generation asks by vLLM's route, so a plain vLLM server can stand in for it."""
 
+import uuid
+
 from trackway.clients.base import Deadline, ServiceClient
 from trackway.wire.rollout import GenerateReply, GenerateRequest, WeightsReply
 
@@ -11,11 +13,12 @@ class RolloutClient(ServiceClient):
         self, request: GenerateRequest, session_id: str | None = None, deadline: Deadline | None = None
     ) -> GenerateReply:
         """Continue one prompt."""
+        request_id = request.request_id or uuid.uuid4().hex  # vLLM takes no null here
         return await self.call(
             "POST",
             "/inference/v1/generate",
             reply=GenerateReply,
-            body=request,
+            body=request.model_copy(update={"request_id": request_id}),
             session_id=session_id,
             deadline=deadline,
         )

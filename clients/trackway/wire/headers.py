@@ -11,3 +11,6 @@ REQUEST_DEADLINE = "x-request-deadline"
 
 TRACE_RECEIPT = "x-trackway-trace"
 """On an answer: what the request added to its trace, `bytes=1234,incidents=weights_behind+tool_timeout`."""
+
+REPLICA = "x-trackway-replica"
+"""On an answer: the name of the replica that gave it, as in `/health`."""

@@ -11,9 +11,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it only from num_cpus;
 import importlib
 import uuid
 from collections.abc import Callable
+from typing import TypeVar
 
 import httpx
 from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel
 from ray import serve
 from ray.serve import Application
 
@@ -27,6 +29,8 @@ from trackway.trainer.settings import TrainerSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
 from trackway.wire.rollout import WeightsReply
+
+M = TypeVar("M", bound=BaseModel)
 
 ASK_REPLICAS_S = 10.0
 """Longest wait for every replica's answer."""
@@ -72,17 +76,23 @@ class Replica:
 
     async def describe(self) -> ReplicaInfo:
         """What this replica is, asked through its own routes."""
-        transport = httpx.ASGITransport(app=self._app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=ASK_REPLICAS_S) as client:
-            health = Health.model_validate_json((await client.get("/health")).content)
-            ready = Ready.model_validate_json((await client.get("/ready")).content)
-            weights = None
-            if self._service == "rollout" and ready.ready:
-                weights = WeightsReply.model_validate_json((await client.get("/weights")).content)
-        return ReplicaInfo(health=health, ready=ready, weights=weights)
+        ready = await self._ask("/ready", Ready)
+        weights = await self._ask("/weights", WeightsReply) if self._service == "rollout" and ready.ready else None
+        return ReplicaInfo(health=await self._ask("/health", Health), ready=ready, weights=weights)
 
     async def check_health(self) -> None:
-        """Runs on the loop that answers requests: a blocked loop fails the check, the default one would pass."""
+        """Raises when only a new replica helps, as when the engine is stuck; a replica that loads or pauses is healthy.
+
+        Runs on the loop that answers requests: a blocked loop fails the check, Serve's default one would pass.
+        """
+        ready = await self._ask("/ready", Ready)
+        if ready.broken:
+            raise RuntimeError(ready.reason)
+
+    async def _ask(self, path: str, reply: type[M]) -> M:
+        transport = httpx.ASGITransport(app=self._app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=ASK_REPLICAS_S) as client:
+            return reply.model_validate_json((await client.get(path)).content)
 
 
 def _application(service: ServiceName, settings: ServiceSettings) -> Application:
@@ -95,7 +105,7 @@ def _replicas_route(service: ServiceName) -> APIRouter:
     @router.get("/replicas", response_model=ReplicaList)
     async def replicas() -> ReplicaList:
         """Every running replica of this service."""
-        handle = serve.get_deployment_handle(service, app_name=service)
+        handle = serve.get_deployment_handle(service, app_name=serve.get_replica_context().app_name)
         try:
             found = await handle.broadcast("describe").results_async(timeout_s=ASK_REPLICAS_S)
         except TimeoutError as error:

@@ -1,8 +1,9 @@
 """The Serve config file: read strictly, completed with what this start decides, changed by `scale`."""
 
 import copy
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import yaml
 from pydantic import ValidationError
@@ -41,14 +42,46 @@ def complete(
     return completed
 
 
-def with_replicas(config: dict[str, Any], service: str, replicas: int) -> dict[str, Any]:
-    """The config with another number of replicas for one service; nothing else restarts."""
+class Replicas(NamedTuple):
+    """How many replicas a service has: a fixed number, or as many as its load asks for between two bounds."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`2`, or `1-4`."""
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= least <= most:
+            raise UserError(f"replicas: expected a number of at least 1, or bounds like 1-4, got {text!r}")
+        return cls(least, most)
+
+    @property
+    def fixed(self) -> bool:
+        """Whether load does not change it."""
+        return self.least == self.most
+
+    def __str__(self) -> str:
+        return f"{self.least}" if self.fixed else f"{self.least}-{self.most}"
+
+
+def with_replicas(config: dict[str, Any], service: str, replicas: Replicas) -> dict[str, Any]:
+    """The config with another number of replicas for one service; nothing else restarts.
+
+    A fixed number ends autoscaling. Bounds begin it, or change those it has, and leave its other settings as they are.
+    """
     changed = copy.deepcopy(config)
     for application in changed["applications"]:
         if application["name"] == service:
             [deployment] = application["deployments"]
-            deployment.pop("autoscaling_config", None)
-            deployment["num_replicas"] = replicas
+            autoscaling = deployment.pop("autoscaling_config", {})
+            deployment.pop("num_replicas", None)
+            if replicas.fixed:
+                deployment["num_replicas"] = replicas.least
+            else:
+                bounds = {"min_replicas": replicas.least, "max_replicas": replicas.most}
+                deployment["autoscaling_config"] = {**autoscaling, **bounds}
             return changed
     names = ", ".join(application["name"] for application in changed["applications"])
     raise UserError(f"no service {service!r} in the deployment; it has {names}")

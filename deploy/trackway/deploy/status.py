@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from trackway.deploy import serve_config
 from trackway.deploy.errors import UserError
 from trackway.deploy.ray_cluster import ServeApi
+from trackway.deploy.serve_config import Replicas
 from trackway.deploy.settings import Deployment
 from trackway.wire.health import ReplicaInfo, ReplicaList
 
@@ -35,12 +36,16 @@ def service_statuses(deployment: Deployment) -> list[ServiceStatus]:
     return found
 
 
-def scale(deployment: Deployment, service: str, replicas: int, timeout_s: float = 180.0) -> list[ReplicaInfo]:
-    """Change one service's number of replicas on the running system and wait until exactly so many are ready.
+def scale(
+    deployment: Deployment, service: str, replicas: int | Replicas, timeout_s: float = 180.0
+) -> list[ReplicaInfo]:
+    """Change one service's number of replicas on the running system and wait until they are ready.
 
-    Rollout replicas are ready when they hold the newest weights. Nothing else restarts, and no request is cut.
+    Rollout replicas are ready when they hold the newest weights. Nothing else restarts, and no request is cut. With
+    bounds, Ray Serve goes on choosing a number between them.
     """
-    config = serve_config.with_replicas(deployment.serve_config, service, replicas)
+    wanted = Replicas(replicas, replicas) if isinstance(replicas, int) else replicas
+    config = serve_config.with_replicas(deployment.serve_config, service, wanted)
     api = ServeApi(deployment.dashboard_url, deployment.token)
     api.deploy(config)
     deployment.serve_config = config
@@ -48,14 +53,14 @@ def scale(deployment: Deployment, service: str, replicas: int, timeout_s: float 
     deadline = time.monotonic() + timeout_s
     while True:
         state = api.applications().get(service)
-        if state and state.replicas == {"RUNNING": replicas}:
+        if state and state.replicas.keys() == {"RUNNING"} and wanted.least <= state.replicas["RUNNING"] <= wanted.most:
             described = _replicas(f"{deployment.base_url}/{service}")
-            if len(described) == replicas and all(_up_to_date(replica) for replica in described):
+            if len(described) == state.replicas["RUNNING"] and all(_up_to_date(replica) for replica in described):
                 return described
         if time.monotonic() > deadline:
             now = state.replicas if state else {}
             raise UserError(
-                f"{service} has {now} instead of {replicas} replicas after {timeout_s:.0f} s; `trackway status`"
+                f"{service} has {now} instead of {wanted} replicas after {timeout_s:.0f} s; `trackway status`"
             )
         time.sleep(0.3)
 

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from trackway.rollout.engines.engine import Capability, Engine, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.settings import RolloutSettings
@@ -88,10 +89,15 @@ class RolloutService:
         with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             pieces = self._survivor.stream(request, request.request_id or uuid.uuid4().hex)
-            async with aclosing(pieces):
-                async for piece in pieces:
-                    made.add(piece)
-                    yield piece
+            try:
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        made.add(piece)
+                        yield piece
+            except GeneratorExit:
+                # The listener has enough (a stop string), which is no failure; one who left cancels instead.
+                await self._describe(span, request, replace(made.generation(), finish_reason="stop"))
+                return
             await self._describe(span, request, made.generation())
 
     async def _catch_up(self, version: int) -> None:

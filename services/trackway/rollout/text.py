@@ -1,37 +1,70 @@
-"""Token ids as text, for traces only: the tokenizer is loaded when the first span wants text."""
+"""Token ids and text. The tokenizer is loaded when the first request or span wants text."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
+
+from pydantic import JsonValue
+
+T = TypeVar("T")
+
+_INLINE_SIZE = 16384
+"""Characters or ids up to which the work (about a millisecond) is not worth a thread."""
 
 
-class _Decodes(Protocol):
+class Tokenizer(Protocol):
+    """What we use of a Hugging Face tokenizer."""
+
+    chat_template: object
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, JsonValue]],
+        tools: list[dict[str, JsonValue]] | None,
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        **kwargs: JsonValue,
+    ) -> str: ...
 
 
 class TokenText:
-    """Decodes with special tokens kept, so that a trace shows what the model really saw and wrote."""
+    """The tokenizer of a model folder."""
 
     def __init__(self, model_path: Path) -> None:
-        self._model_path = model_path
-        self._tokenizer: _Decodes | None = None
+        self.model_path = model_path
+        self._tokenizer: Tokenizer | None = None
         self._loading = asyncio.Lock()
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids."""
-        tokenizer = self._tokenizer or await self._load()
+        """The text of the ids with special tokens kept, so that a trace shows what the model really saw and wrote."""
+        tokenizer = await self.tokenizer()
         return tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    async def _load(self) -> _Decodes:
-        async with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._model_path)
-            return self._tokenizer
+    async def tokenizer(self) -> Tokenizer:
+        """The tokenizer itself, loaded once; raises what transformers raises when the folder has none."""
+        if self._tokenizer is None:
+            async with self._loading:
+                if self._tokenizer is None:
+                    self._tokenizer = await asyncio.to_thread(_load_tokenizer, self.model_path)
+        return self._tokenizer
 
 
-def _load_tokenizer(model_path: Path) -> _Decodes:
-    # Seconds to import, and only a traced request needs it.
+async def offload(size: int, function: Callable[..., T], *args: object) -> T:
+    """Run `function` here when its input is small, else in a thread, so that the event loop goes on."""
+    if size <= _INLINE_SIZE:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)
+
+
+def _load_tokenizer(model_path: Path) -> Tokenizer:
+    # Seconds to import, and not every replica ever needs it.
     from transformers import AutoTokenizer
 
-    return cast(_Decodes, AutoTokenizer.from_pretrained(model_path, local_files_only=True))
+    return cast(Tokenizer, AutoTokenizer.from_pretrained(model_path, local_files_only=True))

@@ -1,6 +1,7 @@
 """Every error answer of a service is made here, in the one shape of wire/errors.py."""
 
 import logging
+import math
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,7 +17,18 @@ _CODE_OF_STATUS = {401: ErrorCode.UNAUTHORIZED, 404: ErrorCode.NOT_FOUND, 413: E
 
 def error_response(error: TrackwayError) -> JSONResponse:
     """The HTTP answer of an error."""
-    return JSONResponse(error.to_reply().model_dump(mode="json"), status_code=error.status)
+    return JSONResponse(error.to_reply().model_dump(mode="json"), status_code=error.status, headers=retry_after(error))
+
+
+def retry_after(error: TrackwayError) -> dict[str, str]:
+    """`Retry-After` in whole seconds, as HTTP wants it; the body's detail has the fraction.
+
+    For an error that says when it passes, and for each refusal because of load: 1 second when there is no estimate.
+    """
+    asked = error.detail.get("retry_after_s")
+    if isinstance(asked, int | float):
+        return {"retry-after": str(max(0, math.ceil(asked)))}
+    return {"retry-after": "1"} if error.code is ErrorCode.OVERLOADED else {}
 
 
 def install_error_answers(app: FastAPI) -> None:

@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse
 from trackway.clients import close_shared_http
 from trackway.serving.answers import install_error_answers
 from trackway.serving.idempotency import Idempotency
-from trackway.serving.metrics import RequestMetrics, ServiceMetrics
-from trackway.serving.middleware import BodyLimit, DeadlineLimit, LastResort, TraceContext
+from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
+from trackway.serving.middleware import BodyLimit, DeadlineLimit, LastResort, ReplicaName, TraceContext
 from trackway.serving.settings import ServiceSettings
 from trackway.tracing import SpanStats, Tracing
 from trackway.wire.errors import ErrorReply
@@ -34,6 +34,7 @@ def service_app(
     lifespan: Lifespan | None = None,
     ready: ReadyCheck | None = None,
     tracing: Tracing | None = None,
+    gauges: Sequence[Gauge] = (),
 ) -> FastAPI:
     """The app of a service: its routers, `/health`, `/ready`, `/metrics`, `/docs`, and the shared middleware."""
     tracing = tracing or Tracing(service, settings.tracing)
@@ -45,7 +46,7 @@ def service_app(
     )
     app.state.settings = settings
     app.state.tracing = tracing
-    metrics = ServiceMetrics(service, tracing)
+    metrics = ServiceMetrics(service, tracing, gauges)
     for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)
     install_error_answers(app)
@@ -56,6 +57,7 @@ def service_app(
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TraceContext, tracing=tracing)
     app.add_middleware(LastResort)
+    app.add_middleware(ReplicaName, replica=settings.replica)
     app.add_middleware(RequestMetrics, metrics=metrics)
     return app
 

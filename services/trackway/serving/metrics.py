@@ -1,7 +1,8 @@
 """Metrics of one service by OpenTelemetry; `/metrics` shows them in Prometheus' text for a local look."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -11,12 +12,23 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.tracing import Tracing
+from trackway.wire.errors import TrackwayError
+
+
+class Gauge(NamedTuple):
+    """A number of a service's own that `/metrics` shows; `read` may raise TrackwayError while there is none yet."""
+
+    name: str
+    description: str
+    read: Callable[[], float]
+    total: bool = False
+    """It only grows while the process lives."""
 
 
 class ServiceMetrics:
-    """Requests by route and status, requests in flight, seconds; spans by their fate."""
+    """Requests by route and status, requests in flight, seconds; spans by their fate; what the service adds."""
 
-    def __init__(self, service: str, tracing: Tracing) -> None:
+    def __init__(self, service: str, tracing: Tracing, gauges: Sequence[Gauge] = ()) -> None:
         self._registry = CollectorRegistry()
         reader = PrometheusMetricReader(registry=self._registry)
         self._provider = MeterProvider([reader], resource=Resource({"service.name": service}), shutdown_on_exit=False)
@@ -30,10 +42,23 @@ class ServiceMetrics:
         self.meter.create_observable_gauge("trackway_spans_waiting", callbacks=[waiting], description="Spans to send")
         on_disk = _spool_bytes(tracing)
         self.meter.create_observable_gauge("trackway_spool_bytes", callbacks=[on_disk], description="Traces on disk")
+        for gauge in gauges:
+            create = self.meter.create_observable_counter if gauge.total else self.meter.create_observable_gauge
+            create(gauge.name, callbacks=[_observing(gauge)], description=gauge.description)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _observing(gauge: Gauge) -> Callable[[CallbackOptions], list[Observation]]:
+    def observe(options: CallbackOptions) -> list[Observation]:
+        try:
+            return [Observation(gauge.read())]
+        except TrackwayError:
+            return []
+
+    return observe
 
 
 def _span_counts(tracing: Tracing) -> Callable[[CallbackOptions], list[Observation]]:

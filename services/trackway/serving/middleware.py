@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trackway.serving.answers import error_response
 from trackway.tracing import Ledger, Tracing, extracted, ledger
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import REQUEST_DEADLINE, TRACE_RECEIPT
+from trackway.wire.headers import REPLICA, REQUEST_DEADLINE, TRACE_RECEIPT
 
 logger = logging.getLogger("trackway.serving")
 
@@ -79,6 +79,22 @@ def _add_receipt(scope: Scope, start: Message) -> None:
     sums: Ledger | None = scope.get("ledger")
     if sums is not None and (receipt := sums.receipt()):
         MutableHeaders(scope=start)[TRACE_RECEIPT] = receipt
+
+
+class ReplicaName:
+    """Says on each answer which replica gave it."""
+
+    def __init__(self, app: ASGIApp, replica: str) -> None:
+        self.app = app
+        self.replica = replica
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def signed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REPLICA] = self.replica
+            await send(message)
+
+        await self.app(scope, receive, signed if scope["type"] == "http" else send)
 
 
 class BodyLimit:

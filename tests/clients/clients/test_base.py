@@ -5,7 +5,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from trackway.clients import CallPolicy, Deadline, ServiceClient
 from trackway.tracing import Tracing, TracingSettings, ledger, trajectory_span
@@ -27,8 +27,8 @@ def client_of(handler: Callable[[httpx.Request], httpx.Response], policy: CallPo
     return ServiceClient("http://s/x", httpx.AsyncClient(transport=httpx.MockTransport(handler)), policy)
 
 
-def error_answer(code: ErrorCode) -> httpx.Response:
-    error = TrackwayError(code, "why", have=1)
+def error_answer(code: ErrorCode, **detail: JsonValue) -> httpx.Response:
+    error = TrackwayError(code, "why", **(detail or {"have": 1}))
     return httpx.Response(error.status, json=error.to_reply().model_dump(mode="json"))
 
 
@@ -103,6 +103,52 @@ async def test_retries_end_at_the_deadline() -> None:
     with pytest.raises(TrackwayError) as caught:
         await client.call("POST", "/y", reply=Answer, deadline=Deadline.after(0.05))
     assert caught.value.code is ErrorCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        error_answer(ErrorCode.OVERLOADED),
+        error_answer(ErrorCode.PAUSED, retry_after_s=0.001),
+        httpx.Response(429, text="too many requests", headers={"retry-after": "0"}),
+        httpx.Response(503, text="no replica free", headers={"retry-after": "0"}),
+    ],
+    ids=["full", "paused for a known time", "somebody else's 429", "somebody else's 503 with Retry-After"],
+)
+async def test_a_service_that_puts_a_call_off_is_asked_again_beyond_the_tries_for_failures(refusal) -> None:
+    script = Script(*[refusal] * 20, OK)
+    answer = await client_of(script).call("POST", "/y", reply=Answer)
+    assert (answer.value, len(script.requests)) == (7, 21)
+
+
+async def test_refusals_leave_the_tries_for_failures_as_they_were() -> None:
+    full, broken = error_answer(ErrorCode.OVERLOADED), httpx.ConnectError("refused")
+    script = Script(broken, full, full, broken, full, full, broken, OK)
+    with pytest.raises(TrackwayError) as caught:
+        await client_of(script).call("POST", "/y", reply=Answer)
+    assert (caught.value.code, len(script.requests)) == (ErrorCode.UNAVAILABLE, 7)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [error_answer(ErrorCode.OVERLOADED, retry_after_s=60), httpx.Response(429, headers={"retry-after": "60"})],
+)
+async def test_a_refusal_for_longer_than_the_deadline_is_the_answer_at_once(refusal: httpx.Response) -> None:
+    script = Script(refusal)
+    with pytest.raises(TrackwayError) as caught:
+        await client_of(script).call("POST", "/y", reply=Answer, deadline=Deadline.after(50))
+    assert caught.value.code is ErrorCode.OVERLOADED
+
+
+async def test_a_call_that_is_put_off_for_long_tells_ever_less_often() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("agent", TracingSettings(), exporter)
+    script = Script(*[error_answer(ErrorCode.OVERLOADED)] * 20, OK)
+    with tracing.activate(), trajectory_span(TAGS, "t", "a", [], record=True):
+        await client_of(script).call("POST", "/y", reply=Answer)
+    tracing.flush(5)
+    events = exporter.get_finished_spans()[0].events
+    assert [(event.attributes or {})["attempt"] for event in events] == [1, 2, 4, 8, 16]
 
 
 async def test_deadline_session_and_trace_travel_as_headers() -> None:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, FastAPI
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
 
-from trackway.serving import ServiceSettings, service_app
+from trackway.serving import Gauge, ServiceSettings, service_app
 from trackway.serving.idempotency import Idempotency
 from trackway.tracing import Tracing, TracingSettings, tool_span
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
@@ -65,6 +65,33 @@ async def test_an_error_of_ours_is_answered_with_its_status_and_detail(running) 
         "retryable": True,
         "detail": {"have": 2, "want": 3},
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "header"),
+    [
+        (TrackwayError(ErrorCode.OVERLOADED, "full", retry_after_s=0.3), "1"),
+        (TrackwayError(ErrorCode.OVERLOADED, "full", retry_after_s=2.0), "2"),
+        (TrackwayError(ErrorCode.OVERLOADED, "full"), "1"),
+        (TrackwayError(ErrorCode.PAUSED, "paused", retry_after_s=7.2), "8"),
+        (TrackwayError(ErrorCode.WEIGHTS_BEHIND, "behind", retry_after_s=0), "0"),
+        (TrackwayError(ErrorCode.PAUSED, "paused"), None),
+        (TrackwayError(ErrorCode.INTERNAL, "broken"), None),
+    ],
+)
+async def test_a_refusal_says_in_whole_seconds_when_to_come_again(
+    running, error: TrackwayError, header: str | None
+) -> None:
+    router = APIRouter()
+
+    @router.post("/refuse")
+    async def refuse() -> None:
+        raise error
+
+    async with running(service_app("counter", ServiceSettings(), routers=[router])) as client:
+        response = await client.post("/refuse")
+    assert (response.status_code, response.headers.get("retry-after")) == (error.status, header)
+    assert response.json()["error"]["detail"] == error.detail
 
 
 async def test_an_unexpected_exception_is_a_500_with_our_body(running) -> None:
@@ -197,6 +224,30 @@ async def test_metrics_count_requests_by_route_and_status(running) -> None:
         text = (await client.get("/metrics")).text
     [line] = [line for line in text.splitlines() if line.startswith("trackway_requests_total{")]
     assert 'route="/add"' in line and 'status="200"' in line and line.endswith(" 1.0")
+
+
+@pytest.mark.parametrize("path", ["/health", "/nowhere"])
+async def test_each_answer_names_its_replica(running, path: str) -> None:
+    async with running(app_of(Counter(), replica="abcd")) as client:
+        assert (await client.get(path)).headers["x-trackway-replica"] == "abcd"
+
+
+async def test_a_services_own_numbers_are_shown_once_there_are_any(running) -> None:
+    def not_yet() -> float:
+        raise TrackwayError(ErrorCode.UNAVAILABLE, "starting")
+
+    gauges = [
+        Gauge("own_now", "Now", lambda: 3),
+        Gauge("own_ever", "Ever", lambda: 12, total=True),
+        Gauge("own_later", "Later", not_yet),
+    ]
+    async with running(service_app("counter", ServiceSettings(), routers=[], gauges=gauges)) as client:
+        lines = (await client.get("/metrics")).text.splitlines()
+    shown = [line for line in lines if line.startswith("own_")]
+    assert [(line.split("{")[0], line.split()[-1]) for line in shown] == [
+        ("own_now", "3.0"),
+        ("own_ever_total", "12.0"),
+    ]
 
 
 async def test_a_request_continues_the_callers_trace_and_a_direct_one_leaves_none(running) -> None:

@@ -92,20 +92,22 @@ def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
 @app.command()
 def scale(
     service: Annotated[str, typer.Argument(help="rollout, tools, reward or agent.")],
-    replicas: Annotated[int, typer.Argument(min=1, max=64, help="How many replicas it should have.")],
+    replicas: Annotated[str, typer.Argument(help="A fixed number, or bounds for autoscaling like 1-4.")],
     outputs: Outputs = OUTPUTS,
     as_json: Json = False,
 ) -> None:
     """Give one service another number of replicas while it runs.  Example: trackway scale rollout 2"""
     from trackway.deploy import status as statuses
+    from trackway.deploy.serve_config import Replicas
     from trackway.deploy.up import load_running
 
-    if service == "trainer" and replicas != 1:
+    wanted = Replicas.parse(replicas)
+    if service == "trainer" and wanted.most != 1:
         raise UserError("the trainer has exactly one replica: a run is one learner")
     deployment = load_running(outputs)
     with board(as_json) as shown:
-        shown.report(service, f"scaling to {replicas}")
-        found = statuses.scale(deployment, service, replicas)
+        shown.report(service, f"scaling to {wanted}")
+        found = statuses.scale(deployment, service, wanted)
         shown.report(service, "ready")
     if as_json:
         print_json([replica.model_dump(mode="json") for replica in found])

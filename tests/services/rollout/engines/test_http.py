@@ -13,8 +13,11 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 pytestmark = pytest.mark.anyio
 
 
+CUT = b"<cut>"
+
+
 class RawServer:
-    """Answers each request on a connection by the next of the given byte strings; b"" resets the connection."""
+    """Answers each request by the next of the byte strings; b"" resets the connection, CUT at an end does after it."""
 
     def __init__(self, *answers: bytes) -> None:
         self.answers = list(answers)
@@ -35,8 +38,11 @@ class RawServer:
                     await reader.read()
                 elif not answer:
                     return
-                writer.write(answer or b"")
+                writer.write((answer or b"").removesuffix(CUT))
                 await writer.drain()
+                if answer and answer.endswith(CUT):
+                    await asyncio.sleep(0.1)
+                    return
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -159,14 +165,17 @@ async def test_events_that_are_no_json_are_the_engines_failure() -> None:
     assert raised.value.code is ErrorCode.ENGINE_FAILED
 
 
-async def test_a_stream_that_is_refused_raises_and_one_that_breaks_is_unavailable() -> None:
-    broken = answer(200, 'data: {"a": 1}\n\n').replace(b"content-length: 16", b"content-length: 99")
-    async with calling(RawServer(answer(400, '{"message": "no"}'), broken, b"")) as http:
+async def test_a_stream_that_is_refused_raises() -> None:
+    async with calling(RawServer(answer(400, '{"message": "no"}'))) as http:
         with pytest.raises(TrackwayError, match="400: no"):
             await anext(http.events("/x", {}))
+
+
+async def test_a_stream_that_breaks_is_unavailable_after_the_events_that_came() -> None:
+    short = answer(200, 'data: {"a": 1}\n\n').replace(b"content-length: 16", b"content-length: 99")
+    async with calling(RawServer(short + CUT)) as http:
         events = http.events("/x", {})
         assert await anext(events) == {"a": 1}
-        await http.close()
         with pytest.raises(TrackwayError, match="the connection broke") as raised:
             await anext(events)
     assert raised.value.code is ErrorCode.UNAVAILABLE

@@ -102,6 +102,7 @@ def test_a_cut_request_keeps_what_it_has_and_frees_its_slot() -> None:
     core.end([cut])
     assert cut.result is not None and (cut.result.token_ids, cut.result.finish_reason) == ([3, 4], "abort")
     assert endings(core, 100) == [(6.0, waiting.request_id)]
+    assert core.made(cut) == 2
 
 
 def test_a_second_turn_finds_its_first_in_the_prefix_cache_until_the_weights_change() -> None:
@@ -117,11 +118,16 @@ def test_a_second_turn_finds_its_first_in_the_prefix_cache_until_the_weights_cha
     assert core.stats().prefilled_tokens == 40 + 3 + 51
 
 
+def test_the_prefix_cache_knows_whole_blocks_and_leaves_one_token_to_compute() -> None:
+    cache = PrefixCache(2)
+    assert [cache.reuse([1] * length) for length in (32, 32, 33, 31)] == [0, 31, 32, 16]
+
+
 def test_the_prefix_cache_forgets_the_least_recently_used() -> None:
-    cache, old, new = PrefixCache(2), [1] * 32, [2] * 16
-    assert (cache.reuse(old), cache.reuse(old), cache.reuse([1] * 33)) == (0, 31, 32)
-    cache.reuse(new)
-    assert (cache.reuse(new), cache.reuse(old)) == (15, 0)
+    cache, one, two, three = PrefixCache(2), [1] * 16, [2] * 16, [3] * 16
+    for used in (one, two, one, three):
+        cache.reuse(used)
+    assert [cache.reuse(prompt) for prompt in (one, two)] == [15, 0]
 
 
 def test_those_turned_away_are_told_to_come_one_after_the_other_when_half_the_queue_is_served() -> None:
@@ -252,7 +258,9 @@ async def test_requests_frozen_over_an_update_have_a_span_of_each_version(engine
     stream = engine.stream([5], params, "a")
     before = (await anext(stream)).token_ids
     await engine.pause("keep")
+    frozen = engine.stats()
     await engine.load_weights(Path("none"), 3, None)
+    assert engine.stats() == frozen
     await engine.resume()
     after = [piece async for piece in stream]
     assert before and [piece.version for piece in after[-2:]] == [3, 3]
@@ -271,3 +279,9 @@ async def test_a_sleeping_engine_is_paused_and_does_not_resume(engine: SimEngine
     await engine.wake_up(["kv_cache"])
     await engine.resume()
     assert not engine.paused
+
+
+@pytest.mark.parametrize("wrong", [{"script": [[5], []]}, {"script": [[480]]}, {"eos_token_id": 480}])
+def test_settings_that_name_no_or_unknown_tokens_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValueError, match="expected turns of ids below 480"):
+        SimSettings.model_validate(wrong)

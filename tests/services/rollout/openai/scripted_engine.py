@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, in the pieces it tells, and may refuse first; no model can be told so."""
+"""An engine that says what a test tells it to, token by token, and may refuse first; no model can be told so."""
 
 import asyncio
 import threading
@@ -29,6 +29,11 @@ class ScriptedEngine:
     version = 5
 
     def __init__(self) -> None:
+        self.running = 0
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forget what was told and what happened."""
         self.says: list[int] = []
         self.ends: FinishReason = "stop"
         self.refusals: list[TrackwayError] = []
@@ -38,7 +43,6 @@ class ScriptedEngine:
         self.endless = False
         """Says its last token for ever."""
         self.calls: list[SamplingParams] = []
-        self.running = 0
         self.ended_early = threading.Event()
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:

@@ -1,8 +1,11 @@
 """`/v1/completions` through OpenAI's client, on the torch engine."""
 
+from typing import Any
+
 import httpx
 import pytest
 from openai import OpenAI
+from openai_server import extra
 from transformers import PreTrainedTokenizerBase
 
 from trackway.wire.rollout import GenerateReply
@@ -26,9 +29,9 @@ def test_the_tokens_are_those_of_generate_with_the_same_seed(
         model="tiny", prompt="12 + 30 =", seed=4, max_tokens=40, logprobs=0, extra_body=IDS
     )
     choice = answer.choices[0]
-    assert (choice.model_extra or {})["token_ids"] == ours.token_ids
-    assert (choice.model_extra or {})["prompt_token_ids"] == prompt
-    assert (choice.model_extra or {})["weight_versions"] == [{"version": 0, "start": 0, "end": len(ours.token_ids)}]
+    assert extra(choice)["token_ids"] == ours.token_ids
+    assert extra(choice)["prompt_token_ids"] == prompt
+    assert extra(choice)["weight_versions"] == [{"version": 0, "start": 0, "end": len(ours.token_ids)}]
     assert choice.logprobs.token_logprobs == pytest.approx([entry.logprob for entry in ours.logprobs.content], abs=1e-5)
     assert choice.text == tokenizer.decode(ours.token_ids, skip_special_tokens=True)
     assert choice.finish_reason == ours.finish_reason
@@ -75,20 +78,15 @@ def test_several_texts_are_several_prompts(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_stream_says_what_the_whole_answer_says(client: OpenAI, seed: int) -> None:
-    def asked(stream: bool) -> object:
-        return client.completions.create(
-            model="tiny", prompt="12 + 30 =", seed=seed, max_tokens=60, logprobs=0, stream=stream, extra_body=IDS
-        )
-
-    whole, chunks = asked(False), list(asked(True))  # pyright: ignore[reportArgumentType, reportCallIssue]
-    choices = [chunk.choices[0] for chunk in chunks]
-    one = whole.choices[0]  # pyright: ignore[reportAttributeAccessIssue]
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "12 + 30 =", "seed": seed, "max_tokens": 60, "logprobs": 0}
+    one = client.completions.create(**asked, extra_body=IDS).choices[0]
+    choices = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True, extra_body=IDS)]
     assert "".join(choice.text for choice in choices) == one.text
-    assert sum((choice.model_extra["token_ids"] for choice in choices), []) == one.model_extra["token_ids"]
-    assert sum((choice.logprobs.text_offset for choice in choices), []) == one.logprobs.text_offset
-    assert sum((choice.logprobs.tokens for choice in choices), []) == one.logprobs.tokens
+    assert [token for choice in choices for token in extra(choice)["token_ids"]] == extra(one)["token_ids"]
+    assert [offset for choice in choices for offset in choice.logprobs.text_offset or []] == one.logprobs.text_offset
+    assert [token for choice in choices for token in choice.logprobs.tokens or []] == one.logprobs.tokens
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [one.finish_reason]
-    assert ["prompt_token_ids" in choice.model_extra for choice in choices] == [True] + [False] * (len(choices) - 1)
+    assert ["prompt_token_ids" in extra(choice) for choice in choices] == [True] + [False] * (len(choices) - 1)
 
 
 def test_a_stream_of_two_choices_counts_both_at_its_end(client: OpenAI) -> None:
@@ -116,10 +114,10 @@ def test_a_stream_of_two_choices_counts_both_at_its_end(client: OpenAI) -> None:
 
 def test_a_stop_string_cuts_the_text_and_ends_the_generation(client: OpenAI) -> None:
     whole = client.completions.create(model="tiny", prompt=[20, 13, 20, 31], seed=1, logprobs=0)
-    assert whole.choices[0].text == "2222---\"}}\n22222222"
+    assert whole.choices[0].text == '2222---"}}\n22222222'
     cut = client.completions.create(model="tiny", prompt=[20, 13, 20, 31], seed=1, logprobs=0, stop=["2-", "}"])
     assert (cut.choices[0].text, cut.choices[0].finish_reason) == ("222", "stop")
-    assert cut.choices[0].logprobs.tokens == whole.choices[0].logprobs.tokens[:5]
+    assert cut.choices[0].logprobs.tokens == (whole.choices[0].logprobs.tokens or [])[:5]
     assert cut.usage.completion_tokens == 5
 
 
@@ -128,11 +126,11 @@ def test_a_stop_token_ends_the_generation_and_is_no_text(client: OpenAI) -> None
         model="tiny", prompt=[20, 13, 20, 31], seed=1, extra_body={"stop_token_ids": [15], **IDS}
     )
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("2222", "stop")
-    assert answer.choices[0].model_extra["token_ids"] == [20, 20, 20, 20, 15]
+    assert extra(answer.choices[0])["token_ids"] == [20, 20, 20, 20, 15]
 
 
 def test_logprobs_name_tokens_by_text_or_by_id_and_say_where_they_begin(client: OpenAI) -> None:
-    asked = {"model": "tiny", "prompt": [20, 13, 20, 31], "seed": 1, "max_tokens": 9, "logprobs": 0}
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [20, 13, 20, 31], "seed": 1, "max_tokens": 9, "logprobs": 0}
     texts = client.completions.create(**asked).choices[0].logprobs
     ids = client.completions.create(**asked, extra_body={"return_tokens_as_token_ids": True}).choices[0].logprobs
     assert texts.tokens == ["2", "2", "2", "2", "-", "-", "-", '"}}\n', "2"]
@@ -145,6 +143,7 @@ def test_logprobs_name_tokens_by_text_or_by_id_and_say_where_they_begin(client: 
 
 def test_sampling_parameters_reach_the_engine(client: OpenAI) -> None:
     greedy = client.completions.create(model="tiny", prompt="1 + 2 =", temperature=0, max_tokens=30).choices[0].text
-    for one_candidate in ({"top_p": 0.0001}, {"extra_body": {"top_k": 1}}):
+    narrow: list[dict[str, Any]] = [{"top_p": 0.0001}, {"extra_body": {"top_k": 1}}]
+    for one_candidate in narrow:
         answer = client.completions.create(model="tiny", prompt="1 + 2 =", seed=5, max_tokens=30, **one_candidate)
         assert answer.choices[0].text == greedy

@@ -7,11 +7,15 @@ from typing import NamedTuple
 import torch
 
 from trackway.rollout.engines.engine import EngineStats, Generation
-from trackway.rollout.engines.torch.decoder import Batch, Decoder, DecoderWeights
+from trackway.rollout.engines.torch.batch import Row
+from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.sampler import sample
 from trackway.rollout.engines.torch.scheduler import Continuation, Scheduler
 from trackway.rollout.engines.torch.slots import Place
 from trackway.wire.errors import ErrorCode, TrackwayError
+
+_GROUP_TOKENS = {"cpu": 1024}
+"""Tokens of one forward: few enough for a CPU's cache, many enough to fill a GPU."""
 
 
 class Ended(NamedTuple):
@@ -26,7 +30,7 @@ class EngineCore:
 
     def __init__(self, decoder: Decoder, weights: DecoderWeights, version: int, slots: int) -> None:
         self.decoder, self.weights, self.version = decoder, weights, version
-        self.scheduler = Scheduler(slots, decoder.max_len)
+        self.scheduler = Scheduler(slots, decoder.max_len, _GROUP_TOKENS.get(decoder.device.type, 8192))
         self._cache = decoder.cache(slots)
         self._steps = self._generated = self._prefilled = self._reused = 0
 
@@ -82,24 +86,12 @@ class EngineCore:
         self._cache.copy([place.source for place in copies], [place.slot for place in copies], longest)
 
     def _compute(self, group: Sequence[Continuation]) -> torch.Tensor:
-        positions = max(request.length for request in group)
-        self._cache.reserve(positions)
-        logits = self.decoder.forward(self.weights, self._cache, self._batch(group, positions))
+        self._cache.reserve(max(request.length for request in group))
+        rows = [Row(request.slot, request.cached, request.pending_ids) for request in group]
+        logits = self.decoder.forward(self.weights, self._cache, rows)
         self._prefilled += sum(request.pending for request in group if not request.output)
         self.scheduler.computed(group)
         return logits
-
-    def _batch(self, group: Sequence[Continuation], positions: int) -> Batch:
-        new = max(request.pending for request in group)
-        tokens = [ids + [0] * (new - len(ids)) for ids in (request.pending_ids for request in group)]
-        counts = torch.tensor([[r.cached for r in group], [r.pending for r in group]], device=self.decoder.device)
-        return Batch(
-            tokens=torch.tensor(tokens, device=self.decoder.device),
-            starts=counts[0],
-            lengths=counts[1],
-            slots=[request.slot for request in group],
-            positions=positions,
-        )
 
     def _accept(self, request: Continuation, token: int, logprob: float) -> Ended | None:
         if not math.isfinite(logprob):

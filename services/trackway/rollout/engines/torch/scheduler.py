@@ -1,10 +1,8 @@
 """Continuous batching: requests join when a slot is free, run in groups of like length, and leave when they end."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from trackway.rollout.engines.engine import FinishReason, Generation, Piece
 from trackway.rollout.engines.torch.sampler import uniforms
@@ -75,7 +73,7 @@ class Continuation:
 class Scheduler:
     """Who waits, who runs, and in which slot."""
 
-    def __init__(self, slots: int, max_len: int, group_tokens: int = 4096) -> None:
+    def __init__(self, slots: int, max_len: int, group_tokens: int = 1024) -> None:
         self.waiting: deque[Continuation] = deque()
         self.running: list[Continuation] = []
         self.slots = SlotTable(slots, max_len)
@@ -104,13 +102,16 @@ class Scheduler:
         return places
 
     def groups(self) -> list[list[Continuation]]:
-        """The running requests in groups to be computed together, each in the order of its slots."""
-        ordered = sorted(self.running, key=lambda request: (_bucket(request.pending), request.slot))
-        return [
-            part
-            for _, group in groupby(ordered, key=lambda request: _bucket(request.pending))
-            for part in _parts(list(group), self._group_tokens)
-        ]
+        """The running requests in groups to be computed together; those with one pending token come first."""
+        groups: list[list[Continuation]] = []
+        room = 0
+        for request in sorted(self.running, key=lambda request: (request.pending > 1, request.slot)):
+            if (request.pending > 1 and request.pending > room) or not groups:
+                groups.append([])
+                room = self._group_tokens
+            groups[-1].append(request)
+            room -= request.pending
+        return groups
 
     def computed(self, group: Sequence[Continuation]) -> None:
         """The group's pending tokens are in the cache; prompts that ended their prefill may be shared."""
@@ -133,15 +134,3 @@ class Scheduler:
             self.leave(request)
         self.slots.forget()
         return everyone
-
-
-def _bucket(pending: int) -> int:
-    """Lengths within a factor of 1.4 share a bucket, so padding stays cheap; 1 (decoding) is alone in its own."""
-    return int(math.log(pending, 1.4))
-
-
-def _parts(group: list[Continuation], budget: int) -> Iterator[list[Continuation]]:
-    """Cut a group so that rows times the longest pending stay within the budget, one row at least."""
-    rows = max(1, budget // max(request.pending for request in group))
-    for start in range(0, len(group), rows):
-        yield group[start : start + rows]

@@ -10,7 +10,10 @@ from rollout_models import FAMILIES, VOCAB, continuation, core_of, reference_log
 from transformers import AutoModelForCausalLM
 
 from trackway.rollout.engines.torch.core import EngineCore
+from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.engines.torch.loading import load
 from trackway.rollout.engines.torch.scheduler import Continuation
+from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
 
@@ -123,7 +126,7 @@ def test_the_cache_grows_with_the_longest_request(folders: Folders) -> None:
     assert max(differences(folders("qwen3-gqa"), requests)) < 1e-4
 
 
-def test_padding_at_the_end_of_the_cache_is_written_nowhere_that_counts(model_path: Path) -> None:
+def test_a_request_may_fill_its_slot_to_the_end(model_path: Path) -> None:
     core = core_of(model_path, slots=2, max_len=64)
     first = continuation(prompt(48), limit=1)
     run(core, first)
@@ -154,6 +157,33 @@ def test_after_an_update_nothing_old_is_reused(model_path: Path, other_path: Pat
     run(core, request)
     assert core.stats().reused_tokens == 0
     assert max(differences(other_path, [request])) < 1e-4
+
+
+def test_slots_that_are_no_neighbours_decode_together(model_path: Path) -> None:
+    core = core_of(model_path, slots=6)
+    limits = (12, 2, 12, 3, 3, 12)
+    requests = [continuation(prompt(9 + n, n), limit=limit) for n, limit in enumerate(limits)]
+    run(core, *requests)
+    assert [len(request.output) for request in requests] == [*limits]
+    assert max(differences(model_path, requests)) < 1e-4
+
+
+def test_prefills_that_exceed_a_forward_are_computed_in_several(model_path: Path) -> None:
+    core = core_of(model_path, slots=12)
+    core.scheduler._group_tokens = 60
+    requests = ragged()
+    run(core, *requests)
+    assert core.stats().steps == 12  # the longest limit: no request waited for a later step
+    assert max(differences(model_path, requests)) < 1e-4
+
+
+def test_in_bfloat16_logprobs_stay_within_its_rounding(model_path: Path) -> None:
+    engine = TorchEngine(RolloutSettings(model_path=model_path, max_model_len=256, device="cpu", dtype="bfloat16"))
+    core = EngineCore(engine._decoder, load(engine._decoder, model_path, None), 0, slots=4)
+    requests = ragged()
+    run(core, *requests)
+    found = differences(model_path, requests)
+    assert 0.001 < sum(found) / len(found) < 0.05
 
 
 def test_scores_equal_transformers(model_path: Path) -> None:

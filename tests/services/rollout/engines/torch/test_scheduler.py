@@ -32,13 +32,13 @@ def test_requests_are_admitted_in_order_of_arrival_as_far_as_slots_reach() -> No
     assert scheduler.running == [second, third]
 
 
-def test_like_lengths_run_together_within_the_budget_and_decoding_runs_alone() -> None:
+def test_prefills_join_the_decoding_requests_as_far_as_the_budget_reaches() -> None:
     scheduler = Scheduler(slots=8, max_len=64, group_tokens=50)
-    prompts = [[10 * n + i for i in range(length)] for n, length in enumerate((21, 3, 22, 25))]
-    long, short, longest, other = waiting(scheduler, *prompts)
-    (decoding,) = waiting(scheduler, [99])
+    prompts = [[10 * n + i for i in range(length)] for n, length in enumerate((21, 3, 22, 25, 60))]
+    long, short, longer, other, longest = waiting(scheduler, *prompts)
+    one, two = waiting(scheduler, [99], [98])
     scheduler.admit()
-    assert scheduler.groups() == [[decoding], [short], [long, longest], [other]]
+    assert scheduler.groups() == [[one, two, long, short, longer], [other], [longest]]
 
 
 def test_a_token_extends_the_span_of_its_version_or_opens_one() -> None:

@@ -1,0 +1,207 @@
+"""What one may ask of OpenAI's routes, with vLLM's names for what OpenAI lacks (token ids, `top_k`, ...).
+
+A request is refused when a field would change its result and we do not have it. Null is the same as not sent.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from trackway.wire.base import WireRequest
+from trackway.wire.chat import ToolCall
+
+WITHOUT_EFFECT = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+)
+"""Fields that change nothing about the answer: accepted whatever they hold."""
+
+NEUTRAL: dict[str, list[JsonValue]] = {
+    "presence_penalty": [0],
+    "frequency_penalty": [0],
+    "repetition_penalty": [1],
+    "logit_bias": [{}],
+    "min_p": [0],
+    "min_tokens": [0],
+    "best_of": [1],
+    "echo": [False],
+    "suffix": [""],
+    "top_logprobs": [0],
+    "prompt_logprobs": [],
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
+    "functions": [[]],
+    "function_call": ["none"],
+    "audio": [],
+    "refusal": [],
+    "annotations": [[]],
+    "prediction": [],
+    "reasoning_effort": [],
+    "verbosity": [],
+    "web_search_options": [],
+    "use_beam_search": [False],
+    "chat_template": [],
+    "add_generation_prompt": [True],
+    "continue_final_message": [False],
+    "truncate_prompt_tokens": [],
+    "spaces_between_special_tokens": [True],
+}
+"""Fields that we do not have, with the values under which they change nothing; any other value is refused."""
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _sampled_only(value: object) -> object:
+    if value == 0:
+        return value
+    raise PydanticCustomError(
+        "unsupported", "expected 0, got {value}: only the logprob of the sampled token is known", {"value": str(value)}
+    )
+
+
+class OpenAIRequest(WireRequest):
+    """Drops null and neutral fields before the typed ones are read."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral(cls, fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        for name in fields.keys() & NEUTRAL.keys():
+            if fields[name] is not None and fields[name] not in NEUTRAL[name]:
+                neutral = " or ".join(["nothing", *map(repr, NEUTRAL[name])])
+                got = {"param": name, "neutral": neutral, "value": repr(fields[name])}
+                raise PydanticCustomError("unsupported", "{param}: expected {neutral}, got {value}: unsupported", got)
+        dropped = WITHOUT_EFFECT | NEUTRAL.keys()
+        return {name: value for name, value in fields.items() if name not in dropped and value is not None}
+
+
+class StreamOptions(OpenAIRequest):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    """One more chunk at the end, without choices, has the counts."""
+    include_obfuscation: bool = False
+    """Without effect: no padding is ever sent."""
+
+
+class SampledRequest(OpenAIRequest):
+    """What both kinds of request share."""
+
+    model: str
+    n: int = Field(default=1, ge=1, le=128)
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=-1, ge=-1)
+    seed: int | None = None
+    """Choice i of a prompt draws with `seed + i`."""
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    """Ids of prompt and output beside the text, and which weights made them."""
+    return_tokens_as_token_ids: bool = False
+    """Logprobs name tokens as `token_id:17`, which is exact where text is not."""
+    min_weight_version: int = Field(default=0, ge=0)
+    """A replica whose weights are older catches up first, or answers 409 `weights_behind`."""
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "SampledRequest":
+        if self.stream_options is not None and not self.stream:
+            got = {"param": "stream_options"}
+            raise PydanticCustomError("unsupported", "{param}: expected stream=true with it; leave it out", got)
+        return self
+
+
+TokenPrompt = Annotated[list[int], Field(min_length=1)]
+
+
+class CompletionRequest(SampledRequest):
+    """Continue one prompt or several, each text or token ids."""
+
+    prompt: str | TokenPrompt | Annotated[list[str | TokenPrompt], Field(min_length=1)]
+    max_tokens: int = Field(default=16, ge=1)
+    logprobs: Annotated[int | None, BeforeValidator(_sampled_only)] = None
+    """0 for the logprob of each sampled token; more is refused."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer puts its own (a BOS) before a text prompt."""
+
+
+class TextPart(WireRequest):
+    """Text as one part of a message; other kinds are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(OpenAIRequest):
+    """One message of the conversation so far."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """Given to the chat template as it is."""
+
+
+class ChatTool(WireRequest):
+    """A function that the model may call, as the client wrote it: the chat template shows it in that order of keys."""
+
+    type: Literal["function"]
+    function: dict[str, JsonValue]
+
+    @model_validator(mode="after")
+    def _named(self) -> "ChatTool":
+        if not isinstance(self.function.get("name"), str):
+            raise PydanticCustomError("tool", "expected a function with a name")
+        return self
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return str(self.function["name"])
+
+
+class FunctionName(WireRequest):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(WireRequest):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(SampledRequest):
+    """The next message of a conversation."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Goes before `max_tokens`; without both, as many as the model's length leaves."""
+    logprobs: bool = False
+    tools: list[ChatTool] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    """False keeps the first call only."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _choice_among_the_tools(self) -> "ChatRequest":
+        names = [tool.name for tool in self.tools]
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+        if (isinstance(self.tool_choice, NamedTool) and wanted not in names) or (wanted == "required" and not names):
+            got = {"param": "tool_choice", "names": str(names), "wanted": wanted}
+            raise PydanticCustomError("tool", "{param}: expected one of the tools {names}, got {wanted}", got)
+        return self

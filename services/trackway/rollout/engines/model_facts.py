@@ -1,0 +1,47 @@
+"""What must be known of a model to check a prompt before it is sent to a server; read without torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+
+class _ConfigFile(BaseModel):
+    """The keys of `config.json` that matter; a multimodal model has them in `text_config`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_id: int | list[int] | None = None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Vocabulary, longest sequence and stop ids."""
+
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """From `config.json`, and `generation_config.json` for the stop ids; INVALID_REQUEST if that fails."""
+        try:
+            raw = json.loads((folder / "config.json").read_text())
+            file = _ConfigFile.model_validate({**raw, **raw.get("text_config", {})})
+        except (OSError, ValueError, ValidationError) as error:
+            message = f"expected a Hugging Face model folder, got {folder}: {error}; set model_path"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
+        return cls(file.vocab_size, file.max_position_embeddings, _eos_ids(folder, file))
+
+
+def _eos_ids(folder: Path, file: _ConfigFile) -> frozenset[int]:
+    path = folder / "generation_config.json"
+    found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ids = file.eos_token_id if found is None else found
+    return frozenset([ids] if isinstance(ids, int) else ids or [])

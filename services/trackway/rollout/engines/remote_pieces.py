@@ -1,0 +1,42 @@
+"""From the tokens that a server tells to the pieces and the generation that callers get; pure functions."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from trackway.rollout.engines.engine import Generation, Piece
+from trackway.rollout.engines.remote_calls import Call, Tokens
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trajectory import WeightSpan
+
+
+def runs(names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Neighbours of one name: (name, start, end)."""
+    start = 0
+    for name, group in itertools.groupby(names):
+        end = start + sum(1 for _ in group)
+        yield name, start, end
+        start = end
+
+
+def until_stop(call: Call, got: Tokens, start: int, end: int, version: int) -> tuple[Piece, bool]:
+    """Tokens [start, end) up to the first that ends the request, and whether there was one."""
+    stop = next((at + 1 for at in range(start, end) if got.token_ids[at] in call.stops), None)
+    logprobs = [*got.logprobs[start : stop or end]]
+    if not all(map(math.isfinite, logprobs)):
+        message = f"expected finite logprobs, got {logprobs} from weights version {version}; look at the training"
+        raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
+    return Piece([*got.token_ids[start : stop or end]], logprobs, version), stop is not None
+
+
+def join(whole: Generation, piece: Piece) -> Generation:
+    """The generation with the piece at its end."""
+    whole.token_ids.extend(piece.token_ids)
+    whole.logprobs.extend(piece.logprobs)
+    end, spans = len(whole.token_ids), whole.spans
+    if piece.token_ids and spans and spans[-1].version == piece.version:
+        spans[-1] = WeightSpan(version=piece.version, start=spans[-1].start, end=end)
+    elif piece.token_ids:
+        spans.append(WeightSpan(version=piece.version, start=end - len(piece.token_ids), end=end))
+    return replace(whole, finish_reason=piece.finish_reason or whole.finish_reason)

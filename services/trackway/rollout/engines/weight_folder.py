@@ -1,0 +1,99 @@
+"""What lies in a folder of safetensors, read from the files' headers without torch; and a tied model's missing head.
+
+A file is the length of its header in 8 bytes, the header in JSON (name: dtype, shape, place), and the tensors' bytes.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
+_HEAD_FILE = "lm_head.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+
+class Tensor(NamedTuple):
+    """Where one tensor is, and what."""
+
+    file: Path
+    start: int
+    end: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder by name; raises WEIGHTS_CORRUPT when there are none or a file is no safetensors."""
+    found: dict[str, Tensor] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            found.update(_header(file))
+    except (OSError, ValueError, KeyError) as error:
+        message = f"expected safetensors in {folder}, got {type(error).__name__}: {error}; publish the weights again"
+        raise TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message) from error
+    if not found:
+        raise TrackwayError(ErrorCode.WEIGHTS_CORRUPT, f"expected safetensors in {folder}, got none; was it pruned?")
+    return found
+
+
+def check_same_model(folder: Path, base: Path) -> None:
+    """Raises WEIGHTS_CORRUPT unless the folder has every tensor of the base in its shape."""
+    got, want = tensors(folder), tensors(base)
+    for name, tensor in want.items():
+        shape = got[name].shape if name in got else "none"
+        if shape != tensor.shape:
+            raise TrackwayError(
+                ErrorCode.WEIGHTS_CORRUPT,
+                f"expected {name} of shape {tensor.shape} in {folder}, got {shape}; publish all weights of {base}",
+            )
+
+
+def lacks_head(folder: Path, base: Path) -> bool:
+    """Whether the folder leaves it to the reader that the base's output head is its embedding."""
+    config = json.loads((base / "config.json").read_text())
+    tied = {**config, **config.get("text_config", {})}.get("tie_word_embeddings", False)
+    return bool(tied) and HEAD not in tensors(folder)
+
+
+def with_head(folder: Path, into: Path) -> Path:
+    """The folder's files linked in `into`, and its embedding once more as `lm_head.weight`."""
+    into.mkdir()
+    for file in folder.iterdir():
+        (into / file.name).symlink_to(file.resolve())
+    embedding = next(tensor for name, tensor in tensors(folder).items() if name.endswith(_EMBEDDING))
+    _write(into / _HEAD_FILE, embedding)
+    if (folder / _INDEX).is_file():
+        index = json.loads((folder / _INDEX).read_text())
+        index["weight_map"][HEAD] = _HEAD_FILE
+        (into / _INDEX).unlink()
+        (into / _INDEX).write_text(json.dumps(index))
+    return into
+
+
+def _header(path: Path) -> dict[str, Tensor]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > path.stat().st_size - 8:
+            raise ValueError(f"{path.name} is cut short")
+        header: dict[str, Any] = json.loads(file.read(size))
+    begin = 8 + size
+    entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
+    return {name: _tensor(path, begin, entry) for name, entry in entries}
+
+
+def _tensor(path: Path, begin: int, entry: dict[str, Any]) -> Tensor:
+    start, end = entry["data_offsets"]
+    return Tensor(path, begin + start, begin + end, entry["dtype"], tuple(entry["shape"]))
+
+
+def _write(path: Path, tensor: Tensor) -> None:
+    size = tensor.end - tensor.start
+    entry = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [0, size]}
+    header = json.dumps({HEAD: entry}).encode()
+    with tensor.file.open("rb") as source, path.open("wb") as target:
+        source.seek(tensor.start)
+        target.write(len(header).to_bytes(8, "little") + header)
+        target.write(source.read(size))

@@ -1,0 +1,27 @@
+"""What `/metrics` says of an engine and its weights."""
+
+from collections.abc import Callable
+
+from trackway.rollout.engines.engine import Engine, EngineStats
+from trackway.serving import Gauge
+
+
+def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:
+    """Requests, tokens and weights, of which `latest` is the newest published version.
+
+    Reused over prefilled plus reused tokens is the prefix cache's hit rate.
+    """
+    return [
+        _of(engine, "running", "Requests in the batch", lambda stats: stats.running),
+        _of(engine, "waiting", "Requests in the queue", lambda stats: stats.waiting),
+        _of(engine, "steps", "Decode steps", lambda stats: stats.steps, total=True),
+        _of(engine, "generated_tokens", "Tokens generated", lambda stats: stats.generated_tokens, total=True),
+        _of(engine, "prefilled_tokens", "Prompt tokens computed", lambda stats: stats.prefilled_tokens, total=True),
+        _of(engine, "reused_tokens", "Prompt tokens from the cache", lambda stats: stats.reused_tokens, total=True),
+        Gauge("trackway_weight_version", "Version of the weights that generate", lambda: engine.version),
+        Gauge("trackway_weight_lag", "Published versions not loaded yet", lambda: latest() - engine.version),
+    ]
+
+
+def _of(engine: Engine, name: str, description: str, of: Callable[[EngineStats], int], total: bool = False) -> Gauge:
+    return Gauge(f"trackway_engine_{name}", description, lambda: of(engine.stats()), total)

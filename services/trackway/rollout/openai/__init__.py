@@ -1,0 +1,5 @@
+"""The OpenAI-compatible face of the rollout service; every generation goes through `RolloutService`."""
+
+from trackway.rollout.openai.routes import openai_routes
+
+__all__ = ["openai_routes"]

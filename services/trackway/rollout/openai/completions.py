@@ -1,0 +1,55 @@
+"""Answers of `/v1/completions`."""
+
+from collections.abc import Sequence
+
+from trackway.rollout.openai.answer import Answer, Head
+from trackway.rollout.openai.reader import Delta
+from trackway.rollout.text import Tokenizer
+from trackway.wire.openai import CompletionRequest
+from trackway.wire.openai_replies import Completion, CompletionChoice, CompletionLogprobs
+
+
+class CompletionAnswer(Answer):
+    """Text that goes on from the prompts."""
+
+    prefix = "cmpl"
+
+    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> None:
+        super().__init__(request, tokenizer, prompts)
+        self._request = request
+
+    def whole(self, deltas: Sequence[Delta]) -> Completion:
+        """Every choice of every prompt."""
+        usage = self._usage(sum(len(delta.token_ids) for delta in deltas))
+        choices = [self._choice(index, delta, True) for index, delta in enumerate(deltas)]
+        return Completion(**{**self._head, "usage": usage}, object="text_completion", choices=choices)
+
+    def _chunk(self, head: Head, index: int, delta: Delta, is_first: bool) -> Completion | None:
+        choice = self._choice(index, delta, is_first)
+        if not (choice.text or choice.finish_reason or choice.logprobs or self._request.return_token_ids):
+            return None
+        return Completion(**head, object="text_completion", choices=[choice])
+
+    def _counts(self, head: Head) -> Completion:
+        return Completion(**head, object="text_completion", choices=[])
+
+    def _choice(self, index: int, delta: Delta, is_first: bool) -> CompletionChoice:
+        choice = CompletionChoice(
+            index=index,
+            text=delta.text,
+            finish_reason=delta.finish_reason,
+            logprobs=None if self._request.logprobs is None else self._logprobs(delta),
+            **self._ids(delta),
+        )
+        if self._request.return_token_ids and is_first:
+            choice.prompt_token_ids = self.prompts[index // self._request.n]
+        return choice
+
+    def _logprobs(self, delta: Delta) -> CompletionLogprobs:
+        tokens = [self._token(token) for token in delta.token_ids]
+        return CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=delta.logprobs,
+            top_logprobs=[{token: logprob} for token, logprob in zip(tokens, delta.logprobs, strict=True)],
+            text_offset=delta.offsets,
+        )

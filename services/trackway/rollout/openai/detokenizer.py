@@ -1,0 +1,38 @@
+"""Token ids to text, piece by piece: the pieces joined are the text of all ids decoded at once."""
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[list[int]], str]
+
+_BROKEN = "\ufffd"
+
+
+class Detokenizer:
+    """Gives text once it cannot change any more: a character whose bytes are incomplete waits for the next token.
+
+    A token's text may depend on the ones before (a leading space, the bytes of one character), so the ids behind the
+    last text given are decoded together with those of that text; vLLM and TGI do the same.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        """The ids of the last text given, and those that wait."""
+        self._given_ids = 0
+        self._given = ""
+        """Text of the first `_given_ids` ids."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete."""
+        self._ids += ids
+        text = self._decode(self._ids)
+        if text.endswith(_BROKEN) or len(text) <= len(self._given):
+            return ""
+        new = text[len(self._given) :]
+        del self._ids[: self._given_ids]
+        self._given_ids, self._given = len(self._ids), self._decode(self._ids)
+        return new
+
+    def rest(self) -> str:
+        """What never became a whole character, as replacement characters."""
+        return self._decode(self._ids)[len(self._given) :]

@@ -1,0 +1,58 @@
+"""Error answers that OpenAI's clients read: our body with `type` and `param`, and whether to ask again as a header."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import JsonValue
+
+from trackway.serving.answers import retry_after
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class OpenAIRoute(APIRoute):
+    """A route whose errors are OpenAI's."""
+
+    def get_route_handler(self) -> Handler:
+        """FastAPI's handler inside ours."""
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except TrackwayError as error:
+                return openai_error(error)
+            except RequestValidationError as error:
+                return openai_error(_invalid(error))
+
+        return answer
+
+
+def openai_error(error: TrackwayError) -> JSONResponse:
+    """The answer; a request that does not fit is a 400 here, since that is OpenAI's and vLLM's status for it."""
+    status = 400 if error.code is ErrorCode.INVALID_REQUEST else error.status
+    headers = {"x-should-retry": "true" if error.retryable else "false", **retry_after(error)}
+    return JSONResponse(openai_body(error), status_code=status, headers=headers)
+
+
+def openai_body(error: TrackwayError) -> dict[str, JsonValue]:
+    """The body, which is also an event of a stream that failed on its way."""
+    kind = "server_error" if error.status >= 500 else _TYPES.get(error.status, "invalid_request_error")
+    body = error.to_reply().error.model_dump(mode="json")
+    return {"error": {**body, "type": kind, "param": error.detail.get("param")}}
+
+
+def _invalid(error: RequestValidationError) -> TrackwayError:
+    problems = [(".".join(str(part) for part in item["loc"][1:]), item) for item in error.errors()]
+    told = "; ".join(f"{place}: {item['msg']}" if place else item["msg"] for place, item in problems)
+    place, first = problems[0]
+    param = first.get("ctx", {}).get("param") or place.partition(".")[0] or None
+    message = f"the request does not fit the schema at /docs: {told}"
+    return TrackwayError(ErrorCode.INVALID_REQUEST, message, param=param)

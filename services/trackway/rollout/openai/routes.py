@@ -1,0 +1,89 @@
+"""OpenAI's routes."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Request, Response
+from pydantic import JsonValue
+
+from trackway.rollout.openai.answer import Answer
+from trackway.rollout.openai.chat import ChatAnswer
+from trackway.rollout.openai.completions import CompletionAnswer
+from trackway.rollout.openai.errors import OpenAIRoute
+from trackway.rollout.openai.generations import as_they_come, jobs_of, while_connected, wholes
+from trackway.rollout.openai.prompts import chat_prompt, completion_prompts, tokenizer_of
+from trackway.rollout.openai.sse import EventStream
+from trackway.rollout.service import RolloutService
+from trackway.rollout.text import Tokenizer, TokenText
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.openai import ChatRequest, CompletionRequest, SampledRequest
+from trackway.wire.openai_replies import ChatCompletion, Completion
+from trackway.wire.rollout import ModelCard
+
+PROMPT: dict[str, JsonValue] = {"model": "policy", "prompt": "Two and two are", "max_tokens": 16}
+CONVERSATION: dict[str, JsonValue] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "What are two and two?"}],
+    "max_completion_tokens": 64,
+}
+
+
+def openai_routes(service: RolloutService, text: TokenText) -> APIRouter:
+    """`/v1/completions`, `/v1/chat/completions` and `/v1/models/{id}`, for OpenAI's clients unchanged."""
+    router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> ModelCard:
+        """The served model, when that is its name."""
+        return _served(service, model)
+
+    @router.post("/v1/completions", response_model=None, responses=_either(Completion))
+    async def completions(body: Annotated[CompletionRequest, Body(examples=[PROMPT])], request: Request) -> Response:
+        """Continue prompts, given as text or token ids."""
+        _served(service, body.model)
+        tokenizer = await tokenizer_of(text)
+        answer = CompletionAnswer(body, tokenizer, await completion_prompts(tokenizer, body))
+        return await _answer(service, request, body, answer, body.max_tokens, tokenizer)
+
+    @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
+    async def chat(body: Annotated[ChatRequest, Body(examples=[CONVERSATION])], request: Request) -> Response:
+        """The next message of a conversation, rendered by the model's chat template."""
+        card = _served(service, body.model)
+        tokenizer = await tokenizer_of(text)
+        prompt = await chat_prompt(tokenizer, body)
+        left = max(1, card.max_model_len - len(prompt))
+        max_tokens = body.max_completion_tokens or body.max_tokens or left
+        return await _answer(service, request, body, ChatAnswer(body, tokenizer, prompt), max_tokens, tokenizer)
+
+    return router
+
+
+async def _answer(
+    service: RolloutService,
+    request: Request,
+    body: SampledRequest,
+    answer: Answer,
+    max_tokens: int,
+    tokenizer: Tokenizer,
+) -> Response:
+    jobs = jobs_of(answer.id, answer.prompts, body, max_tokens, tokenizer)
+    if not body.stream:
+        deltas = await while_connected(request, wholes(service, jobs))
+        return Response(answer.whole(deltas).sent(), media_type="application/json")
+    events = answer.events(as_they_come(service, jobs))
+    return EventStream(await while_connected(request, _first(events)), events)
+
+
+async def _first(events: Any) -> str:
+    return await anext(events)
+
+
+def _served(service: RolloutService, name: str) -> ModelCard:
+    card = service.models().data[0]
+    if name != card.id:
+        message = f"model: expected {card.id!r}, which is served here, got {name!r}; see /v1/models"
+        raise TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
+    return card
+
+
+def _either(whole: Any) -> dict[int | str, dict[str, Any]]:
+    return {200: {"model": whole, "content": {"text/event-stream": {}}, "description": "whole, or chunks of a stream"}}

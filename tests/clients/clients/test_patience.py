@@ -1,0 +1,64 @@
+"""Pauses between tries: the service's word, and ours where it gave none."""
+
+import httpx
+import pytest
+from tenacity import AsyncRetrying, RetryCallState
+
+from trackway.clients.failures import NotOurs, error_of, retry_after_of
+from trackway.clients.patience import Patience
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+
+def after(error: Exception, tries: int = 1, upcoming_s: float = 0.0) -> RetryCallState:
+    """The state of a call whose last try raised this."""
+    state = RetryCallState(AsyncRetrying(), None, (), {})
+    state.set_exception((type(error), error, None))
+    state.attempt_number, state.upcoming_sleep = tries, upcoming_s
+    return state
+
+
+def pauses(error: Exception, tries: int = 1) -> tuple[float, float]:
+    """The shortest and the longest of many."""
+    patience = Patience(attempts=5, backoff_s=0.2, max_backoff_s=5.0, deadline_s=100.0)
+    found = [patience.wait(after(error, tries)) for _ in range(3000)]
+    return min(found), max(found)
+
+
+@pytest.mark.parametrize(
+    ("asked_s", "shortest", "longest"), [(4.0, 4.0, 6.0), (0, 0.2, 0.3)], ids=["four seconds", "at once"]
+)
+def test_a_pause_is_as_long_as_asked_for_and_up_to_half_as_long_again(
+    asked_s: float, shortest: float, longest: float
+) -> None:
+    found = pauses(TrackwayError(ErrorCode.OVERLOADED, "full", retry_after_s=asked_s), tries=9)
+    assert found == (pytest.approx(shortest, rel=0.01), pytest.approx(longest, rel=0.01))
+    assert found[0] >= shortest
+
+
+def test_without_a_word_of_the_service_pauses_grow_up_to_a_bound() -> None:
+    full = TrackwayError(ErrorCode.OVERLOADED, "full")
+    assert pauses(full, tries=1)[1] == pytest.approx(0.2, rel=0.01)
+    assert pauses(full, tries=3)[1] == pytest.approx(0.8, rel=0.01)
+    assert pauses(full, tries=99)[1] == pytest.approx(5.0, rel=0.01)
+
+
+def test_a_call_that_is_put_off_ends_when_its_time_is_up() -> None:
+    patience = Patience(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
+    full = TrackwayError(ErrorCode.OVERLOADED, "full")
+    assert [patience.stop(after(full, upcoming_s=pause)) for pause in (9.9, 10.1)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("7", 7.0), ("0", 0.0), ("", None), ("-1", None), ("Wed, 21 Oct 2026 07:28:00 GMT", None), ("1" * 400, None)],
+)
+def test_the_header_of_somebody_elses_answer_is_read(header: str, seconds: float | None) -> None:
+    error = error_of(httpx.Response(429, text="slow down", headers={"retry-after": header}))
+    assert isinstance(error, NotOurs)
+    assert retry_after_of(error) == seconds
+
+
+@pytest.mark.parametrize("detail", ["soon", float("inf"), float("nan"), -1, None])
+def test_a_detail_that_is_no_time_is_no_word(detail: object) -> None:
+    error = TrackwayError(ErrorCode.OVERLOADED, "full", retry_after_s=detail)  # pyright: ignore[reportArgumentType]
+    assert retry_after_of(error) is None

@@ -1,0 +1,37 @@
+"""What Serve's health check makes of a replica's own word."""
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from trackway.deploy.graph import Replica
+from trackway.tools.settings import ToolsSettings
+from trackway.wire.health import Ready
+
+pytestmark = pytest.mark.anyio
+
+
+def replica_that_says(ready: Ready) -> Replica:
+    app = FastAPI()
+
+    @app.get("/ready")
+    async def answer() -> JSONResponse:
+        return JSONResponse(ready.model_dump(), status_code=200 if ready.ready else 503)
+
+    replica = Replica("tools", ToolsSettings())
+    replica._app = app
+    return replica
+
+
+@pytest.mark.parametrize(
+    "ready", [Ready(ready=True), Ready(ready=False, reason="weights are being loaded")], ids=["ready", "loading"]
+)
+async def test_a_replica_that_will_be_ready_by_itself_is_healthy(ready: Ready) -> None:
+    await replica_that_says(ready).check_health()
+
+
+async def test_a_replica_that_only_a_restart_mends_is_replaced() -> None:
+    with pytest.raises(RuntimeError, match="the engine has had work for 61 s"):
+        await replica_that_says(
+            Ready(ready=False, broken=True, reason="the engine has had work for 61 s and got nothing done")
+        ).check_health()

@@ -1,0 +1,172 @@
+"""The promise: rollout replicas come and go alone, by hand or with the load, and no generation is lost by it."""
+
+import asyncio
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from test_training import until
+
+from trackway.clients import CallPolicy, RolloutClient, run
+from trackway.deploy import serve_config, status
+from trackway.deploy.ray_cluster import ServeApi
+from trackway.deploy.serve_config import Replicas
+from trackway.deploy.settings import Deployment, UpSettings
+from trackway.wire.headers import REPLICA
+from trackway.wire.rollout import GenerateRequest, SamplingParams
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+NAME = "simulated"
+TOKENS = 100
+SIM = {"response_tokens": TOKENS, "response_spread": 0.0, "step_s": 0.03, "step_slope_s": 0.0}
+AUTOSCALING = {
+    "min_replicas": 1,
+    "max_replicas": 3,
+    "target_ongoing_requests": 2,
+    "upscale_delay_s": 1.0,
+    "downscale_delay_s": 2.0,
+    "metrics_interval_s": 0.5,
+    "look_back_period_s": 2.0,
+}
+
+
+def application() -> dict[str, Any]:
+    """The rollout application as shipped, under another name, its engine simulated: three seconds a generation."""
+    shipped = serve_config.load(UpSettings().config)
+    [rollout] = [one for one in shipped["applications"] if one["name"] == "rollout"]
+    rollout |= {"name": NAME, "route_prefix": f"/{NAME}", "args": {"engine": "sim", "sim": SIM, "max_num_seqs": 8}}
+    rollout["deployments"][0] |= {"ray_actor_options": {"num_cpus": 0.1}, "graceful_shutdown_timeout_s": 60}
+    return rollout
+
+
+@pytest.fixture(scope="module")
+def simulated(deployment: Deployment) -> Iterator[Deployment]:
+    """The session's deployment and one service more."""
+    api, before = ServeApi(deployment.dashboard_url, deployment.token), deployment.serve_config
+    deployment.serve_config = {**before, "applications": [*applications(before), application()]}
+    others = pids(deployment)
+    status.scale(deployment, NAME, 1)
+    yield deployment
+    assert pids(deployment) == others  # nothing else restarted, whatever was done to this one
+    deployment.serve_config = before
+    deployment.save()
+    api.deploy(before)
+    until(lambda: NAME not in api.applications())
+
+
+def applications(config: dict[str, object]) -> list[dict[str, Any]]:
+    found = config["applications"]
+    assert isinstance(found, list)
+    return found
+
+
+def pids(deployment: Deployment) -> dict[str, list[int]]:
+    found = status.service_statuses(deployment)
+    return {one.service: [replica.health.pid for replica in one.replicas] for one in found if one.service != NAME}
+
+
+class Load:
+    """Generations, so many at once, until `end`; each is sent once only, so one that is lost is seen."""
+
+    def __init__(self, deployment: Deployment, at_once: int) -> None:
+        self.answered = 0
+        self.lost: list[Exception] = []
+        self.replicas: set[str] = set()
+        self._url, self._at_once = f"{deployment.base_url}/{NAME}", at_once
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=lambda: run(self._send()))
+        self._thread.start()
+
+    def end(self) -> None:
+        """Let what is in flight finish."""
+        self._ended.set()
+        self._thread.join(120)
+
+    async def _send(self) -> None:
+        client = RolloutClient(self._url, policy=CallPolicy(attempts=1))
+        await asyncio.gather(*(self._line(client, f"line {number}") for number in range(self._at_once)))
+
+    async def _line(self, client: RolloutClient, name: str) -> None:
+        while not self._ended.is_set():
+            try:
+                await self._one(client, f"{name} {self.answered}")
+            except Exception as error:
+                self.lost.append(error)
+
+    async def _one(self, client: RolloutClient, session: str) -> None:
+        self.replicas.add(await generate(client, [5, 6, 7], session))
+        self.answered += 1
+
+
+async def generate(client: RolloutClient, prompt: list[int], session: str, tokens: int = TOKENS) -> str:
+    """The name of the replica that answered."""
+    body = GenerateRequest(token_ids=prompt, sampling_params=SamplingParams(max_tokens=tokens))
+    return (await client.send("POST", "/generate", body=body, session_id=session)).headers[REPLICA]
+
+
+@contextlib.contextmanager
+def load(deployment: Deployment, at_once: int) -> Iterator[Load]:
+    working = Load(deployment, at_once)
+    try:
+        yield working
+    finally:
+        working.end()
+
+
+def replicas(deployment: Deployment) -> dict[str, int]:
+    return ServeApi(deployment.dashboard_url, deployment.token).applications()[NAME].replicas
+
+
+def test_scaling_up_and_down_under_load_loses_no_generation(simulated: Deployment) -> None:
+    with load(simulated, at_once=12) as working:
+        until(lambda: working.answered >= 12)
+        up = {one.health.replica for one in status.scale(simulated, NAME, 3)}
+        until(lambda: working.replicas >= up)
+        down = {one.health.replica for one in status.scale(simulated, NAME, 1)}
+        answered = working.answered
+        until(lambda: working.answered >= answered + 12)
+    assert (working.lost, len(up), len(down), down <= up) == ([], 3, 1, True)
+
+
+def test_an_edited_config_over_serves_rest_api_scales_too(simulated: Deployment) -> None:
+    edited = serve_config.with_replicas(simulated.serve_config, NAME, Replicas(2, 2))
+    ServeApi(simulated.dashboard_url, simulated.token).deploy(edited)
+    until(lambda: replicas(simulated) == {"RUNNING": 2})
+    assert len(status.scale(simulated, NAME, 1)) == 1
+
+
+def test_turns_of_a_session_meet_the_same_replica(simulated: Deployment) -> None:
+    async def sessions() -> list[set[str]]:
+        client = RolloutClient(f"{simulated.base_url}/{NAME}")
+
+        async def session(name: str) -> set[str]:
+            return {await generate(client, [5, 6, 7], name, tokens=3) for _ in range(4)}
+
+        return await asyncio.gather(*(session(f"session {number}") for number in range(16)))
+
+    status.scale(simulated, NAME, 2)
+    met = run(sessions())
+    assert [len(one) for one in met] == [1] * 16
+    assert len(set.union(*met)) == 2
+    status.scale(simulated, NAME, 1)
+
+
+def test_replicas_follow_the_load_between_their_bounds(simulated: Deployment) -> None:
+    config = copy.deepcopy(simulated.serve_config)
+    [own] = [one for one in applications(config) if one["name"] == NAME]
+    own["deployments"][0].pop("num_replicas")
+    own["deployments"][0]["autoscaling_config"] = AUTOSCALING
+    simulated.serve_config = config
+    assert len(status.scale(simulated, NAME, Replicas(1, 3))) == 1
+    with load(simulated, at_once=12) as working:
+        until(lambda: replicas(simulated) == {"RUNNING": 3})
+        until(lambda: len(working.replicas) == 3)
+    until(lambda: replicas(simulated) == {"RUNNING": 1})
+    assert (working.lost, working.answered >= 12) == ([], True)
+    assert len(status.scale(simulated, NAME, 2)) == 2  # a fixed number ends it
+    [own] = [one for one in applications(simulated.serve_config) if one["name"] == NAME]
+    assert "autoscaling_config" not in own["deployments"][0]

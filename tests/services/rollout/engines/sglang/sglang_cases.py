@@ -1,0 +1,55 @@
+"""What tests against the fake of SGLang ask, wait for and expect."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import sglang_fake as fakes
+from sglang_fake import Fake
+
+from trackway.rollout.engines.engine import Generation
+from trackway.rollout.engines.sglang import SglangEngine
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.weights import Canary
+
+PROMPT = [5, 6, 7]
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+def answer(seed: int, count: int, prompt: list[int] = PROMPT) -> list[int]:
+    """What the fake's model says with these weights."""
+    sequence = list(prompt)
+    for _ in range(count):
+        sequence.append(fakes.next_token(seed, sequence))
+    return sequence[len(prompt) :]
+
+
+def canary(seed: int) -> Canary:
+    """What a publisher of these weights says."""
+    tokens = [3, 4, 5, 6]
+    return Canary(token_ids=tokens, logprobs=[fakes.logprob(seed, token) for token in tokens[1:]])
+
+
+def params(count: int, **more: Any) -> SamplingParams:
+    """For so many tokens."""
+    return SamplingParams(max_tokens=count, **more)
+
+
+async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """Return when it is so."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def in_flight(engine: SglangEngine, fake: Fake, request_id: str = "long") -> "asyncio.Task[Generation]":
+    """A long request that has got some tokens."""
+    before = len(fake.requests)
+    task = asyncio.create_task(engine.generate(PROMPT, LONG, request_id))
+    await until(lambda: len(fake.requests) > before and len(fake.requests[-1].output) >= 5)
+    return task
+
+
+def sent(fake: Fake, path: str) -> list[dict[str, Any]]:
+    """Bodies of the calls of a route."""
+    return [body for called, body in fake.calls if called == path]

@@ -1,0 +1,418 @@
+"""A server that speaks SGLang 0.5.23's protocol without a model, for tests on machines without a GPU.
+
+Routes, fields and refusals are those of SGLang's sources (`managers/io_struct.py`, `entrypoints/http_server.py`,
+`managers/tokenizer_manager.py`). What would end the real scheduler is kept in `Fake.crimes`, as is whatever a real
+server would do in silence and no client may ask for: KV of other weights reused, tokens from memory given back.
+
+Run as a program it takes the command line of `python -m sglang.launch_server`.
+"""
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict
+
+VOCAB = 50
+EOS = 2
+NAN = "NaN happened"
+
+
+def next_token(seed: int, sequence: list[int]) -> int:
+    """What the model with these weights says; never EOS nor below it."""
+    return 3 + (7 * seed + 31 * sum(sequence) + len(sequence)) % (VOCAB - 3)
+
+
+def logprob(seed: int, token: int, temperature: float = 1.0) -> float:
+    """Of any token after any sequence."""
+    return -((token + seed) % 10 + 1) / 16 / (temperature or 1.0)
+
+
+def write_weights(folder: Path, seed: int) -> Path:
+    """A model folder: a config and weights that are one number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 256, "eos_token_id": EOS}
+    (folder / "config.json").write_text(json.dumps({"model_type": "nested", "text_config": sizes}))
+    (folder / "weights.json").write_text(json.dumps(seed))
+    return folder
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Sampling(_Body):
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 128
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    sampling_seed: int | None = None
+
+
+class Generate(_Body):
+    input_ids: list[int]
+    rid: str = "unnamed"
+    sampling_params: Sampling = Sampling()
+    return_logprob: bool = False
+    logprob_start_len: int = -1
+    return_sampling_mask: bool = False
+    extra_key: str = ""
+    stream: bool = False
+
+
+class Pause(_Body):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+class Continue(_Body):
+    torch_empty_cache: bool = True
+
+
+class Update(_Body):
+    model_path: str
+    weight_version: str | None = None
+    abort_all_requests: bool = False
+    keep_pause: bool = False
+    flush_cache: bool = True
+
+
+class Version(_Body):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class Abort(_Body):
+    rid: str = ""
+    abort_all: bool = False
+
+
+class Tags(_Body):
+    tags: list[str] | None = None
+
+
+@dataclass(eq=False)
+class Request:
+    """One request in the scheduler."""
+
+    body: Generate
+    seed_names: list[str] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float | None] = field(default_factory=list)
+    cached: int = 0
+    finish: dict[str, Any] | None = None
+    aborted: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Fake:
+    """The scheduler and the HTTP server of one model."""
+
+    def __init__(self, folder: Path, *, step_s: float = 0.002, slots: int = 64, incremental: bool = True) -> None:
+        self.seed: int | None = json.loads((folder / "weights.json").read_text())
+        self.step_s, self.slots, self.incremental = step_s, slots, incremental
+        self.spans, self.radix_cache = True, True
+        self.version, self.healthy, self.paused = "default", True, False
+        self.requests: list[Request] = []
+        self.cache: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+        self.asleep: set[str] = set()
+        self.crimes: list[str] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.fail: dict[str, tuple[int, dict[str, Any]]] = {}
+        self.hang: set[str] = set()
+        self.forced: list[int] = []
+        self.nan_at: int | None = None
+        self.continued = asyncio.Event()
+        self.continued.set()
+
+    async def step_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            if not self.paused:
+                for request in [r for r in self.requests if r.finish is None][: self.slots]:
+                    self.step(request)
+
+    def step(self, request: Request) -> None:
+        if not request.output and request.finish is None and not request.seed_names:
+            self.prefill(request)
+        if self.seed is None or "kv_cache" in self.asleep:
+            self.crimes.append("a token was made of memory that was given back")
+        params = request.body.sampling_params
+        sequence = [*request.body.input_ids, *request.output]
+        token = self.forced.pop(0) if self.forced else next_token(self.seed or 0, sequence)
+        request.output.append(token)
+        value = logprob(self.seed or 0, token, params.temperature)
+        request.logprobs.append(None if len(request.output) == self.nan_at else value)
+        request.seed_names.append(self.version)
+        if request.aborted:
+            request.finish = {"type": "abort", "message": "Aborted"}
+        elif len(request.output) >= params.max_new_tokens:
+            request.finish = {"type": "length", "length": params.max_new_tokens}
+        elif not params.ignore_eos and token in {EOS, *params.stop_token_ids}:
+            request.finish = {"type": "stop", "matched": token}
+        if request.finish is not None:
+            self.leave(request)
+        request.changed.set()
+
+    def prefill(self, request: Request) -> None:
+        entries = self.cache.get(request.body.extra_key, []) if self.radix_cache else []
+        for tokens, version in entries:
+            same = common(tokens, request.body.input_ids[:-1])
+            if same > request.cached:
+                request.cached = same
+                if version != self.version:
+                    self.crimes.append(f"KV of weights {version} was reused under {self.version}")
+
+    def leave(self, request: Request) -> None:
+        self.requests.remove(request)
+        if self.radix_cache and request.seed_names:
+            sequence = (*request.body.input_ids, *request.output)
+            self.cache.setdefault(request.body.extra_key, []).append((sequence, request.seed_names[0]))
+
+    def abort(self, rid: str, abort_all: bool) -> None:
+        for request in [r for r in self.requests if abort_all or (rid and r.body.rid.startswith(rid))]:
+            request.aborted = True
+            if not request.seed_names:
+                request.finish = {"type": "abort", "message": "Abort in waiting queue"}
+                self.requests.remove(request)
+                request.changed.set()
+
+    def crime(self, what: str) -> JSONResponse:
+        self.crimes.append(f"the scheduler died: {what}")
+        return JSONResponse({"error": {"message": what}}, 500)
+
+    def event(self, request: Request, seen: int) -> dict[str, Any]:
+        body, total = request.body, len(request.output)
+        rows = [[lp, token, None] for lp, token in zip(request.logprobs, request.output, strict=True)]
+        first = seen if self.incremental and body.stream else 0
+        meta: dict[str, Any] = {
+            "id": body.rid,
+            "finish_reason": request.finish,
+            "prompt_tokens": len(body.input_ids),
+            "weight_version": self.version,
+            "completion_tokens": total,
+            "cached_tokens": request.cached,
+        }
+        if self.spans and total:
+            meta["weight_versions"] = spans(request.seed_names)
+        if body.return_logprob and total:
+            meta["output_token_logprobs"] = rows[first:]
+            start = max(0, body.logprob_start_len)
+            prompt = [[None if at == 0 else logprob(self.seed or 0, t), t, None] for at, t in enumerate(body.input_ids)]
+            meta["input_token_logprobs"] = prompt[start:] if body.logprob_start_len >= 0 else []
+        if body.return_sampling_mask and total:
+            meta["output_token_sampling_logprobs"] = [(lp or 0.0) / 2 for lp in request.logprobs]
+        return {"output_ids": request.output[first:], "meta_info": meta}
+
+
+def common(ours: tuple[int, ...], theirs: list[int]) -> int:
+    same = 0
+    for a, b in zip(ours, theirs, strict=False):
+        if a != b:
+            break
+        same += 1
+    return same
+
+
+def spans(names: list[str]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for at, name in enumerate(names):
+        if found and found[-1]["version"] == name:
+            found[-1]["end"] = at + 1
+        else:
+            found.append({"version": name, "start": at, "end": at + 1})
+    return found
+
+
+def make_app(fake: Fake) -> FastAPI:
+    """The routes."""
+    app = FastAPI()
+
+    @app.middleware("http")
+    async def faults(request: Any, call_next: Any) -> Response:
+        path, body = request.url.path, await request.body()
+        fake.calls.append((path, json.loads(body) if body else {}))
+        while path in fake.hang:
+            await asyncio.sleep(0.01)
+        if path in fake.fail:
+            status, answer = fake.fail.pop(path)
+            return JSONResponse(answer, status)
+        return await call_next(request)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if fake.healthy else 503)
+
+    @app.get("/model_info")
+    async def model_info() -> dict[str, Any]:
+        return {"weight_version": fake.version, "is_generation": True}
+
+    @app.post("/generate")
+    async def generate(body: Generate) -> Response:
+        await fake.continued.wait()
+        if body.return_sampling_mask and body.sampling_params.top_k < 1:
+            return JSONResponse({"error": {"message": "return_sampling_mask requires finite top_k"}}, 400)
+        if any(request.body.rid == body.rid for request in fake.requests):
+            return JSONResponse({"error": {"message": f"Duplicate request ID detected: {body.rid}"}}, 400)
+        request = Request(body)
+        fake.requests.append(request)
+        if body.stream:
+            return StreamingResponse(stream(request), media_type="text/event-stream")
+        try:
+            while request.finish is None:
+                await request.changed.wait()
+                request.changed.clear()
+        finally:
+            if request in fake.requests:
+                fake.requests.remove(request)
+        return JSONResponse(fake.event(request, 0))
+
+    async def stream(request: Request) -> AsyncIterator[str]:
+        seen = 0
+        try:
+            while True:
+                await request.changed.wait()
+                request.changed.clear()
+                finished, event = request.finish is not None, fake.event(request, seen)
+                seen = len(request.output)
+                yield f"data: {json.dumps(event)}\n\n"
+                if finished:
+                    yield "data: [DONE]\n\n"
+                    return
+        finally:
+            if request in fake.requests:  # the client is gone, which SGLang acts upon after 2 s
+                asyncio.get_running_loop().call_later(2.0, setattr, request, "aborted", True)
+
+    @app.post("/pause_generation")
+    async def pause(body: Pause) -> dict[str, str]:
+        fake.continued.clear()
+        if body.mode == "abort":
+            while fake.requests:
+                fake.abort("", True)
+                await asyncio.sleep(0.01)
+        fake.paused = body.mode != "abort"
+        return {"status": "ok"}
+
+    @app.post("/continue_generation")
+    async def go_on(body: Continue) -> dict[str, str]:
+        fake.paused = False
+        fake.continued.set()
+        return {"status": "ok"}
+
+    @app.post("/update_weights_from_disk")
+    async def update(body: Update) -> Response:
+        if body.abort_all_requests:
+            fake.abort("", True)
+        while fake.continued.is_set() and fake.requests:
+            await asyncio.sleep(0.01)
+        if "weights" in fake.asleep:
+            return fake.crime("weights loaded into memory that was given back")
+        try:
+            seed = json.loads((Path(body.model_path) / "weights.json").read_text())
+        except (OSError, ValueError) as error:
+            return JSONResponse({"success": False, "message": f"Failed to update weights: {error}"}, 400)
+        if body.flush_cache and fake.requests:
+            return fake.crime("Cache flush failed after updating weights")
+        if body.flush_cache:
+            fake.cache.clear()
+        fake.seed, fake.version = seed, body.weight_version or fake.version
+        return JSONResponse({"success": True, "message": "Succeeded to update model weights."})
+
+    @app.post("/update_weight_version")
+    async def update_version(body: Version) -> dict[str, Any]:
+        if body.abort_all_requests:
+            fake.abort("", True)
+        fake.version = body.new_version
+        return {"success": True}
+
+    @app.post("/flush_cache")
+    async def flush() -> Response:
+        if not fake.requests:
+            fake.cache.clear()
+        return Response("Cache flushed.\n", 400 if fake.requests else 200)
+
+    @app.post("/abort_request")
+    async def abort(body: Abort) -> Response:
+        fake.abort(body.rid, body.abort_all)
+        return Response(status_code=200)
+
+    @app.post("/release_memory_occupation")
+    async def release(body: Tags) -> Response:
+        if fake.requests:
+            return fake.crime("release_memory_occupation should be called only when no ongoing request.")
+        fake.asleep |= {*(body.tags or [])}
+        if "weights" in fake.asleep:
+            fake.seed = None
+        if "kv_cache" in fake.asleep:
+            fake.cache.clear()
+        return Response(status_code=200)
+
+    @app.post("/resume_memory_occupation")
+    async def resume(body: Tags) -> Response:
+        for tag in body.tags or []:
+            if tag not in fake.asleep:
+                return fake.crime(f"KeyError: {tag}")
+            fake.asleep.remove(tag)
+        return Response(status_code=200)
+
+    return app
+
+
+@asynccontextmanager
+async def serving(fake: Fake, port: int) -> AsyncIterator[str]:
+    """Its URL while it runs under uvicorn in this event loop."""
+    config = uvicorn.Config(make_app(fake), "127.0.0.1", port, log_level="error", lifespan="off")
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
+    server.capture_signals = suppress  # type: ignore[method-assign]
+    serve = asyncio.create_task(server.serve())
+    steps = asyncio.create_task(fake.step_for_ever())
+    try:
+        while not server.started:
+            await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        fake.hang.clear()
+        fake.paused = False
+        fake.continued.set()
+        server.should_exit = server.force_exit = True
+        await serve
+        steps.cancel()
+
+
+def main() -> None:
+    """As `sglang.launch_server`: known arguments only."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-m", dest="module")
+    for name in ("model-path", "served-model-name", "host", "dtype", "log-level"):
+        parser.add_argument(f"--{name}")
+    for name in ("port", "context-length", "max-running-requests", "tp-size", "stream-interval"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--mem-fraction-static", type=float)
+    for name in ("skip-tokenizer-init", "incremental-streaming-output", "disable-radix-cache", "disable-cuda-graph"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--enable-memory-saver", action="store_true")
+    given = parser.parse_args()
+    print(f"server_args={vars(given)}", flush=True)
+    incremental = given.incremental_streaming_output
+
+    async def run() -> None:
+        fake = Fake(Path(given.model_path), slots=given.max_running_requests, incremental=incremental)
+        async with serving(fake, given.port):
+            await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Generation by a real vLLM: ids in and out, logprobs, stops, seeds, streams, bounds, cuts, pauses."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from vllm_runs import BLOCK, EOS, GREEDY, LONG, MAX_LEN, PROMPT, SHORT, VOCAB, Weights, busy, idle, worst
+
+from trackway.rollout.engines.engine import PauseMode
+from trackway.rollout.engines.vllm import VllmEngine
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import SamplingParams
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.slow]
+
+
+async def refused(engine: VllmEngine, prompt: list[int]) -> TrackwayError:
+    with pytest.raises(TrackwayError) as raised:
+        await engine.generate(prompt, SHORT, "refused")
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=60, ignore_eos=True, seed=1),
+        SamplingParams(max_tokens=60, ignore_eos=True, seed=2, temperature=0.7, top_p=0.9, top_k=20),
+        SamplingParams(max_tokens=60, ignore_eos=True, seed=3, temperature=1.3, top_p=0.8),
+        GREEDY,
+    ],
+    ids=["plain", "cool-top-p-top-k", "hot-top-p", "greedy"],
+)
+async def test_logprobs_are_those_of_the_sampling_distribution(
+    engine: VllmEngine, first: Weights, params: SamplingParams
+) -> None:
+    made = await engine.generate(PROMPT, params, "a")
+    assert (made.finish_reason, len(made.token_ids)) == ("length", params.max_tokens)
+    assert worst(made, first.model, params) < 1e-4
+    assert [(span.version, span.start, span.end) for span in made.spans] == [(engine.version, 0, params.max_tokens)]
+
+
+async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside(engine: VllmEngine) -> None:
+    seeded, free = SHORT.model_copy(update={"max_tokens": 40}), SHORT.model_copy(update={"seed": None})
+    alone = await engine.generate(PROMPT, seeded, "a")
+    again, _, _ = await asyncio.gather(
+        engine.generate(PROMPT, seeded, "b"), engine.generate([5], free, "c"), engine.generate([6, 7], free, "d")
+    )
+    assert again.token_ids == alone.token_ids
+
+
+async def test_a_stop_token_ends_generation_and_is_part_of_it(engine: VllmEngine) -> None:
+    free = await engine.generate(PROMPT, LONG, "a")
+    stop = free.token_ids[10]
+    stopped = await engine.generate(PROMPT, LONG.model_copy(update={"stop_token_ids": [stop]}), "b")
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+async def test_the_models_own_stop_token_ends_generation_unless_ignored(engine: VllmEngine) -> None:
+    stopped = await engine.generate(PROMPT, LONG.model_copy(update={"ignore_eos": False}), "a")
+    ignored = await engine.generate(PROMPT, LONG, "b")
+    assert (stopped.finish_reason, stopped.token_ids[-1], stopped.token_ids.count(EOS)) == ("stop", EOS, 1)
+    assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", LONG.max_tokens)
+
+
+async def test_generation_ends_at_the_models_length(engine: VllmEngine) -> None:
+    full = await engine.generate([5] * (MAX_LEN - 3), LONG, "a")
+    assert (full.finish_reason, len(full.token_ids)) == ("length", 3)
+
+
+@pytest.mark.parametrize("prompt", [[], [VOCAB], [-1], [5] * MAX_LEN], ids=["empty", "unknown", "negative", "long"])
+async def test_a_prompt_that_the_model_cannot_take_is_refused(engine: VllmEngine, prompt: list[int]) -> None:
+    assert (await refused(engine, prompt)).code is ErrorCode.INVALID_REQUEST
+
+
+async def test_a_stream_in_pieces_is_what_generate_returns(engine: VllmEngine) -> None:
+    params = LONG.model_copy(update={"max_tokens": 30})
+    whole = await engine.generate(PROMPT, params, "a")
+    pieces = [piece async for piece in engine.stream(PROMPT, params, "b")]
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert [lp for piece in pieces for lp in piece.logprobs] == pytest.approx(whole.logprobs, abs=1e-6)
+    assert {piece.version for piece in pieces} == {engine.version}
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+async def test_closing_a_stream_ends_the_request(engine: VllmEngine) -> None:
+    async with aclosing(engine.stream(PROMPT, LONG, "a")) as pieces:
+        await anext(pieces)
+    await idle(engine)
+
+
+async def test_a_cancelled_caller_frees_its_place(engine: VllmEngine) -> None:
+    tasks = [asyncio.create_task(engine.generate(PROMPT, LONG, str(n))) for n in range(4)]
+    await busy(engine, 4)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await idle(engine)
+
+
+async def test_an_aborted_request_returns_what_it_has(engine: VllmEngine, first: Weights) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, LONG, "mine"))
+    await busy(engine, 1)
+    assert await engine.abort("other") == 0
+    assert await engine.abort("mine") == 1
+    done = await task
+    assert done.finish_reason == "abort"
+    assert 0 < len(done.token_ids) < LONG.max_tokens
+    assert worst(done, first.model, LONG) < 1e-4
+
+
+async def test_one_request_more_than_places_and_queue_is_refused_and_the_others_finish(engine: VllmEngine) -> None:
+    params = LONG.model_copy(update={"max_tokens": 100})
+    taken = [asyncio.create_task(engine.generate([n, 7], params, str(n))) for n in range(3, 9)]
+    await busy(engine, 4)
+    error = await refused(engine, PROMPT)
+    assert (error.code, error.detail["bound"]) == (ErrorCode.OVERLOADED, 6)
+    assert [len(done.token_ids) for done in await asyncio.gather(*taken)] == [100] * 6
+
+
+async def test_requests_that_are_cut_before_they_got_a_place_return_no_tokens(engine: VllmEngine) -> None:
+    tasks = [asyncio.create_task(engine.generate([n, 7], LONG, str(n))) for n in range(3, 9)]
+    await busy(engine, 4)
+    await engine.pause("abort")
+    done = await asyncio.gather(*tasks)
+    assert {made.finish_reason for made in done} == {"abort"}
+    assert sorted(bool(made.token_ids) for made in done) == [False, False, True, True, True, True]
+
+
+@pytest.mark.parametrize(("mode", "reason", "made"), [("wait", "length", 600), ("abort", "abort", None)])
+async def test_a_pause_lets_requests_finish_or_cuts_them_and_refuses_new_ones(
+    engine: VllmEngine, mode: PauseMode, reason: str, made: int | None
+) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+    await busy(engine, 1)
+    pausing = asyncio.create_task(engine.pause(mode))
+    await asyncio.sleep(0)
+    assert (await refused(engine, PROMPT)).code is ErrorCode.PAUSED
+    await pausing
+    done = await asyncio.wait_for(task, 1)
+    assert (done.finish_reason, len(done.token_ids)) == (reason, made or len(done.logprobs))
+    await engine.resume()
+    assert len((await engine.generate(PROMPT, SHORT, "b")).token_ids) == 8
+
+
+async def test_a_pause_that_keeps_freezes_requests_which_go_on_with_their_cache(
+    engine: VllmEngine, first: Weights
+) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+    await busy(engine, 1)
+    computed = engine.stats().prefilled_tokens
+    await engine.pause("keep")
+    done, _ = await asyncio.wait([task], timeout=1.0)
+    assert (done, engine.stats().running, engine.stuck_for()) == (set(), 1, 0.0)
+    await engine.resume()
+    made = await task
+    assert (made.finish_reason, len(made.token_ids)) == ("length", 600)
+    assert worst(made, first.model, LONG) < 1e-4
+    assert engine.stats().prefilled_tokens == computed + len(PROMPT)
+
+
+async def test_a_prefix_that_was_computed_is_not_computed_again(engine: VllmEngine) -> None:
+    prompt = [7, 9] * BLOCK
+    before = engine.stats()
+    await engine.generate(prompt, SHORT, "a")
+    await engine.generate([*prompt, 5], SHORT, "b")
+    after = engine.stats()
+    assert after.reused_tokens - before.reused_tokens == 2 * BLOCK
+    assert after.prefilled_tokens - before.prefilled_tokens == 2 * BLOCK + 1

@@ -1,0 +1,204 @@
+"""Weights under a real vLLM: between and during generations, versions, prefix cache, canary, the way back."""
+
+import asyncio
+import shutil
+from collections.abc import Coroutine
+from pathlib import Path
+
+import pytest
+from vllm_runs import (
+    BLOCK,
+    GREEDY,
+    LONG,
+    PROMPT,
+    SHORT,
+    Weights,
+    busy,
+    canary_of,
+    metrics,
+    settings_of,
+    started,
+    worst,
+)
+
+from trackway.rollout.engines.engine import Generation
+from trackway.rollout.engines.vllm import VllmEngine
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.slow]
+
+
+async def refused(loading: Coroutine[object, object, None]) -> str:
+    with pytest.raises(TrackwayError) as raised:
+        await loading
+    assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
+    return raised.value.message
+
+
+async def test_an_update_between_generations_changes_tokens_and_version(
+    engine: VllmEngine, first: Weights, second: Weights
+) -> None:
+    old = await engine.generate(PROMPT, GREEDY, "a")
+    await engine.load_weights(second.folder, engine.version + 1, second.canary)
+    new = await engine.generate(PROMPT, GREEDY, "b")
+    assert worst(old, first.model, GREEDY) < 1e-4
+    assert worst(new, second.model, GREEDY) < 1e-4
+    assert [old.spans[0].version + 1] == [new.spans[0].version] == [engine.version]
+
+
+async def test_an_update_during_a_generation_splits_it_into_spans_and_keeps_its_cache(
+    engine: VllmEngine, first: Weights, second: Weights
+) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+    await busy(engine, 1)
+    version, before = engine.version, await metrics(engine)
+    await engine.load_weights(second.folder, version + 1, second.canary)
+    made = await task
+    cut = made.spans[0].end
+    assert [(s.version, s.start, s.end) for s in made.spans] == [(version, 0, cut), (version + 1, cut, 600)]
+    assert 0 < cut < 600
+    old = Generation(made.token_ids[:cut], made.logprobs[:cut], "length", [])
+    assert worst(old, first.model, LONG) < 1e-4
+    assert (await metrics(engine))["num_preemptions_total"] == before["num_preemptions_total"]
+
+
+async def test_a_stream_says_which_weights_made_which_piece(engine: VllmEngine, second: Weights) -> None:
+    version, pieces = engine.version, []
+    loading = None
+    async for piece in engine.stream(PROMPT, LONG, "a"):
+        pieces.append(piece)
+        if len(pieces) == 20:
+            loading = asyncio.create_task(engine.load_weights(second.folder, version + 1, second.canary))
+    assert loading is not None
+    await loading
+    versions = [piece.version for piece in pieces for _ in piece.token_ids]
+    assert len(versions) == 600
+    assert versions == sorted(versions)
+    assert set(versions) == {version, version + 1}
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["idle", "with-a-request-in-flight"])
+async def test_no_prefix_computed_by_old_weights_is_reused(
+    engine: VllmEngine, second: Weights, in_flight: bool
+) -> None:
+    prompt = [7, 9] * BLOCK
+    await engine.generate(prompt, SHORT, "a")
+    others = [asyncio.create_task(engine.generate(prompt, LONG, "b"))] if in_flight else []
+    await busy(engine, len(others))
+    await engine.load_weights(second.folder, engine.version + 1, second.canary)
+    before = engine.stats().reused_tokens
+    made = await engine.generate(prompt, GREEDY, "c")
+    assert engine.stats().reused_tokens == before
+    assert worst(made, second.model, GREEDY, prompt) < 1e-4
+    await engine.generate([*prompt, 5], SHORT, "d")
+    assert engine.stats().reused_tokens == before + 2 * BLOCK
+    await asyncio.gather(*others)
+
+
+async def test_weights_that_fail_their_canary_are_taken_back_and_cost_a_request_only_bad_tokens(
+    engine: VllmEngine, first: Weights, second: Weights
+) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+    await busy(engine, 1)
+    version = engine.version
+    loading = engine.load_weights(second.folder, version + 1, canary_of(second.model, shift=0.5))
+    assert "a difference of 0.5" in await refused(loading)
+    cut = await task
+    assert (engine.version, cut.finish_reason) == (version, "abort")
+    assert [(span.version, span.start, span.end) for span in cut.spans] == [(version, 0, len(cut.token_ids))]
+    assert worst(cut, first.model, LONG) < 1e-4
+    assert worst(await engine.generate(PROMPT, GREEDY, "b"), first.model, GREEDY) < 1e-4
+
+
+async def test_a_stream_never_shows_a_token_of_weights_that_failed(
+    engine: VllmEngine, first: Weights, second: Weights
+) -> None:
+    version, pieces, loading = engine.version, [], None
+    async for piece in engine.stream(PROMPT, LONG, "a"):
+        pieces.append(piece)
+        if len(pieces) == 20:
+            bad = engine.load_weights(second.folder, version + 1, canary_of(second.model, shift=0.5))
+            loading = asyncio.create_task(refused(bad))
+    assert loading is not None
+    await loading
+    tokens = [token for piece in pieces for token in piece.token_ids]
+    logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
+    assert pieces[-1].finish_reason == "abort"
+    assert {piece.version for piece in pieces} == {version}
+    assert worst(Generation(tokens, logprobs, "abort", []), first.model, LONG) < 1e-4
+
+
+async def test_tied_weights_without_their_head_are_caught(
+    engine: VllmEngine, first: Weights, second: Weights, without_head: Path
+) -> None:
+    """vLLM's CPU build takes the new body and keeps the old head, and only a line in its log says so."""
+    version = engine.version
+    message = await refused(engine.load_weights(without_head, version + 1, second.canary))
+    assert "lm_head.weight" in message
+    assert engine.version == version
+    assert worst(await engine.generate(PROMPT, GREEDY, "a"), first.model, GREEDY) < 1e-4
+    await engine.load_weights(second.folder, version + 1, second.canary)
+    assert worst(await engine.generate(PROMPT, GREEDY, "b"), second.model, GREEDY) < 1e-4
+
+
+async def test_tied_weights_without_head_and_canary_are_refused_unloaded(
+    engine: VllmEngine, first: Weights, without_head: Path
+) -> None:
+    assert "lm_head.weight" in await refused(engine.load_weights(without_head, engine.version + 1, None))
+    assert worst(await engine.generate(PROMPT, GREEDY, "a"), first.model, GREEDY) < 1e-4
+
+
+async def test_a_folder_that_vllm_cannot_load_is_refused_before_it_sees_it(engine: VllmEngine, tmp_path: Path) -> None:
+    """A reload that raises inside a worker would end the whole server."""
+    await refused(engine.load_weights(tmp_path / "nowhere", engine.version + 1, None))
+    assert len((await engine.generate(PROMPT, SHORT, "a")).token_ids) == 8
+
+
+async def test_an_update_under_a_paused_engine_leaves_it_paused(engine: VllmEngine, second: Weights) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+    await busy(engine, 1)
+    await engine.pause("keep")
+    version = engine.version
+    await engine.load_weights(second.folder, version + 1, second.canary)
+    assert engine.paused
+    done, _ = await asyncio.wait([task], timeout=0.5)
+    assert not done
+    await engine.resume()
+    assert [span.version for span in (await task).spans] == [version, version + 1]
+
+
+async def test_without_the_old_weights_to_go_back_to_the_engine_serves_nothing(
+    engine: VllmEngine, first: Weights, second: Weights, tmp_path: Path
+) -> None:
+    """On an adapter of its own, attached to the same server."""
+    settings = settings_of(first.folder, tmp_path / "log", engine_url=engine.http.base_url)
+    pruned = tmp_path / "1"
+    shutil.copytree(first.folder, pruned)
+    async with started(settings) as other:
+        await other.load_weights(pruned, 1, first.canary)
+        shutil.rmtree(pruned)
+        with pytest.raises(TrackwayError, match="pruned"):
+            await other.load_weights(second.folder, 2, canary_of(second.model, shift=0.5))
+        assert other.stuck_for() == float("inf")
+        with pytest.raises(TrackwayError, match="pruned") as raised:
+            await other.generate(PROMPT, SHORT, "a")
+        assert raised.value.code is ErrorCode.UNAVAILABLE
+
+
+async def test_weights_that_come_between_two_stages_of_a_wake_up_serve_after_it(
+    engine: VllmEngine, base: Path, second: Weights, tmp_path: Path
+) -> None:
+    """The calls are real; on the CPU no memory moves."""
+    settings = settings_of(base, tmp_path / "log", engine_url=engine.http.base_url, enable_sleep=True)
+    async with started(settings) as other:
+        await other.pause("abort")
+        await other.sleep(["weights", "kv_cache"])
+        assert await other.http.get("/is_sleeping") == {"is_sleeping": True}
+        await other.wake_up(["weights"])
+        await other.load_weights(second.folder, 1, second.canary)
+        assert await other.http.get("/is_sleeping") == {"is_sleeping": True}
+        await other.wake_up(["kv_cache"])
+        await other.resume()
+        made = await other.generate(PROMPT, GREEDY, "a")
+    assert made.spans[0].version == 1
+    assert worst(made, second.model, GREEDY) < 1e-4
