@@ -159,6 +159,16 @@ async def test_a_pause_that_keeps_freezes_requests_which_go_on_with_their_cache(
     assert engine.stats().prefilled_tokens == computed + len(PROMPT)
 
 
+async def test_a_frozen_request_that_is_cut_returns_what_it_has(engine: VllmEngine, first: Weights) -> None:
+    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+    await busy(engine, 1)
+    await engine.pause("keep")
+    assert await engine.abort("a") == 1
+    done = await asyncio.wait_for(task, 2)
+    assert (done.finish_reason, 0 < len(done.token_ids) < 600) == ("abort", True)
+    assert worst(done, first.model, LONG) < 1e-4
+
+
 async def test_a_prefix_that_was_computed_is_not_computed_again(engine: VllmEngine) -> None:
     prompt = [7, 9] * BLOCK
     before = engine.stats()

@@ -23,6 +23,7 @@ Json = dict[str, Any]
 Params = Mapping[str, str | Sequence[str]]
 
 _CONNECT_S = 5.0
+_KEEP_ALIVE_S = 2.0  # uvicorn closes idle connections after 5: never send on one that it is closing
 _CODES = {429: ErrorCode.OVERLOADED, 503: ErrorCode.UNAVAILABLE}
 
 
@@ -130,7 +131,7 @@ class EngineHttp:
 
 def _client() -> httpx.AsyncClient:
     """Without bounds of its own: the engine bounds the requests in flight, and control must not queue behind them."""
-    transport = AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=5.0))
+    transport = AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=_KEEP_ALIVE_S))
     return httpx.AsyncClient(transport=transport, timeout=httpx.Timeout(None, connect=_CONNECT_S))
 
 

@@ -37,6 +37,7 @@ _NO_NUMBER = -9999.0
 _SAFE_ON_ANY_MACHINE = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # seconds, more than a client of ours keeps a connection
     # The CPU build pins threads by local rank, so that replicas of one machine would share a core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least; the default is 4
@@ -178,7 +179,7 @@ class VllmEngine(RemoteEngine):
                     yield _tokens(choice, self.held)
 
     async def _whole(self, body: Json) -> AsyncGenerator[Json]:
-        yield await self.http.post(_GENERATE, body, timeout_s=None)
+        yield await self.http.post(_GENERATE, body, timeout_s=None, idempotent=True)
 
     async def _stream(self, body: Json) -> AsyncGenerator[Json]:
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
