@@ -38,7 +38,7 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the whole test suite; ARGS='-k name' f
 	$(BIN)/python -m pytest -m 'not vllm' $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a training run.
-	$(BIN)/python -m pytest -m 'not slow and not e2e' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow and not e2e and not vllm' $(ARGS)
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)

@@ -134,10 +134,12 @@ async def started(settings: RolloutSettings) -> AsyncIterator[VllmEngine]:
 
 
 async def busy(engine: VllmEngine, count: int) -> None:
-    """Return when vLLM itself runs `count` requests or more."""
+    """Return when vLLM itself runs `count` requests or more; what its gauge said before the next step may be old."""
     async with asyncio.timeout(20):
-        while (await metrics(engine))["num_requests_running"] < count:
+        before = (now := await metrics(engine))["generation_tokens_total"]
+        while count and (now["num_requests_running"] < count or now["generation_tokens_total"] == before):
             await asyncio.sleep(0.02)
+            now = await metrics(engine)
 
 
 async def idle(engine: VllmEngine) -> None:

@@ -15,9 +15,10 @@ class Places:
         self._stay_s = stay_s
         self._promised_at = 0.0
 
-    def left(self, stay_s: float) -> None:
-        """A request ended that had a slot for so long."""
-        self._stay_s += _LEARNING * (stay_s - self._stay_s)
+    def left(self, stay_s: float, in_flight: int = 0) -> None:
+        """A request ended that had a slot for so long, or slot and queue when it is told how many were in both."""
+        in_slot_s = stay_s * self._slots / max(self._slots, in_flight)  # Little 1961
+        self._stay_s += _LEARNING * (in_slot_s - self._stay_s)
 
     def turn_away(self, waiting: int, now: float) -> float:
         """Seconds until one more may find a place, when `waiting` are in the queue."""

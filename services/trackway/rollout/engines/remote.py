@@ -31,6 +31,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
+from trackway.rollout.engines.admission import paused
 from trackway.rollout.engines.engine import EngineStats, Generation, PauseMode, Piece
 from trackway.rollout.engines.http import EngineHttp
 from trackway.rollout.engines.model_facts import ModelFacts
@@ -220,7 +221,7 @@ class RemoteEngine(RemoteWeights):
 
     def _usable(self) -> None:
         if self._paused:
-            raise TrackwayError(ErrorCode.PAUSED, "generation is paused; ask again after /resume")
+            raise paused()
         if self._broken is not None:
             raise TrackwayError(ErrorCode.UNAVAILABLE, self._broken)
         if self._process is not None:

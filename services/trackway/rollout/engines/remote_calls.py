@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from trackway.rollout.engines.admission import check_prompt, overloaded
 from trackway.rollout.engines.engine import FinishReason
 from trackway.rollout.engines.model_facts import ModelFacts
 from trackway.rollout.engines.places import Places
 from trackway.rollout.settings import RolloutSettings
-from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 
 T = TypeVar("T")
@@ -108,13 +108,8 @@ class Calls:
         """Take one in; raises OVERLOADED, or INVALID_REQUEST for a prompt that cannot be continued."""
         if len(self._open) >= self._bound:
             waits = self._places.turn_away(max(0, len(self._open) - self._slots), time.monotonic())
-            raise TrackwayError(
-                ErrorCode.OVERLOADED,
-                f"expected fewer than {self._bound} requests in flight, got one more; ask again later or add replicas",
-                bound=self._bound,
-                retry_after_s=round(waits, 3),
-            )
-        self._check(token_ids)
+            raise overloaded(self._bound, waits)
+        check_prompt(token_ids, self._max_len, self._facts.vocab_size)
         stops = frozenset(params.stop_token_ids)
         call = Call(
             request_id,
@@ -134,7 +129,7 @@ class Calls:
         if not self._open:
             self._empty.set()
         if call.sent:
-            self._places.left(time.monotonic() - call.began)
+            self._places.left(time.monotonic() - call.began, len(self._open) + 1)
             self.reused += call.reused
             self.prefilled += len(call.token_ids) - call.reused
 
@@ -160,16 +155,3 @@ class Calls:
         """Seconds since any of them got a token, or since `since` if that is later; 0.0 without any."""
         moved = max((call.moved for call in self._open), default=None)
         return 0.0 if moved is None else max(0.0, time.monotonic() - max(since, moved))
-
-    def _check(self, token_ids: Sequence[int]) -> None:
-        if not 0 < len(token_ids) < self._max_len:
-            raise TrackwayError(
-                ErrorCode.INVALID_REQUEST,
-                f"expected 1 to {self._max_len - 1} prompt tokens, got {len(token_ids)}; raise max_model_len",
-            )
-        if min(token_ids) < 0 or max(token_ids) >= self._facts.vocab_size:
-            raise TrackwayError(
-                ErrorCode.INVALID_REQUEST,
-                f"expected token ids in 0..{self._facts.vocab_size - 1}, got {min(token_ids)}..{max(token_ids)}; "
-                "use the served model's tokenizer",
-            )

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 
+from trackway.rollout.engines.admission import check_prompt, overloaded, paused
 from trackway.rollout.engines.engine import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.engines.sim_answers import Answers
 from trackway.rollout.engines.sim_core import Request, SimCore
@@ -186,21 +187,11 @@ class SimEngine:
 
     def _admissible(self, token_ids: Sequence[int]) -> None:
         if self._paused:
-            raise TrackwayError(ErrorCode.PAUSED, "generation is paused; ask again after /resume")
-        bound, vocab = self._settings.max_num_seqs + self._settings.max_queue, self._settings.sim.vocab_size
+            raise paused()
+        bound = self._settings.max_num_seqs + self._settings.max_queue
         if len(self._core.running) + len(self._core.waiting) >= bound:
-            raise TrackwayError(
-                ErrorCode.OVERLOADED,
-                f"expected fewer than {bound} requests in flight, got one more; ask again later or add replicas",
-                bound=bound,
-                retry_after_s=round(self._core.turn_away(), 3),
-            )
-        if not 0 < len(token_ids) < self._max_len:
-            message = f"expected 1 to {self._max_len - 1} prompt tokens, got {len(token_ids)}; raise max_model_len"
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
-        if min(token_ids) < 0 or max(token_ids) >= vocab:
-            message = f"expected token ids in 0..{vocab - 1}, got {min(token_ids)}..{max(token_ids)}"
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; set sim.vocab_size to the tokenizer's")
+            raise overloaded(bound, self._core.turn_away())
+        check_prompt(token_ids, self._max_len, self._settings.sim.vocab_size)
 
 
 def _pieces(request: Request, start: int, made: int) -> Iterable[Piece]:

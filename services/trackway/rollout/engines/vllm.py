@@ -31,6 +31,7 @@ from trackway.wire.weights import Canary
 _GENERATE = "/inference/v1/generate"
 _MEMORY_S = 120.0
 _PROGRESS_S = 2.0
+_CUT_PAUSES_S = (0.02, 0.1, 0.5)
 _COUNTERS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\{.*$", re.MULTILINE)
 _NO_NUMBER = -9999.0
 """What vLLM sends for a logprob that is NaN or minus infinity."""
@@ -190,8 +191,14 @@ class VllmEngine(RemoteEngine):
                 yield event
 
     async def _cut(self, calls: Sequence[Call]) -> None:
-        ids = [f"generate-tokens-{call.rid}" for call in calls]  # vLLM's own prefix for this route
-        await self.http.post("/abort_requests", {"request_ids": ids}, idempotent=True)
+        """More than once if need be: vLLM passes over ids that it does not know, as of a request just on its way."""
+        for pause_s in _CUT_PAUSES_S:
+            ids = [f"generate-tokens-{call.rid}" for call in calls]  # vLLM's own prefix for this route
+            await self.http.post("/abort_requests", {"request_ids": ids}, idempotent=True)
+            await asyncio.sleep(pause_s)
+            calls = [call for call in calls if call in self.calls.sent]
+            if not calls:
+                return
 
     async def _freeze(self) -> None:
         # clear_cache is not ignored here, whatever its documentation says: it would make frozen requests start anew.

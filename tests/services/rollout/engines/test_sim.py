@@ -250,7 +250,7 @@ async def test_a_pause_refuses_and_cuts_or_waits(stopped_clock: SimEngine, engin
     assert engine.stats()[:2] == (0, 0)
     assert [(await task).finish_reason for task in tasks] == ["stop"] * 3
     await engine.resume()
-    assert (await engine.generate([5], SamplingParams(), "a")).finish_reason == "stop"
+    assert (await engine.generate([5], SamplingParams(seed=0), "a")).finish_reason == "stop"
 
 
 async def test_requests_frozen_over_an_update_have_a_span_of_each_version(engine: SimEngine) -> None:

@@ -5,6 +5,7 @@ reference happens between two steps.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import NoReturn
 
 import torch
 
+from trackway.rollout.engines.admission import check_prompt, overloaded, paused
 from trackway.rollout.engines.engine import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.places import Places
 from trackway.rollout.engines.torch.core import Ended, EngineCore
 from trackway.rollout.engines.torch.decoder import Decoder
 from trackway.rollout.engines.torch.loading import device_of, dtype_of, load
@@ -27,6 +30,7 @@ from trackway.wire.weights import Canary
 Pending = asyncio.Future[Generation | TrackwayError]
 
 _DEFAULT_MAX_LEN = 4096
+_FIRST_GUESS_S = 5.0
 
 
 class TorchEngine:
@@ -43,6 +47,7 @@ class TorchEngine:
         self._decoder = Decoder(self._config, self._max_len, device, dtype_of(settings, device))
         self._core: EngineCore | None = None
         self._waiting: dict[Continuation, Pending] = {}
+        self._places = Places(settings.max_num_seqs, _FIRST_GUESS_S)
         self._paused = False
 
     @property
@@ -147,9 +152,11 @@ class TorchEngine:
         done: Pending = asyncio.get_running_loop().create_future()
         self._waiting[request] = done
         self._thread.post(lambda: core.scheduler.waiting.append(request))
+        began = time.monotonic()
         try:
             yield done
         finally:
+            self._places.left(time.monotonic() - began, len(self._waiting))
             del self._waiting[request]
             if done.cancelled() or not done.done():
                 self._thread.post(lambda: core.drop(request))
@@ -194,25 +201,11 @@ class TorchEngine:
 
     def _admissible(self, token_ids: Sequence[int]) -> None:
         if self._paused:
-            raise TrackwayError(ErrorCode.PAUSED, "generation is paused; ask again after /resume")
-        bound = self._settings.max_num_seqs + self._settings.max_queue
+            raise paused()
+        slots, bound = self._settings.max_num_seqs, self._settings.max_num_seqs + self._settings.max_queue
         if len(self._waiting) >= bound:
-            raise TrackwayError(
-                ErrorCode.OVERLOADED,
-                f"expected fewer than {bound} requests in flight, got one more; ask again later or add replicas",
-                bound=bound,
-            )
-        if not 0 < len(token_ids) < self._max_len:
-            raise TrackwayError(
-                ErrorCode.INVALID_REQUEST,
-                f"expected 1 to {self._max_len - 1} prompt tokens, got {len(token_ids)}; raise max_model_len",
-            )
-        if min(token_ids) < 0 or max(token_ids) >= self._config.vocab_size:
-            raise TrackwayError(
-                ErrorCode.INVALID_REQUEST,
-                f"expected token ids in 0..{self._config.vocab_size - 1}, got {min(token_ids)}..{max(token_ids)}; "
-                "use the served model's tokenizer",
-            )
+            raise overloaded(bound, self._places.turn_away(max(0, len(self._waiting) - slots), time.monotonic()))
+        check_prompt(token_ids, self._max_len, self._config.vocab_size)
 
 
 def _result(result: Generation | TrackwayError) -> Generation:

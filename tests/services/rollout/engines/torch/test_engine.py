@@ -79,7 +79,7 @@ async def test_one_request_more_than_slots_and_queue_is_refused_and_the_others_f
     taken = [asyncio.create_task(engine.generate([n, 7], LONG, str(n))) for n in (3, 4, 5)]
     await running(engine, 2)
     error = await refused(engine, PROMPT)
-    assert (error.code, error.detail) == (ErrorCode.OVERLOADED, {"bound": 3})
+    assert (error.code, error.detail) == (ErrorCode.OVERLOADED, {"bound": 3, "retry_after_s": 2.5})
     assert [len(done.token_ids) for done in await asyncio.gather(*taken)] == [300, 300, 300]
 
 

@@ -1,0 +1,35 @@
+"""Who is not let in, and why: the refusals that all engines word alike."""
+
+from collections.abc import Sequence
+
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+
+def check_prompt(token_ids: Sequence[int], max_len: int, vocab_size: int) -> None:
+    """Raises INVALID_REQUEST for a prompt that leaves no room for an answer or has ids the model does not know."""
+    if not 0 < len(token_ids) < max_len:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"expected 1 to {max_len - 1} prompt tokens, got {len(token_ids)}; raise max_model_len",
+        )
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"expected token ids in 0..{vocab_size - 1}, got {min(token_ids)}..{max(token_ids)}; "
+            "use the served model's tokenizer",
+        )
+
+
+def overloaded(bound: int, retry_after_s: float) -> TrackwayError:
+    """For one request more than `bound`, which may find a place after so many seconds."""
+    return TrackwayError(
+        ErrorCode.OVERLOADED,
+        f"expected fewer than {bound} requests in flight, got one more; ask again later or add replicas",
+        bound=bound,
+        retry_after_s=round(retry_after_s, 3),
+    )
+
+
+def paused() -> TrackwayError:
+    """For a request while generation is paused."""
+    return TrackwayError(ErrorCode.PAUSED, "generation is paused; ask again after /resume")
