@@ -54,14 +54,14 @@ async def test_two_replicas_follow_one_store(
 
 
 async def test_a_server_that_hangs_is_noticed_and_one_that_works_is_not(mortal: VllmEngine) -> None:
-    task = asyncio.create_task(mortal.generate(PROMPT, LONG.model_copy(update={"max_tokens": 1000}), "a"))
+    task = asyncio.gather(*(mortal.generate([n, 7], LONG, str(n)) for n in range(3, 7)))
     began, stillest = time.monotonic(), 0.0
     while not task.done():
         await asyncio.sleep(0.1)
         stillest = max(stillest, mortal.stuck_for())
     assert stillest < 0.7 * (time.monotonic() - began)
     task = asyncio.create_task(mortal.generate(PROMPT, LONG, "b"))
-    await busy(mortal, 1)
+    await busy(mortal)
     processes = server_of(mortal)
     for process in processes:
         process.suspend()
@@ -70,12 +70,12 @@ async def test_a_server_that_hangs_is_noticed_and_one_that_works_is_not(mortal: 
             await asyncio.sleep(0.1)
     for process in processes:
         process.resume()
-    assert len((await task).token_ids) == 600
+    assert len((await task).token_ids) == 1000
 
 
 async def test_a_server_that_dies_fails_requests_as_worth_asking_again_and_is_not_ready(mortal: VllmEngine) -> None:
     task = asyncio.create_task(mortal.generate(PROMPT, LONG, "a"))
-    await busy(mortal, 1)
+    await busy(mortal)
     server_of(mortal)[0].kill()
     for call in (task, mortal.generate(PROMPT, SHORT, "b")):
         with pytest.raises(TrackwayError, match="vllm") as raised:

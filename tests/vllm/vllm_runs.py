@@ -26,7 +26,7 @@ BLOCK = 128
 """Tokens of a KV block on the CPU: vLLM reuses prefixes of whole blocks only."""
 
 PROMPT = [11, 12, 13]
-LONG = SamplingParams(max_tokens=600, ignore_eos=True, seed=1)
+LONG = SamplingParams(max_tokens=1000, ignore_eos=True, seed=1)
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
@@ -133,13 +133,15 @@ async def started(settings: RolloutSettings) -> AsyncIterator[VllmEngine]:
         await engine.stop()
 
 
-async def busy(engine: VllmEngine, count: int) -> None:
-    """Return when vLLM itself runs `count` requests or more; what its gauge said before the next step may be old."""
+async def busy(engine: VllmEngine) -> None:
+    """Return when vLLM is at the requests that were sent before: one that comes after them has got some tokens.
+
+    Its counters do not serve for that: a server that generates may take seconds to tell them.
+    """
+    await asyncio.sleep(0.1)
     async with asyncio.timeout(20):
-        before = (now := await metrics(engine))["generation_tokens_total"]
-        while count and (now["num_requests_running"] < count or now["generation_tokens_total"] == before):
-            await asyncio.sleep(0.02)
-            now = await metrics(engine)
+        async for _ in engine.stream([9], SamplingParams(max_tokens=8, ignore_eos=True), "probe"):
+            pass
 
 
 async def idle(engine: VllmEngine) -> None:

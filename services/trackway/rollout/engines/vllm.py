@@ -31,6 +31,7 @@ from trackway.wire.weights import Canary
 _GENERATE = "/inference/v1/generate"
 _MEMORY_S = 120.0
 _PROGRESS_S = 2.0
+_METRICS_S = 20.0  # a server that generates may take seconds to answer
 _CUT_PAUSES_S = (0.02, 0.1, 0.5)
 _COUNTERS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\{.*$", re.MULTILINE)
 _NO_NUMBER = -9999.0
@@ -138,7 +139,7 @@ class VllmEngine(RemoteEngine):
             if not self.calls.sent:
                 continue
             with contextlib.suppress(TrackwayError):
-                text = str((await self.http.get("/metrics", timeout_s=_PROGRESS_S)).get("text"))
+                text = str((await self.http.get("/metrics", timeout_s=_METRICS_S)).get("text"))
                 now = _COUNTERS.findall(text)
                 if now != before:
                     self.calls.moved()
