@@ -23,7 +23,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast test-vllm check format lock picture clean
+.PHONY: help demo ui bench test test-fast test-vllm test-all check format lock picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -42,6 +42,8 @@ test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a tra
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-all: test test-vllm ## Both; for a nightly run.
 
 check: $(VENV)/.dev ## Check format, lint, types and the floors of the house.
 	$(BIN)/ruff format --check $(CODE)

@@ -17,6 +17,7 @@ from trackway.clients.weights import WeightStore, version_of
 from trackway.rollout.engines.engine import Engine, PauseMode
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
+from trackway.wire.weights import WeightManifest
 
 _log = logging.getLogger(__name__)
 _SLOWEST_RETRY_S = 5.0
@@ -49,6 +50,8 @@ class WeightWatcher:
         self._latest = 0
         self._synced = store is None
         self._error: str | None = None
+        self._refused: tuple[WeightManifest, TrackwayError] | None = None
+        """What the engine refused although its digests are right: trying again would only disturb requests again."""
         self._loaded = asyncio.Condition()
         self._look_now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -141,9 +144,16 @@ class WeightWatcher:
     async def _load(self, store: WeightStore, version: int) -> None:
         manifest = await asyncio.to_thread(store.manifest, version)
         folder = await asyncio.to_thread(store.fetch, version, self._cache)
+        if self._refused is not None and self._refused[0] == manifest:
+            raise self._refused[1]
         async with self.control, self._held():
             self.updates += 1
-            await self._engine.load_weights(folder, version, manifest.canary)
+            try:
+                await self._engine.load_weights(folder, version, manifest.canary)
+            except TrackwayError as error:
+                if error.code is ErrorCode.WEIGHTS_CORRUPT:
+                    self._refused = manifest, error
+                raise
         await asyncio.to_thread(self._tidy, folder)
         _log.info("weights version %d of run %s loaded", version, manifest.run)
         async with self._loaded:
