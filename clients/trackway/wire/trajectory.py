@@ -46,6 +46,16 @@ class WeightSpan(WireReply):
     end: int
 
 
+def add_span(spans: list[WeightSpan], version: int, start: int, end: int) -> None:
+    """Tokens `[start, end)` are of this version: a span of their own, or more of the last one when they continue it."""
+    if start == end:
+        return
+    if spans and spans[-1].version == version and spans[-1].end == start:
+        spans[-1] = WeightSpan(version=version, start=spans[-1].start, end=end)
+    else:
+        spans.append(WeightSpan(version=version, start=start, end=end))
+
+
 class Turn(WireReply):
     """One assistant turn and the observations that answered it."""
 

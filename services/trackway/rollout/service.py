@@ -5,11 +5,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 
+from trackway.rollout.engines.collector import Collector
 from trackway.rollout.engines.engine import Capability, Engine, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.survivor import Collector, Survivor
+from trackway.rollout.survivor import Survivor
 from trackway.rollout.text import TokenText
 from trackway.rollout.weights import WeightWatcher
 from trackway.tracing import SpanHandle, add_event, add_incident, chat_span, token2text
@@ -96,7 +96,7 @@ class RolloutService:
                         yield piece
             except GeneratorExit:
                 # The listener has enough (a stop string), which is no failure; one who left cancels instead.
-                await self._describe(span, request, replace(made.generation(), finish_reason="stop"))
+                await self._describe(span, request, made.generation("stop"))
                 return
             await self._describe(span, request, made.generation())
 

@@ -6,10 +6,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from trackway.rollout.engines.collector import Collector
 from trackway.rollout.engines.engine import Engine, FinishReason, Generation, Piece
 from trackway.rollout.weights import WeightWatcher
 from trackway.wire.rollout import GenerateRequest, SamplingParams
-from trackway.wire.trajectory import WeightSpan
 
 _NEXT_SEED = 1_000_003
 
@@ -28,23 +28,6 @@ class _Attempt(NamedTuple):
     """The watcher's count when it began."""
 
 
-class Collector:
-    """Puts pieces together again."""
-
-    def __init__(self) -> None:
-        self._whole = Generation([], [], "abort", [])
-
-    def add(self, piece: Piece) -> None:
-        """The next piece."""
-        spans = [WeightSpan(version=piece.version, start=0, end=len(piece.token_ids))] if piece.token_ids else []
-        part = Generation(piece.token_ids, piece.logprobs, piece.finish_reason or "abort", spans)
-        self._whole = _joined(self._whole, part)
-
-    def generation(self) -> Generation:
-        """Everything so far; `abort` without a last piece."""
-        return self._whole
-
-
 class Survivor:
     """One engine and the watcher that updates it."""
 
@@ -54,14 +37,14 @@ class Survivor:
 
     async def generate(self, request: GenerateRequest, request_id: str) -> Generation:
         """As `Engine.generate`; waits at the gate while an update holds requests back."""
-        whole = Generation([], [], "abort", [])
+        made = Collector()
         with self._call(request_id) as call:
             while True:
-                attempt = await self._attempt(request, whole.token_ids)
+                attempt = await self._attempt(request, made.token_ids)
                 part = await self._engine.generate(attempt.prompt, attempt.params, request_id)
-                whole = _joined(whole, part)
-                if not self._goes_on(call, attempt, request, part.finish_reason, len(whole.token_ids)):
-                    return whole
+                made.add(part)
+                if not self._goes_on(call, attempt, request, part.finish_reason, len(made.token_ids)):
+                    return made.generation()
 
     async def stream(self, request: GenerateRequest, request_id: str) -> AsyncGenerator[Piece]:
         """As `Engine.stream`; waits at the gate while an update holds requests back."""
@@ -115,14 +98,3 @@ class Survivor:
     ) -> bool:
         cut_by_update = reason == "abort" and not call.given_up and self._watcher.updates > attempt.updates
         return cut_by_update and made < request.sampling_params.max_tokens
-
-
-def _joined(whole: Generation, part: Generation) -> Generation:
-    """Both parts as one; neighbouring spans of one version become one."""
-    spans, offset = [span.model_copy() for span in whole.spans], len(whole.token_ids)
-    for span in part.spans:
-        if spans and spans[-1].version == span.version:
-            spans[-1].end = offset + span.end
-        else:
-            spans.append(WeightSpan(version=span.version, start=offset + span.start, end=offset + span.end))
-    return Generation(whole.token_ids + part.token_ids, whole.logprobs + part.logprobs, part.finish_reason, spans)

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trackway.clients.weights import WeightStore
+from trackway.rollout.engines.collector import Collector
 from trackway.rollout.engines.engine import Generation, Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.survivor import Collector, Survivor
+from trackway.rollout.survivor import Survivor
 from trackway.rollout.weights import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateRequest, SamplingParams

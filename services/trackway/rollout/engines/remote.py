@@ -32,11 +32,12 @@ from contextlib import aclosing
 from pathlib import Path
 
 from trackway.rollout.engines.admission import paused
+from trackway.rollout.engines.collector import Collector
 from trackway.rollout.engines.engine import EngineStats, Generation, PauseMode, Piece
 from trackway.rollout.engines.http import EngineHttp
 from trackway.rollout.engines.model_facts import ModelFacts
 from trackway.rollout.engines.remote_calls import Call, Calls, Tokens
-from trackway.rollout.engines.remote_pieces import join, runs, until_stop
+from trackway.rollout.engines.remote_pieces import runs, until_stop
 from trackway.rollout.engines.remote_weights import RemoteWeights
 from trackway.rollout.engines.side_process import SideProcess, free_port
 from trackway.rollout.settings import RolloutSettings
@@ -98,11 +99,11 @@ class RemoteEngine(RemoteWeights):
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
         """Continue a prompt; see `Engine.generate`."""
-        whole = Generation([], [], "abort", [])
+        made = Collector()
         async with aclosing(self._call(token_ids, params, request_id, streamed=False)) as pieces:
             async for piece in pieces:
-                whole = join(whole, piece)
-        return whole
+                made.add(piece)
+        return made.generation()
 
     def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
         """As `generate`, in pieces; see `Engine.stream`."""

@@ -3,12 +3,10 @@
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from trackway.rollout.engines.engine import Generation, Piece
+from trackway.rollout.engines.engine import Piece
 from trackway.rollout.engines.remote_calls import Call, Tokens
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.trajectory import WeightSpan
 
 
 def runs(names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
@@ -28,15 +26,3 @@ def until_stop(call: Call, got: Tokens, start: int, end: int, version: int) -> t
         message = f"expected finite logprobs, got {logprobs} from weights version {version}; look at the training"
         raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
     return Piece([*got.token_ids[start : stop or end]], logprobs, version), stop is not None
-
-
-def join(whole: Generation, piece: Piece) -> Generation:
-    """The generation with the piece at its end."""
-    whole.token_ids.extend(piece.token_ids)
-    whole.logprobs.extend(piece.logprobs)
-    end, spans = len(whole.token_ids), whole.spans
-    if piece.token_ids and spans and spans[-1].version == piece.version:
-        spans[-1] = WeightSpan(version=piece.version, start=spans[-1].start, end=end)
-    elif piece.token_ids:
-        spans.append(WeightSpan(version=piece.version, start=end - len(piece.token_ids), end=end))
-    return replace(whole, finish_reason=piece.finish_reason or whole.finish_reason)

@@ -15,7 +15,7 @@ from trackway.rollout.text import Tokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai import SampledRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams
-from trackway.wire.trajectory import WeightSpan
+from trackway.wire.trajectory import WeightSpan, add_span
 
 T = TypeVar("T")
 
@@ -84,10 +84,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     """The deltas of one choice as one."""
     spans: list[WeightSpan] = []
     for span in (span for delta in deltas for span in delta.spans):
-        if spans and spans[-1].version == span.version:
-            spans[-1] = WeightSpan(version=span.version, start=spans[-1].start, end=span.end)
-        else:
-            spans.append(span)
+        add_span(spans, span.version, span.start, span.end)
     return Delta(
         text="".join(delta.text for delta in deltas),
         token_ids=[token for delta in deltas for token in delta.token_ids],

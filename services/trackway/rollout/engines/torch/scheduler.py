@@ -8,7 +8,7 @@ from trackway.rollout.engines.engine import FinishReason, Generation, Piece
 from trackway.rollout.engines.torch.sampler import uniforms
 from trackway.rollout.engines.torch.slots import Place, SlotTable
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.trajectory import WeightSpan
+from trackway.wire.trajectory import WeightSpan, add_span
 
 
 @dataclass(eq=False)
@@ -55,10 +55,7 @@ class Continuation:
         self.cached = self.length
         self.output.append(token)
         self.logprobs.append(logprob)
-        if self.spans and self.spans[-1].version == version:
-            self.spans[-1].end += 1
-        else:
-            self.spans.append(WeightSpan(version=version, start=len(self.output) - 1, end=len(self.output)))
+        add_span(self.spans, version, len(self.output) - 1, len(self.output))
         if self.hear is not None:
             self.hear(Piece([token], [logprob], version))
         if token in self.stops:
