@@ -49,6 +49,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await server.start()
         reaper = asyncio.create_task(reap_for_ever(server, settings.reap_interval_s))
         try:
             yield

@@ -78,6 +78,17 @@ class BaseTool(ABC):
         """The arguments as this tool reads them, before they meet the schema; by default as they are."""
         return arguments
 
+    async def start(self) -> None:
+        """Once a replica, before its first call: load an index, check a sandbox, connect.
+
+        An exception keeps the tool server from starting; its message says what is missing and the remedy.
+        """
+        return None
+
+    async def close(self) -> None:
+        """Once a replica, after its last instance was released."""
+        return None
+
     async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
         """Make the state of one trajectory. ToolInputError when a kwarg is missing or wrong.
 

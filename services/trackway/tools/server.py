@@ -29,6 +29,17 @@ class ToolServer:
         self._registry = ToolRegistry(tools)
         self._guarded = {tool.name: GuardedTool(tool, limits) for tool in tools}
         self._instances = instances
+        self._started: list[BaseTool] = []
+
+    async def start(self) -> None:
+        """Let every tool get ready; those that began are closed when one cannot."""
+        try:
+            for guard in self._guarded.values():
+                self._started.append(guard.tool)
+                await guard.tool.start()
+        except BaseException:
+            await self.close()
+            raise
 
     def schemas(self) -> list[ToolSchema]:
         """Every tool as the model sees it."""
@@ -104,9 +115,15 @@ class ToolServer:
         return len(expired)
 
     async def close(self) -> None:
-        """Release everything: the process ends."""
+        """Release everything and close the tools: the process ends."""
         living = self._instances.everything()
         await asyncio.gather(*(self._quietly(self._release(one), one) for one in living))
+        while self._started:
+            tool = self._started.pop()
+            try:
+                await tool.close()
+            except Exception:
+                logger.exception("tool %r did not close cleanly", tool.name)
 
     async def _release(self, instance: Instance) -> None:
         guard = self._guard(instance)

@@ -63,3 +63,21 @@ class FaultyTool(BaseTool):
 
     async def release(self, instance_id: str, /) -> None:
         del self.calls[instance_id]
+
+
+class PreparedTool(FaultyTool):
+    """Says in `heard` when it starts and closes; a broken one cannot start."""
+
+    def __init__(self, name: str, heard: list[str], broken: bool = False) -> None:
+        assert self.default_schema is not None
+        function = self.default_schema.function.model_copy(update={"name": name})
+        super().__init__({}, ToolSchema(function=function))
+        self.heard, self.broken = heard, broken
+
+    async def start(self) -> None:
+        self.heard.append(f"start {self.name}")
+        if self.broken:
+            raise OSError(f"{self.name} has no index")
+
+    async def close(self) -> None:
+        self.heard.append(f"close {self.name}")

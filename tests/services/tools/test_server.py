@@ -2,8 +2,11 @@ import asyncio
 import logging
 
 import pytest
+from faulty_tool import PreparedTool
 from tools_rig import Make, Rig, eventually
 
+from trackway.tools.base import ToolLimits
+from trackway.tools.server import ToolServer
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import CreateInstance, ExecuteRequest, OneShotRequest
 
@@ -181,3 +184,26 @@ async def test_the_calculator_answers_and_explains_a_wrong_expression(rig: Rig) 
 
     assert right.text == "21"
     assert (caught.value.code, caught.value.message) == (ErrorCode.INVALID_REQUEST, "division by zero in '3/0'")
+
+
+@pytest.mark.anyio
+async def test_tools_start_in_order_and_close_in_reverse(make_rig: Make) -> None:
+    heard: list[str] = []
+    server = ToolServer([PreparedTool("first", heard), PreparedTool("second", heard)], ToolLimits(), make_rig().table)
+
+    await server.start()
+    await server.close()
+
+    assert heard == ["start first", "start second", "close second", "close first"]
+
+
+@pytest.mark.anyio
+async def test_a_tool_that_cannot_start_keeps_the_server_from_starting(make_rig: Make) -> None:
+    heard: list[str] = []
+    tools = [PreparedTool("first", heard), PreparedTool("second", heard, broken=True), PreparedTool("third", heard)]
+    server = ToolServer(tools, ToolLimits(), make_rig().table)
+
+    with pytest.raises(OSError, match="second has no index"):
+        await server.start()
+
+    assert heard == ["start first", "start second", "close second", "close first"]
