@@ -2,7 +2,8 @@
 
 In a folder the claim is a lock of the kernel, which lets go when its holder dies however it dies. Elsewhere it is a
 lease in a file, renewed with each version; such stores offer no atomic compare, so two that claim within the same
-moment are told apart by reading back, not by a lock.
+moment are told apart by reading back, not by a lock. A lease outlives a holder that was killed, so its owner may claim
+it anew at once; should the holder live after all, its next renewal fails.
 """
 
 import fcntl
@@ -71,14 +72,15 @@ class LeaseClaim:
     def __init__(self, fs: AbstractFileSystem, root: str, owner: str, lease_s: float = LEASE_S) -> None:
         self._fs, self._path, self._owner, self._lease_s = fs, f"{root}/publisher.json", owner, lease_s
         self._token = uuid.uuid4().hex
-        self.renew()
+        found = self._read()
+        if found is not None and found.owner != owner and found.until > time.time():
+            raise self._lost_to(found)
+        self._write()
 
     def renew(self) -> None:
-        """Take the lease, or keep it."""
-        self._refuse_if_taken()
-        lease = _Lease(owner=self._owner, token=self._token, until=time.time() + self._lease_s)
-        self._fs.pipe_file(self._path, lease.model_dump_json().encode())
-        self._refuse_if_taken()
+        """Keep the lease; one that was lost is not taken back, even if it is free again."""
+        self._require_ours()
+        self._write()
 
     def close(self) -> None:
         """Give the lease back if it is still ours."""
@@ -86,10 +88,21 @@ class LeaseClaim:
         if found is not None and found.token == self._token:
             self._fs.rm_file(self._path)
 
-    def _refuse_if_taken(self) -> None:
+    def _write(self) -> None:
+        lease = _Lease(owner=self._owner, token=self._token, until=time.time() + self._lease_s)
+        self._fs.pipe_file(self._path, lease.model_dump_json().encode())
+        self._require_ours()
+
+    def _require_ours(self) -> None:
         found = self._read()
-        if found is not None and found.token != self._token and found.until > time.time():
-            raise _taken(self._path, f"{found.owner} (for {found.until - time.time():.0f} s more)", self._owner)
+        if found is None or found.token != self._token:
+            raise self._lost_to(found)
+
+    def _lost_to(self, found: _Lease | None) -> TrackwayError:
+        if found is None:
+            return _taken(self._path, "one that removed its lease", self._owner)
+        name = f"{found.owner}, resumed since" if found.owner == self._owner else found.owner
+        return _taken(self._path, f"{name} (for {max(0.0, found.until - time.time()):.0f} s more)", self._owner)
 
     def _read(self) -> _Lease | None:
         try:

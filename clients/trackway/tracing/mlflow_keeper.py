@@ -195,7 +195,8 @@ def _wait_until_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
 
 def _give_way(server: "subprocess.Popen[bytes]") -> None:
     """Traces may be stored a little later; what makes them must not wait for that on a machine with few cores."""
-    os.setpriority(os.PRIO_PGRP, server.pid, NICENESS)
+    own = os.getpriority(os.PRIO_PROCESS, 0)  # only root may go below it
+    os.setpriority(os.PRIO_PGRP, server.pid, max(NICENESS, own))
     with contextlib.suppress(OSError):  # Linux shares the cores out by session first, where that is built in: sched(7)
         Path(f"/proc/{server.pid}/autogroup").write_text(str(NICENESS))
 

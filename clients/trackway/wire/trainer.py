@@ -70,6 +70,8 @@ class RunInfo(WireReply):
     """Where a run stands."""
 
     run: str
+    uid: str = ""
+    """Tells this run from another one of the same name elsewhere; kept when it is resumed."""
     state: RunState
     step: int = 0
     total_steps: int = 0

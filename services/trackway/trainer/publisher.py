@@ -11,16 +11,17 @@ class Publisher:
     """Publishes a learner's weights as the store's next version.
 
     Versions are store-wide: a run, new or resumed, goes on from whatever was published last, so that no replica takes
-    another run's weights for its own. One publisher at a time: raises CONFLICT while another holds the store's claim.
+    another run's weights for its own. One publisher at a time: raises CONFLICT while another holds the store's claim;
+    `uid` tells a resumed run, which may take its own claim over, from another of the same name.
     """
 
-    def __init__(self, store: WeightStore, learner: Learner, run: str, scratch: Path, keep: int) -> None:
+    def __init__(self, store: WeightStore, learner: Learner, run: str, uid: str, scratch: Path, keep: int) -> None:
         self._store = store
         self._learner = learner
         self._run = run
         self._scratch = scratch
         self._keep = keep
-        self._claim = store.claim(f"run {run}")
+        self._claim = store.claim(f"run {run} ({uid[:8]})")
 
     def publish(self) -> int:
         """Export, copy and announce; returns the version that rollouts must have from now on. Blocking."""

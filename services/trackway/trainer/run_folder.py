@@ -11,6 +11,7 @@ while it lives, else the service. RUN_TRANSITIONS says which state may follow wh
 
 import json
 import os
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,13 @@ class RunFolder:
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._replace("config.json", config.model_dump_json(indent=2))
         self.write_services(services)
-        info = RunInfo(run=self.name, state=RunState.STARTING, total_steps=total_steps, folder=str(self.path.resolve()))
+        info = RunInfo(
+            run=self.name,
+            uid=uuid.uuid4().hex,
+            state=RunState.STARTING,
+            total_steps=total_steps,
+            folder=str(self.path.resolve()),
+        )
         return self._write(info)
 
     def config(self) -> RunConfig:

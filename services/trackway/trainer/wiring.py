@@ -67,7 +67,7 @@ def _training(
         validation_rows=load_samples(data.val_files, data.val_max_samples, fits),
         validation_rollouts=rollouts(validation_ask(config, folder.name, traces.target)),
         learner=learner,
-        publisher=Publisher(store, learner, folder.name, folder.path / "export", own.keep_weights),
+        publisher=Publisher(store, learner, folder.name, folder.info().uid, folder.path / "export", own.keep_weights),
         sinks=_sinks(config, folder, tracking),
         traces=traces,
         progress=progress,

@@ -1,4 +1,4 @@
-"""One publisher at a time: in a folder by a lock that dies with its holder, elsewhere by a lease."""
+"""One publisher at a time: in a folder by a lock that dies with its holder, elsewhere by a lease of its owner."""
 
 import subprocess
 import sys
@@ -61,3 +61,29 @@ def test_a_lease_that_ran_out_may_be_taken_and_its_first_holder_notices(tmp_path
     with pytest.raises(TrackwayError, match="got run c beside run b"):
         weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run c")
     taken.close()
+
+
+def test_a_resumed_run_takes_its_lease_over_and_its_old_process_may_publish_no_more(tmp_path: Path) -> None:
+    store = WeightStore(f"memory://{tmp_path.name}")
+    old = store.claim("run a")
+    resumed = store.claim("run a")
+    with pytest.raises(TrackwayError, match="got run a beside run a, resumed since") as raised:
+        old.renew()
+    assert raised.value.code is ErrorCode.CONFLICT
+    old.close()
+    resumed.renew()
+    with pytest.raises(TrackwayError, match=r"got run b beside run a \(for "):
+        store.claim("run b")
+    resumed.close()
+    with pytest.raises(TrackwayError, match="got run a beside one that removed its lease"):
+        old.renew()
+    store.claim("run b").close()
+
+
+def test_a_lost_lease_is_not_taken_back_when_it_runs_out(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("memory")
+    old = weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run a")
+    resumed = weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
+    with pytest.raises(TrackwayError, match="resumed since"):
+        old.renew()
+    resumed.renew()

@@ -148,6 +148,23 @@ def test_six_processes_share_one_server_and_every_span_arrives(shared: str, fold
     assert (folder / "mlflow.db.server" / "address.json").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.usefixtures("shared")
+def test_the_server_and_its_workers_give_way_to_other_processes(folder: Path) -> None:
+    [server] = servers(folder)
+    workers = server.children(recursive=True)
+    assert workers
+    assert {process.nice() for process in [server, *workers]} == {10}
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel does not share cores out by session")
+@pytest.mark.usefixtures("shared")
+def test_the_servers_session_of_its_own_gives_way_to_other_sessions(folder: Path) -> None:
+    [server] = servers(folder)
+    session, nice = Path(f"/proc/{server.pid}/autogroup").read_text().split(maxsplit=1)
+    assert nice == "nice 10\n"
+    assert session != Path("/proc/self/autogroup").read_text().split()[0]
+
+
 def test_the_server_of_a_deployment_takes_the_place_of_a_shared_one_and_of_no_other(
     deployed: tuple[str, ProcessRecord], shared: str, folder: Path
 ) -> None:

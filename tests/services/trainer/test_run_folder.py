@@ -1,4 +1,5 @@
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,17 @@ def test_a_new_run_is_starting_and_its_files_read_back(folder: RunFolder):
     assert folder.info().state is RunState.STARTING
     assert folder.config() == RunConfig()
     assert folder.services() == URLS
+
+
+def test_a_run_keeps_its_uid_and_another_of_the_same_name_has_another(folder: RunFolder, tmp_path: Path):
+    uid = folder.info().uid
+    folder.move(RunState.FAILED)
+    folder.move(RunState.STARTING)
+    elsewhere = RunFolder(tmp_path / "elsewhere" / folder.name)
+    elsewhere.create(folder.config(), folder.services())
+
+    assert folder.info().uid == uid != elsewhere.info().uid
+    assert len(uid) == 32
 
 
 def test_a_name_that_is_taken_is_a_conflict(folder: RunFolder):

@@ -78,7 +78,7 @@ def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: 
         validation_rows=[sample(index) for index in range(3)],
         validation_rollouts=rollouts(validation_ask(config, "run", TraceTarget())),
         learner=learner,
-        publisher=Publisher(WeightStore(urls.weights_url), learner, "run", folder.path / "export", 2),
+        publisher=Publisher(WeightStore(urls.weights_url), learner, "run", "", folder.path / "export", 2),
         sinks=[],
         traces=traces,
     )
