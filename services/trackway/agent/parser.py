@@ -4,26 +4,12 @@ A call that cannot be read is not dropped: it carries the text that tells the mo
 model never learns why nothing came back).
 """
 
-import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from pydantic import JsonValue
-
+from trackway.chat.tool_calls import BEGIN, END, ParsedCall, read_call, unclosed_call
 from trackway.wire.errors import ErrorCode, TrackwayError
-
-
-@dataclass(frozen=True)
-class ParsedCall:
-    """One call as the model wrote it; with `error` set it cannot run, and `error` is what the model is told."""
-
-    name: str
-    arguments: dict[str, JsonValue] = field(default_factory=dict)
-    raw: str = ""
-    """The arguments as JSON, or the whole unreadable text of the call."""
-    error: str | None = None
 
 
 class Parsed(NamedTuple):
@@ -66,9 +52,7 @@ def tool_parser(name: str) -> ToolParser:
     return _PARSERS[name]()
 
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
-_CALL = re.compile(rf"{_BEGIN}(.*?){_END}", re.DOTALL)
-_NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"')
+_CALL = re.compile(rf"{BEGIN}(.*?){END}", re.DOTALL)
 
 
 @register_parser("hermes")
@@ -77,59 +61,8 @@ class HermesParser:
 
     def parse(self, text: str) -> Parsed:
         """Every call of the turn."""
-        calls = [_read(block) for block in _CALL.findall(text)]
-        content, begun, rest = _CALL.sub("", text).partition(_BEGIN)
+        calls = [read_call(block) for block in _CALL.findall(text)]
+        content, begun, rest = _CALL.sub("", text).partition(BEGIN)
         if begun:
-            calls.append(_unclosed(rest))
+            calls.append(unclosed_call(rest))
         return Parsed(content.strip(), calls, bool(begun))
-
-
-def _unclosed(text: str) -> ParsedCall:
-    error = f"Invalid tool call: expected {_END} after {_BEGIN}, got the end of the turn."
-    return ParsedCall(name=_name_in(text), raw=text, error=error)
-
-
-def _read(block: str) -> ParsedCall:
-    try:
-        call = _json(block)
-    except (ValueError, RecursionError) as error:
-        return _malformed(_name_in(block), block, str(error))
-    name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(name, str):
-        return _malformed("", block, "no name")
-    return _with_arguments(name, call.get("arguments", {}), block)
-
-
-def _with_arguments(name: str, arguments: JsonValue, block: str) -> ParsedCall:
-    try:
-        read = _json(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError) as error:
-        return _malformed(name, block, str(error))
-    if not isinstance(read, dict):
-        return _malformed(name, block, f"expected an object, got {type(read).__name__}")
-    return ParsedCall(name, read, json.dumps(read, ensure_ascii=False))
-
-
-def _malformed(name: str, block: str, reason: str) -> ParsedCall:
-    if name:
-        error = f"Invalid JSON in arguments for '{name}': {reason}"
-    else:
-        wanted = '{"name": "<function>", "arguments": {...}}'
-        error = f"Invalid tool call: expected {wanted} in {_BEGIN}...{_END}, got {block.strip()!r}"
-    return ParsedCall(name=name, raw=block, error=error)
-
-
-def _name_in(block: str) -> str:
-    found = _NAME.search(block)
-    return found.group(1) if found else ""
-
-
-def _json(text: str) -> JsonValue:
-    """Strict JSON: no NaN, no lone surrogates, since both cannot be sent on as JSON."""
-    value: JsonValue = json.loads(text, parse_constant=_no_constant)
-    json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
-def _no_constant(name: str) -> JsonValue:
-    raise ValueError(f"{name} is not JSON")

@@ -6,24 +6,21 @@ generation prompt), found by rendering a stand-in conversation. That text starts
 depend on what stands before it. The scheme is verl's "continuous token" (verl/utils/tokenizer/continuous_token.py).
 """
 
-import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import JsonValue
 
+from trackway.chat.offload import offload
+from trackway.chat.templates import template_call
 from trackway.wire.chat import Message, ToolSchema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
-
 _STAND_IN = "trackway stands here for what the model wrote"
-_INLINE_SIZE = 16384
-"""Characters or ids up to which the work (about a millisecond) is not worth a thread."""
 
 
 class ChatTokens:
@@ -114,22 +111,8 @@ class ChatTokens:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates want it: arguments of past tool calls as objects, which they turn into JSON."""
+    """A message as chat templates want it: arguments of past tool calls as objects."""
     plain = message.model_dump(mode="json", exclude_none=True)
-    for call in plain.get("tool_calls", []):
-        call["function"]["arguments"] = _object_or_text(call["function"]["arguments"])
+    if message.tool_calls is not None:
+        plain["tool_calls"] = [template_call(call) for call in message.tool_calls]
     return plain
-
-
-def _object_or_text(arguments: str) -> JsonValue:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
-async def offload(size: int, function: Callable[..., T], *args: object) -> T:
-    """Run `function` here when its input is small, else in a thread, so that the event loop goes on."""
-    if size <= _INLINE_SIZE:
-        return function(*args)
-    return await asyncio.to_thread(function, *args)

@@ -10,8 +10,9 @@ from trackway.agent.catalog import Offer
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, register, stopwatch
 from trackway.agent.observations import Observation, truncated
-from trackway.agent.parser import Parsed, ParsedCall
+from trackway.agent.parser import Parsed
 from trackway.agent.toolbox import Toolbox
+from trackway.chat.tool_calls import ParsedCall
 from trackway.tracing import turn_span
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.trajectory import StopReason, Turn

@@ -16,7 +16,7 @@ from pydantic import JsonValue
 
 from trackway.agent.catalog import Offer
 from trackway.agent.observations import Observation, failed_call, not_run, unknown_function
-from trackway.agent.parser import ParsedCall
+from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
 from trackway.tracing import add_event, add_incident, token2text
 from trackway.wire.agent import Sample

@@ -1,16 +1,11 @@
 """Token ids and text. The tokenizer is loaded when the first request or span wants text."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, cast
 
 from pydantic import JsonValue
-
-T = TypeVar("T")
-
-_INLINE_SIZE = 16384
-"""Characters or ids up to which the work (about a millisecond) is not worth a thread."""
 
 
 class Tokenizer(Protocol):
@@ -54,13 +49,6 @@ class TokenText:
                 if self._tokenizer is None:
                     self._tokenizer = await asyncio.to_thread(_load_tokenizer, self.model_path)
         return self._tokenizer
-
-
-async def offload(size: int, function: Callable[..., T], *args: object) -> T:
-    """Run `function` here when its input is small, else in a thread, so that the event loop goes on."""
-    if size <= _INLINE_SIZE:
-        return function(*args)
-    return await asyncio.to_thread(function, *args)
 
 
 def _load_tokenizer(model_path: Path) -> Tokenizer:

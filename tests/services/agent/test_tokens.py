@@ -1,10 +1,8 @@
-import asyncio
-
 import pytest
 from scripted_model import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from trackway.agent.tokens import ChatTokens, offload
+from trackway.agent.tokens import ChatTokens
 from trackway.wire.chat import FunctionCall, FunctionSchema, Message, ToolCall, ToolSchema
 
 ADD = ToolSchema(function=FunctionSchema(name="add", parameters={"type": "object", "properties": {}}))
@@ -100,15 +98,3 @@ def test_a_tokenizer_without_chat_template_is_refused() -> None:
 
     with pytest.raises(ValueError, match="expected a tokenizer with a chat template"):
         ChatTokens(tokenizer)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize(("size", "inline"), [(10, True), (1_000_000, False)])
-async def test_large_work_leaves_the_event_loop(size: int, inline: bool) -> None:
-    def has_loop() -> bool:
-        try:
-            return asyncio.get_running_loop() is not None
-        except RuntimeError:
-            return False
-
-    assert await offload(size, has_loop) is inline

@@ -9,8 +9,8 @@ from agent_world import World, call, group
 from scripted_model import END
 
 from trackway.agent.catalog import Offer
-from trackway.agent.parser import ParsedCall
 from trackway.agent.toolbox import Toolbox
+from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason

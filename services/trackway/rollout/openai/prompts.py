@@ -1,14 +1,14 @@
 """Prompts as token ids: of text by the tokenizer, of messages by the model's chat template."""
 
-import contextlib
 import json
 
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
-from trackway.rollout.openai.tool_calls import BEGIN
-from trackway.rollout.text import Tokenizer, TokenText, offload
-from trackway.wire.chat import ToolCall
+from trackway.chat.offload import offload
+from trackway.chat.templates import template_call
+from trackway.chat.tool_calls import BEGIN
+from trackway.rollout.text import Tokenizer, TokenText
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai import ChatMessage, ChatRequest, ChatTool, CompletionRequest, NamedTool
 
@@ -67,7 +67,7 @@ def _rendered(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
             tokenize=False,
             **request.chat_template_kwargs,
         )
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, TypeError, ValueError, RecursionError) as error:
         message = f"messages: the model's chat template refuses them: {error}; send what it can show"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
     return _encode(tokenizer, text + forced_prefix(request), False)
@@ -92,13 +92,6 @@ def _template_message(message: ChatMessage) -> dict[str, JsonValue]:
         "name": message.name,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": message.reasoning_content,
-        "tool_calls": [_template_call(call) for call in message.tool_calls] or None,
+        "tool_calls": [template_call(call) for call in message.tool_calls] or None,
     }
     return {name: value for name, value in shown.items() if value is not None}
-
-
-def _template_call(call: ToolCall) -> JsonValue:
-    shown = call.model_dump(mode="json")
-    with contextlib.suppress(ValueError):  # what is no JSON, the template shows as it is
-        shown["function"]["arguments"] = json.loads(call.function.arguments)
-    return shown

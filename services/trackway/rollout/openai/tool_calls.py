@@ -4,14 +4,9 @@
 text. White space around calls belongs to them.
 """
 
-import json
-
-from pydantic import JsonValue
-
+from trackway.chat.tool_calls import BEGIN, END, read_call
 from trackway.rollout.openai.marks import begun
 from trackway.wire.chat import FunctionCall
-
-BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class ToolCallReader:
@@ -34,11 +29,11 @@ class ToolCallReader:
             if not (begin and end):
                 break
             call = read_call(block)
-            if call is None:
+            if call.error is not None:
                 parts.append(self._plain(before + BEGIN + block + END))
             else:
                 parts.append(self._plain(before.rstrip()))
-                parts.extend(self._counted(call))
+                parts.extend(self._counted(FunctionCall(name=call.name, arguments=call.raw)))
             self._held = rest
         plain = before.rstrip() if begin else before[: len(before) - begun(before, [BEGIN])].rstrip()
         parts.append(self._plain(plain))
@@ -63,27 +58,3 @@ class ToolCallReader:
         self.calls += 1
         self._behind_call = True
         return [call]
-
-
-def read_call(block: str) -> FunctionCall | None:
-    """The call in the text between the tags, its arguments as strict JSON; None when it cannot be read."""
-    try:
-        call = _json(block)
-        if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
-            return None
-        arguments = call.get("arguments", {})
-        read = _json(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return None
-    return FunctionCall(name=name, arguments=json.dumps(read, ensure_ascii=False)) if isinstance(read, dict) else None
-
-
-def _json(text: str) -> JsonValue:
-    """No NaN and no lone surrogates: neither can be sent on as JSON."""
-    value: JsonValue = json.loads(text, parse_constant=_refuse)
-    json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
-def _refuse(name: str) -> JsonValue:
-    raise ValueError(f"{name} is not JSON")

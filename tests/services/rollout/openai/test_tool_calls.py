@@ -2,7 +2,7 @@
 
 import pytest
 
-from trackway.rollout.openai.tool_calls import ToolCallReader, read_call
+from trackway.rollout.openai.tool_calls import ToolCallReader
 from trackway.wire.chat import FunctionCall
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -60,26 +60,3 @@ def test_text_comes_before_the_end_of_the_answer() -> None:
         [],
         [" <tooling", ADDED],
     ]
-
-
-@pytest.mark.parametrize(
-    "block",
-    [
-        "",
-        "[]",
-        '{"arguments": {}}',
-        '{"name": 3}',
-        '{"name": "f", "arguments": [1]}',
-        '{"name": "f", "arguments": "no json"}',
-        '{"name": "f", "arguments": {"a": NaN}}',
-        '{"name": "f", "arguments": {"a": "\\ud800"}}',
-        "[" * 100_000,
-    ],
-)
-def test_what_cannot_be_sent_on_as_a_call_is_none(block: str) -> None:
-    assert read_call(block) is None
-
-
-def test_arguments_may_be_missing_or_json_in_a_string() -> None:
-    assert read_call('{"name": "f"}') == FunctionCall(name="f", arguments="{}")
-    assert read_call('{"name": "f", "arguments": "{\\"a\\": 1}"}') == FunctionCall(name="f", arguments='{"a": 1}')

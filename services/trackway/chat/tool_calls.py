@@ -1,0 +1,77 @@
+"""Tool calls in the model's text, as Hermes, Qwen2.5 and Qwen3 write them.
+
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; one that cannot be read says why.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"')
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """One call as the model wrote it; with `error` set it cannot run, and `error` is what the model is told."""
+
+    name: str
+    arguments: dict[str, JsonValue] = field(default_factory=dict)
+    raw: str = ""
+    """The arguments as JSON, or the whole unreadable text of the call."""
+    error: str | None = None
+
+
+def read_call(block: str) -> ParsedCall:
+    """The call in the text between the tags."""
+    try:
+        call = _json(block)
+    except (ValueError, RecursionError) as error:
+        return _malformed(_name_in(block), block, str(error))
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(name, str):
+        return _malformed("", block, "no name")
+    return _with_arguments(name, call.get("arguments", {}), block)
+
+
+def unclosed_call(text: str) -> ParsedCall:
+    """The call that the end of the turn cut off behind its first tag."""
+    error = f"Invalid tool call: expected {END} after {BEGIN}, got the end of the turn."
+    return ParsedCall(name=_name_in(text), raw=text, error=error)
+
+
+def _with_arguments(name: str, arguments: JsonValue, block: str) -> ParsedCall:
+    try:
+        read = _json(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError) as error:
+        return _malformed(name, block, str(error))
+    if not isinstance(read, dict):
+        return _malformed(name, block, f"expected an object, got {type(read).__name__}")
+    return ParsedCall(name, read, json.dumps(read, ensure_ascii=False))
+
+
+def _malformed(name: str, block: str, reason: str) -> ParsedCall:
+    if name:
+        error = f"Invalid JSON in arguments for '{name}': {reason}"
+    else:
+        wanted = '{"name": "<function>", "arguments": {...}}'
+        error = f"Invalid tool call: expected {wanted} in {BEGIN}...{END}, got {block.strip()!r}"
+    return ParsedCall(name=name, raw=block, error=error)
+
+
+def _name_in(block: str) -> str:
+    found = _NAME.search(block)
+    return found.group(1) if found else ""
+
+
+def _json(text: str) -> JsonValue:
+    """Strict JSON: no NaN, no lone surrogates, since both cannot be sent on as JSON."""
+    value: JsonValue = json.loads(text, parse_constant=_no_constant)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _no_constant(name: str) -> JsonValue:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,40 @@
+import pytest
+
+from trackway.chat.tool_calls import ParsedCall, read_call
+
+
+def test_arguments_may_be_missing_an_object_or_json_in_a_string() -> None:
+    assert read_call('{"name": "now"}') == ParsedCall("now", {}, "{}")
+    assert read_call('{"name": "add", "arguments": {"a": "é"}}') == ParsedCall("add", {"a": "é"}, '{"a": "é"}')
+    assert read_call('{"name": "add", "arguments": "{\\"a\\": 1}"}') == ParsedCall("add", {"a": 1}, '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("block", "error"),
+    [
+        ('{"name": "add", "arguments": {"a": }}', "Expecting value: line 1 column 36 (char 35)"),
+        ('{"name": "add", "arguments": "no json"}', "Expecting value: line 1 column 1 (char 0)"),
+        ('{"name": "add", "arguments": [1]}', "expected an object, got list"),
+        ('{"name": "add", "arguments": {"a": NaN}}', "NaN is not JSON"),
+    ],
+)
+def test_malformed_arguments_carry_what_the_model_is_told(block: str, error: str) -> None:
+    assert read_call(block) == ParsedCall("add", raw=block, error=f"Invalid JSON in arguments for 'add': {error}")
+
+
+@pytest.mark.parametrize("block", ["", "[]", "add 1 and 2", '{"arguments": {}}', '{"name": 3}', "[" * 100_000])
+def test_what_names_no_function_carries_what_was_expected(block: str) -> None:
+    error = (
+        'Invalid tool call: expected {"name": "<function>", "arguments": {...}} in '
+        f"<tool_call>...</tool_call>, got {block!r}"
+    )
+
+    assert read_call(block) == ParsedCall("", raw=block, error=error)
+
+
+@pytest.mark.parametrize("value", [r'"\ud800"', "[" * 100_000, "1" * 5000])
+def test_json_that_cannot_be_sent_on_is_malformed(value: str) -> None:
+    call = read_call(f'{{"name": "add", "arguments": {{"a": {value}}}}}')
+
+    assert call.error is not None
+    assert call.name == "add"
