@@ -45,7 +45,6 @@ class RolloutService:
     def __init__(self, engine: Engine, watcher: WeightWatcher, text: TokenText, settings: RolloutSettings) -> None:
         self._engine, self._watcher, self._text, self._settings = engine, watcher, text, settings
         self._survivor = Survivor(engine, watcher)
-        self._asleep: set[MemoryPart] = set()
         self._created = int(time.time())
         self._text_failed = False
 
@@ -65,8 +64,8 @@ class RolloutService:
         if stuck > self._settings.stuck_s:
             reason = f"the engine has had work for {stuck:.0f} s and got nothing done"
             return Ready(ready=False, broken=True, reason=reason)
-        if self._asleep:
-            return Ready(ready=False, reason=f"{' and '.join(sorted(self._asleep))} are asleep; POST /wake_up")
+        if asleep := self._engine.asleep:
+            return Ready(ready=False, reason=f"{' and '.join(sorted(asleep))} are asleep; POST /wake_up")
         loading = self._watcher.ready()
         if loading.ready and self._engine.paused:
             return Ready(ready=False, reason="generation is paused; POST /resume")
@@ -74,7 +73,7 @@ class RolloutService:
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
         """Continue one prompt with weights of at least the version asked for."""
-        self._check_model(request.model)
+        self.served(request.model)
         with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
@@ -84,7 +83,7 @@ class RolloutService:
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
         """As `generate`, in pieces as they are made; closing the iterator aborts the generation."""
-        self._check_model(request.model)
+        self.served(request.model)
         made = Collector()
         with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
@@ -128,8 +127,15 @@ class RolloutService:
 
     def models(self) -> ModelList:
         """The one model."""
-        card = ModelCard(id=self._settings.model_name, created=self._created, max_model_len=self._engine.max_len)
-        return ModelList(data=[card])
+        return ModelList(data=[self.served(None)])
+
+    def served(self, name: str | None) -> ModelCard:
+        """The one model, for its name or none; raises MODEL_NOT_FOUND for any other."""
+        expected = self._settings.model_name
+        if name not in (None, expected):
+            message = f"model: expected {expected!r}, which is served here, got {name!r}; see /v1/models"
+            raise TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
+        return ModelCard(id=expected, created=self._created, max_model_len=self._engine.max_len)
 
     async def pause(self, mode: PauseMode) -> PauseReply:
         """Refuse new requests; those in flight finish, are cut, or are frozen."""
@@ -139,11 +145,6 @@ class RolloutService:
 
     async def resume(self) -> PauseReply:
         """Take requests again; raises CONFLICT while memory is given back."""
-        if self._asleep:
-            parts = " and ".join(sorted(self._asleep))
-            raise TrackwayError(
-                ErrorCode.CONFLICT, f"expected an engine with all its memory, got {parts} asleep; POST /wake_up"
-            )
         async with self._watcher.control:
             await self._engine.resume()
         return self._paused()
@@ -162,8 +163,6 @@ class RolloutService:
         async with self._watcher.control:
             await self._pause(mode)
             await self._engine.sleep(parts or _PARTS)
-            self._asleep |= set(parts or _PARTS)
-            self._watcher.asleep = "weights" in self._asleep
         return self.sleeping()
 
     async def wake_up(self, parts: Sequence[MemoryPart] | None) -> SleepReply:
@@ -171,15 +170,14 @@ class RolloutService:
         self._needs_sleep()
         async with self._watcher.control:
             await self._engine.wake_up(parts or _PARTS)
-            self._asleep -= set(parts or _PARTS)
-            self._watcher.asleep = "weights" in self._asleep
-            if not self._asleep:
+            if not self._engine.asleep:
                 await self._engine.resume()
         return self.sleeping()
 
     def sleeping(self) -> SleepReply:
         """Which parts of the memory are given back."""
-        return SleepReply(is_sleeping=bool(self._asleep), asleep=sorted(self._asleep))
+        asleep = sorted(self._engine.asleep)
+        return SleepReply(is_sleeping=bool(asleep), asleep=asleep)
 
     async def _pause(self, mode: PauseMode) -> None:
         if mode == "abort":
@@ -195,12 +193,6 @@ class RolloutService:
             raise TrackwayError(
                 ErrorCode.INVALID_REQUEST,
                 f"expected an engine that can sleep, got {self._settings.engine}; use vllm or sglang with enable_sleep",
-            )
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._settings.model_name:
-            raise TrackwayError(
-                ErrorCode.NOT_FOUND, f"expected model {self._settings.model_name!r}, got {name!r}; see /v1/models"
             )
 
     async def _describe(self, span: SpanHandle, request: GenerateRequest, generation: Generation) -> None:

@@ -43,8 +43,6 @@ class WeightWatcher:
         """Loads begun; a request cut while this number grew was cut by an update."""
         self.control = asyncio.Lock()
         """Held by whoever pauses, resumes or updates the engine."""
-        self.asleep = False
-        """The engine has no memory for weights now, so nothing is loaded."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._latest = 0
@@ -137,7 +135,7 @@ class WeightWatcher:
         found = await asyncio.to_thread(store.latest)
         if found is not None:
             self._latest = found.version
-            if found.version > self._engine.version and not self.asleep:
+            if found.version > self._engine.version and "weights" not in self._engine.asleep:
                 await self._load(store, found.version)
         self._synced = True
 

@@ -2,23 +2,13 @@
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from pathlib import Path
 
+from idle_engine import IdleEngine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trackway.rollout.engines.engine import (
-    Capability,
-    EngineStats,
-    FinishReason,
-    Generation,
-    MemoryPart,
-    PauseMode,
-    Piece,
-)
+from trackway.rollout.engines.engine import FinishReason, Piece
 from trackway.wire.rollout import GenerateRequest, SamplingParams
-from trackway.wire.trajectory import WeightSpan
-from trackway.wire.weights import Canary
 
 END = "<|im_end|>"
 
@@ -61,16 +51,14 @@ Words = str | Callable[[], Awaitable[str]]
 """What the model says in one turn, or something to wait for that gives it."""
 
 
-class ScriptedModel:
+class ScriptedModel(IdleEngine):
     """Stands for the model, which cannot be told what to say: an engine that answers each turn from a script."""
 
-    capabilities: frozenset[Capability] = frozenset()
     max_len = 1 << 20
-    paused = False
+    version = 3
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
-        self.version = 3
         self.scripts: dict[int, list[Words]] = {}
         """Words by rollout_n, turn by turn."""
         self.requests: list[tuple[str, GenerateRequest]] = []
@@ -89,7 +77,7 @@ class ScriptedModel:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
+    async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
         """The k-th token of turn t has logprob -(k + 1) / 8 and comes from weights 3 + t."""
         rollout_n = int(request_id.rsplit("/", 2)[1])
         turn = self._said[rollout_n]
@@ -98,37 +86,5 @@ class ScriptedModel:
         said = self.encode(words if isinstance(words, str) else await words())
         ids = said[: params.max_tokens]
         ended = len(ids) == len(said) and ids[-1:] == self.encode(END)
-        return Generation(
-            token_ids=ids,
-            logprobs=[-(place + 1) / 8 for place in range(len(ids))],
-            finish_reason=self.finish_reason or ("stop" if ended else "length"),
-            spans=[WeightSpan(version=self.version + turn, start=0, end=len(ids))],
-        )
-
-    async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
-        whole = await self.generate(token_ids, params, request_id)
-        yield Piece(whole.token_ids, whole.logprobs, whole.spans[0].version, whole.finish_reason)
-
-    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
-        self.version = version
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    async def abort(self, request_id: str) -> int:
-        return 0
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def sleep(self, parts: Sequence[MemoryPart]) -> None: ...
-
-    async def wake_up(self, parts: Sequence[MemoryPart]) -> None: ...
-
-    def stuck_for(self) -> float:
-        return 0.0
-
-    def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0, 0, 0)
+        logprobs = [-(place + 1) / 8 for place in range(len(ids))]
+        yield Piece(ids, logprobs, self.version + turn, self.finish_reason or ("stop" if ended else "length"))

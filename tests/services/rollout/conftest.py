@@ -1,16 +1,17 @@
-"""Folders of random tiny models, and engines that run on their thread."""
+"""Folders of random tiny models, an engine that runs on its thread, and a weight store."""
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from engine_runs import started
 from rollout_models import VOCAB, build
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 
@@ -41,23 +42,17 @@ def other_path(folders: Callable[[str, int], Path]) -> Path:
     return folders("qwen3-gqa", 1)
 
 
-EngineMaker = Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
+@pytest.fixture
+async def engine(model_path: Path) -> AsyncIterator[TorchEngine]:
+    """Of the random model, on its thread."""
+    async with started(TorchEngine(RolloutSettings(model_path=model_path, device="cpu"))) as engine:
+        yield engine
 
 
 @pytest.fixture
-def started() -> EngineMaker:
-    """`async with started(settings) as engine`: an engine with its thread."""
-
-    @asynccontextmanager
-    async def make(settings: RolloutSettings) -> AsyncIterator[TorchEngine]:
-        engine = TorchEngine(settings)
-        await engine.start()
-        try:
-            yield engine
-        finally:
-            await engine.stop()
-
-    return make
+def store(tmp_path: Path) -> WeightStore:
+    """An empty weight store on the disk."""
+    return WeightStore(str(tmp_path / "weights"))
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,59 @@
-"""A request that takes a while, and waiting until the engine is at it."""
+"""Engines and watchers that run for the length of a block, a request that takes a while, and waiting."""
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
 
-from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.clients.weights import WeightStore
+from trackway.rollout.engines.engine import Engine, PauseMode
+from trackway.rollout.weights import WeightWatcher
 from trackway.wire.rollout import SamplingParams
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
 PROMPT = [11, 12, 13]
 
+AnEngine = TypeVar("AnEngine", bound=Engine)
 
-async def running(engine: TorchEngine, count: int) -> None:
+
+@asynccontextmanager
+async def started(engine: AnEngine) -> AsyncIterator[AnEngine]:
+    """The engine, which is stopped at the end."""
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@asynccontextmanager
+async def watching(
+    engine: Engine,
+    store: WeightStore | None,
+    cache: Path,
+    *,
+    wait_s: float = 5.0,
+    interval_s: float = 0.02,
+    mode: PauseMode = "keep",
+) -> AsyncIterator[WeightWatcher]:
+    """A watcher that has looked at the store once and goes on until the end."""
+    watcher = WeightWatcher(engine, store, cache, interval_s, wait_s, mode)
+    await watcher.start()
+    try:
+        yield watcher
+    finally:
+        await watcher.stop()
+
+
+async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    """Return when it is so."""
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def running(engine: Engine, count: int) -> None:
     """Return when `count` requests run and have generated something."""
     async with asyncio.timeout(10):
         while engine.stats().running < count or engine.stats().generated_tokens < count:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import uvicorn
+from engine_runs import until
 
 from trackway.clients import CallPolicy, RolloutClient, close_shared_http
 from trackway.rollout.app import create_app
@@ -22,9 +23,7 @@ REQUEST = GenerateRequest(token_ids=[5, 6], sampling_params=SamplingParams(max_t
 
 
 async def full(engine: SimEngine) -> None:
-    async with asyncio.timeout(20):
-        while sum(engine.stats()[:2]) < 4:
-            await asyncio.sleep(0.01)
+    await until(lambda: sum(engine.stats()[:2]) >= 4)
 
 
 @pytest.fixture
@@ -38,8 +37,7 @@ async def url(engine: SimEngine) -> AsyncIterator[str]:
     config = uvicorn.Config(create_app(engine=engine), port=0, log_level="warning", ws="none")
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.started)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     await close_shared_http()
     server.should_exit = True

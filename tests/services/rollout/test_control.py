@@ -2,17 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
 import httpx
 import pytest
+from engine_runs import until
 from fastapi import FastAPI
 
 from trackway.rollout.app import create_app
-from trackway.rollout.engines.engine import Capability, MemoryPart
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 
@@ -30,27 +29,9 @@ def settings(model_path: Path) -> RolloutSettings:
     return RolloutSettings(model_path=model_path, model_name="tiny", device="cpu", stuck_s=0.1)
 
 
-class Sleeper(TorchEngine):
-    """The embedded engine with a memory that can be given back, as far as the service can see."""
-
-    capabilities = TorchEngine.capabilities | {Capability.SLEEP}
-
-    def __init__(self, settings: RolloutSettings) -> None:
-        super().__init__(settings)
-        self.heard: list[tuple[str, tuple[MemoryPart, ...]]] = []
-
-    async def sleep(self, parts) -> None:
-        assert self.paused
-        self.heard.append(("sleep", tuple(parts)))
-
-    async def wake_up(self, parts) -> None:
-        self.heard.append(("wake_up", tuple(parts)))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
+def error_of(answer: httpx.Response) -> tuple[int, str, str]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["message"]
 
 
 async def test_an_engine_that_gets_nothing_done_is_broken_until_it_does(
@@ -94,11 +75,8 @@ async def test_pausing_by_vllms_query_cuts_for_good(running: Running, settings: 
         assert (await client.get("/is_paused")).json() == {"is_paused": False}
 
 
-async def test_memory_comes_back_in_stages_and_generation_with_the_last(
-    running: Running, settings: RolloutSettings
-) -> None:
-    engine = Sleeper(settings)
-    async with running(create_app(settings, engine)) as client:
+async def test_memory_comes_back_in_stages_and_generation_with_the_last(running: Running) -> None:
+    async with running(create_app(RolloutSettings(engine="sim"))) as client:
         asleep = (await client.post("/sleep?mode=abort")).json()
         reason = (await client.get("/ready")).json()["reason"]
         refused = await client.post("/resume")
@@ -108,10 +86,11 @@ async def test_memory_comes_back_in_stages_and_generation_with_the_last(
         assert (await client.get("/ready")).status_code == 200
     assert asleep == {"is_sleeping": True, "asleep": ["kv_cache", "weights"]}
     assert reason == "kv_cache and weights are asleep; POST /wake_up"
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "conflict")
+    assert error_of(refused) == (
+        *(409, "conflict"),
+        "expected all memory to be awake, got kv_cache and weights asleep; POST /wake_up first",
+    )
     assert (staged["asleep"], still["is_paused"], awake["is_sleeping"]) == (["kv_cache"], True, False)
-    both = ("weights", "kv_cache")
-    assert engine.heard == [("sleep", both), ("wake_up", ("weights",)), ("wake_up", ("kv_cache",))]
 
 
 async def test_an_engine_that_cannot_sleep_says_which_can(running: Running, settings: RolloutSettings) -> None:
@@ -129,7 +108,7 @@ async def test_the_weight_version_in_vllms_words_and_an_unknown_model(
     async with running(create_app(settings)) as client:
         assert (await client.get("/weight_info")).json() == {"weight_version": "0"}
         unknown = await client.post("/generate", json={**ENDLESS, "model": "other"})
-    assert (unknown.status_code, unknown.json()["error"]["message"]) == (
-        404,
-        "expected model 'tiny', got 'other'; see /v1/models",
+    assert error_of(unknown) == (
+        *(404, "model_not_found"),
+        "model: expected 'tiny', which is served here, got 'other'; see /v1/models",
     )

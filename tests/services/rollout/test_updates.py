@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_runs import until, watching
 from transformers import AutoModelForCausalLM
 
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.collector import Collector
-from trackway.rollout.engines.engine import Generation, Piece
+from trackway.rollout.engines.engine import Generation, PauseMode, Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
-from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.survivor import Survivor
 from trackway.rollout.weights import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -22,7 +22,8 @@ from trackway.wire.weights import Canary
 
 pytestmark = pytest.mark.anyio
 
-Started = Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
+Surviving = Callable[..., AbstractAsyncContextManager[tuple[Survivor, WeightWatcher]]]
+Answer = asyncio.Task[tuple[Generation, list[Piece]]]
 LENGTH = 900
 WRONG = Canary(token_ids=[3, 4, 5], logprobs=[-99.0, -99.0])
 LONG = GenerateRequest(
@@ -31,54 +32,52 @@ LONG = GenerateRequest(
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(str(tmp_path / "weights"))
+def surviving(engine: TorchEngine, store: WeightStore, tmp_path: Path) -> Surviving:
+    """`async with surviving(mode) as (survivor, watcher)`, on `engine` and following `store`."""
 
+    @asynccontextmanager
+    async def follow(mode: PauseMode, wait_s: float = 30.0) -> AsyncIterator[tuple[Survivor, WeightWatcher]]:
+        async with watching(engine, store, tmp_path, wait_s=wait_s, mode=mode) as watcher:
+            yield Survivor(engine, watcher), watcher
 
-@pytest.fixture
-async def engine(model_path: Path, started: Started) -> AsyncIterator[TorchEngine]:
-    async with started(RolloutSettings(model_path=model_path, device="cpu")) as engine:
-        yield engine
+    return follow
 
 
 @asynccontextmanager
-async def surviving(
-    engine: TorchEngine, store: WeightStore, cache: Path, mode: str, wait_s: float = 30.0
-) -> AsyncIterator[tuple[Survivor, WeightWatcher]]:
-    watcher = WeightWatcher(engine, store, cache, 0.01, wait_s, mode)  # pyright: ignore[reportArgumentType]
-    await watcher.start()
-    try:
-        yield Survivor(engine, watcher), watcher
-    finally:
-        await watcher.stop()
+async def begun(survivor: Survivor) -> AsyncIterator[Answer]:
+    """The whole of LONG and its pieces in a task that has the first, and a minute for what follows."""
+    first, collector, pieces = asyncio.Event(), Collector(), list[Piece]()
 
+    async def read() -> tuple[Generation, list[Piece]]:
+        async with aclosing(survivor.stream(LONG, "long")) as stream:
+            async for piece in stream:
+                collector.add(piece)
+                pieces.append(piece)
+                first.set()
+        return collector.generation(), pieces
 
-async def first_tokens(survivor: Survivor, begun: asyncio.Event) -> tuple[Generation, list[Piece]]:
-    """The whole of LONG; `begun` is set at its first token."""
-    collector, pieces = Collector(), list[Piece]()
-    async with aclosing(survivor.stream(LONG, "long")) as stream:
-        async for piece in stream:
-            collector.add(piece)
-            pieces.append(piece)
-            begun.set()
-    return collector.generation(), pieces
-
-
-async def updated_midway(survivor: Survivor, store: WeightStore, weights: Path) -> tuple[Generation, list[Piece]]:
-    begun = asyncio.Event()
-    task = asyncio.create_task(first_tokens(survivor, begun))
-    await begun.wait()
-    await asyncio.to_thread(store.publish, 1, "run", weights)
     async with asyncio.timeout(60):
-        return await task
+        task = asyncio.create_task(read())
+        await first.wait()
+        yield task
+
+
+@asynccontextmanager
+async def updated_midway(
+    survivor: Survivor, store: WeightStore, weights: Path, canary: Canary | None = None
+) -> AsyncIterator[Answer]:
+    """As `begun`, and version 1 is published then."""
+    async with begun(survivor) as answer:
+        await asyncio.to_thread(store.publish, 1, "run", weights, canary)
+        yield answer
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_a_request_in_flight_is_one_answer_of_two_versions(
-    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path, mode: str
+    surviving: Surviving, store: WeightStore, other_path: Path, mode: PauseMode
 ) -> None:
-    async with surviving(engine, store, tmp_path, mode) as (survivor, _):
-        whole, pieces = await updated_midway(survivor, store, other_path)
+    async with surviving(mode) as (survivor, _), updated_midway(survivor, store, other_path) as answer:
+        whole, pieces = await answer
     first, second = whole.spans
     assert (first.version, first.start, second.version, second.end) == (0, 0, 1, LENGTH)
     assert 0 < first.end == second.start < LENGTH
@@ -87,10 +86,10 @@ async def test_a_request_in_flight_is_one_answer_of_two_versions(
 
 
 async def test_after_an_abort_the_rest_is_what_the_new_weights_say_of_the_whole(
-    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
+    surviving: Surviving, store: WeightStore, other_path: Path
 ) -> None:
-    async with surviving(engine, store, tmp_path, "abort") as (survivor, _):
-        whole, _ = await updated_midway(survivor, store, other_path)
+    async with surviving("abort") as (survivor, _), updated_midway(survivor, store, other_path) as answer:
+        whole, _ = await answer
     cut = whole.spans[0].end
     ids = torch.tensor([[*LONG.token_ids, *whole.token_ids]])
     with torch.inference_mode():
@@ -101,76 +100,54 @@ async def test_after_an_abort_the_rest_is_what_the_new_weights_say_of_the_whole(
 
 
 async def test_waiting_lets_requests_finish_on_the_old_weights_and_holds_new_ones_at_the_gate(
-    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
+    surviving: Surviving, store: WeightStore, other_path: Path
 ) -> None:
-    async with surviving(engine, store, tmp_path, "wait") as (survivor, watcher):
-        begun = asyncio.Event()
-        task = asyncio.create_task(first_tokens(survivor, begun))
-        await begun.wait()
-        await asyncio.to_thread(store.publish, 1, "run", other_path)
-        async with asyncio.timeout(60):
-            while watcher.ready().ready:
-                await asyncio.sleep(0.001)
-            late = await survivor.generate(
-                GenerateRequest(token_ids=[11], sampling_params=SamplingParams(max_tokens=3, ignore_eos=True)), "late"
-            )
-            whole, _ = await task
+    async with surviving("wait") as (survivor, watcher), updated_midway(survivor, store, other_path) as answer:
+        await until(lambda: not watcher.ready().ready)
+        late = await survivor.generate(
+            GenerateRequest(token_ids=[11], sampling_params=SamplingParams(max_tokens=3, ignore_eos=True)), "late"
+        )
+        whole, _ = await answer
     assert [(span.version, span.end) for span in whole.spans] == [(0, LENGTH)]
     assert [(span.version, span.end) for span in late.spans] == [(1, 3)]
     assert watcher.ready().ready
 
 
-async def test_the_gate_is_no_wait_without_an_end(
-    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
-) -> None:
-    async with surviving(engine, store, tmp_path, "wait", wait_s=0.0) as (survivor, watcher):
-        begun = asyncio.Event()
-        task = asyncio.create_task(first_tokens(survivor, begun))
-        await begun.wait()
-        await asyncio.to_thread(store.publish, 1, "run", other_path)
-        async with asyncio.timeout(60):
-            while watcher.ready().ready:
-                await asyncio.sleep(0.001)
-            with pytest.raises(TrackwayError, match="weights version 1 is still being loaded") as raised:
-                await survivor.generate(LONG, "late")
-            await task
+async def test_the_gate_is_no_wait_without_an_end(surviving: Surviving, store: WeightStore, other_path: Path) -> None:
+    async with (
+        surviving("wait", wait_s=0.0) as (survivor, watcher),
+        updated_midway(survivor, store, other_path) as answer,
+    ):
+        await until(lambda: not watcher.ready().ready)
+        with pytest.raises(TrackwayError, match="weights version 1 is still being loaded") as raised:
+            await survivor.generate(LONG, "late")
+        await answer
     assert raised.value.code is ErrorCode.PAUSED
 
 
-async def test_what_someone_aborts_is_not_continued_by_an_update(
-    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
-) -> None:
-    async with surviving(engine, store, tmp_path, "abort") as (survivor, watcher):
-        begun = asyncio.Event()
-        task = asyncio.create_task(first_tokens(survivor, begun))
-        await begun.wait()
+async def test_what_someone_aborts_is_not_continued_by_an_update(surviving: Surviving) -> None:
+    async with surviving("abort") as (survivor, watcher), begun(survivor) as answer:
         watcher.updates += 1
         assert await survivor.abort(["someone-else"]) == 0
         assert await survivor.abort(["long"]) == 1
-        whole, _ = await task
+        whole, _ = await answer
     assert (whole.finish_reason, len(whole.token_ids) < LENGTH) == ("abort", True)
 
 
-async def test_leaving_a_stream_early_frees_its_slot(engine: TorchEngine, store: WeightStore, tmp_path: Path) -> None:
-    async with surviving(engine, store, tmp_path, "keep") as (survivor, _):
+async def test_leaving_a_stream_early_frees_its_slot(surviving: Surviving, engine: TorchEngine) -> None:
+    async with surviving("keep") as (survivor, _):
         async with aclosing(survivor.stream(LONG, "left")) as stream:
             async for _ in stream:
                 break
-        async with asyncio.timeout(10):
-            while engine.stats().running:
-                await asyncio.sleep(0.001)
+        await until(lambda: not engine.stats().running)
 
 
 async def test_an_update_that_fails_its_canary_leaves_the_request_on_the_old_weights(
-    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
+    surviving: Surviving, store: WeightStore, other_path: Path
 ) -> None:
-    async with surviving(engine, store, tmp_path, "abort", wait_s=0.5) as (survivor, watcher):
-        begun = asyncio.Event()
-        task = asyncio.create_task(first_tokens(survivor, begun))
-        await begun.wait()
-        await asyncio.to_thread(store.publish, 1, "run", other_path, WRONG)
-        async with asyncio.timeout(60):
-            whole, _ = await task
+    async with surviving("abort", wait_s=0.5) as (survivor, watcher):
+        async with updated_midway(survivor, store, other_path, WRONG) as answer:
+            whole, _ = await answer
         with pytest.raises(TrackwayError, match="canary logprobs"):
             await watcher.catch_up(1)
     assert (len(whole.token_ids), [(s.version, s.end) for s in whole.spans]) == (LENGTH, [(0, LENGTH)])

@@ -4,28 +4,25 @@ import asyncio
 import http.server
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import fsspec
 import httpx
 import pytest
+from engine_runs import watching
 
 from trackway.clients.weights import WeightStore
+from trackway.rollout.engines.side_process import free_port
 from trackway.rollout.engines.torch.engine import TorchEngine
-from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.weights import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 pytestmark = pytest.mark.anyio
-
-Started = Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
 
 DYING = """
 import sys, time
@@ -57,22 +54,6 @@ uvicorn.run(create_app(settings), host="127.0.0.1", port=int(sys.argv[4]), log_l
 """
 
 
-@pytest.fixture
-async def engine(model_path: Path, started: Started) -> AsyncIterator[TorchEngine]:
-    async with started(RolloutSettings(model_path=model_path, device="cpu")) as engine:
-        yield engine
-
-
-@asynccontextmanager
-async def watching(engine: TorchEngine, store: WeightStore, cache: Path) -> AsyncIterator[WeightWatcher]:
-    watcher = WeightWatcher(engine, store, cache, 0.02, 5.0)
-    await watcher.start()
-    try:
-        yield watcher
-    finally:
-        await watcher.stop()
-
-
 @contextmanager
 def program(text: str, *arguments: object) -> Iterator["subprocess.Popen[str]"]:
     command = [sys.executable, "-c", text, *map(str, arguments)]
@@ -87,9 +68,8 @@ def program(text: str, *arguments: object) -> Iterator["subprocess.Popen[str]"]:
 
 
 async def test_a_trainer_killed_while_it_publishes_leaves_readers_at_the_old_version(
-    engine: TorchEngine, other_path: Path, tmp_path: Path
+    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
-    store = WeightStore(str(tmp_path / "weights"))
     store.publish(1, "run", other_path)
     with program(DYING, store.url, other_path) as trainer:
         assert trainer.stdout is not None
@@ -126,14 +106,14 @@ class StallingFiles(http.server.SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def http_store(tmp_path: Path) -> Iterator[tuple[WeightStore, str]]:
+def http_store(store: WeightStore, tmp_path: Path) -> Iterator[tuple[WeightStore, str]]:
     """A store to publish into, and the URL that it is read from."""
     (tmp_path / "weights").mkdir()
     handler = partial(StallingFiles, directory=str(tmp_path / "weights"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield WeightStore(str(tmp_path / "weights")), f"http://127.0.0.1:{server.server_port}"
+        yield store, f"http://127.0.0.1:{server.server_port}"
         StallingFiles.go_on.set()
         server.shutdown()
         thread.join(10)
@@ -170,12 +150,6 @@ async def is_ready(client: httpx.AsyncClient) -> bool:
         return (await client.get("/ready")).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def test_a_replica_without_room_for_new_weights_keeps_the_old_ones_and_says_why(

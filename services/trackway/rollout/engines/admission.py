@@ -1,7 +1,8 @@
 """Who is not let in, and why: the refusals that all engines word alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from trackway.rollout.engines.engine import MemoryPart
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
@@ -33,3 +34,9 @@ def overloaded(bound: int, retry_after_s: float) -> TrackwayError:
 def paused() -> TrackwayError:
     """For a request while generation is paused."""
     return TrackwayError(ErrorCode.PAUSED, "generation is paused; ask again after /resume")
+
+
+def asleep(parts: Iterable[MemoryPart]) -> TrackwayError:
+    """For a resume while these parts are given back."""
+    got = " and ".join(sorted(parts))
+    return TrackwayError(ErrorCode.CONFLICT, f"expected all memory to be awake, got {got} asleep; POST /wake_up first")

@@ -88,6 +88,11 @@ class Engine(Protocol):
         """Whether new requests are refused."""
         ...
 
+    @property
+    def asleep(self) -> frozenset[MemoryPart]:
+        """Parts of its memory that are given back; empty for an engine without SLEEP."""
+        ...
+
     async def start(self) -> None:
         """Load the base weights (version 0) and be able to generate."""
         ...
@@ -120,7 +125,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Take requests again and go on with the frozen ones."""
+        """Take requests again and go on with the frozen ones; raises CONFLICT while memory is given back."""
         ...
 
     async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:

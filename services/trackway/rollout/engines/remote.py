@@ -31,7 +31,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from trackway.rollout.engines.admission import paused
+from trackway.rollout.engines.admission import asleep, paused
 from trackway.rollout.engines.collector import Collector
 from trackway.rollout.engines.engine import EngineStats, Generation, PauseMode, Piece
 from trackway.rollout.engines.http import EngineHttp
@@ -152,8 +152,7 @@ class RemoteEngine(RemoteWeights):
         """Take requests again and go on with the frozen ones."""
         async with self._control:
             if self._asleep:
-                message = f"expected all memory to be awake, got {sorted(self._asleep)} asleep; POST /wake_up first"
-                raise TrackwayError(ErrorCode.CONFLICT, message)
+                raise asleep(self._asleep)
             self._kept = False
             await self._set_frozen(False)
             self._paused = False

@@ -103,6 +103,11 @@ class RemoteWeights(ABC):
         return self._paused
 
     @property
+    def asleep(self) -> frozenset[MemoryPart]:
+        """Parts of its memory that are given back."""
+        return frozenset(self._asleep)
+
+    @property
     def dtype(self) -> str:
         """Of weights and activations: such a server is for GPUs, where `auto` is bfloat16."""
         if self.settings.dtype != "auto":
@@ -231,7 +236,7 @@ class RemoteWeights(ABC):
         except Exception as error:
             self._broken = f"the weights that slept did not load again: {error}"
             raise TrackwayError(ErrorCode.UNAVAILABLE, self._broken) from error
-        self._serving = again
+        self._serving, self._broken = again, None
         if self._trial:
             self._trial = replace(self._trial, new=again)
 

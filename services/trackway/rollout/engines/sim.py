@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 
-from trackway.rollout.engines.admission import check_prompt, overloaded, paused
+from trackway.rollout.engines.admission import asleep, check_prompt, overloaded, paused
 from trackway.rollout.engines.engine import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.engines.sim_answers import Answers
 from trackway.rollout.engines.sim_core import Request, SimCore
@@ -48,6 +48,11 @@ class SimEngine:
     def paused(self) -> bool:
         """Whether new requests are refused."""
         return self._paused
+
+    @property
+    def asleep(self) -> frozenset[MemoryPart]:
+        """Parts of its memory that are given back."""
+        return frozenset(self._asleep)
 
     async def start(self) -> None:
         """Be ready after the time that loading takes."""
@@ -104,8 +109,7 @@ class SimEngine:
     async def resume(self) -> None:
         """Take requests again and go on with the frozen ones."""
         if self._asleep:
-            message = f"expected all memory to be awake, got {sorted(self._asleep)} asleep; POST /wake_up first"
-            raise TrackwayError(ErrorCode.CONFLICT, message)
+            raise asleep(self._asleep)
         self._turn()
         self._paused = self._core.frozen = False
         self._set_timer()

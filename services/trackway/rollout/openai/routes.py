@@ -14,7 +14,6 @@ from trackway.rollout.openai.prompts import chat_prompt, completion_prompts, tok
 from trackway.rollout.openai.sse import EventStream
 from trackway.rollout.service import RolloutService
 from trackway.rollout.text import Tokenizer, TokenText
-from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai import ChatRequest, CompletionRequest, SampledRequest
 from trackway.wire.openai_replies import ChatCompletion, Completion
 from trackway.wire.rollout import ModelCard
@@ -34,12 +33,12 @@ def openai_routes(service: RolloutService, text: TokenText) -> APIRouter:
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
         """The served model, when that is its name."""
-        return _served(service, model)
+        return service.served(model)
 
     @router.post("/v1/completions", response_model=None, responses=_either(Completion))
     async def completions(body: Annotated[CompletionRequest, Body(examples=[PROMPT])], request: Request) -> Response:
         """Continue prompts, given as text or token ids."""
-        _served(service, body.model)
+        service.served(body.model)
         tokenizer = await tokenizer_of(text)
         answer = CompletionAnswer(body, tokenizer, await completion_prompts(tokenizer, body))
         return await _answer(service, request, body, answer, body.max_tokens, tokenizer)
@@ -47,7 +46,7 @@ def openai_routes(service: RolloutService, text: TokenText) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
     async def chat(body: Annotated[ChatRequest, Body(examples=[CONVERSATION])], request: Request) -> Response:
         """The next message of a conversation, rendered by the model's chat template."""
-        card = _served(service, body.model)
+        card = service.served(body.model)
         tokenizer = await tokenizer_of(text)
         prompt = await chat_prompt(tokenizer, body)
         left = max(1, card.max_model_len - len(prompt))
@@ -75,14 +74,6 @@ async def _answer(
 
 async def _first(events: Any) -> str:
     return await anext(events)
-
-
-def _served(service: RolloutService, name: str) -> ModelCard:
-    card = service.models().data[0]
-    if name != card.id:
-        message = f"model: expected {card.id!r}, which is served here, got {name!r}; see /v1/models"
-        raise TrackwayError(ErrorCode.MODEL_NOT_FOUND, message, param="model")
-    return card
 
 
 def _either(whole: Any) -> dict[int | str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from engine_runs import started
 
 from trackway.rollout.engines.sim import SimEngine
 from trackway.rollout.engines.sim_answers import Answers
@@ -143,19 +144,15 @@ def test_those_turned_away_are_told_to_come_one_after_the_other_when_half_the_qu
 
 @pytest.fixture
 async def engine() -> AsyncIterator[SimEngine]:
-    engine = SimEngine(RolloutSettings(max_num_seqs=2, max_queue=1, sim=FAST))
-    await engine.start()
-    yield engine
-    await engine.stop()
+    async with started(SimEngine(RolloutSettings(max_num_seqs=2, max_queue=1, sim=FAST))) as engine:
+        yield engine
 
 
 @pytest.fixture
 async def stopped_clock() -> AsyncIterator[SimEngine]:
     """An engine whose first token never comes."""
-    engine = SimEngine(RolloutSettings(max_num_seqs=2, max_queue=1, sim=NEVER))
-    await engine.start()
-    yield engine
-    await engine.stop()
+    async with started(SimEngine(RolloutSettings(max_num_seqs=2, max_queue=1, sim=NEVER))) as engine:
+        yield engine
 
 
 async def in_flight(engine: SimEngine, count: int) -> list[asyncio.Task]:
@@ -273,10 +270,12 @@ async def test_a_sleeping_engine_is_paused_and_does_not_resume(engine: SimEngine
         await engine.sleep(["weights"])
     await engine.pause("wait")
     await engine.sleep(["weights", "kv_cache"])
+    assert engine.asleep == {"weights", "kv_cache"}
     await engine.wake_up(["weights"])
-    with pytest.raises(TrackwayError, match=r"got \['kv_cache'\] asleep"):
+    with pytest.raises(TrackwayError, match="got kv_cache asleep; POST /wake_up first"):
         await engine.resume()
     await engine.wake_up(["kv_cache"])
+    assert engine.asleep == frozenset()
     await engine.resume()
     assert not engine.paused
 

@@ -3,29 +3,17 @@
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
-from pathlib import Path
 
-from trackway.rollout.engines.engine import (
-    Capability,
-    EngineStats,
-    FinishReason,
-    Generation,
-    MemoryPart,
-    PauseMode,
-    Piece,
-)
+from idle_engine import IdleEngine
+
+from trackway.rollout.engines.engine import EngineStats, FinishReason, Piece
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.trajectory import WeightSpan
-from trackway.wire.weights import Canary
 
 
-class ScriptedEngine:
-    """An `Engine`. The k-th token of a choice has logprob -(k + 1) / 8."""
+class ScriptedEngine(IdleEngine):
+    """The k-th token of a choice has logprob -(k + 1) / 8."""
 
-    capabilities: frozenset[Capability] = frozenset()
-    max_len = 1024
-    paused = False
     version = 5
 
     def __init__(self) -> None:
@@ -45,15 +33,7 @@ class ScriptedEngine:
         self.calls: list[SamplingParams] = []
         self.ended_early = threading.Event()
 
-    async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
-        pieces = [piece async for piece in self.stream(token_ids, params, request_id)]
-        tokens = [token for piece in pieces for token in piece.token_ids]
-        logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
-        return Generation(tokens, logprobs, self.ends, [WeightSpan(version=self.version, start=0, end=len(tokens))])
-
-    async def stream(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[Piece, None]:
+    async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
         self.calls.append(params)
         if self.refusals:
             raise self.refusals.pop(0)
@@ -72,26 +52,6 @@ class ScriptedEngine:
             raise
         finally:
             self.running -= 1
-
-    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None: ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    async def abort(self, request_id: str) -> int:
-        return 0
-
-    async def pause(self, mode: PauseMode) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def sleep(self, parts: Sequence[MemoryPart]) -> None: ...
-
-    async def wake_up(self, parts: Sequence[MemoryPart]) -> None: ...
-
-    def stuck_for(self) -> float:
-        return 0.0
 
     def stats(self) -> EngineStats:
         return EngineStats(self.running, 0, 0, 0, 0, 0)

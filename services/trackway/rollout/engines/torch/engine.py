@@ -65,6 +65,11 @@ class TorchEngine:
         """Whether new requests are refused."""
         return self._paused
 
+    @property
+    def asleep(self) -> frozenset[MemoryPart]:
+        """None: this engine keeps its memory."""
+        return frozenset()
+
     async def start(self) -> None:
         """Load the base weights and start the thread."""
         weights = await asyncio.to_thread(load, self._decoder, self._settings.model_path, None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sglang_fake as fakes
+from engine_runs import started
 from sglang_fake import Fake
 
 from trackway.rollout.engines.sglang import SglangEngine
@@ -36,12 +37,9 @@ def starts(fake: Fake, folder: Callable[[int], Path]) -> Callable[..., AbstractA
     async def start(**more: Any) -> AsyncIterator[SglangEngine]:
         async with fakes.serving(fake, free_port()) as url:
             chosen = {"engine_url": url, "dtype": "float32", "enable_sleep": True, **more}
-            engine = SglangEngine(RolloutSettings(engine="sglang", model_path=folder(0), **chosen))
-            await engine.start()
-            try:
+            settings = RolloutSettings(engine="sglang", model_path=folder(0), **chosen)
+            async with started(SglangEngine(settings)) as engine:
                 yield engine
-            finally:
-                await engine.stop()
 
     return start
 

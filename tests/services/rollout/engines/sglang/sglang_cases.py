@@ -1,10 +1,10 @@
-"""What tests against the fake of SGLang ask, wait for and expect."""
+"""What tests against the fake of SGLang ask and expect."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import sglang_fake as fakes
+from engine_runs import until
 from sglang_fake import Fake
 
 from trackway.rollout.engines.engine import Generation
@@ -33,13 +33,6 @@ def canary(seed: int) -> Canary:
 def params(count: int, **more: Any) -> SamplingParams:
     """For so many tokens."""
     return SamplingParams(max_tokens=count, **more)
-
-
-async def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
-    """Return when it is so."""
-    async with asyncio.timeout(within_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def in_flight(engine: SglangEngine, fake: Fake, request_id: str = "long") -> "asyncio.Task[Generation]":

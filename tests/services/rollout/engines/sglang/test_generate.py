@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import sglang_fake as fakes
-from sglang_cases import LONG, PROMPT, answer, in_flight, params, sent, until
+from engine_runs import until
+from sglang_cases import LONG, PROMPT, answer, in_flight, params, sent
 from sglang_fake import Fake
 
 from trackway.rollout.engines.sglang import SglangEngine

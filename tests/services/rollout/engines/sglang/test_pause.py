@@ -1,12 +1,14 @@
 """SGLang's protocol: requests are aborted, frozen, drained; its memory is given back and taken again."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from sglang_cases import LONG, PROMPT, answer, canary, in_flight, params, sent, until
+from engine_runs import until
+from sglang_cases import LONG, PROMPT, answer, canary, in_flight, params, sent
 from sglang_fake import Fake
 
 from trackway.rollout.engines.engine import Capability, Generation
@@ -122,8 +124,8 @@ async def test_memory_is_given_back_in_a_pause_without_requests_only(engine: Sgl
     await task
     await engine.sleep(["kv_cache", "weights"])
     await engine.sleep(["kv_cache"])
-    assert fake.asleep == {"kv_cache", "weights"}
-    with pytest.raises(TrackwayError, match="POST /wake_up first"):
+    assert engine.asleep == fake.asleep == {"kv_cache", "weights"}
+    with pytest.raises(TrackwayError, match="got kv_cache and weights asleep; POST /wake_up first"):
         await engine.resume()
 
 
@@ -150,6 +152,23 @@ async def test_waking_up_at_once_brings_the_weights_back(engine: SglangEngine, f
     assert (made.token_ids, made.spans) == (answer(1, 5), [WeightSpan(version=1, start=0, end=5)])
 
 
+async def test_weights_that_did_not_come_back_may_come_back_at_the_next_wake_up(
+    engine: SglangEngine, fake: Fake, folder: Folder
+) -> None:
+    await engine.load_weights(folder(1), 1, canary(1))
+    await engine.pause("wait")
+    await engine.sleep(["weights", "kv_cache"])
+    fake.fail["/update_weights_from_disk"] = (500, {"message": "no room"})
+    with pytest.raises(TrackwayError, match="weights that slept did not load again: .*no room") as raised:
+        await engine.wake_up(["weights", "kv_cache"])
+    assert raised.value.code is ErrorCode.UNAVAILABLE
+    assert engine.stuck_for() == math.inf
+    await engine.wake_up(["weights", "kv_cache"])
+    assert engine.stuck_for() == 0.0
+    await engine.resume()
+    assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(1, 5)
+
+
 async def test_weights_are_loaded_between_the_two_stages_of_the_wake_up_and_proved_after(
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
@@ -158,7 +177,7 @@ async def test_weights_are_loaded_between_the_two_stages_of_the_wake_up_and_prov
     with pytest.raises(TrackwayError, match=r"wake_up\?tags=weights"):
         await engine.load_weights(folder(4), 1, canary(4))
     await engine.wake_up(["weights"])
-    assert fake.asleep == {"kv_cache"}
+    assert engine.asleep == fake.asleep == {"kv_cache"}
     await engine.load_weights(folder(4), 1, canary(4))
     assert sent(fake, "/generate") == []
     await engine.wake_up(["kv_cache"])
@@ -177,6 +196,7 @@ async def test_a_canary_that_is_wrong_at_the_wake_up_brings_the_old_weights_back
     await engine.load_weights(folder(4), 1, canary(5))
     with pytest.raises(TrackwayError, match="canary logprobs"):
         await engine.wake_up(["kv_cache"])
+    assert engine.asleep == frozenset()
     await engine.resume()
     assert engine.version == 0
     assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(0, 5)

@@ -6,12 +6,13 @@ import os
 import signal
 import stat
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import sglang_fake as fakes
+from engine_runs import started
 from sglang_cases import LONG, PROMPT, answer, in_flight, params
 from sglang_fake import Fake
 
@@ -78,16 +79,6 @@ def interpreter(tmp_path: Path) -> Path:
     return script
 
 
-@asynccontextmanager
-async def launched(settings: RolloutSettings) -> AsyncIterator[SglangEngine]:
-    engine = SglangEngine(settings)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
 async def test_the_side_process_is_started_with_the_settings_and_ends_with_the_engine(
     interpreter: Path, folder: Folder, tmp_path: Path
 ) -> None:
@@ -105,7 +96,7 @@ async def test_the_side_process_is_started_with_the_settings_and_ends_with_the_e
         max_num_seqs=8,
         max_model_len=100,
     )
-    async with launched(settings) as engine:
+    async with started(SglangEngine(settings)) as engine:
         assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(0, 5)
         process = engine._process
     line = next(line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("server_args="))
@@ -135,7 +126,7 @@ async def test_a_side_process_that_is_killed_fails_requests_with_its_log_and_is_
     interpreter: Path, folder: Folder, tmp_path: Path
 ) -> None:
     settings = RolloutSettings(model_path=folder(0), engine_python=interpreter, engine_log=tmp_path / "log")
-    async with launched(settings) as engine:
+    async with started(SglangEngine(settings)) as engine:
         stream = engine.stream(PROMPT, LONG, "r")
         await anext(stream)
         os.kill(_child_of(engine._process._guard.pid), signal.SIGKILL)  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,10 +1,10 @@
 """An engine with two slots and a queue of one."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from engine_runs import started
 
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
@@ -17,9 +17,7 @@ def settings(model_path: Path) -> RolloutSettings:
 
 
 @pytest.fixture
-async def engine(
-    settings: RolloutSettings, started: Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
-) -> AsyncIterator[TorchEngine]:
+async def engine(settings: RolloutSettings) -> AsyncIterator[TorchEngine]:
     """Started, and stopped after the test."""
-    async with started(settings) as engine:
+    async with started(TorchEngine(settings)) as engine:
         yield engine

@@ -1,13 +1,11 @@
 """The engine on its thread: stops, limits, seeds, aborts, pauses, updates, bounds."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 import torch
-from engine_runs import LONG, PROMPT, running
+from engine_runs import LONG, PROMPT, running, started
 from rollout_models import EOS, VOCAB
 from transformers import AutoModelForCausalLM
 
@@ -18,8 +16,6 @@ from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import Canary
 
 pytestmark = pytest.mark.anyio
-
-Started = Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
 
 
 async def refused(engine: TorchEngine, prompt: list[int]) -> TrackwayError:
@@ -52,10 +48,8 @@ async def test_the_models_own_stop_token_ends_generation_unless_ignored(engine: 
     assert (ignored.finish_reason, len(ignored.token_ids)) == ("length", 300)
 
 
-async def test_generation_ends_at_max_tokens_or_at_the_models_length(
-    settings: RolloutSettings, started: Started
-) -> None:
-    async with started(settings.model_copy(update={"max_model_len": 20})) as engine:
+async def test_generation_ends_at_max_tokens_or_at_the_models_length(settings: RolloutSettings) -> None:
+    async with started(TorchEngine(settings.model_copy(update={"max_model_len": 20}))) as engine:
         short = await engine.generate(PROMPT, SamplingParams(max_tokens=5, ignore_eos=True), "a")
         full = await engine.generate(PROMPT, SamplingParams(max_tokens=50, ignore_eos=True), "b")
     assert (short.finish_reason, len(short.token_ids), len(short.logprobs)) == ("length", 5, 5)
@@ -159,8 +153,8 @@ async def test_a_canary_of_no_number_is_not_taken(engine: TorchEngine, other_pat
     assert engine.version == 0
 
 
-async def test_stopping_returns_requests_in_flight_as_aborted(settings: RolloutSettings, started: Started) -> None:
-    async with started(settings) as engine:
+async def test_stopping_returns_requests_in_flight_as_aborted(settings: RolloutSettings) -> None:
+    async with started(TorchEngine(settings)) as engine:
         task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
         await running(engine, 1)
     assert (await task).finish_reason == "abort"

@@ -4,19 +4,15 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 
 import pytest
-from engine_runs import LONG, PROMPT, running
+from engine_runs import LONG, PROMPT, running, started
 
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 pytestmark = pytest.mark.anyio
-
-Started = Callable[[RolloutSettings], AbstractAsyncContextManager[TorchEngine]]
 
 
 def die() -> None:
@@ -59,9 +55,9 @@ async def test_an_engine_whose_thread_hangs_is_stuck_until_it_goes_on(engine: To
 
 
 async def test_requests_and_calls_on_a_thread_that_dies_raise_and_so_do_later_ones(
-    settings: RolloutSettings, started: Started, caplog: pytest.LogCaptureFixture
+    settings: RolloutSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with asyncio.timeout(10), started(settings) as engine:
+    async with asyncio.timeout(10), started(TorchEngine(settings)) as engine:
         one = asyncio.create_task(engine.generate(PROMPT, LONG, "runs"))
         await running(engine, 1)
         engine._thread.post(die)

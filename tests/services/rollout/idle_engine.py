@@ -1,0 +1,52 @@
+"""An engine where nothing happens, to be given what a test needs."""
+
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+
+from trackway.rollout.engines.collector import Collector
+from trackway.rollout.engines.engine import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.weights import Canary
+
+
+class IdleEngine:
+    """An `Engine` that says nothing and takes any weights; `generate` is what `stream` tells."""
+
+    capabilities: frozenset[Capability] = frozenset()
+    asleep: frozenset[MemoryPart] = frozenset()
+    max_len = 1024
+    paused = False
+    version = 0
+
+    async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
+        made = Collector()
+        async for piece in self.stream(token_ids, params, request_id):
+            made.add(piece)
+        return made.generation()
+
+    async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
+        yield Piece([], [], self.version, "stop")
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+    async def abort(self, request_id: str) -> int:
+        return 0
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
+        self.version = version
+
+    async def sleep(self, parts: Sequence[MemoryPart]) -> None: ...
+
+    async def wake_up(self, parts: Sequence[MemoryPart]) -> None: ...
+
+    def stuck_for(self) -> float:
+        return 0.0
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, 0, 0, 0)
