@@ -34,7 +34,7 @@ demo: $(VENV)/.cpu ## Train the tiny model with all five services and MLflow; SE
 ui: $(VENV)/.cpu ## Look at the demo's traces in MLflow.
 	$(BIN)/trackway ui
 
-test: $(VENV)/.dev $(WEAVE)/.ready ## Run the whole test suite; ARGS='-k name' for a part.
+test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; ARGS='-k name' for a part.
 	$(BIN)/python -m pytest -m 'not vllm' $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a training run.
@@ -43,7 +43,7 @@ test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a tra
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
-test-all: test test-vllm ## Both; for a nightly run.
+test-all: test test-vllm ## Run both, as CI does.
 
 check: $(VENV)/.dev ## Check format, lint, types and the floors of the house.
 	$(BIN)/ruff format --check $(CODE)
@@ -102,6 +102,7 @@ $(WEAVE)/.ready: tests/weave/constraints.txt Makefile | $(VENV)/.uv
 	@touch $@
 
 $(VLLM)/.ready: tests/vllm/constraints.txt tests/vllm/overrides.txt | $(VENV)/.uv
+	@[ "$$(uname -sm)" = "Linux x86_64" ] || { echo "expected Linux x86_64, which vLLM's pins in tests/vllm/constraints.txt are for, got $$(uname -sm); \`make test\` is everything else" >&2; exit 2; }
 	@echo "installing vLLM's CPU build for its tests (3.4 GB; first time: a minute or two)"
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(VLLM)
 	$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --compile-bytecode $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --override tests/vllm/overrides.txt --requirement tests/vllm/constraints.txt

@@ -1,13 +1,31 @@
 """One real vLLM for the session, and folders of weights it can load."""
 
+import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-from vllm_runs import ENVIRONMENT, Weights, build, canary_of, load, published, settings_of, started
+from vllm_runs import (
+    DEADLINE_S,
+    ENVIRONMENT,
+    PROMPT,
+    SHORT,
+    Weights,
+    build,
+    canary_of,
+    idle,
+    load,
+    published,
+    settings_of,
+    started,
+)
 
+from trackway.clients.rollout import RolloutClient
+from trackway.rollout.engines import remote, remote_weights
 from trackway.rollout.engines.vllm import VllmEngine
+from trackway.wire.rollout import GenerateReply, GenerateRequest
 
 
 @pytest.fixture(scope="session")
@@ -45,17 +63,46 @@ def environment() -> Path:
     return ENVIRONMENT
 
 
+class Witness(VllmEngine):
+    """Asks its server as a client does, before anybody gives its weights a version."""
+
+    nameless: asyncio.Task[GenerateReply]
+
+    async def _prepare(self) -> None:
+        async with httpx.AsyncClient() as http:
+            request = GenerateRequest(token_ids=PROMPT, sampling_params=SHORT)
+            self.nameless = asyncio.create_task(RolloutClient(self.http.base_url, http).generate(request))
+            await asyncio.wait([self.nameless])
+        await super()._prepare()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patience() -> Iterator[None]:
+    """Replicas wait longer for what a request that was cut has made: a busy machine takes its time to tell."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (remote, remote_weights):
+            patch.setattr(module, "_CUT_GRACE_S", DEADLINE_S)
+        yield
+
+
 @pytest.fixture(scope="session")
-async def shared(environment: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
+async def shared(environment: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Witness]:
     """The session's engine, with whatever weights the last test left."""
-    async with started(settings_of(base, tmp_path_factory.mktemp("server") / "vllm.log")) as engine:
+    async with started(Witness(settings_of(base, tmp_path_factory.mktemp("server") / "vllm.log"))) as engine:
         yield engine
 
 
 @pytest.fixture
+async def nameless(shared: Witness) -> GenerateReply:
+    """What a plain vLLM answered whose weights never got a version."""
+    return await shared.nameless
+
+
+@pytest.fixture
 async def engine(shared: VllmEngine, first: Weights) -> VllmEngine:
-    """The session's engine with the base's weights, as a version of its own."""
+    """The session's engine with the base's weights, as a version of its own, and nothing in flight."""
     await shared.resume()
+    await idle(shared)
     await shared.load_weights(first.folder, shared.version + 1, first.canary)
     return shared
 

@@ -4,14 +4,29 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from vllm_runs import BLOCK, EOS, GREEDY, LONG, MAX_LEN, PROMPT, SHORT, VOCAB, Weights, busy, idle, worst
+from vllm_runs import (
+    BLOCK,
+    EOS,
+    GREEDY,
+    LONG,
+    MARKS,
+    MAX_LEN,
+    PROMPT,
+    SHORT,
+    VOCAB,
+    Weights,
+    busy,
+    idle,
+    slowed,
+    stands_still,
+    worst,
+)
 
-from trackway.rollout.engines.engine import PauseMode
 from trackway.rollout.engines.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = MARKS
 
 
 async def refused(engine: VllmEngine, prompt: list[int]) -> TrackwayError:
@@ -40,12 +55,16 @@ async def test_logprobs_are_those_of_the_sampling_distribution(
 
 
 async def test_the_same_seed_gives_the_same_tokens_whatever_runs_beside(engine: VllmEngine) -> None:
-    seeded, free = SHORT.model_copy(update={"max_tokens": 40}), SHORT.model_copy(update={"seed": None})
+    seeded, free = SHORT.model_copy(update={"max_tokens": 40}), LONG.model_copy(update={"seed": None})
     alone = await engine.generate(PROMPT, seeded, "a")
-    again, _, _ = await asyncio.gather(
-        engine.generate(PROMPT, seeded, "b"), engine.generate([5], free, "c"), engine.generate([6, 7], free, "d")
-    )
-    assert again.token_ids == alone.token_ids
+    with slowed(engine):
+        beside = [asyncio.create_task(engine.generate(prompt, free, "beside")) for prompt in ([5], [6, 7])]
+        await busy(engine, running=2)
+        again = asyncio.create_task(engine.generate(PROMPT, seeded, "b"))
+        await busy(engine, running=3)
+    assert (await again).token_ids == alone.token_ids
+    await engine.abort("beside")
+    await asyncio.gather(*beside)
 
 
 async def test_a_stop_token_ends_generation_and_is_part_of_it(engine: VllmEngine) -> None:
@@ -84,26 +103,29 @@ async def test_a_stream_in_pieces_is_what_generate_returns(engine: VllmEngine) -
 
 
 async def test_closing_a_stream_ends_the_request(engine: VllmEngine) -> None:
-    async with aclosing(engine.stream(PROMPT, LONG, "a")) as pieces:
-        await anext(pieces)
-    await idle(engine)
+    with slowed(engine):
+        async with aclosing(engine.stream(PROMPT, LONG, "a")) as pieces:
+            await anext(pieces)
+        await idle(engine)
 
 
 async def test_a_cancelled_caller_frees_its_place(engine: VllmEngine) -> None:
-    tasks = [asyncio.create_task(engine.generate(PROMPT, LONG, str(n))) for n in range(3)]
-    await busy(engine)
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
-    await idle(engine)
+    with slowed(engine):
+        tasks = [asyncio.create_task(engine.generate(PROMPT, LONG, str(n))) for n in range(3)]
+        await busy(engine, running=3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await idle(engine)
 
 
 async def test_an_aborted_request_returns_what_it_has(engine: VllmEngine, first: Weights) -> None:
-    task = asyncio.create_task(engine.generate(PROMPT, LONG, "mine"))
-    await busy(engine)
-    assert await engine.abort("other") == 0
-    assert await engine.abort("mine") == 1
-    done = await task
+    with slowed(engine):
+        task = asyncio.create_task(engine.generate(PROMPT, LONG, "mine"))
+        await busy(engine)
+        assert await engine.abort("other") == 0
+        assert await engine.abort("mine") == 1
+        done = await task
     assert done.finish_reason == "abort"
     assert 0 < len(done.token_ids) < LONG.max_tokens
     assert worst(done, first.model, LONG) < 1e-4
@@ -120,28 +142,40 @@ async def test_one_request_more_than_places_and_queue_is_refused_and_the_others_
 
 
 async def test_requests_that_are_cut_before_they_got_a_place_return_no_tokens(engine: VllmEngine) -> None:
-    running = [asyncio.create_task(engine.generate([n, 7], LONG, str(n))) for n in range(3, 6)]
-    await busy(engine)
-    waiting = [asyncio.create_task(engine.generate([n, 7], LONG, str(n))) for n in range(6, 9)]
-    await asyncio.sleep(0.3)
-    await engine.pause("abort")
-    done = await asyncio.gather(*running, *waiting)
+    with slowed(engine):
+        running = [asyncio.create_task(engine.generate([n, 7], LONG, str(n))) for n in range(3, 7)]
+        await busy(engine, running=4)
+        waiting = [asyncio.create_task(engine.generate([n, 7], LONG, str(n))) for n in range(7, 9)]
+        await busy(engine, running=4, waiting=2)
+        await engine.pause("abort")
+        done = await asyncio.gather(*running, *waiting)
     assert {made.finish_reason for made in done} == {"abort"}
     assert [bool(made.token_ids) for made in done] == [True] * 4 + [False] * 2
 
 
-@pytest.mark.parametrize(("mode", "reason", "made"), [("wait", "length", 1000), ("abort", "abort", None)])
-async def test_a_pause_lets_requests_finish_or_cuts_them_and_refuses_new_ones(
-    engine: VllmEngine, mode: PauseMode, reason: str, made: int | None
-) -> None:
-    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-    await busy(engine)
-    pausing = asyncio.create_task(engine.pause(mode))
-    await asyncio.sleep(0)
-    assert (await refused(engine, PROMPT)).code is ErrorCode.PAUSED
+async def test_a_pause_that_waits_refuses_new_requests_and_lets_the_others_finish(engine: VllmEngine) -> None:
+    with slowed(engine):
+        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+        await busy(engine)
+        pausing = asyncio.create_task(engine.pause("wait"))
+        await asyncio.sleep(0)
+        assert (await refused(engine, PROMPT)).code is ErrorCode.PAUSED
+        assert not pausing.done()
     await pausing
-    done = await asyncio.wait_for(task, 1)
-    assert (done.finish_reason, len(done.token_ids)) == (reason, made or len(done.logprobs))
+    done = await task
+    assert (done.finish_reason, len(done.token_ids)) == ("length", 300)
+    await engine.resume()
+    assert len((await engine.generate(PROMPT, SHORT, "b")).token_ids) == 8
+
+
+async def test_a_pause_that_aborts_refuses_new_requests_and_cuts_the_others(engine: VllmEngine) -> None:
+    with slowed(engine):
+        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+        await busy(engine)
+        await engine.pause("abort")
+        done = await task
+    assert (done.finish_reason, 0 < len(done.token_ids) < 300) == ("abort", True)
+    assert (await refused(engine, PROMPT)).code is ErrorCode.PAUSED
     await engine.resume()
     assert len((await engine.generate(PROMPT, SHORT, "b")).token_ids) == 8
 
@@ -149,26 +183,29 @@ async def test_a_pause_lets_requests_finish_or_cuts_them_and_refuses_new_ones(
 async def test_a_pause_that_keeps_freezes_requests_which_go_on_with_their_cache(
     engine: VllmEngine, first: Weights
 ) -> None:
-    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-    await busy(engine)
     computed = engine.stats().prefilled_tokens
-    await engine.pause("keep")
-    done, _ = await asyncio.wait([task], timeout=1.0)
-    assert (done, engine.stats().running, engine.stuck_for()) == (set(), 1, 0.0)
+    with slowed(engine):
+        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+        await busy(engine)
+        assert not await stands_still(engine)
+        await engine.pause("keep")
+        assert await stands_still(engine)
+    assert (task.done(), engine.stats().running, engine.stuck_for()) == (False, 1, 0.0)
     await engine.resume()
     made = await task
-    assert (made.finish_reason, len(made.token_ids)) == ("length", 1000)
+    assert (made.finish_reason, len(made.token_ids)) == ("length", 300)
     assert worst(made, first.model, LONG) < 1e-4
     assert engine.stats().prefilled_tokens == computed + len(PROMPT)
 
 
 async def test_a_frozen_request_that_is_cut_returns_what_it_has(engine: VllmEngine, first: Weights) -> None:
-    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-    await busy(engine)
-    await engine.pause("keep")
+    with slowed(engine):
+        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+        await busy(engine)
+        await engine.pause("keep")
     assert await engine.abort("a") == 1
-    done = await asyncio.wait_for(task, 2)
-    assert (done.finish_reason, 0 < len(done.token_ids) < 1000) == ("abort", True)
+    done = await task
+    assert (done.finish_reason, 0 < len(done.token_ids) < 300) == ("abort", True)
     assert worst(done, first.model, LONG) < 1e-4
 
 

@@ -8,17 +8,28 @@ from typing import Literal
 
 import httpx
 import pytest
-from vllm_runs import LONG, PROMPT, SHORT, Weights, busy, logprobs_of, settings_of
+from vllm_runs import (
+    DEADLINE_S,
+    LONG,
+    MARKS,
+    PROMPT,
+    SHORT,
+    Weights,
+    busy,
+    logprobs_of,
+    settings_of,
+    slowed,
+)
 
-from trackway.clients.base import close_shared_http
+from trackway.clients import close_shared_http
 from trackway.clients.rollout import RolloutClient
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.vllm import VllmEngine
 from trackway.wire.errors import TrackwayError
-from trackway.wire.rollout import GenerateReply, GenerateRequest
+from trackway.wire.rollout import GenerateReply, GenerateRequest, PausedReply
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = MARKS
 
 
 @asynccontextmanager
@@ -62,12 +73,16 @@ async def test_a_generation_survives_an_update_in_each_mode(
     versions: list[int],
 ) -> None:
     async with serving(shared, base, tmp_path, mode) as client:
-        call = asyncio.create_task(client.generate(GenerateRequest(token_ids=PROMPT, sampling_params=LONG)))
-        await busy(shared)
-        WeightStore(str(tmp_path / "store")).publish(1, "run", second.folder, second.canary)
+        with slowed(shared):
+            call = asyncio.create_task(client.generate(GenerateRequest(token_ids=PROMPT, sampling_params=LONG)))
+            await busy(shared)
+            WeightStore(str(tmp_path / "store")).publish(1, "run", second.folder, second.canary)
+            async with asyncio.timeout(DEADLINE_S):
+                while not await under_way(client, mode):
+                    await asyncio.sleep(0.02)
         choice = (await call).choices[0]
         later = await client.generate(GenerateRequest(token_ids=PROMPT, sampling_params=SHORT, min_weight_version=1))
-    assert (choice.finish_reason, len(choice.token_ids)) == ("length", 1000)
+    assert (choice.finish_reason, len(choice.token_ids)) == ("length", 300)
     assert [span.version for span in choice.weight_versions] == versions
     assert later.choices[0].weight_versions[0].version == 1
 
@@ -85,6 +100,17 @@ async def test_a_plain_vllm_stands_in_for_the_service(engine: VllmEngine, first:
     assert (choice.finish_reason, len(choice.token_ids), reply.usage.total_tokens) == ("length", 8, 11)
     assert logprobs(reply) == pytest.approx(logprobs_of(first.model, [*PROMPT, *choice.token_ids], 3), abs=1e-4)
     assert [span.version for span in choice.weight_versions] == [engine.version]
+
+
+async def under_way(client: RolloutClient, mode: Literal["keep", "wait", "abort"]) -> bool:
+    """Whether the update is done or, in the mode `wait`, waits for the generation."""
+    if mode == "wait":
+        return (await client.call("GET", "/is_paused", reply=PausedReply)).is_paused
+    return (await client.weights()).version == 1
+
+
+async def test_a_plain_vllm_that_was_never_given_a_version_serves_version_0(nameless: GenerateReply) -> None:
+    assert [(s.version, s.start, s.end) for s in nameless.choices[0].weight_versions] == [(0, 0, 8)]
 
 
 def logprobs(reply: GenerateReply) -> list[float]:

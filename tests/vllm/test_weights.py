@@ -10,6 +10,7 @@ from vllm_runs import (
     BLOCK,
     GREEDY,
     LONG,
+    MARKS,
     PROMPT,
     SHORT,
     Weights,
@@ -17,15 +18,18 @@ from vllm_runs import (
     canary_of,
     metrics,
     settings_of,
+    slowed,
+    stands_still,
     started,
+    until,
     worst,
 )
 
-from trackway.rollout.engines.engine import Generation
+from trackway.rollout.engines.engine import Generation, Piece
 from trackway.rollout.engines.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = MARKS
 
 
 async def refused(loading: Coroutine[object, object, None]) -> str:
@@ -33,6 +37,19 @@ async def refused(loading: Coroutine[object, object, None]) -> str:
         await loading
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
     return raised.value.message
+
+
+async def listened(engine: VllmEngine) -> tuple[list[Piece], asyncio.Task[None]]:
+    """The pieces of a long stream as they come, the first few of them here already, and who listens to it."""
+    pieces: list[Piece] = []
+
+    async def listen() -> None:
+        async for piece in engine.stream(PROMPT, LONG, "a"):
+            pieces.append(piece)  # noqa: PERF401  the test reads them meanwhile
+
+    listening = asyncio.create_task(listen())
+    await until(lambda: len(pieces) >= 3)
+    return pieces, listening
 
 
 async def test_an_update_between_generations_changes_tokens_and_version(
@@ -49,30 +66,28 @@ async def test_an_update_between_generations_changes_tokens_and_version(
 async def test_an_update_during_a_generation_splits_it_into_spans_and_keeps_its_cache(
     engine: VllmEngine, first: Weights, second: Weights
 ) -> None:
-    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-    await busy(engine)
-    version, before = engine.version, await metrics(engine)
-    await engine.load_weights(second.folder, version + 1, second.canary)
+    with slowed(engine):
+        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+        await busy(engine)
+        version, before = engine.version, await metrics(engine)
+        await engine.load_weights(second.folder, version + 1, second.canary)
     made = await task
     cut = made.spans[0].end
-    assert [(s.version, s.start, s.end) for s in made.spans] == [(version, 0, cut), (version + 1, cut, 1000)]
-    assert 0 < cut < 1000
+    assert [(s.version, s.start, s.end) for s in made.spans] == [(version, 0, cut), (version + 1, cut, 300)]
+    assert 0 < cut < 300
     old = Generation(made.token_ids[:cut], made.logprobs[:cut], "length", [])
     assert worst(old, first.model, LONG) < 1e-4
     assert (await metrics(engine))["num_preemptions_total"] == before["num_preemptions_total"]
 
 
 async def test_a_stream_says_which_weights_made_which_piece(engine: VllmEngine, second: Weights) -> None:
-    version, pieces = engine.version, []
-    loading = None
-    async for piece in engine.stream(PROMPT, LONG, "a"):
-        pieces.append(piece)
-        if len(pieces) == 20:
-            loading = asyncio.create_task(engine.load_weights(second.folder, version + 1, second.canary))
-    assert loading is not None
-    await loading
+    version = engine.version
+    with slowed(engine):
+        pieces, listening = await listened(engine)
+        await engine.load_weights(second.folder, version + 1, second.canary)
+    await listening
     versions = [piece.version for piece in pieces for _ in piece.token_ids]
-    assert len(versions) == 1000
+    assert len(versions) == 300
     assert versions == sorted(versions)
     assert set(versions) == {version, version + 1}
 
@@ -83,9 +98,10 @@ async def test_no_prefix_computed_by_old_weights_is_reused(
 ) -> None:
     prompt = [7, 9] * BLOCK
     await engine.generate(prompt, SHORT, "a")
-    others = [asyncio.create_task(engine.generate(prompt, LONG, "b"))] if in_flight else []
-    await busy(engine)
-    await engine.load_weights(second.folder, engine.version + 1, second.canary)
+    with slowed(engine):
+        others = [asyncio.create_task(engine.generate(prompt, LONG, "b"))] if in_flight else []
+        await busy(engine, running=len(others))
+        await engine.load_weights(second.folder, engine.version + 1, second.canary)
     await asyncio.gather(*others)
     before = engine.stats().reused_tokens
     made = await engine.generate(prompt, GREEDY, "c")
@@ -98,12 +114,13 @@ async def test_no_prefix_computed_by_old_weights_is_reused(
 async def test_weights_that_fail_their_canary_are_taken_back_and_cost_a_request_only_bad_tokens(
     engine: VllmEngine, first: Weights, second: Weights
 ) -> None:
-    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-    await busy(engine)
-    version = engine.version
-    loading = engine.load_weights(second.folder, version + 1, canary_of(second.model, shift=0.5))
-    assert "a difference of 0.5" in await refused(loading)
-    cut = await task
+    with slowed(engine):
+        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+        await busy(engine)
+        version = engine.version
+        loading = engine.load_weights(second.folder, version + 1, canary_of(second.model, shift=0.5))
+        assert "a difference of 0.5" in await refused(loading)
+        cut = await task
     assert (engine.version, cut.finish_reason) == (version, "abort")
     assert [(span.version, span.start, span.end) for span in cut.spans] == [(version, 0, len(cut.token_ids))]
     assert worst(cut, first.model, LONG) < 1e-4
@@ -113,14 +130,11 @@ async def test_weights_that_fail_their_canary_are_taken_back_and_cost_a_request_
 async def test_a_stream_never_shows_a_token_of_weights_that_failed(
     engine: VllmEngine, first: Weights, second: Weights
 ) -> None:
-    version, pieces, loading = engine.version, [], None
-    async for piece in engine.stream(PROMPT, LONG, "a"):
-        pieces.append(piece)
-        if len(pieces) == 20:
-            bad = engine.load_weights(second.folder, version + 1, canary_of(second.model, shift=0.5))
-            loading = asyncio.create_task(refused(bad))
-    assert loading is not None
-    await loading
+    version = engine.version
+    with slowed(engine):
+        pieces, listening = await listened(engine)
+        await refused(engine.load_weights(second.folder, version + 1, canary_of(second.model, shift=0.5)))
+        await listening
     tokens = [token for piece in pieces for token in piece.token_ids]
     logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
     assert pieces[-1].finish_reason == "abort"
@@ -155,14 +169,15 @@ async def test_a_folder_that_vllm_cannot_load_is_refused_before_it_sees_it(engin
 
 
 async def test_an_update_under_a_paused_engine_leaves_it_paused(engine: VllmEngine, second: Weights) -> None:
-    task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
-    await busy(engine)
-    await engine.pause("keep")
-    version = engine.version
-    await engine.load_weights(second.folder, version + 1, second.canary)
-    assert engine.paused
-    done, _ = await asyncio.wait([task], timeout=0.5)
-    assert not done
+    with slowed(engine):
+        task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
+        await busy(engine)
+        await engine.pause("keep")
+        version = engine.version
+        await engine.load_weights(second.folder, version + 1, second.canary)
+        assert engine.paused
+        assert await stands_still(engine)
+        assert not task.done()
     await engine.resume()
     assert [span.version for span in (await task).spans] == [version, version + 1]
 
@@ -174,7 +189,7 @@ async def test_without_the_old_weights_to_go_back_to_the_engine_serves_nothing(
     settings = settings_of(first.folder, tmp_path / "log", engine_url=engine.http.base_url)
     pruned = tmp_path / "1"
     shutil.copytree(first.folder, pruned)
-    async with started(settings) as other:
+    async with started(VllmEngine(settings)) as other:
         await other.load_weights(pruned, 1, first.canary)
         shutil.rmtree(pruned)
         with pytest.raises(TrackwayError, match="pruned"):
@@ -190,7 +205,7 @@ async def test_weights_that_come_between_two_stages_of_a_wake_up_serve_after_it(
 ) -> None:
     """The calls are real; on the CPU no memory moves."""
     settings = settings_of(base, tmp_path / "log", engine_url=engine.http.base_url, enable_sleep=True)
-    async with started(settings) as other:
+    async with started(VllmEngine(settings)) as other:
         await other.pause("abort")
         await other.sleep(["weights", "kv_cache"])
         assert await other.http.get("/is_sleeping") == {"is_sleeping": True}

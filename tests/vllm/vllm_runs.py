@@ -1,12 +1,15 @@
 """Tiny tied models that vLLM's CPU build can run, what transformers says about them, and engines on them."""
 
 import asyncio
+import contextlib
+import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -17,18 +20,24 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import Canary
 
+MARKS = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+"""Of every test here; the first of a session waits for vLLM's start, too."""
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-vllm"
 VOCAB = 96
 EOS = 30
 """A token that the model of seed 0 makes often."""
 MAX_LEN = 1024
+DEADLINE_S = 120.0
+"""Of whatever a test waits for; a machine with much other work takes seconds for what takes milliseconds."""
 BLOCK = 128
 """Tokens of a KV block on the CPU: vLLM reuses prefixes of whole blocks only."""
 
 PROMPT = [11, 12, 13]
-LONG = SamplingParams(max_tokens=1000, ignore_eos=True, seed=1)
+LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True, seed=1)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+Engine = TypeVar("Engine", bound=VllmEngine)
 
 
 class Weights(NamedTuple):
@@ -108,49 +117,86 @@ def canary_of(model: PreTrainedModel, shift: float = 0.0) -> Canary:
 
 
 def settings_of(model_path: Path, log: Path, **more: Any) -> RolloutSettings:
-    """Settings of a replica with vLLM beside it."""
+    """Settings of a replica with vLLM beside it, whose steps `slowed` can slow down."""
+    steps = json.dumps({"steps": str(log.with_suffix(".steps"))})
     return RolloutSettings(
         engine="vllm",
         engine_python=ENVIRONMENT / "bin" / "python",
         engine_log=log,
+        engine_args=["--scheduler-cls", "slow_scheduler.SlowScheduler", "--additional-config", steps],
         model_path=model_path,
         device="cpu",
         enforce_eager=True,  # without torch.compile: the start takes half as long
         max_num_seqs=4,
         max_queue=2,
+        weight_wait_s=DEADLINE_S,
         **more,
     )
 
 
 @asynccontextmanager
-async def started(settings: RolloutSettings) -> AsyncIterator[VllmEngine]:
-    """An engine that runs; its server ends with the block."""
-    engine = VllmEngine(settings)
+async def started(engine: Engine) -> AsyncIterator[Engine]:
+    """The engine, which runs; its server ends with the block."""
     try:
-        await engine.start()
+        with contextlib.chdir(Path(__file__).parent):  # where the server's interpreter finds its scheduler
+            await engine.start()
         yield engine
     finally:
         await engine.stop()
 
 
-async def busy(engine: VllmEngine) -> None:
-    """Return when vLLM is at the requests that were sent before: one that comes after them has got some tokens.
+class Tally(NamedTuple):
+    """What vLLM works on: the tokens of each request that runs, and how many wait for a place."""
 
-    Its counters do not serve for that: a server that generates may take seconds to tell them.
-    """
-    await asyncio.sleep(0.1)
-    async with asyncio.timeout(20):
-        async for _ in engine.stream([9], SamplingParams(max_tokens=8, ignore_eos=True), "probe"):
-            pass
+    running: list[int]
+    waiting: int
+
+
+def tally(engine: VllmEngine) -> Tally:
+    """Of the engine's own server, as its scheduler tells it."""
+    return Tally(**json.loads((_steps(engine) / "tally.json").read_text()))
+
+
+@contextlib.contextmanager
+def slowed(engine: VllmEngine) -> Iterator[None]:
+    """In the block the LONG request takes more than seven minutes: what a test does there comes before its end."""
+    slow = _steps(engine) / "slow"
+    slow.touch()
+    try:
+        yield
+    finally:
+        slow.unlink()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return when it is so."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def busy(engine: VllmEngine, running: int = 1, waiting: int = 0) -> None:
+    """Return when vLLM works on so many requests, each with a token to show, and so many wait for a place."""
+
+    def so_busy() -> bool:
+        now = tally(engine)
+        return (len(now.running), now.waiting) == (running, waiting) and 0 not in now.running
+
+    await until(so_busy)
+    await engine.http.get("/weight_info")  # comes the way of the tokens: vLLM's front, which answers aborts, has them
 
 
 async def idle(engine: VllmEngine) -> None:
-    """Return when vLLM itself makes no tokens any more: its gauge of running requests stands still then, too."""
-    async with asyncio.timeout(20):
-        before = -1.0
-        while (now := (await metrics(engine))["generation_tokens_total"]) != before:
-            before = now
-            await asyncio.sleep(0.3)
+    """Return when vLLM works on nothing."""
+    await busy(engine, running=0)
+
+
+async def stands_still(engine: VllmEngine) -> bool:
+    """Whether vLLM makes no token between answers of its core, which steps after each answer unless it is frozen."""
+    before = tally(engine)
+    for _ in range(3):
+        await engine.http.get("/weight_info")
+    return tally(engine) == before
 
 
 async def metrics(engine: VllmEngine) -> dict[str, float]:
@@ -158,3 +204,9 @@ async def metrics(engine: VllmEngine) -> dict[str, float]:
     text = (await engine.http.get("/metrics"))["text"]
     found = re.findall(r"^vllm:(\w+){[^}]*} (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in found}
+
+
+def _steps(engine: VllmEngine) -> Path:
+    """The folder through which its scheduler talks."""
+    assert engine.settings.engine_log is not None
+    return engine.settings.engine_log.with_suffix(".steps")

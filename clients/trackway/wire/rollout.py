@@ -31,7 +31,7 @@ class GenerateRequest(WireRequest):
 
     request_id: str | None = None
     model: str | None = None
-    """Name of the served model; any other is 404 `not_found`."""
+    """Name of the served model; any other is 404 `model_not_found`."""
     token_ids: list[int] = Field(min_length=1)
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     min_weight_version: int = Field(default=0, ge=0)
