@@ -1,9 +1,10 @@
 """Async HTTP clients of the five services, over one shared httpx client per process."""
 
 from trackway.clients.agent import AgentClient
-from trackway.clients.base import CallPolicy, Deadline, ServiceClient, close_shared_http, run, shared_http
+from trackway.clients.base import CallPolicy, Deadline, ServiceClient
 from trackway.clients.reward import RewardClient
 from trackway.clients.rollout import RolloutClient
+from trackway.clients.shared_http import close_shared_http, run, shared_http
 from trackway.clients.tools import ToolsClient
 from trackway.clients.trainer import TrainerClient
 

@@ -3,32 +3,32 @@
 Every call has a deadline, which is passed on as `x-request-deadline`; every POST has an `Idempotency-Key`, so that
 asking again is safe. Retried are failures of the transport, errors whose code says retryable, and 5xx without our error
 body (Ray Serve's own, when a replica dies); how often and how soon is in patience.py. A retry is an incident: an event
-on the current span, and in the ledger.
+on the current span, and in the ledger. The bearer token is that of TRACKWAY_TOKEN unless one is given; redirects are
+not followed, so that it goes to no other host.
 """
 
 import asyncio
 import time
 import uuid
-import weakref
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
 
 import httpx
-from httpx_aiohttp import AiohttpTransport
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from trackway.clients.failures import NotOurs, error_of, incident_of, reason_of, worth_retrying
 from trackway.clients.patience import Patience
+from trackway.clients.shared_http import shared_http
+from trackway.clients.token import authorization, token_or_environments
 from trackway.tracing import add_incident, current_ledger, inject
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT
 
 M = TypeVar("M", bound=BaseModel)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,47 +77,18 @@ class CallPolicy:
     """Requests of one client at once; the others wait here, where a deadline ends their wait."""
 
 
-_shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
-
-
-def shared_http() -> httpx.AsyncClient:
-    """The process's HTTP client (one per event loop); timeouts are given per request.
-
-    aiohttp's transport: httpx's own pool costs O(n^2) in connections, 12 ms of CPU a request at 96 in flight.
-    """
-    loop = asyncio.get_running_loop()
-    client = _shared.get(loop)
-    if client is None or client.is_closed:
-        limits = httpx.Limits(max_connections=512, max_keepalive_connections=256, keepalive_expiry=5.0)
-        transport = AiohttpTransport(limits=limits)
-        client = _shared[loop] = httpx.AsyncClient(transport=transport, timeout=CallPolicy.read_s)
-    return client
-
-
-async def close_shared_http() -> None:
-    """Close this event loop's shared client; a later call makes a new one."""
-    client = _shared.pop(asyncio.get_running_loop(), None)
-    if client is not None:
-        await client.aclose()
-
-
-def run(work: Coroutine[object, object, T]) -> T:
-    """`asyncio.run` for programs that call services: the shared client is closed at the end."""
-
-    async def main() -> T:
-        try:
-            return await work
-        finally:
-            await close_shared_http()
-
-    return asyncio.run(main())
-
-
 class ServiceClient:
     """Calls one service by base URL; subclasses name its routes."""
 
-    def __init__(self, base_url: str, http: httpx.AsyncClient | None = None, policy: CallPolicy | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        http: httpx.AsyncClient | None = None,
+        policy: CallPolicy | None = None,
+        token: SecretStr | None = None,
+    ) -> None:
         self.base_url = base_url.rstrip("/")
+        self._token = token_or_environments(token)
         self.policy = policy or CallPolicy()
         self._http = http
         self._slots = asyncio.Semaphore(self.policy.max_in_flight)
@@ -170,7 +141,7 @@ class ServiceClient:
             async with asyncio.timeout(deadline.remaining):
                 async for attempt in self._retrying(path, deadline):
                     with attempt:
-                        headers = _headers(session_id, key, deadline)
+                        headers = self._headers(session_id, key, deadline)
                         return await self._once(method, path, content, headers, deadline)
         except TimeoutError as error:
             message = (
@@ -185,13 +156,24 @@ class ServiceClient:
         self, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: Deadline
     ) -> httpx.Response:
         async with self._slots:
-            response = await self.http.request(
-                method, self.base_url + path, content=content, headers=headers, timeout=self._timeout(deadline)
-            )
+            response = await self._exchange(self.base_url, method, path, content, headers, deadline)
         _take_receipt(response)
-        if response.is_error:
+        if not response.is_success:
             raise error_of(response)
         return response
+
+    async def _exchange(
+        self, base_url: str, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: Deadline
+    ) -> httpx.Response:
+        """One request and its answer, whatever it says."""
+        return await self.http.request(
+            method,
+            base_url + path,
+            content=content,
+            headers=headers,
+            timeout=self._timeout(deadline),
+            follow_redirects=False,
+        )
 
     @asynccontextmanager
     async def stream(
@@ -204,16 +186,21 @@ class ServiceClient:
         """
         deadline = deadline or Deadline.after(self.policy.total_s)
         content = None if body is None else body.model_dump_json().encode()
-        headers = _headers(None, None, deadline)
+        headers = self._headers(None, None, deadline)
         try:
             async with (
                 asyncio.timeout(deadline.remaining),
                 self._slots,
                 self.http.stream(
-                    method, self.base_url + path, content=content, headers=headers, timeout=self._timeout(deadline)
+                    method,
+                    self.base_url + path,
+                    content=content,
+                    headers=headers,
+                    timeout=self._timeout(deadline),
+                    follow_redirects=False,
                 ) as response,
             ):
-                if response.is_error:
+                if not response.is_success:
                     await response.aread()
                     raise error_of(response)
                 yield response.aiter_lines()
@@ -222,6 +209,17 @@ class ServiceClient:
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
         except (httpx.TransportError, NotOurs) as error:
             raise self._unavailable(method, path, error) from error
+
+    def _headers(self, session_id: str | None, key: str | None, deadline: Deadline) -> dict[str, str]:
+        given: Mapping[str, str | None] = {
+            "content-type": "application/json",
+            SESSION_ID: session_id,
+            IDEMPOTENCY_KEY: key,
+            REQUEST_DEADLINE: f"{deadline.at:.3f}",
+        }
+        headers = {name: value for name, value in given.items() if value is not None} | authorization(self._token)
+        inject(headers)
+        return headers
 
     def _timeout(self, deadline: Deadline) -> httpx.Timeout:
         read = max(0.001, min(self.policy.read_s, deadline.remaining))
@@ -261,15 +259,3 @@ def _take_receipt(response: httpx.Response) -> None:
     receipt = response.headers.get(TRACE_RECEIPT)
     if opened is not None and receipt is not None:
         opened.add_receipt(receipt)
-
-
-def _headers(session_id: str | None, key: str | None, deadline: Deadline) -> dict[str, str]:
-    given: Mapping[str, str | None] = {
-        "content-type": "application/json",
-        SESSION_ID: session_id,
-        IDEMPOTENCY_KEY: key,
-        REQUEST_DEADLINE: f"{deadline.at:.3f}",
-    }
-    headers = {name: value for name, value in given.items() if value is not None}
-    inject(headers)
-    return headers

@@ -5,8 +5,11 @@ import math
 import httpx
 from pydantic import ValidationError
 
+from trackway.clients.token import TOKEN
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
 from trackway.wire.tracing import Incident
+
+_REFUSED = {401: ErrorCode.UNAUTHORIZED, 403: ErrorCode.FORBIDDEN}
 
 
 class NotOurs(Exception):
@@ -63,14 +66,24 @@ def reason_of(error: BaseException | None) -> str:
 def error_of(response: httpx.Response) -> Exception:
     """The error that a non-2xx answer means."""
     try:
-        return TrackwayError.from_reply(ErrorReply.model_validate_json(response.content))
+        ours = TrackwayError.from_reply(ErrorReply.model_validate_json(response.content))
     except ValidationError:
         text = response.text[:200]
+    else:
+        return _with_remedy(response, ours) if response.status_code in _REFUSED else ours
     if response.status_code >= 500 or response.status_code in (408, 429):
         return NotOurs(response.status_code, text, _retry_after(response))
+    if response.status_code in _REFUSED:
+        return _with_remedy(response, TrackwayError(_REFUSED[response.status_code], text))
     request = response.request
     message = f"{request.method} {request.url}: HTTP {response.status_code}: {text}; is this a Trackway service?"
     return TrackwayError(ErrorCode.INVALID_REQUEST, message)
+
+
+def _with_remedy(response: httpx.Response, error: TrackwayError) -> TrackwayError:
+    request = response.request
+    message = f"{request.method} {request.url}: {error.message} (Trackway's clients take it from {TOKEN})"
+    return TrackwayError(error.code, message, **error.detail)
 
 
 def _retry_after(response: httpx.Response) -> float | None:

@@ -1,22 +1,75 @@
 """Client of the tool server."""
 
-from pydantic import JsonValue
+from urllib.parse import quote, urlencode
 
-from trackway.clients.base import Deadline, ServiceClient
+import httpx
+from pydantic import JsonValue, SecretStr
+
+from trackway.clients.base import CallPolicy, Deadline, ServiceClient
+from trackway.clients.direct import PROBE_S, DirectRoutes
 from trackway.wire.chat import ToolSchema
+from trackway.wire.headers import REPLICA, SESSION_ID
+from trackway.wire.health import Health, ReplicaInfo, ReplicaList
 from trackway.wire.tools import (
     CreateInstance,
     ExecuteRequest,
     InstanceCreated,
+    InstanceList,
     OneShotRequest,
+    ReleaseRequest,
+    RewardRequest,
+    SessionReleased,
     ToolList,
     ToolResult,
     ToolReward,
 )
 
+_ASK = CallPolicy(connect_s=PROBE_S, read_s=10.0, total_s=10.0, attempts=1)
+
 
 class ToolsClient(ServiceClient):
-    """Create, execute, reward, release; every method raises TrackwayError."""
+    """Create, execute, reward, release; every method raises TrackwayError.
+
+    With `direct` calls go to the replicas' own addresses where these can be reached, else through Serve's proxy.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        http: httpx.AsyncClient | None = None,
+        policy: CallPolicy | None = None,
+        token: SecretStr | None = None,
+        direct: bool = False,
+    ) -> None:
+        super().__init__(base_url, http, policy, token)
+        self._routes = DirectRoutes(self.base_url, self._replicas, self._name_at) if direct else None
+
+    async def _exchange(
+        self, base_url: str, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: Deadline
+    ) -> httpx.Response:
+        address = self._routes and await self._routes.address(headers.get(SESSION_ID), _replica_in(path))
+        if self._routes is None or address is None:
+            return await super()._exchange(base_url, method, path, content, headers, deadline)
+        try:
+            response = await super()._exchange(address.url, method, path, content, headers, deadline)
+        except (httpx.ConnectError, httpx.ConnectTimeout):  # nobody has seen the request
+            self._routes.failed(address)
+            return await super()._exchange(base_url, method, path, content, headers, deadline)
+        except httpx.TransportError:
+            self._routes.failed(address)
+            raise
+        if response.headers.get(REPLICA) != address.replica:
+            self._routes.failed(address)
+            raise httpx.RemoteProtocolError(f"{address.url} is no longer replica {address.replica}")
+        return response
+
+    async def _replicas(self) -> list[ReplicaInfo]:
+        asking = ServiceClient(self.base_url, self._http, _ASK, self._token)
+        return (await asking.call("GET", "/replicas", reply=ReplicaList)).replicas
+
+    async def _name_at(self, url: str) -> str:
+        asking = ServiceClient(url, self._http, _ASK, self._token)
+        return (await asking.call("GET", "/health", reply=Health)).replica
 
     async def offer(self) -> ToolList:
         """Every tool as an OpenAI function schema, and which of them are stateless."""
@@ -50,16 +103,46 @@ class ToolsClient(ServiceClient):
         path = f"/instances/{instance_id}/execute"
         return await self.call("POST", path, reply=ToolResult, body=request, session_id=session_id, deadline=deadline)
 
-    async def reward(self, instance_id: str, session_id: str | None = None, deadline: Deadline | None = None) -> float:
+    async def reward(
+        self,
+        instance_id: str,
+        session_id: str | None = None,
+        deadline: Deadline | None = None,
+        calc_reward_kwargs: dict[str, JsonValue] | None = None,
+    ) -> float:
         """The reward of an instance over its whole life."""
         path = f"/instances/{instance_id}/reward"
-        reply = await self.call("POST", path, reply=ToolReward, session_id=session_id, deadline=deadline)
+        body = RewardRequest(calc_reward_kwargs=calc_reward_kwargs) if calc_reward_kwargs else None
+        reply = await self.call("POST", path, reply=ToolReward, body=body, session_id=session_id, deadline=deadline)
         return reply.reward
 
-    async def release(self, instance_id: str, session_id: str | None = None, deadline: Deadline | None = None) -> None:
+    async def release(
+        self,
+        instance_id: str,
+        session_id: str | None = None,
+        deadline: Deadline | None = None,
+        release_kwargs: dict[str, JsonValue] | None = None,
+    ) -> None:
         """Forget an instance."""
-        await self.send("DELETE", f"/instances/{instance_id}", session_id=session_id, deadline=deadline)
+        body = ReleaseRequest(release_kwargs=release_kwargs) if release_kwargs else None
+        await self.send("DELETE", f"/instances/{instance_id}", body=body, session_id=session_id, deadline=deadline)
+
+    async def instances(self, session_id: str | None = None, limit: int = 1000) -> InstanceList:
+        """The instances of the replica that answers; needs a token with the scope `admin`."""
+        wanted = {"limit": str(limit)} | ({} if session_id is None else {"session_id": session_id})
+        return await self.call("GET", f"/instances?{urlencode(wanted)}", reply=InstanceList)
+
+    async def release_session(self, session_id: str) -> SessionReleased:
+        """Release all instances of a trajectory; needs a token with the scope `admin`."""
+        path = f"/sessions/{quote(session_id, safe='')}"
+        return await self.call("DELETE", path, reply=SessionReleased, session_id=session_id)
 
     async def one_shot(self, tool: str, request: OneShotRequest, deadline: Deadline | None = None) -> ToolResult:
         """Create, execute, reward and release in one request."""
         return await self.call("POST", f"/tools/{tool}/execute", reply=ToolResult, body=request, deadline=deadline)
+
+
+def _replica_in(path: str) -> str | None:
+    """The replica that made the instance which a path names; its id begins with it."""
+    _, _, instance_id = path.partition("/instances/")
+    return instance_id.partition("-")[0] or None

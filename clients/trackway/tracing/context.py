@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trackway.tracing")
 
 _PROPAGATOR = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
+_CARRIED = sorted(_PROPAGATOR.fields)
 _TARGET = "agentic.target"
 _KEPT_ROOT = create_key("trackway-kept-root")
 _active: ContextVar[Tracing | None] = ContextVar("trackway_tracing", default=None)
@@ -43,7 +44,8 @@ def inject(headers: dict[str, str]) -> None:
 @contextmanager
 def extracted(headers: Mapping[str, str]) -> Iterator[None]:
     """Continue the trace that the headers carry; without one, whatever runs inside is not traced."""
-    token = context.attach(_PROPAGATOR.extract(headers, context=Context()))
+    carried = {name: value for name in _CARRIED if (value := headers.get(name)) is not None}
+    token = context.attach(_PROPAGATOR.extract(carried, context=Context()) if carried else Context())
     try:
         yield
     finally:

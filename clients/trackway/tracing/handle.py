@@ -29,14 +29,19 @@ class SpanHandle:
 
     def __init__(self, span: Span, ledger: Ledger | None = None) -> None:
         self._span = span
-        context = span.get_span_context()
-        recording = span.is_recording()
-        self.trace_id: str | None = format(context.trace_id, "032x") if recording else None
-        """32 hex digits, None when the trace is not recorded."""
-        self.span_id: str | None = format(context.span_id, "016x") if recording else None
-        """16 hex digits."""
+        self._recorded = span.is_recording()
         self.ledger = ledger or Ledger()
         """Of a trajectory's root: bytes of all spans and incidents so far, in every process."""
+
+    @property
+    def trace_id(self) -> str | None:
+        """32 hex digits, None when the trace is not recorded."""
+        return format(self._span.get_span_context().trace_id, "032x") if self._recorded else None
+
+    @property
+    def span_id(self) -> str | None:
+        """16 hex digits, None when the trace is not recorded."""
+        return format(self._span.get_span_context().span_id, "016x") if self._recorded else None
 
     @property
     def recording(self) -> bool:
@@ -123,7 +128,7 @@ def shown(value: object) -> str:
 def _json(value: object) -> str:
     tracing = active_tracing()
     max_bytes = 16384 if tracing is None else tracing.settings.max_text_bytes
-    text = json.dumps(value, default=_plain, ensure_ascii=False)
+    text = _ENCODER.encode(value)
     if tracing is not None and tracing.redact is not None:
         redact = tracing.redact
         text = json.dumps(_hidden(json.loads(text), redact), ensure_ascii=False)
@@ -179,3 +184,6 @@ def _plain(value: object) -> object:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_none=True)
     return repr(value)
+
+
+_ENCODER = json.JSONEncoder(default=_plain, ensure_ascii=False)

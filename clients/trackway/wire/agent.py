@@ -1,6 +1,6 @@
 """The agent service: a dataset row in, trajectories out, streamed as NDJSON as each one ends."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, JsonValue
 
@@ -34,7 +34,7 @@ class Sample(WireReply):
         return int(index)
 
     def tool_kwargs(self, tool: str, kind: str) -> dict[str, JsonValue]:
-        """`extra_info.tools_kwargs.<tool>.<kind>`; kind is create_kwargs, execute_kwargs or calc_reward_kwargs."""
+        """`extra_info.tools_kwargs.<tool>.<kind>`; kind is create_, execute_, calc_reward_ or release_kwargs."""
         tools: Any = self.extra_info.get("tools_kwargs") or {}
         return dict((tools.get(tool) or {}).get(kind) or {})
 
@@ -49,9 +49,14 @@ class Limits(WireRequest):
     max_assistant_turns: int | None = Field(default=None, ge=1)
     max_parallel_calls: int = Field(default=1, ge=1)
     """Calls of one turn that run; each further one is answered by an observation that says so."""
-    max_tool_response_length: int = Field(default=256, ge=1)
-    """Characters of one observation, as in verl."""
+    on_bad_call: Literal["observe", "end"] = "observe"
+    """A call that cannot be read or names no offered tool: tell the model, or run nothing and end with `bad_call`."""
+    max_tool_response_length: int | None = Field(default=256, ge=1)
+    """Characters of one observation that are kept, as in verl; None is no bound."""
+    max_tool_response_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one observation that are kept, on top of the bound in characters; None is no bound."""
     tool_response_truncate_side: str = Field(default="middle", pattern="^(left|right|middle)$")
+    """Which end of a longer observation goes; a marker, not counted, stands there."""
     timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that one trajectory may take; then it ends with `deadline_exceeded`."""
 

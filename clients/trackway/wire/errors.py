@@ -20,6 +20,7 @@ class ErrorCode(StrEnum):
 
     INVALID_REQUEST = "invalid_request"
     UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
     MODEL_NOT_FOUND = "model_not_found"
     UNKNOWN_TOOL = "unknown_tool"
@@ -51,6 +52,7 @@ class ErrorSpec(NamedTuple):
 ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.INVALID_REQUEST: ErrorSpec(422, False),
     ErrorCode.UNAUTHORIZED: ErrorSpec(401, False),
+    ErrorCode.FORBIDDEN: ErrorSpec(403, False),
     ErrorCode.NOT_FOUND: ErrorSpec(404, False),
     ErrorCode.MODEL_NOT_FOUND: ErrorSpec(404, False),
     ErrorCode.UNKNOWN_TOOL: ErrorSpec(404, False),

@@ -52,6 +52,8 @@ class ReplicaInfo(WireReply):
     health: Health
     ready: Ready
     weights: WeightsReply | None = None
+    url: str | None = None
+    """Where it answers by itself, past Ray Serve's proxy; None when it does so nowhere."""
 
 
 class ReplicaList(WireReply):

@@ -16,6 +16,9 @@ class ScoreRequest(WireRequest):
     """The scorer's method (`strict` or `flexible` for GSM8K); None takes the scorer's default."""
     trajectory_id: str | None = None
     extra_info: dict[str, JsonValue] = Field(default_factory=dict)
+    """The row's own, and of an agent's trajectory: `num_turns`; `tool_rewards`, a step reward per call (verl's);
+    `tool_calls`, a ToolCallRecord per call that was sent; `tool_metrics`, sums over the calls by tool and metric;
+    `tool_calc_rewards`, by tool the reward of its instance."""
 
 
 class BatchScoreRequest(WireRequest):

@@ -10,19 +10,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it only from num_cpus;
 
 import importlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import TypeVar
 
 import httpx
+import ray
 from fastapi import APIRouter, FastAPI
 from pydantic import BaseModel
 from ray import serve
 from ray.serve import Application
 
 from trackway.agent.settings import AgentSettings
+from trackway.deploy.autoscaling import DIRECT_REQUESTS
+from trackway.deploy.direct import DirectPort
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.settings import RolloutSettings
-from trackway.serving import ServiceSettings
+from trackway.serving import AuthSettings, ServiceSettings, from_inside
 from trackway.serving.settings import ServiceName
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.settings import TrainerSettings
@@ -68,8 +71,9 @@ class Replica:
         module = importlib.import_module(f"trackway.{service}.app")
         create_app: Callable[[ServiceSettings], FastAPI] = module.create_app
         self._service = service
-        self._app = create_app(settings.model_copy(update={"replica": uuid.uuid4().hex[:12]}))
+        self._app = create_app(settings.model_copy(update={"replica": uuid.uuid4().hex[:12], "auth": _auth(settings)}))
         self._app.include_router(_replicas_route(service))
+        self._direct = _direct_port(settings, self._app)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
@@ -78,7 +82,12 @@ class Replica:
         """What this replica is, asked through its own routes."""
         ready = await self._ask("/ready", Ready)
         weights = await self._ask("/weights", WeightsReply) if self._service == "rollout" and ready.ready else None
-        return ReplicaInfo(health=await self._ask("/health", Health), ready=ready, weights=weights)
+        url = self._direct.url if self._direct else ""
+        return ReplicaInfo(health=await self._ask("/health", Health), ready=ready, weights=weights, url=url or None)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For policies that count what Serve does not see."""
+        return {DIRECT_REQUESTS: self._direct.in_flight if self._direct else 0}
 
     async def check_health(self) -> None:
         """Raises when only a new replica helps, as when the engine is stuck; a replica that loads or pauses is healthy.
@@ -90,13 +99,31 @@ class Replica:
             raise RuntimeError(ready.reason)
 
     async def _ask(self, path: str, reply: type[M]) -> M:
-        transport = httpx.ASGITransport(app=self._app)
+        transport = httpx.ASGITransport(app=from_inside(self._app))
         async with httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=ASK_REPLICAS_S) as client:
             return reply.model_validate_json((await client.get(path)).content)
 
 
 def _application(service: ServiceName, settings: ServiceSettings) -> Application:
     return serve.deployment(name=service)(serve.ingress()(Replica)).bind(service, settings)
+
+
+def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:
+    """A port for callers who go past the proxy, of a service whose calls are shorter than the way through it."""
+    if not isinstance(settings, ToolsSettings) or settings.direct_host == "":
+        return None
+    host = settings.direct_host
+    if host is None:
+        local = httpx.URL(settings.base_url).host in ("127.0.0.1", "localhost", "::1")
+        host = "127.0.0.1" if local else ray.util.get_node_ip_address()
+    instances: Sized = app.state.instances
+    return DirectPort(app, host, instances.__len__, settings.drain_s)
+
+
+def _auth(settings: ServiceSettings) -> AuthSettings:
+    """HAProxy calls the replicas from this machine and does not say for whom."""
+    hidden = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+    return settings.auth.model_copy(update={"trust_loopback": settings.auth.trust_loopback and not hidden})
 
 
 def _replicas_route(service: ServiceName) -> APIRouter:

@@ -5,19 +5,17 @@ People have lost days to workers that ran on another Python than the one they ha
 
 from collections.abc import Iterable
 
-import httpx
-
 from trackway.deploy.errors import UserError
+from trackway.deploy.status import replicas_at
 from trackway.serving.app import process_health
-from trackway.wire.health import Health, ReplicaList
+from trackway.wire.health import Health
 
 
 def check_interpreters(base_url: str, services: Iterable[str]) -> None:
-    """Ask every replica what it runs on and compare with this process; raises UserError."""
+    """Ask every replica what it runs on and compare with this process; raises UserError or TrackwayError."""
     here = process_health("launcher", "here")
     for service in services:
-        response = httpx.get(f"{base_url}/{service}/replicas", timeout=30.0, trust_env=False).raise_for_status()
-        for replica in ReplicaList.model_validate_json(response.content).replicas:
+        for replica in replicas_at(f"{base_url}/{service}"):
             difference = compare(here, replica.health)
             if difference:
                 raise UserError(

@@ -30,15 +30,18 @@ def load(path: Path) -> dict[str, Any]:
 def complete(
     config: dict[str, Any], *, host: str, port: int, common: dict[str, Any], own: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The config with host, port and each application's settings; what the file itself says wins, in `tracing` too."""
+    """The config with host, port and each application's settings.
+
+    What the file itself says wins, in `tracing` and `auth` too.
+    """
     completed = copy.deepcopy(config)
     completed["http_options"] = {**completed.get("http_options", {}), "host": host, "port": port}
     for application in completed["applications"]:
         defaults = {**common, **own.get(application["name"], {})}
         given = application.get("args", {})
         application["args"] = {**defaults, **given}
-        if "tracing" in defaults:
-            application["args"]["tracing"] = {**defaults["tracing"], **given.get("tracing", {})}
+        for nested in {"tracing", "auth"} & defaults.keys():
+            application["args"][nested] = {**defaults[nested], **given.get(nested, {})}
     return completed
 
 

@@ -41,6 +41,8 @@ class UpSettings(BaseSettings):
     mlflow_uri: str | None = Field(default_factory=lambda: os.environ.get("MLFLOW_TRACKING_URI") or None)
     """MLflow: a server that runs already, or a local `sqlite:///file.db` or folder, for which a server is started; None
     is a database in the outputs. From MLFLOW_TRACKING_URI."""
+    tokens_file: Path | None = None
+    """Bearer tokens of all services, a JSON file; TRACKWAY_TOKEN must be one of them. None: this machine only."""
     min_memory_gb: float = 3.0
     """Refuse to start with less available memory."""
     start_timeout_s: float = 240.0

@@ -2,15 +2,18 @@
 
 import time
 
-import httpx
 from pydantic import BaseModel
 
+from trackway.clients import CallPolicy, ServiceClient, run
 from trackway.deploy import serve_config
 from trackway.deploy.errors import UserError
 from trackway.deploy.ray_cluster import ServeApi
 from trackway.deploy.serve_config import Replicas
 from trackway.deploy.settings import Deployment
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import ReplicaInfo, ReplicaList
+
+_ASK = CallPolicy(read_s=30.0, total_s=30.0, attempts=1)
 
 
 class ServiceStatus(BaseModel):
@@ -70,9 +73,15 @@ def _up_to_date(replica: ReplicaInfo) -> bool:
     return replica.ready.ready and (weights is None or weights.version >= weights.latest)
 
 
+def replicas_at(url: str) -> list[ReplicaInfo]:
+    """Every replica of the service with this URL; TrackwayError when it does not answer."""
+    return run(ServiceClient(url, policy=_ASK).call("GET", "/replicas", reply=ReplicaList)).replicas
+
+
 def _replicas(url: str) -> list[ReplicaInfo]:
     try:
-        response = httpx.get(f"{url}/replicas", timeout=30.0, trust_env=False)
-        return ReplicaList.model_validate_json(response.raise_for_status().content).replicas
-    except httpx.HTTPError:
+        return replicas_at(url)
+    except TrackwayError as error:
+        if error.code in (ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN):
+            raise
         return []

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import httpx
 
+from trackway.clients.token import authorization, token_or_environments
 from trackway.deploy import mlflow_server, preflight, processes, ray_cluster, serve_config
+from trackway.deploy.access import address_of, check_access, host_of
 from trackway.deploy.errors import UserError
 from trackway.deploy.interpreters import check_interpreters
 from trackway.deploy.processes import ProcessRecord
@@ -32,6 +34,7 @@ def bring_up(settings: UpSettings, report: Report) -> Deployment:
     preflight.check(settings)
     config = serve_config.load(settings.config)
     settings = settings.model_copy(update={"outputs": settings.outputs.resolve()})
+    check_access(_completed(config, settings, "", 0, ""))
     deployment = _launch(settings, config)
     deployment.save()
     try:
@@ -61,7 +64,7 @@ def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
     # Before Ray: it may be refused, and nothing must be left running then.
     mlflow_uri, mlflow = _mlflow(settings, mlflow_port)
     started = [ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log"), *mlflow]
-    base_url = f"http://127.0.0.1:{port}"
+    base_url = f"http://{address_of(host_of(config))}:{port}"
     return Deployment(
         base_url=base_url,
         dashboard_url=f"http://127.0.0.1:{dashboard_port}",
@@ -86,14 +89,16 @@ def _completed(
 ) -> dict[str, object]:
     weights_url = str(settings.outputs / "weights")
     model_path = str(settings.model_path.resolve())
+    auth = {} if settings.tokens_file is None else {"auth": {"tokens_file": str(settings.tokens_file.resolve())}}
     return serve_config.complete(
         config,
-        host="127.0.0.1",
+        host=host_of(config),
         port=port,
         # Keys come to every replica through the environment that Ray was started with, and stand in no file.
         common={
             "base_url": base_url,
             "tracing": {"mlflow_uri": mlflow_uri, "spool_dir": str(settings.outputs / SPOOL)},
+            **auth,
         },
         own={
             "rollout": {"model_path": model_path, "weights_url": weights_url},
@@ -154,7 +159,9 @@ def _service_ready(deployment: Deployment, api: ServeApi, service: str, report: 
         return False
     if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
         raise UserError(f"service {service} did not start:\n{state.message[-1500:]}")
-    if state.status == "RUNNING" and _answers(f"{deployment.base_url}/{service}/ready"):
+    if state.status == "RUNNING" and _answers(
+        f"{deployment.base_url}/{service}/ready", authorization(token_or_environments())
+    ):
         report(service, "ready")
         return True
     report(service, "loading" if state.status == "RUNNING" else "starting")
@@ -168,9 +175,9 @@ def _pause(deadline: float, waiting_for: str, outputs: Path) -> None:
     time.sleep(_POLL_S)
 
 
-def _answers(url: str) -> bool:
+def _answers(url: str, headers: dict[str, str] | None = None) -> bool:
     try:
-        return httpx.get(url, timeout=5.0, trust_env=False).status_code == 200
+        return httpx.get(url, headers=headers, timeout=5.0, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
 

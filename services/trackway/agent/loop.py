@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, TypeVar
 from trackway.agent.episode import Episode
 from trackway.agent.seeds import request_seed
 from trackway.agent.services import Services
-from trackway.agent.toolbox import Toolbox
+from trackway.agent.toolbox import Toolbox, tool_facts
 from trackway.tracing import SpanHandle, add_incident, set_outcome, token2text, trajectory_span
 from trackway.tracing.attributes import STOP_REASON
 from trackway.wire.agent import AgentInfo, GroupRequest
@@ -132,7 +132,7 @@ class AgentLoop(ABC):
     async def _score(self, episode: Episode, toolbox: Toolbox) -> Reward:
         """The reward service's score of what the model itself wrote; the tools' own rewards are its components."""
         with stopwatch(episode.timings, "compute_score"):
-            tools = {f"tool/{name}": reward for name, reward in (await toolbox.rewards()).items()}
+            rewards = await toolbox.rewards()
             turns = [await self.services.tokens.plain_text(ids) for ids in episode.written()]
             sample = episode.sample
             request = ScoreRequest(
@@ -143,11 +143,13 @@ class AgentLoop(ABC):
                 extra_info={
                     **sample.extra_info,
                     "tool_rewards": list(episode.tool_rewards),
+                    **tool_facts(toolbox.records, rewards),
                     "num_turns": episode.num_turns,
                 },
             )
             deadline = episode.deadline.earlier(self.services.reward.policy.total_s)
             reward = await self.services.reward.score(request, session_id=episode.id, deadline=deadline)
+        tools = {f"tool/{name}": value for name, value in rewards.items()}
         return reward.model_copy(update={"components": {**tools, **reward.components}})
 
     async def _tell(self, span: SpanHandle, episode: Episode) -> None:

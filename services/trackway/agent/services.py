@@ -26,12 +26,13 @@ class Services:
     @classmethod
     def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "Services":
         """Load the tokenizer and make the clients; no request is sent yet."""
-        tools = ToolsClient(settings.url("tools"), http, settings.tools_policy)
+        direct = settings.tools_direct and http is None
+        tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)
         return cls(
             settings=settings,
-            rollout=RolloutClient(settings.url("rollout"), http, settings.rollout_policy),
+            rollout=RolloutClient(settings.url("rollout"), http, settings.rollout_policy, settings.token),
             tools=tools,
-            reward=RewardClient(settings.url("reward"), http, settings.reward_policy),
+            reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token),
             catalog=ToolCatalog(tools, settings.tools_refresh_s),
             tokens=ChatTokens.load(settings.model_path, settings.chat_template_kwargs),
             parser=tool_parser(settings.tool_parser),

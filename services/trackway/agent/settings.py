@@ -21,6 +21,8 @@ class AgentSettings(ServiceSettings):
     """Trajectories that run at once on this replica; further ones wait, and their time limit starts afterwards."""
     tools_refresh_s: float = Field(default=30.0, ge=0)
     """Seconds for which the tool server's list of schemas is taken as known."""
+    tools_direct: bool = True
+    """Call the tool server's replicas at their own addresses where these can be reached, else through Serve's proxy."""
     release_timeout_s: float = Field(default=5.0, gt=0)
     """Seconds that giving back a trajectory's tool instances may take; the tool server forgets the rest by itself."""
     rollout_policy: CallPolicy = CallPolicy(read_s=600.0, total_s=1800.0, attempts=8, max_in_flight=512)

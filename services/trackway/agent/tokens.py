@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from trackway.chat.offload import offload
 from trackway.chat.templates import template_call
 from trackway.wire.chat import Message, ToolSchema
+from trackway.wire.errors import ErrorCode, TrackwayError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,6 +65,14 @@ class ChatTokens:
         ids = await offload(sum(map(len, texts)), self._behind, tuple(texts))
         return list(ids[1:] if written and written[-1] == ids[0] else ids)
 
+    async def places(self, text: str) -> list[tuple[int, int]]:
+        """Where each token of the text lies in it: its first character, and the one behind its last.
+
+        Raises:
+            TrackwayError: `invalid_request` when the tokenizer cannot say.
+        """
+        return await offload(len(text), self._places, text)
+
     async def text(self, ids: Sequence[int]) -> str:
         """What the ids say, special tokens kept."""
         return await offload(len(ids), self._decode, list(ids), False)
@@ -79,6 +88,16 @@ class ChatTokens:
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def _places(self, text: str) -> list[tuple[int, int]]:
+        if not self._tokenizer.is_fast:
+            name = self._tokenizer.name_or_path
+            message = (
+                f"max_tool_response_tokens: expected a fast tokenizer, got that of {name}; bound characters instead"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [(start, end) for start, end in encoded["offset_mapping"]]
 
     def _render_prompt(self, conversation: str, tools: str) -> tuple[int, ...]:
         text = self._render(json.loads(conversation), json.loads(tools) or None)

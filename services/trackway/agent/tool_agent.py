@@ -6,14 +6,17 @@ PROCESSING_TOOLS take turns until TERMINATED.
 
 from collections.abc import Mapping, Sequence
 
+from pydantic import JsonValue
+
 from trackway.agent.catalog import Offer
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, register, stopwatch
 from trackway.agent.observations import Observation, truncated
 from trackway.agent.parser import Parsed
-from trackway.agent.toolbox import Toolbox
+from trackway.agent.toolbox import Toolbox, rejected
 from trackway.chat.tool_calls import ParsedCall
 from trackway.tracing import turn_span
+from trackway.wire.agent import Limits
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.trajectory import StopReason, Turn
 
@@ -27,13 +30,14 @@ class ToolAgent(AgentLoop):
         offer = await self.services.catalog.offered(episode.request)
         await self.begin(episode, offer.schemas)
         while True:
-            with turn_span(len(episode.turns)):
+            with turn_span(len(episode.turns)) as span:
                 parsed = await self._take_turn(episode)
-                stop = reason_to_stop(episode, parsed)
+                stop = reason_to_stop(episode, parsed, offer)
                 if stop is not None:
                     return stop
                 calls = _with_ids(parsed, episode.turns[-1].index)
                 observations = await self._run_tools(episode, toolbox, calls, offer)
+                span.outputs(_outcome(episode.turns[-1], len(calls)))
                 if not await self._observe(episode, calls, observations):
                     return StopReason.MAX_RESPONSE
 
@@ -57,11 +61,13 @@ class ToolAgent(AgentLoop):
     async def _run_tools(
         self, episode: Episode, toolbox: Toolbox, calls: Mapping[str, ParsedCall], offer: Offer
     ) -> list[Observation]:
-        spent = episode.timings.tool_calls
-        with stopwatch(episode.timings, "tool_calls"):
-            observations = await toolbox.answer(calls, offer, episode.limits.max_parallel_calls)
-        episode.turns[-1].tools_s = episode.timings.tool_calls - spent
-        episode.turns[-1].calls_executed = sum(seen.executed for seen in observations)
+        turn, earlier, spent = episode.turns[-1], len(toolbox.records), episode.timings.tool_calls
+        try:
+            with stopwatch(episode.timings, "tool_calls"):
+                observations = await toolbox.answer(calls, offer, episode.limits.max_parallel_calls)
+        finally:
+            turn.calls, turn.tools_s = toolbox.records[earlier:], episode.timings.tool_calls - spent
+        turn.calls_executed = sum(seen.record is not None for seen in observations)
         episode.tool_rewards += [seen.reward for seen in observations if seen.reward is not None]
         return observations
 
@@ -69,7 +75,7 @@ class ToolAgent(AgentLoop):
         self, episode: Episode, calls: Mapping[str, ParsedCall], observations: Sequence[Observation]
     ) -> bool:
         """Append the observations; False when the response has no room for them."""
-        texts = [truncated(seen.text, episode.limits) for seen in observations]
+        texts = [await self._shown(seen, episode.limits) for seen in observations]
         messages = [
             Message(role="tool", content=text, tool_call_id=call_id, name=call.name or None)
             for text, (call_id, call) in zip(texts, calls.items(), strict=True)
@@ -77,9 +83,17 @@ class ToolAgent(AgentLoop):
         ids = await self.services.tokens.observation(texts, episode.response_ids)
         return episode.add_observation(ids, messages)
 
+    async def _shown(self, seen: Observation, limits: Limits) -> str:
+        """As much of an observation as the limits allow."""
+        counts_tokens = limits.max_tool_response_tokens is not None
+        text = truncated(seen.text, limits, await self.services.tokens.places(seen.text) if counts_tokens else ())
+        if seen.record is not None:
+            seen.record.truncated = text != seen.text
+        return text
 
-def reason_to_stop(episode: Episode, parsed: Parsed) -> StopReason | None:
-    """Whether the turn just written is the last one: verl's rules; None goes on to the tools."""
+
+def reason_to_stop(episode: Episode, parsed: Parsed, offer: Offer) -> StopReason | None:
+    """Whether the turn just written is the last one: verl's rules, then `on_bad_call`; None goes on to the tools."""
     turn = episode.turns[-1]
     max_turns = episode.limits.max_assistant_turns
     if turn.finish_reason == "length" and (parsed.unclosed or not parsed.calls):
@@ -90,7 +104,15 @@ def reason_to_stop(episode: Episode, parsed: Parsed) -> StopReason | None:
         return StopReason.MAX_RESPONSE
     if max_turns is not None and len(episode.turns) >= max_turns:
         return StopReason.MAX_TURNS
+    if episode.limits.on_bad_call == "end" and any(rejected(call, offer) is not None for call in parsed.calls):
+        return StopReason.BAD_CALL
     return None
+
+
+def _outcome(turn: Turn, asked: int) -> dict[str, JsonValue]:
+    """What became of the turn's calls, for its span."""
+    errors: list[JsonValue] = [call.error.value for call in turn.calls if call.error is not None]
+    return {"calls": asked, "calls_executed": turn.calls_executed, "errors": errors}
 
 
 def _with_ids(parsed: Parsed, turn: int) -> dict[str, ParsedCall]:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Body, FastAPI, Query
+from fastapi import APIRouter, Body, Depends, FastAPI, Query
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
@@ -18,7 +18,7 @@ from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.text import TokenText
 from trackway.rollout.weights import WeightWatcher
-from trackway.serving import service_app
+from trackway.serving import needs_admin, service_app
 from trackway.tracing import Tracing
 from trackway.wire.rollout import (
     AbortReply,
@@ -93,15 +93,16 @@ def routes(service: RolloutService) -> APIRouter:
 
 
 def control_routes(service: RolloutService) -> APIRouter:
-    """Whoever trains steers an engine by these."""
+    """Whoever trains steers an engine by these, with an operator's token."""
     router = APIRouter(tags=["control"])
+    operator = [Depends(needs_admin)]
 
-    @router.post("/pause")
+    @router.post("/pause", dependencies=operator)
     async def pause(request: PauseRequest | None = None, mode: PauseMode | None = None) -> PauseReply:
         """Refuse new requests (503 paused); answers when those in flight have finished, are cut, or are frozen."""
         return await service.pause(mode or (request or PauseRequest()).mode)
 
-    @router.post("/resume")
+    @router.post("/resume", dependencies=operator)
     async def resume() -> PauseReply:
         """Take requests again; frozen ones go on with their KV cache."""
         return await service.resume()
@@ -111,8 +112,8 @@ def control_routes(service: RolloutService) -> APIRouter:
         """Whether new requests are refused."""
         return service.is_paused()
 
-    @router.post("/inference/v1/abort_requests", include_in_schema=False)
-    @router.post("/abort_requests")
+    @router.post("/inference/v1/abort_requests", include_in_schema=False, dependencies=operator)
+    @router.post("/abort_requests", dependencies=operator)
     async def abort(request: AbortRequest | None = None) -> AbortReply:
         """Cut generations by request id, or all; each answers with what it has and finish_reason `abort`."""
         return await service.abort(request.request_ids if request else None)
@@ -122,12 +123,12 @@ def control_routes(service: RolloutService) -> APIRouter:
         """The weight version of the replica that answers."""
         return service.weight_info()
 
-    @router.post("/sleep")
+    @router.post("/sleep", dependencies=operator)
     async def sleep(mode: PauseMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
         """Pause, then give GPU memory back (all of it, or the parts in `tags`); for an engine that can sleep."""
         return await service.sleep(mode, tags)
 
-    @router.post("/wake_up")
+    @router.post("/wake_up", dependencies=operator)
     async def wake_up(tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
         """Take memory again, in stages by `tags`; generation goes on when all of it is back."""
         return await service.wake_up(tags)

@@ -1,7 +1,9 @@
-"""What the five services have in common as HTTP servers: settings, error answers, health, idempotency, limits."""
+"""What the five services have in common as HTTP servers: settings, who may call, error answers, health, limits."""
 
 from trackway.serving.app import service_app
+from trackway.serving.auth import from_inside, needs_admin
 from trackway.serving.metrics import Gauge
 from trackway.serving.settings import ServiceSettings
+from trackway.serving.tokens import AuthSettings
 
-__all__ = ["Gauge", "ServiceSettings", "service_app"]
+__all__ = ["AuthSettings", "Gauge", "ServiceSettings", "from_inside", "needs_admin", "service_app"]

@@ -2,22 +2,32 @@
 
 import logging
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 logger = logging.getLogger("trackway.serving")
 
-_CODE_OF_STATUS = {401: ErrorCode.UNAUTHORIZED, 404: ErrorCode.NOT_FOUND, 413: ErrorCode.PAYLOAD_TOO_LARGE}
+_CODE_OF_STATUS = {
+    401: ErrorCode.UNAUTHORIZED,
+    403: ErrorCode.FORBIDDEN,
+    404: ErrorCode.NOT_FOUND,
+    413: ErrorCode.PAYLOAD_TOO_LARGE,
+}
+_METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
-def error_response(error: TrackwayError) -> JSONResponse:
+def error_response(error: TrackwayError, headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:
     """The HTTP answer of an error."""
-    return JSONResponse(error.to_reply().model_dump(mode="json"), status_code=error.status, headers=retry_after(error))
+    content = error.to_reply().model_dump(mode="json")
+    return JSONResponse(content, status_code=error.status, headers={**retry_after(error), **headers})
 
 
 def retry_after(error: TrackwayError) -> dict[str, str]:
@@ -55,4 +65,14 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     code = _CODE_OF_STATUS.get(error.status_code, ErrorCode.INVALID_REQUEST)
     message = f"{request.method} {request.url.path}: {error.detail}; the routes are listed at /docs"
     reply = TrackwayError(code, message).to_reply()
-    return JSONResponse(reply.model_dump(mode="json"), status_code=error.status_code, headers=error.headers)
+    headers = {"allow": _allowed(request)} if error.status_code == 405 else error.headers
+    return JSONResponse(reply.model_dump(mode="json"), status_code=error.status_code, headers=headers)
+
+
+def _allowed(request: Request) -> str:
+    """Every method of the path; the router names only those of the first of its routes."""
+    scopes = {method: {**request.scope, "method": method} for method in _METHODS}
+    routes = request.app.routes
+    return ", ".join(
+        name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)
+    )

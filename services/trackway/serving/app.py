@@ -7,15 +7,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
-from fastapi import APIRouter, FastAPI, Response
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from trackway.clients import close_shared_http
 from trackway.serving.answers import install_error_answers
+from trackway.serving.auth import Authentication, show_tokens_in_docs
+from trackway.serving.bounds import RequestBounds
 from trackway.serving.idempotency import Idempotency
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
-from trackway.serving.middleware import BodyLimit, DeadlineLimit, LastResort, ReplicaName, TraceContext
+from trackway.serving.middleware import DeadlineLimit, LastResort, ReplicaName, TraceContext
 from trackway.serving.settings import ServiceSettings
+from trackway.serving.tokens import TokenTable
 from trackway.tracing import SpanStats, Tracing
 from trackway.wire.errors import ErrorReply
 from trackway.wire.health import Health, Ready, SpanCounts
@@ -36,7 +39,10 @@ def service_app(
     tracing: Tracing | None = None,
     gauges: Sequence[Gauge] = (),
 ) -> FastAPI:
-    """The app of a service: its routers, `/health`, `/ready`, `/metrics`, `/docs`, and the shared middleware."""
+    """The app of a service: its routers, `/health`, `/ready`, `/metrics`, `/docs`, and the shared middleware.
+
+    ValueError when the tokens' file cannot be used.
+    """
     tracing = tracing or Tracing(service, settings.tracing)
     app = FastAPI(
         title=f"Trackway {service}",
@@ -44,20 +50,24 @@ def service_app(
         lifespan=_lifespan(tracing, lifespan),
         responses={"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}},
     )
+    tokens = TokenTable.of(settings.auth)
     app.state.settings = settings
     app.state.tracing = tracing
     metrics = ServiceMetrics(service, tracing, gauges)
     for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)
     install_error_answers(app)
+    if tokens is not None:
+        show_tokens_in_docs(app)
     # Starlette runs the last one added first.
     app.add_middleware(DeadlineLimit)
     app.add_middleware(LastResort)
     app.add_middleware(Idempotency)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(RequestBounds, max_bytes=settings.max_body_bytes, max_depth=settings.max_json_depth)
     app.add_middleware(TraceContext, tracing=tracing)
     app.add_middleware(LastResort)
     app.add_middleware(ReplicaName, replica=settings.replica)
+    app.add_middleware(Authentication, tokens=tokens, trust_loopback=settings.auth.trust_loopback)
     app.add_middleware(RequestMetrics, metrics=metrics)
     return app
 
@@ -81,7 +91,7 @@ def _lifespan(tracing: Tracing, inner: Lifespan | None) -> Lifespan:
 def _common_routes(
     service: str, settings: ServiceSettings, tracing: Tracing, metrics: ServiceMetrics, ready: ReadyCheck | None
 ) -> APIRouter:
-    router = APIRouter(tags=["service"])
+    router = APIRouter(tags=["service"], generate_unique_id_function=lambda route: route.name)
 
     @router.get("/health", response_model=Health)
     async def health() -> Health:
@@ -94,10 +104,10 @@ def _common_routes(
         state = Ready(ready=True) if ready is None else await ready()
         return JSONResponse(state.model_dump(), status_code=200 if state.ready else 503)
 
-    @router.get("/metrics")
-    async def prometheus() -> Response:
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def metrics_text() -> PlainTextResponse:
         """Metrics of this process in Prometheus' text format."""
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
 
     return router
 

@@ -1,8 +1,8 @@
 """A POST runs once per `Idempotency-Key`: a repeated key waits for the first answer, or is given it again.
 
 The work of a keyed request goes on when its client disconnects, since the client will ask again. Answers are kept in
-memory, bounded in number, size and age; retryable failures are not kept. A keyed answer is sent when it is complete, so
-a client that wants a stream sends no key.
+memory, bounded in number, bytes and age; failures that may pass are not kept, as nothing was done. A keyed answer is
+sent when it is complete, so a client that wants a stream sends no key.
 """
 
 import asyncio
@@ -10,14 +10,26 @@ import hashlib
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trackway.serving.auth import CALLER
+from trackway.serving.tokens import Caller
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY
 
-_RETRYABLE_STATUS = {408, 409, 429, 502, 503, 504}
+_NOTHING_DONE = {409, 429, 503}
+"""Not 504: work that its deadline ended may have had its effect."""
+_ENTRY_BYTES = 2048
+"""What an entry takes beside the body of its answer."""
+
+
+class _Key(NamedTuple):
+    caller: Caller | None
+    path: str
+    given: str
 
 
 @dataclass
@@ -25,19 +37,21 @@ class _Entry:
     digest: str
     answer: asyncio.Task[list[Message]]
     made_at: float = field(default_factory=time.monotonic)
+    bytes: int = 0
 
 
 class Idempotency:
-    """ASGI middleware; keeps up to `max_entries` answers of up to `max_bytes` each for `ttl_s` seconds."""
+    """ASGI middleware; keeps up to `max_entries` answers of `max_bytes` in all for `ttl_s` seconds, and the newest."""
 
     def __init__(
-        self, app: ASGIApp, max_entries: int = 4096, ttl_s: float = 600.0, max_bytes: int = 256 * 1024
+        self, app: ASGIApp, max_entries: int = 32_768, ttl_s: float = 600.0, max_bytes: int = 128 * 1024 * 1024
     ) -> None:
         self.app = app
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self.ttl_s = ttl_s
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._bytes = 0
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = Headers(scope=scope).get(IDEMPOTENCY_KEY) if scope["type"] == "http" else None
@@ -45,11 +59,11 @@ class Idempotency:
             await self.app(scope, receive, send)
             return
         body = await _read(receive)
-        entry = self._entry(f"{scope['path']} {key}", scope, body)
+        entry = self._entry(_Key(scope.get(CALLER), scope["path"], key), scope, body)
         for message in await asyncio.shield(entry.answer):
             await send(message)
 
-    def _entry(self, key: str, scope: Scope, body: bytes) -> _Entry:
+    def _entry(self, key: _Key, scope: Scope, body: bytes) -> _Entry:
         self._forget_old()
         digest = hashlib.sha256(body).hexdigest()
         entry = self._entries.get(key)
@@ -57,11 +71,11 @@ class Idempotency:
             entry = _Entry(digest, asyncio.create_task(self._run(key, scope, body)))
             self._entries[key] = entry
         elif entry.digest != digest:
-            message = f"{IDEMPOTENCY_KEY} {key.split(' ', 1)[1]!r} was used with another body; take a new key"
+            message = f"{IDEMPOTENCY_KEY} {key.given!r} was used with another body; take a new key"
             raise TrackwayError(ErrorCode.CONFLICT, message)
         return entry
 
-    async def _run(self, key: str, scope: Scope, body: bytes) -> list[Message]:
+    async def _run(self, key: _Key, scope: Scope, body: bytes) -> list[Message]:
         answer: list[Message] = []
         received = False
 
@@ -80,9 +94,12 @@ class Idempotency:
         except BaseException:
             self._entries.pop(key, None)
             raise
-        size = sum(len(message.get("body", b"")) for message in answer)
-        if answer[0]["status"] in _RETRYABLE_STATUS or size > self.max_bytes:
-            self._entries.pop(key, None)
+        if answer[0]["status"] in _NOTHING_DONE:
+            del self._entries[key]
+        else:
+            entry = self._entries[key]
+            entry.bytes = _ENTRY_BYTES + sum(len(message.get("body", b"")) for message in answer)
+            self._bytes += entry.bytes
         return answer
 
     def _forget_old(self) -> None:
@@ -90,10 +107,11 @@ class Idempotency:
         horizon = time.monotonic() - self.ttl_s
         while self._entries:
             oldest = next(iter(self._entries.values()))
-            kept = oldest.made_at >= horizon and len(self._entries) <= self.max_entries
-            if kept or not oldest.answer.done():
+            within = len(self._entries) <= self.max_entries and self._bytes <= self.max_bytes
+            if (within and oldest.made_at >= horizon) or not oldest.answer.done():
                 return
             self._entries.popitem(last=False)
+            self._bytes -= oldest.bytes
 
 
 async def _read(receive: Receive) -> bytes:

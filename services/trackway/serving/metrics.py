@@ -1,7 +1,13 @@
-"""Metrics of one service by OpenTelemetry; `/metrics` shows them in Prometheus' text for a local look."""
+"""Metrics of one service by OpenTelemetry; `/metrics` shows them in Prometheus' text for a local look.
+
+What each request touches is counted in plain integers, and only made into metrics when somebody looks.
+"""
 
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
@@ -9,10 +15,15 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.resources import Resource
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.tracing import Tracing
 from trackway.wire.errors import TrackwayError
+
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
 class Gauge(NamedTuple):
@@ -32,23 +43,55 @@ class ServiceMetrics:
         self._registry = CollectorRegistry()
         reader = PrometheusMetricReader(registry=self._registry)
         self._provider = MeterProvider([reader], resource=Resource({"service.name": service}), shutdown_on_exit=False)
-        self.meter = self._provider.get_meter("trackway")
-        self.requests = self.meter.create_counter("trackway_requests", description="Requests by route and status")
-        self.in_flight = self.meter.create_up_down_counter("trackway_in_flight", description="Requests in work")
-        self.seconds = self.meter.create_histogram("trackway_request_seconds", unit="s")
+        self.requests = RequestCounts()
+        self._registry.register(self.requests)
+        meter = self._provider.get_meter("trackway")
         spans = _span_counts(tracing)
-        self.meter.create_observable_counter("trackway_spans", callbacks=[spans], description="Spans by fate")
+        meter.create_observable_counter("trackway_spans", callbacks=[spans], description="Spans by fate")
         waiting = _spans_waiting(tracing)
-        self.meter.create_observable_gauge("trackway_spans_waiting", callbacks=[waiting], description="Spans to send")
+        meter.create_observable_gauge("trackway_spans_waiting", callbacks=[waiting], description="Spans to send")
         on_disk = _spool_bytes(tracing)
-        self.meter.create_observable_gauge("trackway_spool_bytes", callbacks=[on_disk], description="Traces on disk")
+        meter.create_observable_gauge("trackway_spool_bytes", callbacks=[on_disk], description="Traces on disk")
         for gauge in gauges:
-            create = self.meter.create_observable_counter if gauge.total else self.meter.create_observable_gauge
+            create = meter.create_observable_counter if gauge.total else meter.create_observable_gauge
             create(gauge.name, callbacks=[_observing(gauge)], description=gauge.description)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class RequestCounts(Collector):
+    """Requests in work, and those that ended by route, method and status, with their seconds by route."""
+
+    def __init__(self) -> None:
+        self.in_flight = 0
+        self._ended: Counter[tuple[str, str, str]] = Counter()
+        self._seconds: dict[str, float] = {}
+        self._buckets: dict[str, list[int]] = {}
+
+    def ended(self, route: str, method: str, status: str, seconds: float) -> None:
+        """One more."""
+        self._ended[route, method, status] += 1
+        if route not in self._buckets:
+            self._seconds[route], self._buckets[route] = 0.0, [0] * (len(_BUCKETS_S) + 1)
+        self._seconds[route] += seconds
+        self._buckets[route][bisect_left(_BUCKETS_S, seconds)] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus wants it."""
+        yield GaugeMetricFamily("trackway_in_flight", "Requests in work", self.in_flight)
+        requests = CounterMetricFamily(
+            "trackway_requests", "Requests by route and status", labels=["route", "method", "status"]
+        )
+        for labels, count in self._ended.items():
+            requests.add_metric(labels, count)
+        yield requests
+        seconds = HistogramMetricFamily("trackway_request_seconds", "Seconds of a request", labels=["route"])
+        bounds = [*map(str, _BUCKETS_S), "+Inf"]
+        for route, counts in self._buckets.items():
+            seconds.add_metric([route], list(zip(bounds, accumulate(counts), strict=True)), self._seconds[route])
+        yield seconds
 
 
 def _observing(gauge: Gauge) -> Callable[[CallbackOptions], list[Observation]]:
@@ -107,16 +150,20 @@ class RequestMetrics:
                 status = str(message["status"])
             await send(message)
 
-        self.metrics.in_flight.add(1)
+        requests = self.metrics.requests
+        requests.in_flight += 1
         try:
             await self.app(scope, receive, watch)
         finally:
-            labels = {"route": _route(scope), "method": scope["method"], "status": status}
-            self.metrics.in_flight.add(-1)
-            self.metrics.requests.add(1, labels)
-            self.metrics.seconds.record(time.perf_counter() - started, {"route": labels["route"]})
+            requests.in_flight -= 1
+            requests.ended(_route(scope), _method(scope), status, time.perf_counter() - started)
 
 
 def _route(scope: Scope) -> str:
     route = scope.get("route")
     return getattr(route, "path", "unmatched")
+
+
+def _method(scope: Scope) -> str:
+    """One of the usual ones: callers may invent others without end, and each would be a series of its own."""
+    return scope["method"] if scope["method"] in _METHODS else "other"

@@ -1,4 +1,4 @@
-"""What wraps each request, as plain ASGI: trace context, the last-resort error answer, body limit, deadline.
+"""What wraps each request, as plain ASGI: trace context, the last-resort error answer, deadline.
 
 FastAPI's own telemetry is left out on purpose: one span per hop of ours carries the content, and a second one around it
 would only add a row to the tree.
@@ -97,44 +97,6 @@ class ReplicaName:
         await self.app(scope, receive, signed if scope["type"] == "http" else send)
 
 
-class BodyLimit:
-    """Refuses a body longer than `max_bytes`, whether or not it announces its length."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        announced = int(Headers(scope=scope).get("content-length") or 0)
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.max_bytes:
-                raise self._too_large(received)
-            return message
-
-        async def unless_too_large(message: Message) -> None:
-            # The framework turns an exception while reading the body into a 400 of its own: drop that.
-            if received <= self.max_bytes:
-                await send(message)
-
-        if announced > self.max_bytes:
-            raise self._too_large(announced)
-        await self.app(scope, counted, unless_too_large)
-        if received > self.max_bytes:
-            raise self._too_large(received)
-
-    def _too_large(self, size: int) -> TrackwayError:
-        message = f"expected a body of at most {self.max_bytes} bytes, got {size} or more; send less at once"
-        return TrackwayError(ErrorCode.PAYLOAD_TOO_LARGE, message)
-
-
 class DeadlineLimit:
     """Gives up at the caller's `x-request-deadline`: nobody waits for the answer any more."""
 
@@ -146,18 +108,9 @@ class DeadlineLimit:
         if deadline is None:
             await self.app(scope, receive, send)
             return
-        remaining = _seconds(deadline) - time.time()
         try:
-            async with asyncio.timeout(remaining):
+            async with asyncio.timeout(float(deadline) - time.time()):
                 await self.app(scope, receive, send)
         except TimeoutError as error:
             message = f"the caller's deadline {deadline} passed while the request was worked on; allow more time"
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
-
-
-def _seconds(deadline: str) -> float:
-    try:
-        return float(deadline)
-    except ValueError as error:
-        message = f"{REQUEST_DEADLINE}: expected Unix time in seconds, got {deadline!r}; send e.g. 1767225600.5"
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error

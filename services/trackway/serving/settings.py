@@ -7,9 +7,10 @@ A value comes from the Serve config (`args`), else from the environment (`TRACKW
 import uuid
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from trackway.serving.tokens import AuthSettings
 from trackway.tracing import TracingSettings
 
 ServiceName = Literal["rollout", "agent", "tools", "reward", "trainer"]
@@ -19,7 +20,11 @@ class ServiceSettings(BaseSettings):
     """Where the other services are, where traces go, and what a request may cost."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TRACKWAY_", env_nested_delimiter="__", extra="forbid", protected_namespaces=()
+        env_prefix="TRACKWAY_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        protected_namespaces=(),
+        hide_input_in_errors=True,  # a token that does not fit must not be printed
     )
 
     base_url: str = "http://127.0.0.1:8000"
@@ -34,10 +39,16 @@ class ServiceSettings(BaseSettings):
     """Reward service, when it is not under base_url."""
     trainer_url: str | None = None
     """Trainer service, when it is not under base_url."""
+    token: SecretStr | None = None
+    """Bearer token that this service sends to the others; the environment's TRACKWAY_TOKEN."""
+    auth: AuthSettings = Field(default_factory=AuthSettings)
+    """Tokens of this service's callers; without any, only callers on this machine are answered."""
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     """Export of spans."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Longest request body in bytes; a longer one is answered 413."""
+    max_json_depth: int = Field(default=64, ge=8)
+    """Levels that the JSON of a request may nest; a deeper body is answered 422."""
     replica: str = Field(default_factory=lambda: uuid.uuid4().hex[:12], pattern="^[0-9a-z]{4,32}$")
     """Name of this process among the service's replicas."""
 

@@ -1,5 +1,18 @@
 """The tool server: tools whose state lives as long as a trajectory. `BaseTool` is what a new tool derives from."""
 
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError
+from trackway.tools.function_tool import function_tool
+from trackway.tools.threads import in_thread
+from trackway.wire.chat import FunctionSchema, ToolSchema
+from trackway.wire.tools import ToolResult
 
-__all__ = ["BaseTool", "ToolConfig", "ToolInputError"]
+__all__ = [
+    "BaseTool",
+    "FunctionSchema",
+    "ToolConfig",
+    "ToolInputError",
+    "ToolResult",
+    "ToolSchema",
+    "function_tool",
+    "in_thread",
+]

@@ -1,40 +1,32 @@
-"""The tool server over HTTP. Routes only: the work is in server.py.
-
-One rule for errors: 4xx is the caller's mistake (the agent shows a 422 to the model), 5xx is ours or the tool's.
-"""
+"""The tool server as an app: its parts put together, and what runs beside the requests."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated
 
-from fastapi import APIRouter, Body, FastAPI
+from fastapi import APIRouter, FastAPI
 
 from trackway.serving import service_app
-from trackway.tools import examples
-from trackway.tools.base import BaseTool
+from trackway.tools.base import BaseTool, ToolSource
+from trackway.tools.fast_lane import open_fast_lane
 from trackway.tools.instances import InstanceTable
+from trackway.tools.mcp_face import McpFace
+from trackway.tools.observation import ObservationFace
 from trackway.tools.registry import load_tools
+from trackway.tools.routes import instance_routes, observation_routes, operator_routes, search_routes, tool_routes
+from trackway.tools.search import SearchTool
 from trackway.tools.server import ToolServer
+from trackway.tools.session_instances import SessionInstances
 from trackway.tools.settings import ToolsSettings
 from trackway.tracing import Tracing
-from trackway.wire.tools import (
-    CreateInstance,
-    ExecuteRequest,
-    InstanceCreated,
-    OneShotRequest,
-    ToolList,
-    ToolResult,
-    ToolReward,
-)
 
 logger = logging.getLogger("trackway.tools")
 
 
 def create_app(
     settings: ToolsSettings | None = None,
-    tools: Sequence[BaseTool] | None = None,
+    tools: Sequence[BaseTool | ToolSource] | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
     """The tool server with the tools given, or those that the settings name.
@@ -43,70 +35,47 @@ def create_app(
     """
     settings = settings or ToolsSettings()
     if tools is None:
-        tools = load_tools(settings.tools, settings.extra_tools, settings.tool_config)
+        tools = load_tools(
+            settings.built_in,
+            settings.extra_tools,
+            settings.tool_config,
+            settings.tool_config_path,
+            settings.function_tool_path,
+        )
     instances = InstanceTable(settings.replica, settings.max_instances, settings.instance_ttl_s)
     server = ToolServer(tools, settings.limits, instances)
+    mcp = McpFace(server, settings.instance_ttl_s, settings.max_body_bytes)
+    observation = ObservationFace(server, settings.tool_concurrency)
+    routers = [tool_routes(server), instance_routes(server), operator_routes(server), observation_routes(observation)]
+    routers += [search_routes(tool) for tool in tools if isinstance(tool, SearchTool) and tool.embedded][:1]
+    routers.append(APIRouter(routes=[mcp.route]))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await server.start()
-        reaper = asyncio.create_task(reap_for_ever(server, settings.reap_interval_s))
+        reaper = asyncio.create_task(
+            reap_for_ever(server, [mcp.sessions, observation.sessions], settings.reap_interval_s)
+        )
         try:
-            yield
+            async with mcp.running():
+                yield
         finally:
             reaper.cancel()
             await server.close()
 
-    return service_app("tools", settings, routers=[routes(server)], lifespan=lifespan, tracing=tracing)
+    app = service_app("tools", settings, routers=routers, lifespan=lifespan, tracing=tracing)
+    app.state.instances = instances
+    open_fast_lane(app, server)
+    return app
 
 
-async def reap_for_ever(server: ToolServer, interval_s: float) -> None:
+async def reap_for_ever(server: ToolServer, sessions: Sequence[SessionInstances], interval_s: float) -> None:
     """Look for idle instances every `interval_s` seconds; a failure is logged and the next look comes."""
     while True:
         await asyncio.sleep(interval_s)
         try:
             await server.reap()
+            for one in sessions:
+                one.sweep()
         except Exception:
             logger.exception("the reaper failed; next try in %s s", interval_s)
-
-
-def routes(server: ToolServer) -> APIRouter:
-    """The server's six routes."""
-    router = APIRouter(tags=["tools"])
-
-    @router.get("/tools", responses=examples.answer(200, examples.TOOLS))
-    async def list_tools() -> ToolList:
-        """Every tool as an OpenAI function schema, ready for a chat request's `tools`."""
-        return ToolList(tools=server.schemas(), stateless=server.stateless())
-
-    @router.post("/instances", status_code=201, responses=examples.answer(201, examples.CREATED))
-    async def create(request: Annotated[CreateInstance, Body(examples=[examples.CREATE])]) -> InstanceCreated:
-        """Make one tool's state for one trajectory. 404 unknown_tool, 422 wrong create_kwargs, 429 overloaded."""
-        return await server.create(request)
-
-    @router.post("/instances/{instance_id}/execute", responses=examples.answer(200, examples.EXECUTED))
-    async def execute(
-        instance_id: str, request: Annotated[ExecuteRequest, Body(examples=[examples.EXECUTE])]
-    ) -> ToolResult:
-        """One call; calls of one instance run one after another.
-
-        422 wrong arguments, 404 instance_not_found, 410 instance_lost, 500 tool_failed, 504 deadline_exceeded.
-        """
-        return await server.execute(instance_id, request)
-
-    @router.post("/instances/{instance_id}/reward", responses=examples.answer(200, examples.REWARD))
-    async def reward(instance_id: str) -> ToolReward:
-        """The reward of an instance over its whole life."""
-        return ToolReward(reward=await server.reward(instance_id))
-
-    @router.delete("/instances/{instance_id}", status_code=204)
-    async def release(instance_id: str) -> None:
-        """Forget an instance; a second time is 404."""
-        await server.release(instance_id)
-
-    @router.post("/tools/{name}/execute", responses=examples.answer(200, examples.CALCULATED))
-    async def one_shot(name: str, request: Annotated[OneShotRequest, Body(examples=[examples.ONE_SHOT])]) -> ToolResult:
-        """Create, execute, reward and release in one request, for tools that need no state between calls."""
-        return await server.one_shot(name, request)
-
-    return router

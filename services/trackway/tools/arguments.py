@@ -6,10 +6,13 @@ from jsonschema import Draft202012Validator, SchemaError, ValidationError
 from pydantic import JsonValue
 
 from trackway.tools.base import ToolInputError
+from trackway.tools.flat_schema import FlatSchema
 from trackway.wire.chat import ToolSchema
 
 MAX_MESSAGE_CHARS = 1000
 """A wrong value may be long, and the message becomes an observation."""
+
+_COMPOSING = {"allOf", "anyOf", "oneOf", "if", "$ref"}
 
 
 class ArgumentCheck:
@@ -21,16 +24,23 @@ class ArgumentCheck:
     def __init__(self, schema: ToolSchema) -> None:
         function = schema.function
         self._tool = function.name
-        self._known = sorted(_properties(function.parameters))
-        parameters = {"type": "object", "additionalProperties": False, **function.parameters}
+        self._known = sorted(properties_of(function.parameters))
+        # In a composed schema the names stand in its parts, which only "unevaluated" looks into.
+        closed = "unevaluatedProperties" if _COMPOSING & set(function.parameters) else "additionalProperties"
+        parameters = {"type": "object", closed: False, **function.parameters}
+        if elsewhere := [ref for ref in _references(parameters) if not ref.startswith("#")]:
+            raise ValueError(f"tool {self._tool!r}: expected $ref within the schema, got {elsewhere[0]!r}; copy it in")
         try:
             Draft202012Validator.check_schema(parameters)
         except SchemaError as error:
             raise ValueError(f"tool {self._tool!r}: expected a JSON schema, got: {error.message}") from error
         self._validator = Draft202012Validator(parameters)
+        self._flat = FlatSchema.of(parameters)
 
     def __call__(self, arguments: dict[str, JsonValue]) -> None:
         """Pass, or raise ToolInputError that names every wrong argument."""
+        if self._flat is not None and self._flat.accepts(arguments):
+            return
         problems = [text for error in self._validator.iter_errors(arguments) for text in self._texts(error)]
         if problems:
             message = f"{self._tool}: {'; '.join(problems)}; expected arguments: {', '.join(self._known)}"
@@ -49,6 +59,19 @@ class ArgumentCheck:
             yield error.message
 
 
-def _properties(parameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
+def properties_of(parameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The parameters that a schema names."""
     properties = parameters.get("properties")
     return properties if isinstance(properties, dict) else {}
+
+
+def _references(schema: JsonValue) -> Iterator[str]:
+    """Every `$ref` in it; one that leads elsewhere would be fetched."""
+    if isinstance(schema, dict):
+        if isinstance(reference := schema.get("$ref"), str):
+            yield reference
+        for part in schema.values():
+            yield from _references(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            yield from _references(part)

@@ -6,7 +6,9 @@ deadlines, concurrency, argument checks and output size, so a tool holds nothing
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -16,6 +18,8 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import ToolResult
 
 ToolConfig = dict[str, JsonValue]
+
+_session: ContextVar[str | None] = ContextVar("trackway_tool_session", default=None)
 
 
 class ToolInputError(TrackwayError):
@@ -32,6 +36,8 @@ class ToolLimits(BaseModel):
 
     call_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds that one create, execute, reward or release may run."""
+    stop_timeout_s: float = Field(default=2.0, gt=0)
+    """Seconds that a call may take to stop when it is told to; after that its instance is lost."""
     wait_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that a call may wait for its instance and for a free place of its tool."""
     tool_concurrency: int = Field(default=64, ge=1)
@@ -55,12 +61,14 @@ class BaseTool(ABC):
 
     default_schema: ClassVar[ToolSchema | None] = None
     default_config: ClassVar[ToolConfig] = {}
-    stateless: ClassVar[bool] = False
+    stateless: bool = False
     """Whether every call stands alone, so that no instance is needed between calls."""
 
     def __init__(self, config: ToolConfig, tool_schema: ToolSchema) -> None:
         self.config = config
         self.tool_schema = tool_schema
+        self.origin = f"{type(self).__module__}:{type(self).__qualname__}"
+        """Who named this tool: a setting or a file, for the message when two have one name."""
 
     @classmethod
     def default(cls, config: ToolConfig | None = None) -> Self:
@@ -106,6 +114,37 @@ class BaseTool(ABC):
         """The reward of the instance over its whole life."""
         return 0.0
 
-    async def release(self, instance_id: str, /) -> None:
+    async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
         """Forget the state; called once for each created instance, also when it expired."""
         return None
+
+
+class ToolSource(ABC):
+    """Somebody who knows his tools only once he was asked, such as an MCP server."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        """Who named this source: a setting or a file."""
+
+    @abstractmethod
+    async def open(self) -> Sequence[BaseTool]:
+        """Once a replica, before the tools start: connect and ask. An exception keeps the tool server from starting."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Once a replica, after the tools were closed."""
+
+
+def current_session() -> str | None:
+    """Inside `create`: the trajectory that the instance is for, by which tools of one trajectory share state."""
+    return _session.get()
+
+
+@contextmanager
+def session_scope(session_id: str | None) -> Iterator[None]:
+    """What `current_session` answers inside the block."""
+    token = _session.set(session_id)
+    try:
+        yield
+    finally:
+        _session.reset(token)

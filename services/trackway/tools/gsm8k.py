@@ -84,6 +84,6 @@ class Gsm8kTool(BaseTool):
         """The best score of the trajectory's calls."""
         return self._states[instance_id].best
 
-    async def release(self, instance_id: str, /) -> None:
+    async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
         """Forget the ground truth and the best score."""
         self._states.pop(instance_id, None)

@@ -2,6 +2,7 @@
 
     CREATING -created-> IDLE <-begin/end-> BUSY        (calls of one instance run one after another)
        `-release-> RELEASED <-release- IDLE            (also when the creation failed or the idle limit passed)
+    BUSY -hang-> STUCK -release-> RELEASED             (its call was told to stop and does not; released when it does)
 
 This module only keeps the books; it calls no tool. An id is `<replica>-<start>-<uuid>`: with the prefix of another
 replica, or of this one before it restarted, the instance is lost; with ours it was released or expired.
@@ -18,6 +19,7 @@ from enum import StrEnum
 
 from trackway.tools.base import BaseTool
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.tools import InstanceInfo
 
 Clock = Callable[[], float]
 
@@ -28,6 +30,7 @@ class State(StrEnum):
     CREATING = "creating"
     IDLE = "idle"
     BUSY = "busy"
+    STUCK = "stuck"
     RELEASED = "released"
 
 
@@ -37,6 +40,7 @@ class Event(StrEnum):
     CREATED = "created"
     BEGIN = "begin"
     END = "end"
+    HANG = "hang"
     RELEASE = "release"
 
 
@@ -45,6 +49,8 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.CREATING, Event.RELEASE): State.RELEASED,
     (State.IDLE, Event.BEGIN): State.BUSY,
     (State.BUSY, Event.END): State.IDLE,
+    (State.BUSY, Event.HANG): State.STUCK,
+    (State.STUCK, Event.RELEASE): State.RELEASED,
     (State.IDLE, Event.RELEASE): State.RELEASED,
 }
 """Every step that an instance may take; any other is an error."""
@@ -57,6 +63,7 @@ class Instance:
     id: str
     tool: BaseTool
     session_id: str | None
+    made_at: float
     used_at: float
     state: State = State.CREATING
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -88,6 +95,7 @@ class InstanceTable:
         self._ttl_s = ttl_s
         self._clock = clock
         self._instances: dict[str, Instance] = {}
+        self._sessions: dict[str, dict[str, Instance]] = {}
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -105,8 +113,11 @@ class InstanceTable:
                 f"expected fewer than {self._max_instances} tool instances on this replica; "
                 "release instances, wait for idle ones to expire, or raise max_instances",
             )
-        instance = Instance(f"{self.prefix}-{uuid.uuid4().hex}", tool, session_id, self._clock())
+        now = self._clock()
+        instance = Instance(f"{self.prefix}-{uuid.uuid4().hex}", tool, session_id, made_at=now, used_at=now)
         self._instances[instance.id] = instance
+        if session_id is not None:
+            self._sessions.setdefault(session_id, {})[instance.id] = instance
         return instance
 
     def created(self, instance: Instance) -> None:
@@ -115,36 +126,48 @@ class InstanceTable:
         instance.move(Event.CREATED)
 
     def get(self, instance_id: str) -> Instance:
-        """A living instance. INSTANCE_LOST for another replica's id, INSTANCE_NOT_FOUND for any other unknown one."""
+        """A living instance.
+
+        INSTANCE_LOST for another replica's id and for one whose call is stuck, INSTANCE_NOT_FOUND for any other.
+        """
         instance = self._instances.get(instance_id)
         if instance is None:
             raise self._absent(instance_id)
+        self._require_usable(instance)
         return instance
+
+    def of_session(self, session_id: str) -> list[Instance]:
+        """The living instances of one trajectory, oldest first."""
+        return list(self._sessions.get(session_id, {}).values())
 
     @asynccontextmanager
     async def held(self, instance: Instance, wait_timeout_s: float) -> AsyncIterator[Instance]:
         """BUSY inside the block; waits for the call before it. OVERLOADED when that takes too long."""
         async with acquired(instance.lock, wait_timeout_s, f"instance {instance.id}"):
-            if instance.state is State.RELEASED:
-                raise self._absent(instance.id)
+            self._require_usable(instance)
             instance.move(Event.BEGIN)
             try:
                 yield instance
             finally:
                 instance.used_at = self._clock()
-                instance.move(Event.END)
+                if instance.state is State.BUSY:
+                    instance.move(Event.END)
 
     async def retire(self, instance: Instance, wait_timeout_s: float) -> None:
         """Take an instance out of the books, after the call that it is in. INSTANCE_NOT_FOUND when that was done."""
         async with acquired(instance.lock, wait_timeout_s, f"instance {instance.id}"):
-            if instance.state is State.RELEASED:
-                raise self._absent(instance.id)
+            self._require_usable(instance)
             self.strike(instance)
 
     def strike(self, instance: Instance) -> None:
         """Take an instance out of the books at once: nobody can be in a call of it."""
         instance.move(Event.RELEASE)
         del self._instances[instance.id]
+        if instance.session_id is not None:
+            session = self._sessions[instance.session_id]
+            del session[instance.id]
+            if not session:
+                del self._sessions[instance.session_id]
 
     def take_expired(self) -> list[Instance]:
         """Take those out of the books that had no call for longer than the idle limit.
@@ -158,8 +181,31 @@ class InstanceTable:
         return idle
 
     def everything(self) -> list[Instance]:
-        """All that live, for the end of the process."""
+        """All that live, oldest first."""
         return list(self._instances.values())
+
+    def info(self, instance: Instance) -> InstanceInfo:
+        """What an operator sees of an instance: nothing of its content."""
+        now = self._clock()
+        return InstanceInfo(
+            instance_id=instance.id,
+            tool=instance.tool.name,
+            session_id=instance.session_id,
+            state=instance.state.value,
+            age_s=now - instance.made_at,
+            idle_s=0.0 if instance.state is State.BUSY else now - instance.used_at,
+        )
+
+    def _require_usable(self, instance: Instance) -> None:
+        if instance.state is State.RELEASED:
+            raise self._absent(instance.id)
+        if instance.state is State.STUCK:
+            raise TrackwayError(
+                ErrorCode.INSTANCE_LOST,
+                f"expected a usable instance, got {instance.id}, whose last call does not stop; it is released when it "
+                "does; create the instance again and replay its calls",
+                tool=instance.tool.name,
+            )
 
     def _absent(self, instance_id: str) -> TrackwayError:
         well_formed = re.fullmatch("[0-9a-z]{4,32}-[0-9a-f]{8}-[0-9a-f]{32}", instance_id) is not None
@@ -177,15 +223,23 @@ class InstanceTable:
 
 
 @asynccontextmanager
-async def acquired(place: asyncio.Lock | asyncio.Semaphore, wait_timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Hold a lock or a place of a semaphore. OVERLOADED when none comes free within `wait_timeout_s` seconds."""
+async def acquired(place: asyncio.Lock, wait_timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Hold a lock. OVERLOADED when it does not come free within `wait_timeout_s` seconds."""
+    await acquire(place, wait_timeout_s, what)
+    try:
+        yield
+    finally:
+        place.release()
+
+
+async def acquire(place: asyncio.Lock | asyncio.Semaphore, wait_timeout_s: float, what: str) -> None:
+    """Take a lock or a place of a semaphore. OVERLOADED when none comes free within `wait_timeout_s` seconds."""
+    if not place.locked():
+        await place.acquire()  # at once
+        return
     try:
         async with asyncio.timeout(wait_timeout_s):
             await place.acquire()
     except TimeoutError as error:
         message = f"{what}: expected a free place within {wait_timeout_s:g} s; ask again later, or add replicas"
         raise TrackwayError(ErrorCode.OVERLOADED, message) from error
-    try:
-        yield
-    finally:
-        place.release()

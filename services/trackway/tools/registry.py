@@ -1,29 +1,55 @@
-"""The tools of one server, by name: the built-in ones, and any class named by its import path."""
+"""The tools of one server by name, and where their sources meet: built-in ones, import paths, files, MCP servers."""
 
 import pkgutil
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
-from trackway.tools.base import BaseTool, ToolConfig
+from trackway.tools.base import BaseTool, ToolConfig, ToolSource
 from trackway.tools.calculator import CalculatorTool
+from trackway.tools.function_tool import FunctionTool, functions_of_file, is_function_tool
 from trackway.tools.gsm8k import Gsm8kTool
+from trackway.tools.mcp_source import McpSource
+from trackway.tools.python_tool import PythonTool
+from trackway.tools.search import SearchTool
+from trackway.tools.verl_config import ToolEntry, read_tool_config
+from trackway.tools.verl_tools import MCP_CLASSES, named_tool
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 BUILT_IN: dict[str, type[BaseTool]] = {
     "calculator": CalculatorTool,
     "calc_gsm8k_reward": Gsm8kTool,
+    "python": PythonTool,
+    "search": SearchTool,
 }
+
+_NAME = re.compile("[A-Za-z0-9_-]{1,64}")
+"""OpenAI's rule for function names; such a name also stands in a path as it is."""
 
 
 class ToolRegistry:
-    """Tools by name. ValueError when two have one name."""
+    """Tools by name. ValueError when two have one name, or a name that no caller could write."""
 
-    def __init__(self, tools: Iterable[BaseTool]) -> None:
+    def __init__(self, tools: Iterable[BaseTool] = ()) -> None:
         self._tools: dict[str, BaseTool] = {}
         for tool in tools:
-            if tool.name in self._tools:
-                raise ValueError(f"expected one tool of each name, got two named {tool.name!r}; rename one")
-            self._tools[tool.name] = tool
+            self.add(tool)
+
+    def add(self, tool: BaseTool) -> None:
+        """One tool more."""
+        if not _NAME.fullmatch(tool.name):
+            raise ValueError(
+                f"{tool.origin}: expected a name of 1 to 64 of A-Z a-z 0-9 _ -, got {tool.name!r}; rename it"
+            )
+        if (other := self._tools.get(tool.name)) is not None:
+            raise ValueError(
+                f"expected one tool of each name, got two named {tool.name!r}: "
+                f"from {other.origin} and from {tool.origin}; rename one or leave it out"
+            )
+        self._tools[tool.name] = tool
 
     def get(self, name: str) -> BaseTool:
         """The tool of that name. UNKNOWN_TOOL lists those there are."""
@@ -37,6 +63,10 @@ class ToolRegistry:
             )
         return tool
 
+    def names(self) -> list[str]:
+        """The tools' names, in their order."""
+        return [*self._tools]
+
     def stateless(self) -> list[str]:
         """Names of the tools that keep nothing between calls."""
         return [tool.name for tool in self._tools.values() if tool.stateless]
@@ -46,27 +76,99 @@ class ToolRegistry:
         return [tool.tool_schema for tool in self._tools.values()]
 
 
-def load_tools(names: Sequence[str], paths: Sequence[str], configs: Mapping[str, ToolConfig]) -> list[BaseTool]:
-    """Built-in tools by name and further ones by `pkg.mod:Class`, each with its config from `configs` by tool name.
+class _Planned(NamedTuple):
+    """A tool that is not made yet: its config is looked up by its name."""
 
-    ValueError for an unknown name or a config without a tool; TypeError for a path that is no BaseTool with a schema.
+    origin: str
+    make: Callable[[ToolConfig], BaseTool]
+    name: str | None
+    """None where only the made tool knows its name."""
+
+
+def load_tools(
+    names: Sequence[str],
+    paths: Sequence[str],
+    configs: Mapping[str, ToolConfig],
+    tool_config_path: Path | None = None,
+    function_tool_path: Path | None = None,
+) -> list[BaseTool | ToolSource]:
+    """Every tool that the settings name, each with its config from `configs` by tool name; MCP servers as sources.
+
+    ValueError for an unknown name, a wrong file, a config without a tool or two tools of one name; TypeError for a
+    class or function that is no tool. The message says which setting or file, and the entry.
     """
-    classes = [_built_in(name) for name in names] + [_imported(path) for path in paths]
-    defaults = [tool_class.default() for tool_class in classes]
-    unused = sorted(set(configs) - {tool.name for tool in defaults})
+    planned = [
+        *(_built_in(name) for name in names),
+        *(_imported(path) for path in paths),
+        *(_entries(tool_config_path) if tool_config_path else []),
+        *(_functions(function_tool_path) if function_tool_path else []),
+    ]
+    offered = [one if isinstance(one, ToolSource) else _made(one, configs) for one in planned]
+    registry = ToolRegistry(one for one in offered if isinstance(one, BaseTool))
+    unused = sorted(set(configs) - set(registry.names()))
     if unused:
-        raise ValueError(f"expected tool_config for loaded tools only, got {unused}; loaded: {[*names, *paths]}")
-    return [type(tool).default(configs.get(tool.name)) for tool in defaults]
+        raise ValueError(
+            f"expected tool_config for loaded tools only, got {unused}; loaded: {registry.names()} "
+            "(an MCP server's tools take their config from its entry in tool_config_path)"
+        )
+    return offered
 
 
-def _built_in(name: str) -> type[BaseTool]:
+def _made(planned: _Planned, configs: Mapping[str, ToolConfig]) -> BaseTool:
+    try:
+        tool = planned.make(configs.get(planned.name or "", {}))
+    except Exception as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{planned.origin}: {error}") from error
+    tool.origin = planned.origin
+    return tool
+
+
+def _built_in(name: str) -> _Planned:
     if name not in BUILT_IN:
         raise ValueError(f"expected built-in tools out of {sorted(BUILT_IN)}, got {name!r}; name others in extra_tools")
-    return BUILT_IN[name]
+    return _Planned(f"setting tools, {name!r}", BUILT_IN[name].default, _name_of(BUILT_IN[name]))
 
 
-def _imported(path: str) -> type[BaseTool]:
+def _imported(path: str) -> _Planned:
     found = pkgutil.resolve_name(path)
+    origin = f"setting extra_tools, {path!r}"
+    if is_function_tool(found):
+        return _function(found, origin)
     if not (isinstance(found, type) and issubclass(found, BaseTool)):
-        raise TypeError(f"expected {path!r} to be a subclass of trackway.tools.base.BaseTool, got {found!r}")
-    return found
+        raise TypeError(
+            f"expected {path!r} to be a subclass of trackway.tools.base.BaseTool "
+            f"or a function decorated with trackway.tools.function_tool, got {found!r}"
+        )
+    return _Planned(origin, found.default, _name_of(found))
+
+
+def _functions(path: Path) -> list[_Planned]:
+    return [_function(one, f"function_tool_path {path}") for one in functions_of_file(path)]
+
+
+def _function(function: Callable[..., object], origin: str) -> _Planned:
+    return _Planned(origin, partial(FunctionTool, function), FunctionTool(function).name)
+
+
+def _entries(path: Path) -> list[_Planned | McpSource]:
+    entries = enumerate(read_tool_config(path), start=1)
+    return [_entry(f"{path}, entry {number}", entry, path.parent) for number, entry in entries]
+
+
+def _entry(origin: str, entry: ToolEntry, folder: Path) -> _Planned | McpSource:
+    if entry.mcp is None:
+        schema = entry.tool_schema.to_wire() if entry.tool_schema else None
+        make = lambda config: named_tool(entry.class_name, {**entry.own_config, **config}, schema, BUILT_IN)  # noqa: E731
+        return _Planned(origin, make, schema.function.name if schema else None)
+    if entry.class_name not in MCP_CLASSES:
+        raise ValueError(
+            f"{origin}: expected class_name to be one of {', '.join(filter(None, MCP_CLASSES))} or left out beside "
+            f"'mcp', got {entry.class_name!r}; results are text, to change them wrap the server"
+        )
+    return McpSource(origin, entry.mcp, entry.own_config, folder)
+
+
+def _name_of(tool_class: type[BaseTool]) -> str | None:
+    schema = tool_class.default_schema
+    return schema.function.name if schema else None

@@ -1,5 +1,7 @@
 """Settings of the tool server: which tools, and how much of everything."""
 
+from pathlib import Path
+
 from pydantic import Field
 
 from trackway.serving import ServiceSettings
@@ -10,13 +12,19 @@ class ToolsSettings(ServiceSettings):
     """What this replica of the tool server offers."""
 
     tools: list[str] = Field(default_factory=lambda: ["calculator", "calc_gsm8k_reward"])
-    """Built-in tools to offer, by name."""
+    """Built-in tools to offer, by name; none by default when tool_config_path or function_tool_path is given."""
     extra_tools: list[str] = Field(default_factory=list)
-    """Further tools by import path `pkg.mod:Class`: subclasses of BaseTool with a `default_schema`."""
+    """Further tools by import path `pkg.mod:name`: subclasses of BaseTool, or functions with `@function_tool`."""
+    tool_config_path: Path | None = None
+    """verl's tool_config YAML: classes and MCP servers."""
+    function_tool_path: Path | None = None
+    """A Python file; its functions with `@function_tool` are offered."""
     tool_config: dict[str, ToolConfig] = Field(default_factory=dict)
     """Config by tool name, laid over the tool's own; it may lower the limits below for that tool."""
     call_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds that one call of a tool may run; then it is cancelled and answered 504."""
+    stop_timeout_s: float = Field(default=2.0, gt=0)
+    """Seconds that a cancelled call may take to stop; after that its instance is lost, and the call's place taken."""
     wait_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds that a call may wait for its instance and for a free place of its tool; then it is answered 429."""
     tool_concurrency: int = Field(default=64, ge=1)
@@ -29,12 +37,25 @@ class ToolsSettings(ServiceSettings):
     """Seconds without a call after which an instance is released: its trajectory died without saying so."""
     reap_interval_s: float = Field(default=30.0, gt=0)
     """Seconds between two looks for idle instances."""
+    direct_host: str | None = None
+    """Under Ray Serve: address on which each replica also answers by itself, on a free port that `/replicas` names.
+    None takes 127.0.0.1 when base_url is on this machine, else the node's own; an empty one means only by the proxy."""
+    drain_s: float = Field(default=10.0, ge=0)
+    """Under Ray Serve: seconds that a replica which is to stop waits there for its instances to be released; less than
+    Serve's graceful_shutdown_timeout_s."""
+
+    @property
+    def built_in(self) -> list[str]:
+        """The built-in tools to offer."""
+        files_alone = "tools" not in self.model_fields_set and (self.tool_config_path or self.function_tool_path)
+        return [] if files_alone else self.tools
 
     @property
     def limits(self) -> ToolLimits:
         """The bounds of every call."""
         return ToolLimits(
             call_timeout_s=self.call_timeout_s,
+            stop_timeout_s=self.stop_timeout_s,
             wait_timeout_s=self.wait_timeout_s,
             tool_concurrency=self.tool_concurrency,
             max_output_chars=self.max_output_chars,

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.responses import StreamingResponse
 
-from trackway.serving import service_app
+from trackway.serving import needs_admin, service_app
 from trackway.trainer.runs import Runs
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import RunInfo, RunList, RunRequest
@@ -16,7 +16,13 @@ from trackway.wire.trainer import RunInfo, RunList, RunRequest
 def create_app(settings: TrainerSettings | None = None) -> FastAPI:
     """The service's app; its runs end when it does."""
     settings = settings or TrainerSettings()
-    runs = Runs(Path(settings.outputs_dir), settings.service_urls(), settings.stop_deadline_s, settings.tracing)
+    runs = Runs(
+        Path(settings.outputs_dir),
+        settings.service_urls(),
+        settings.stop_deadline_s,
+        settings.tracing,
+        settings.token,
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -30,8 +36,9 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
 
 def _routes(runs: Runs) -> APIRouter:
     router = APIRouter(tags=["runs"])
+    operator = [Depends(needs_admin)]
 
-    @router.post("/runs", status_code=202)
+    @router.post("/runs", status_code=202, dependencies=operator)
     async def start(request: RunRequest) -> RunInfo:
         """Start a run; its process is being started when this answers."""
         return await runs.start(request)
@@ -57,12 +64,12 @@ def _routes(runs: Runs) -> APIRouter:
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
-    @router.post("/runs/{run}/stop", status_code=202)
+    @router.post("/runs/{run}/stop", status_code=202, dependencies=operator)
     async def stop(run: str) -> RunInfo:
         """Ask a run to save a checkpoint and end."""
         return await runs.stop(run)
 
-    @router.post("/runs/{run}/resume", status_code=202)
+    @router.post("/runs/{run}/resume", status_code=202, dependencies=operator)
     async def resume(run: str) -> RunInfo:
         """Go on from a run's last checkpoint."""
         return await runs.resume(run)

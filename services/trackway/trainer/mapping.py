@@ -103,7 +103,9 @@ def training_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
         max_response_length=data.max_response_length,
         max_assistant_turns=turns.max_assistant_turns,
         max_parallel_calls=turns.max_parallel_calls,
+        on_bad_call=config.trackway.on_bad_call,
         max_tool_response_length=turns.max_tool_response_length,
+        max_tool_response_tokens=config.trackway.max_tool_response_tokens,
         tool_response_truncate_side=turns.tool_response_truncate_side,
         timeout_s=config.trackway.trajectory_timeout_s,
     )

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from trackway.trainer.tool_metrics import tool_metrics
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Trajectory
 
@@ -46,10 +47,14 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Tool calls and seconds within the agent loop of the trajectories that did not fail, and how many failed."""
+    """Tool calls and seconds within the agent loop of the trajectories that did not fail, and how many failed.
+
+    `tools/*` is over all of them, see `tool_metrics`.
+    """
     good = [one for one in trajectories if one.error is None]
     metrics: Metrics = {"training/rollout_failure/failed_trajectories": float(len(trajectories) - len(good))}
     metrics |= spread("tool_call_counts", [float(tool_calls(one)) for one in good])
+    metrics |= spread("tool_call_counts/executed", [float(calls_executed(one)) for one in good])
     for activity in _TIMED:
         metrics |= spread(f"timing_s/agent_loop/{activity}", [getattr(one.timings, activity) for one in good])
     if good:
@@ -57,7 +62,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
         for activity in _TIMED:
             metrics[f"timing_s/agent_loop/slowest/{activity}"] = getattr(slowest.timings, activity)
         metrics["timing_s/agent_loop/slowest/response_length"] = float(len(slowest.response_ids))
-    return metrics
+    return metrics | tool_metrics(trajectories)
 
 
 def incident_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -71,6 +76,11 @@ def tool_calls(trajectory: Trajectory) -> int:
     return sum(len(message.tool_calls or ()) for turn in trajectory.turns for message in turn.messages)
 
 
+def calls_executed(trajectory: Trajectory) -> int:
+    """Calls that reached their tool: not those without a tool, over the limit of their turn, or in the last turn."""
+    return sum(turn.calls_executed for turn in trajectory.turns)
+
+
 def throughput(metrics: Metrics) -> Metrics:
     """Seconds of the step and tokens per second of the one learner process, from the step's own metrics."""
     seconds, tokens = metrics.get("timing_s/step"), metrics.get("perf/total_num_tokens")
@@ -82,7 +92,7 @@ def throughput(metrics: Metrics) -> Metrics:
 def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
     """`val-core/<data_source>/{acc,reward}/mean@n` over the trajectories that did not fail.
 
-    acc is the reward's component of that name, or the score when the scorer gives none.
+    acc is the reward's component of that name, or the score when the scorer gives none. `val-aux/tools/*` is over all.
     """
     metrics: Metrics = {}
     sources: dict[str, list[Trajectory]] = defaultdict(list)
@@ -94,7 +104,7 @@ def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
         metrics[f"val-core/{source}/reward/mean@{n}"] = _mean(members, score)
     metrics |= spread("val-aux/num_turns", [float(one.num_turns) for one in trajectories if one.error is None])
     metrics["val-aux/failed_trajectories"] = float(sum(one.error is not None for one in trajectories))
-    return metrics
+    return metrics | tool_metrics(trajectories, "val-aux/tools")
 
 
 def score(trajectory: Trajectory) -> float:

@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import SecretStr
+
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.run_folder import RunFolder
@@ -53,10 +55,12 @@ class Runs:
         services: ServiceUrls,
         stop_deadline_s: float = 120.0,
         tracing: TracingSettings | None = None,
+        token: SecretStr | None = None,
     ) -> None:
         self._outputs = outputs
         self._services = services
         self._tracing = tracing or TracingSettings()
+        self._token = token
         self._stop_deadline_s = stop_deadline_s
         self._active: dict[str, _Active] = {}
         self._lock = asyncio.Lock()
@@ -68,7 +72,7 @@ class Runs:
         INVALID_REQUEST when a service cannot send traces to where the run wants them.
         """
         config = runnable(resolve(request.config))
-        await check_backends(config, self._services.traced, self._tracing)
+        await check_backends(config, self._services.traced, self._tracing, self._token)
         folder = self._folder(request.run or config.trainer.experiment_name)
         async with self._lock:
             self._require_idle()
@@ -79,7 +83,7 @@ class Runs:
     async def resume(self, name: str) -> RunInfo:
         """Go on from the run's last checkpoint; CONFLICT unless it is stopped or failed."""
         folder = self._existing(name)
-        await check_backends(folder.config(), self._services.traced, self._tracing)
+        await check_backends(folder.config(), self._services.traced, self._tracing, self._token)
         async with self._lock:
             self._require_idle()
             await self._gone(name)
@@ -151,7 +155,7 @@ class Runs:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **variables, **handed_over(self._tracing)},
+                env={**os.environ, **variables, **handed_over(self._tracing, self._token)},
                 start_new_session=True,
             )
         folder.write_pid(process.pid)

@@ -2,8 +2,9 @@
 
 import os
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 
+from trackway.clients.token import TOKEN
 from trackway.serving import ServiceSettings
 from trackway.tracing import TracingSettings
 
@@ -58,11 +59,15 @@ class TrainerSettings(ServiceSettings):
 _TRACING = "TRACKWAY_WORKER_TRACING"
 
 
-def handed_over(tracing: TracingSettings) -> dict[str, str]:
-    """Environment variables that give a run's own process this tracing; secrets go this way and no other."""
+def handed_over(tracing: TracingSettings, token: SecretStr | None = None) -> dict[str, str]:
+    """Environment variables that give a run's own process this tracing and the token for the services.
+
+    Secrets go this way and no other.
+    """
     key = tracing.weave_api_key
     plain = tracing.model_dump_json(exclude={"weave_api_key"})
-    return {_TRACING: plain, "WANDB_API_KEY": key.get_secret_value() if key else ""}
+    secrets = {"WANDB_API_KEY": key, TOKEN: token}
+    return {_TRACING: plain, **{name: secret.get_secret_value() if secret else "" for name, secret in secrets.items()}}
 
 
 def taken_over() -> TracingSettings:

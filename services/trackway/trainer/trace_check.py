@@ -8,6 +8,8 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 
+from pydantic import SecretStr
+
 from trackway.clients import CallPolicy, ServiceClient
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
@@ -21,7 +23,9 @@ _ASK = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=2)
 _NOTHING_SET = TracingSettings(mlflow_uri=None, weave_api_key=None, otlp_endpoint=None)
 
 
-async def check_backends(config: RunConfig, services: Mapping[str, str], own: TracingSettings) -> None:
+async def check_backends(
+    config: RunConfig, services: Mapping[str, str], own: TracingSettings, token: SecretStr | None = None
+) -> None:
     """Ask each service (name -> URL) and this one what they can send to; says in the log whom it could not ask.
 
     Raises:
@@ -31,7 +35,7 @@ async def check_backends(config: RunConfig, services: Mapping[str, str], own: Tr
     if not wanted:
         return
     weave_project(config)
-    usable = {"trainer": own.usable, **await _ask_all(services)}
+    usable = {"trainer": own.usable, **await _ask_all(services, token)}
     if config.trackway.mlflow_uri:
         usable["trainer"] = [*usable["trainer"], TraceBackend.MLFLOW]
     for service, backends in usable.items():
@@ -66,14 +70,14 @@ def weave_project(config: RunConfig) -> str | None:
     return full
 
 
-async def _ask_all(services: Mapping[str, str]) -> dict[str, list[str]]:
-    answers = await asyncio.gather(*(_ask(name, url) for name, url in services.items()))
+async def _ask_all(services: Mapping[str, str], token: SecretStr | None) -> dict[str, list[str]]:
+    answers = await asyncio.gather(*(_ask(name, url, token) for name, url in services.items()))
     return {name: found for name, found in zip(services, answers, strict=True) if found is not None}
 
 
-async def _ask(name: str, url: str) -> list[str] | None:
+async def _ask(name: str, url: str, token: SecretStr | None) -> list[str] | None:
     try:
-        health = await ServiceClient(url, policy=_ASK).call("GET", "/health", reply=Health)
+        health = await ServiceClient(url, policy=_ASK, token=token).call("GET", "/health", reply=Health)
     except TrackwayError as error:
         logger.warning("the %s service could not be asked where it can send traces: %s", name, error)
         return None

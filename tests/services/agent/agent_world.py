@@ -51,13 +51,18 @@ class Counter(BaseTool):
         self.released: list[str] = []
         self.before: Callable[[], Awaitable[object]] | None = None
         self.text: str | None = None
+        self.metrics: dict[str, float] = {}
+        self.given: list[dict[str, JsonValue]] = []
+        """The kwargs of every stage that was given some."""
 
     async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
+        self.given += [create_kwargs] if create_kwargs else []
         self.counts[instance_id] = 0
 
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
+        self.given += [execute_kwargs] if execute_kwargs else []
         if self.before is not None:
             await self.before()
         self.counts[instance_id] += 1
@@ -65,12 +70,14 @@ class Counter(BaseTool):
             raise ToolInputError("expected no refuse, got one")
         if arguments.get("raise"):
             raise RuntimeError("out of order")
-        return ToolResult(text=self.text or f"count {self.counts[instance_id]}", reward=0.25)
+        return ToolResult(text=self.text or f"count {self.counts[instance_id]}", reward=0.25, metrics=self.metrics)
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
+        self.given += [kwargs] if kwargs else []
         return float(self.counts[instance_id])
 
-    async def release(self, instance_id: str, /) -> None:
+    async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
+        self.given += [release_kwargs] if release_kwargs else []
         self.released.append(instance_id)
 
 

@@ -160,19 +160,36 @@ async def test_only_so_many_answers_are_kept_the_newest_ones() -> None:
     assert answers == ["1", "2", "3", "4", "4", "3", "5"]
 
 
-async def test_an_answer_over_the_size_bound_is_not_kept() -> None:
+async def test_answers_are_kept_up_to_so_many_bytes_in_all_and_the_newest_of_any_size() -> None:
     runs = 0
 
     async def app(scope, receive, send) -> None:
         nonlocal runs
         runs += 1
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"123456"[: 4 + runs]})
+        await send({"type": "http.response.body", "body": b"%d" % runs + b"x" * 10_000})
 
-    transport = httpx.ASGITransport(app=Idempotency(app, max_bytes=5))
+    transport = httpx.ASGITransport(app=Idempotency(app, max_bytes=20_000))
     async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
-        answers = [(await client.post("/", headers={"idempotency-key": key})).text for key in ("a", "a", "b", "b")]
-    assert (answers, runs) == (["12345", "12345", "123456", "123456"], 3)
+        keys = ["a", "b", "b", "c", "c", "a"]
+        answers = [(await client.post("/", headers={"idempotency-key": key})).text[0] for key in keys]
+    assert answers == ["1", "2", "2", "3", "3", "4"]
+
+
+@pytest.mark.parametrize(("status", "runs"), [(200, 1), (422, 1), (500, 1), (504, 1), (409, 2), (429, 2), (503, 2)])
+async def test_what_may_have_had_its_effect_never_runs_twice(status: int, runs: int) -> None:
+    ran = 0
+
+    async def app(scope, receive, send) -> None:
+        nonlocal ran
+        ran += 1
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    transport = httpx.ASGITransport(app=Idempotency(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        answers = [(await client.post("/", headers={"idempotency-key": "a"})).status_code for _ in range(2)]
+    assert (answers, ran) == ([status, status], runs)
 
 
 async def test_a_retryable_failure_is_not_kept(running) -> None:

@@ -1,5 +1,7 @@
 """A tool server in this process, with its clock in the test's hand."""
 
+import asyncio
+
 import pytest
 from faulty_tool import FaultyTool
 from tools_rig import FakeClock, Make, Rig
@@ -7,6 +9,7 @@ from tools_rig import FakeClock, Make, Rig
 from trackway.tools.base import ToolLimits
 from trackway.tools.instances import InstanceTable
 from trackway.tools.registry import load_tools
+from trackway.tools.sandbox import SandboxSettings, SandboxUnavailableError, launcher_for
 from trackway.tools.server import ToolServer
 
 
@@ -27,3 +30,12 @@ def make_rig() -> Make:
 @pytest.fixture
 def rig(make_rig: Make) -> Rig:
     return make_rig()
+
+
+@pytest.fixture(scope="session")
+def isolation() -> None:
+    """Skips where code cannot be isolated, and says why."""
+    try:
+        asyncio.run(launcher_for(SandboxSettings()))
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))

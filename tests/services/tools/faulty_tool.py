@@ -1,16 +1,18 @@
 """A tool that fails on demand, loaded by import path: `faulty_tool:FaultyTool`."""
 
 import asyncio
+import sys
+import threading
 
 from pydantic import JsonValue
 
-from trackway.tools import BaseTool
+from trackway.tools import BaseTool, in_thread
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.tools import ToolResult
 
 
 class FaultyTool(BaseTool):
-    """`mode`: ok answers `ok <n>` with the count of finished calls, raise raises, sleep never ends, long is long."""
+    """`mode`: ok answers `ok <n>` with the count of finished calls, sleep never ends, block does not even stop."""
 
     default_schema = ToolSchema(
         function=FunctionSchema(
@@ -18,7 +20,12 @@ class FaultyTool(BaseTool):
             description="Fails on demand.",
             parameters={
                 "type": "object",
-                "properties": {"mode": {"type": "string", "enum": ["ok", "raise", "sleep", "long", "nan"]}},
+                "properties": {
+                    "mode": {
+                        "type": "string",
+                        "enum": ["ok", "raise", "sleep", "block", "exit", "cancel", "long", "nan"],
+                    }
+                },
                 "required": ["mode"],
             },
         )
@@ -27,10 +34,13 @@ class FaultyTool(BaseTool):
     def __init__(self, config: dict[str, JsonValue], tool_schema: ToolSchema) -> None:
         super().__init__(config, tool_schema)
         self.calls: dict[str, int] = {}
+        self.started = 0
         self.running = 0
         self.most_running = 0
         self.gate = asyncio.Event()
         self.gate.set()
+        self.unblock = threading.Event()
+        self.given: dict[str, dict[str, JsonValue]] = {}
 
     async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
         if create_kwargs.get("broken"):
@@ -40,6 +50,7 @@ class FaultyTool(BaseTool):
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
+        self.started += 1
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
@@ -53,15 +64,24 @@ class FaultyTool(BaseTool):
             raise ZeroDivisionError("asked to fail")
         if mode == "sleep":
             await asyncio.Event().wait()
+        if mode == "block":
+            await in_thread(lambda: self.unblock.wait(60))
+        if mode == "exit":
+            sys.exit(3)
+        if mode == "cancel":
+            raise asyncio.CancelledError
         if mode == "nan":
             return ToolResult(text="nan", reward=float("nan"))
         self.calls[instance_id] += 1
         return ToolResult(text="x" * 100 if mode == "long" else f"ok {self.calls[instance_id]}", reward=0.5)
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
+        self.given["calc_reward"] = kwargs
         return float(self.calls[instance_id])
 
-    async def release(self, instance_id: str, /) -> None:
+    async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
+        self.given["release"] = release_kwargs
+        await self.gate.wait()
         del self.calls[instance_id]
 
 

@@ -223,21 +223,3 @@ async def test_a_one_shot_that_fails_before_its_execution_is_a_failed_span_too(r
     assert (answer.status_code, span.name) == (500, "execute_tool faulty")
     assert span.status.status_code is StatusCode.ERROR
     assert str(span.status.description) == "tool 'faulty' failed in create: OSError: no room"
-
-
-async def test_every_route_has_an_example_in_the_api_document(running: Run) -> None:
-    async with running(app_of()) as http:
-        paths = (await http.get("/openapi.json")).json()["paths"]
-        page = await http.get("/docs")
-
-    routes = [
-        (method, operation)
-        for path, operations in paths.items()
-        if path.startswith(("/tools", "/instances"))
-        for method, operation in operations.items()
-    ]
-    assert (len(routes), page.status_code) == (6, 200)
-    for method, operation in routes:
-        answers = [answer for status, answer in operation["responses"].items() if status in ("200", "201")]
-        assert method == "delete" or all("example" in one["content"]["application/json"] for one in answers)
-        assert "requestBody" not in operation or "examples" in json.dumps(operation["requestBody"])

@@ -59,3 +59,23 @@ def test_a_long_wrong_value_does_not_flood_the_message() -> None:
 def test_a_broken_schema_is_refused_at_the_start() -> None:
     with pytest.raises(ValueError, match="tool 'search': expected a JSON schema"):
         check_of({"properties": {"query": {"type": "text"}}})
+
+
+COMPOSED: dict[str, JsonValue] = {
+    "type": "object",
+    "oneOf": [
+        {"properties": {"page": {"type": "integer"}}, "required": ["page"]},
+        {"properties": {"title": {"type": "string"}}, "required": ["title"]},
+    ],
+}
+
+
+def test_the_arguments_of_a_composed_schema_are_known_by_its_parts() -> None:
+    check_of(COMPOSED)({"title": "a"})
+    with pytest.raises(ToolInputError, match="'b' was unexpected"):
+        check_of(COMPOSED)({"title": "a", "b": 1})
+
+
+def test_a_schema_that_leads_elsewhere_is_refused_instead_of_fetched() -> None:
+    with pytest.raises(ValueError, match=r"expected \$ref within the schema, got 'http://10.0.0.1/schema'"):
+        check_of({"properties": {"query": {"items": [{"$ref": "http://10.0.0.1/schema"}]}}})

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from faulty_tool import FaultyTool
 
@@ -10,10 +12,12 @@ FAULTY = "faulty_tool:FaultyTool"
 
 
 def test_tools_are_loaded_by_name_and_by_import_path_with_their_config() -> None:
-    tools = load_tools(["calculator"], [FAULTY], {"faulty": {"call_timeout_s": 1.5}})
+    paths = [FAULTY, "travel_functions:plan"]
+    loaded = load_tools(["calculator"], paths, {"faulty": {"call_timeout_s": 1.5}, "plan": {"call_timeout_s": 2}})
 
-    assert [type(tool).__name__ for tool in tools] == ["CalculatorTool", "FaultyTool"]
-    assert [tool.config for tool in tools] == [{}, {"call_timeout_s": 1.5}]
+    tools = [tool for tool in loaded if isinstance(tool, BaseTool)]
+    assert [type(tool).__name__ for tool in tools] == ["CalculatorTool", "FaultyTool", "FunctionTool"]
+    assert [tool.config for tool in tools] == [{}, {"call_timeout_s": 1.5}, {"call_timeout_s": 2}]
 
 
 @pytest.mark.parametrize(
@@ -32,9 +36,13 @@ def test_a_wrong_setting_is_refused(
         load_tools(names, paths, {name: {**config} for name, config in configs.items()})
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two named 'calculator'"):
-        ToolRegistry([CalculatorTool.default(), CalculatorTool.default()])
+def test_two_tools_of_one_name_are_refused_by_where_both_come_from(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from trackway.tools import function_tool\n@function_tool\ndef faulty(mode: str) -> str: ...\n"
+    )
+    sources = r"from setting extra_tools, 'faulty_tool:FaultyTool' and from function_tool_path .*mine\.py"
+    with pytest.raises(ValueError, match=rf"two named 'faulty': {sources}; rename one"):
+        load_tools([], [FAULTY], {}, function_tool_path=tmp_path / "mine.py")
 
 
 def test_an_unknown_tool_is_told_with_the_known_ones() -> None:

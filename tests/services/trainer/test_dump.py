@@ -2,7 +2,9 @@ import pyarrow.parquet as pq
 
 from trackway.trainer.dump import read_trajectories, write_trajectories
 from trackway.wire.agent import GroupRequest
+from trackway.wire.errors import ErrorCode
 from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import StopReason, ToolCallRecord, Turn
 
 
 def test_trajectories_read_back_as_they_were_written(sample, scripted, tmp_path):
@@ -44,3 +46,30 @@ def test_a_file_from_before_traces_were_weighed_reads_back(sample, scripted, tmp
     pq.write_table(pq.read_table(path).drop_columns(["span_id", "trace_bytes", "incidents"]), path)
 
     assert read_trajectories(path) == [written]
+
+
+def test_the_records_of_tool_calls_read_back(sample, scripted, tmp_path):
+    calls = [
+        ToolCallRecord(tool="python", tool_call_id="call_0_0", seconds=0.25, reward=-0.5, metrics={"lines": 3.0}),
+        ToolCallRecord(tool="python", tool_call_id="call_0_1", error=ErrorCode.TOOL_FAILED, truncated=True),
+    ]
+    turn = Turn(index=0, messages=[], response_start=0, response_end=1, finish_reason="stop", calls=calls)
+    ending = {"turns": [turn], "stop_reason": StopReason.BAD_CALL}
+    written = scripted(GroupRequest(run="r", experiment_name="e", step=3, sample=sample(7)), 0).model_copy(
+        update=ending
+    )
+    path = tmp_path / "step_3.parquet"
+
+    write_trajectories(path, [written])
+
+    [read] = read_trajectories(path)
+    assert read == written
+    assert (read.turns[0].calls, read.stop_reason) == (calls, StopReason.BAD_CALL)
+
+
+def test_a_turn_from_before_calls_had_records_reads_back():
+    old = {"index": 0, "messages": [], "response_start": 0, "response_end": 1, "finish_reason": "stop"}
+
+    turn = Turn.model_validate(old | {"calls_executed": 2})
+
+    assert (turn.calls_executed, turn.calls) == (2, [])

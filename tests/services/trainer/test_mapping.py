@@ -100,6 +100,35 @@ def test_training_and_validation_ask_for_the_same_agent_within_the_same_limits()
     assert (training.trace_target, validation.trace_target) == (TARGET, TARGET)
 
 
+def test_what_bounds_tool_calls_reaches_the_limits():
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    config = compose(
+        [
+            f"{turns}.max_parallel_calls=4",
+            f"{turns}.max_tool_response_length=null",
+            f"{turns}.tool_response_truncate_side=left",
+            "trackway.max_tool_response_tokens=256",
+            "trackway.on_bad_call=end",
+        ]
+    )
+
+    limits, defaults = (training_ask(one, "run", TARGET).limits for one in (config, compose([])))
+
+    assert (limits.max_parallel_calls, limits.tool_response_truncate_side) == (4, "left")
+    assert (limits.max_tool_response_length, limits.max_tool_response_tokens) == (None, 256)
+    assert limits.on_bad_call == "end"
+    assert (defaults.max_tool_response_length, defaults.max_tool_response_tokens) == (256, None)
+    assert defaults.on_bad_call == "observe"
+
+
+@pytest.mark.parametrize("line", ["trackway.on_bad_call=stop", "trackway.max_tool_response_tokens=0"])
+def test_a_bound_on_tool_calls_that_makes_no_sense_is_refused(line: str):
+    with pytest.raises(TrackwayError) as caught:
+        compose([line])
+
+    assert (caught.value.code, line.partition("=")[0] in caught.value.message) == (ErrorCode.INVALID_REQUEST, True)
+
+
 def test_generations_are_seeded_so_that_rollouts_can_be_repeated():
     config = compose(["trackway.seed=5"])
 

@@ -1,6 +1,7 @@
 """What a run's own process is told: URLs in a file, tracing and its secrets through the environment."""
 
 import pytest
+from pydantic import SecretStr
 
 from trackway.tracing import TracingSettings
 from trackway.trainer.settings import ServiceUrls, TrainerSettings, handed_over, taken_over
@@ -24,11 +25,13 @@ def test_a_worker_has_the_services_tracing_and_not_another_from_its_environment(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other")
     monkeypatch.setenv("WANDB_API_KEY", "other")
 
-    variables = handed_over(given)
+    monkeypatch.setenv("TRACKWAY_TOKEN", "other")
+    variables = handed_over(given, SecretStr("token") if key else None)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
 
     assert taken_over() == given
+    assert variables["TRACKWAY_TOKEN"] == ("token" if key else "")
     assert "secret" not in variables["TRACKWAY_WORKER_TRACING"]
 
 

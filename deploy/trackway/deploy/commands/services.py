@@ -27,6 +27,9 @@ def up(
     mlflow_uri: Annotated[
         str | None, typer.Option(help="MLflow server, or sqlite:///file.db; default MLFLOW_TRACKING_URI.")
     ] = None,
+    tokens_file: Annotated[
+        Path | None, typer.Option(help="JSON file of bearer tokens; TRACKWAY_TOKEN must be one of them.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Start Ray, MLflow and the five services, and wait until they work.  Example: trackway up --port 0"""
@@ -41,6 +44,7 @@ def up(
         ray_port=ray_port,
         mlflow_port=mlflow_port,
         mlflow_uri=mlflow_uri,
+        tokens_file=tokens_file,
     )
     with board(as_json) as shown:
         deployment = bring_up(settings, shown.report)

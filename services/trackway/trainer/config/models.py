@@ -118,6 +118,12 @@ class TrackwayConfig(Section):
     """Seconds that one trajectory may take before the agent ends it."""
     tools: list[str] | None = None
     """Names of the tools the model is offered; None offers every tool of the tool server."""
+    max_tool_response_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one observation that are kept, beside the bound in characters, `multi_turn.max_tool_response_length`;
+    None is no bound."""
+    on_bad_call: Literal["observe", "end"] = "observe"
+    """A tool call that cannot be read or names no offered tool: `observe` tells the model and goes on, `end` ends the
+    trajectory there, scored as it stands."""
     trace_prompts_per_step: int | None = Field(default=None, ge=0)
     """Prompts per step whose rollouts are all traced; None takes `rollout.trace.max_samples_per_step_per_worker`."""
     trace_validation_samples: int = Field(default=4, ge=0)

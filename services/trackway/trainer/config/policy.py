@@ -101,9 +101,10 @@ class MultiTurnConfig(Section):
     max_assistant_turns: int | None = Field(default=None, ge=1)
     """Turns after which a trajectory ends."""
     max_parallel_calls: int = Field(default=1, ge=1)
-    """Tool calls of one turn that run."""
-    max_tool_response_length: int = Field(default=256, ge=1)
-    """Characters of one observation."""
+    """Tool calls of one turn that run, side by side; the model is told that further ones did not."""
+    max_tool_response_length: int | None = Field(default=256, ge=1)
+    """Characters of one observation that are kept; null is no bound. `trackway.max_tool_response_tokens` counts
+    tokens."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """Where a longer observation is cut."""
 

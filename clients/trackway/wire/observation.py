@@ -1,0 +1,57 @@
+"""verl-tool's wire: a batch of what models wrote, answered by what the tools said to it."""
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from trackway.wire.base import WireReply
+
+MAX_ACTIONS = 4096
+
+
+class ObservationRequest(BaseModel):
+    """One action for each trajectory; the lists that are given are of one length. Unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    trajectory_ids: list[str] = Field(min_length=1, max_length=MAX_ACTIONS)
+    actions: list[str]
+    """What the model wrote, the tool call within it."""
+    extra_fields: list[dict[str, JsonValue]] | None = None
+    """The dataset rows' `extra_info`; `tools_kwargs.<tool>.create_kwargs` and `.execute_kwargs` count."""
+    finish: list[bool] | None = None
+    """Whether the trajectory is over: its tools are released, its action is not looked at."""
+    is_last_step: list[bool] | None = None
+    """Whether the trajectory's tools are released after this action."""
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> Self:
+        given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        lengths = {name: len(value) for name, value in given.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"expected lists of one length, got {lengths}")
+        return self
+
+
+class ToldObservation(WireReply):
+    """An observation with more than its text."""
+
+    obs: str
+    """What the model is shown."""
+    reward: float | None = None
+    """The step reward of the calls, where it is not 0."""
+    invalid_reason: str | None = None
+    available_tools: str | None = None
+    error: str | None = None
+    """What went wrong on the server's side; the trajectory cannot go on."""
+    tool_type: str | None = None
+
+
+class ObservationReply(WireReply):
+    """An entry for each trajectory, in the order of the request."""
+
+    observations: list[str | ToldObservation]
+    dones: list[bool]
+    valids: list[bool]
+    """Whether the action had a call that could be read and was run."""
+    processing_time_ms: float

@@ -1,0 +1,57 @@
+"""The retriever API that search-agent recipes call: `POST /retrieve`, on our tool server and on theirs."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, JsonValue, StrictBool, model_validator
+
+from trackway.wire.base import WireReply, WireRequest
+
+MAX_QUERIES = 4096
+"""Queries of one request: recipes ask for a whole batch of trajectories at once."""
+MAX_QUERY_CHARS = 8192
+MAX_TOPK = 100
+
+
+def _no_bool_or_text(value: object) -> object:
+    if isinstance(value, bool | str):
+        raise ValueError("Input should be a valid integer")
+    return value
+
+
+class RetrieveRequest(WireRequest):
+    """Find documents for each of the queries."""
+
+    queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES)
+    topk: Annotated[int, Field(ge=1, le=MAX_TOPK), BeforeValidator(_no_bool_or_text)] | None = None
+    """Documents per query; None takes the server's own number."""
+    return_scores: StrictBool = False
+    """Whether each document comes with its score: `{"document": ..., "score": ...}`."""
+
+
+class RetrievedDocument(WireReply):
+    """One document; the first line of `contents` is its title in quotes."""
+
+    id: str | int = ""
+    contents: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_title_and_text(cls, given: JsonValue) -> JsonValue:
+        """Corpora come with `contents`, or with `text` and mostly a `title`."""
+        if not isinstance(given, dict) or "contents" in given or "text" not in given:
+            return given
+        title = given.get("title", given.get("id", ""))
+        return {**given, "contents": f'"{title}"\n{given["text"]}'}
+
+
+class ScoredDocument(WireReply):
+    """A document and how well it fits; more is better."""
+
+    document: RetrievedDocument
+    score: float = 0.0
+
+
+class RetrieveReply(WireReply):
+    """One list per query, best first; with scores when they were asked for."""
+
+    result: list[list[ScoredDocument | RetrievedDocument]]

@@ -1,0 +1,156 @@
+"""Who may call a service: whoever has a token, or, when the service has none, callers on this machine.
+
+With tokens a caller without one learns nothing: every path and method, known or not, gets the same 401, and nothing of
+the request but its headers is looked at. Only `GET /health` and `GET /ready` answer callers on this machine, as probes.
+
+"On this machine" means a loopback address (Ray Serve's proxy hands on the client's own), no header that a reverse proxy
+adds, and no browser page of another host behind it: neither by its `Origin` nor by a name that it made point here.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from ipaddress import IPv6Address, ip_address
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from trackway.serving.answers import error_response
+from trackway.serving.tokens import AuthScope, Caller, TokenTable
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+CALLER = "trackway.caller"
+"""Key of the ASGI scope: the Caller."""
+PROBES = ("/health", "/ready")
+
+_ALL = frozenset(AuthScope)
+_LOCAL, _PROBE, _INSIDE = Caller("loopback", _ALL), Caller("probe", frozenset()), Caller("process", _ALL)
+_TEST_CLIENT = "testclient"  # Starlette's, in this process: the peer of a socket is always an address
+_PROXY_HEADERS = (b"forwarded", b"via", b"x-real-ip")
+_CHALLENGE = {"www-authenticate": "Bearer"}
+_NEEDS_TOKEN = "expected a bearer token that this service knows; send `Authorization: Bearer <token>`"
+_NO_TOKENS = (
+    "this service has no tokens and so answers callers on its own machine only; call it there by 127.0.0.1 and without "
+    "a proxy, or have its operator give it tokens (TRACKWAY_AUTH__TOKENS_FILE)"
+)
+
+
+class Authentication:
+    """ASGI middleware, outside of everything that reads a request; `tokens` is None when there are none."""
+
+    def __init__(self, app: ASGIApp, tokens: TokenTable | None, trust_loopback: bool) -> None:
+        self.app = app
+        self._tokens = tokens
+        self._trust_loopback = trust_loopback
+        self._refusal = TrackwayError(ErrorCode.UNAUTHORIZED, _NEEDS_TOKEN if tokens else _NO_TOKENS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif caller := self._caller(scope):
+            scope[CALLER] = caller
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            await error_response(self._refusal, _CHALLENGE)(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008, "reason": ""})
+
+    def _caller(self, scope: Scope) -> Caller | None:
+        if scope.get(CALLER) is _INSIDE:  # by identity: nothing that comes from outside is this object
+            return _INSIDE
+        if self._tokens is None:
+            return _LOCAL if self._is_local(scope) else None
+        secret = _bearer(scope["headers"])
+        if secret is not None:
+            return self._tokens.find(secret)
+        return _PROBE if _is_probe(scope) and self._is_local(scope) else None
+
+    def _is_local(self, scope: Scope) -> bool:
+        return self._trust_loopback and _on_this_machine(scope)
+
+
+def from_inside(app: ASGIApp) -> ASGIApp:
+    """The app for callers in its own process, who need no token; no request from outside can pass for one."""
+
+    async def marked(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, CALLER: _INSIDE}, receive, send)
+
+    return marked
+
+
+async def needs_admin(request: Request) -> None:
+    """Dependency of the routes that are an operator's: 403 `forbidden` without the scope `admin`."""
+    caller: Caller = request.scope[CALLER]
+    if AuthScope.ADMIN not in caller.scopes:
+        message = f"expected a token with the scope 'admin', got {caller.name!r} with {', '.join(caller.scopes)!r}"
+        raise TrackwayError(ErrorCode.FORBIDDEN, f"{message}; use an operator's token")
+
+
+def show_tokens_in_docs(app: FastAPI) -> None:
+    """Say in the OpenAPI document that every route wants a bearer token; `/docs` then has a button for it."""
+    plain = app.openapi
+
+    def openapi() -> dict[str, object]:
+        document = plain()
+        document.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"token": []}]
+        return document
+
+    app.openapi = openapi
+
+
+def _bearer(headers: RawHeaders) -> bytes | None:
+    """The one token presented; None for none, several, or another scheme."""
+    given = [value for name, value in headers if name == b"authorization"]
+    if len(given) != 1:
+        return None
+    scheme, _, secret = given[0].partition(b" ")
+    return secret.strip() if scheme.lower() == b"bearer" else None
+
+
+def _is_probe(scope: Scope) -> bool:
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    return scope.get("method") == "GET" and path in PROBES
+
+
+def _on_this_machine(scope: Scope) -> bool:
+    client = scope.get("client")
+    if not client or not (client[0] == _TEST_CLIENT or _is_loopback(client[0])):
+        return False
+    for name, value in scope["headers"]:
+        if name in _PROXY_HEADERS or name.startswith(b"x-forwarded-"):
+            return False
+        if name == b"origin" and not _is_local_name(_host_of(value)):
+            return False
+        if name == b"host" and not _may_be_ours(_host_of(b"//" + value)):
+            return False
+    return True
+
+
+def _may_be_ours(host: str) -> bool:
+    """Not a name of the internet: such a one may have been made to point to this machine (DNS rebinding)."""
+    return _is_local_name(host) or ("." not in host and ":" not in host)
+
+
+def _is_local_name(host: str) -> bool:
+    return host == "localhost" or host.endswith(".localhost") or _is_loopback(host)
+
+
+@lru_cache(1024)
+def _host_of(url: bytes) -> str:
+    try:
+        return urlsplit(url.decode("latin-1")).hostname or ""
+    except ValueError:
+        return "."
+
+
+@lru_cache(1024)
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return (mapped or address).is_loopback

@@ -1,0 +1,79 @@
+"""Tool calls in an action as verl-tool's models write it, and the marks that its observation is given.
+
+Hermes' `<tool_call>`; `<python>` tags and Markdown fences for the tool `python`; `<search>` tags for `search`. The
+marks are those of verl-tool's tools: python_code for code, search_retrieval for searches.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from trackway.chat.tool_calls import BEGIN, END, ParsedCall, read_call, unclosed_call
+
+Wrap = Callable[[str], str]
+
+_CALL = re.compile(rf"{BEGIN}(.*?)(?:{END}|$(?P<cut>))", re.DOTALL)
+_PYTHON_TAGS = re.compile(r"<python>(.*?)</python>", re.DOTALL)
+_PYTHON_FENCE = re.compile(r"```\n?(?:python3?|py)\s(.*?)```", re.DOTALL)
+_SEARCH_TAGS = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+_OPEN_TAG = re.compile(r"<(result|output)>\s*$")
+
+
+@dataclass(frozen=True)
+class Action:
+    """The calls of an action, and how the text of their answers is marked."""
+
+    calls: Sequence[ParsedCall]
+    wrap: Wrap
+
+
+def read_action(text: str, offered: Collection[str]) -> Action | None:
+    """The calls in the text; None when there is none for the tools offered."""
+    if BEGIN in text:
+        calls = [_hermes(found) for found in _CALL.finditer(text)]
+        return Action(calls, lambda answer: f"\n<tool_response>\n{_bare(answer)}\n</tool_response>\n")
+    if "python" in offered:
+        if code := _PYTHON_TAGS.findall(text):
+            return Action([_python(code)], _tag_of(text))
+        if code := _PYTHON_FENCE.findall(text):
+            return Action([_python(code)], _fence_of(text))
+    if "search" in offered and (queries := _SEARCH_TAGS.findall(text)):
+        call = ParsedCall("search", {"query_list": [queries[-1].strip()]})
+        return Action([call], lambda answer: f"\n\n<information>{_found(answer)}</information>\n\n")
+    return None
+
+
+def _hermes(found: re.Match[str]) -> ParsedCall:
+    return unclosed_call(found[0]) if found["cut"] is not None else read_call(found[1])
+
+
+def _python(blocks: list[str]) -> ParsedCall:
+    return ParsedCall("python", {"code": "\n".join(block.strip() for block in blocks)})
+
+
+def _tag_of(text: str) -> Wrap:
+    """The tag that the model opened at the end is closed; otherwise there is a whole one."""
+    opened = _OPEN_TAG.search(text)
+    if opened:
+        return lambda answer: f"\n{_bare(answer)}\n</{opened[1]}>\n"
+    return lambda answer: f"\n<result>\n{_bare(answer)}\n</result>\n"
+
+
+def _fence_of(text: str) -> Wrap:
+    """As `_tag_of`, for a fence."""
+    if text.count("```") % 2:
+        return lambda answer: f"\n{_bare(answer)}\n```\n"
+    return lambda answer: f"\n```result\n{_bare(answer)}\n```\n"
+
+
+def _bare(answer: str) -> str:
+    return answer.strip(" \n")
+
+
+def _found(answer: str) -> str:
+    """The documents without the JSON around them; another text as it is."""
+    try:
+        return str(json.loads(answer)["result"])
+    except (ValueError, LookupError, TypeError):
+        return answer

@@ -1,0 +1,58 @@
+"""What a function or a tool of verl's returned, as a ToolResult."""
+
+import math
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from pydantic_core import to_json
+
+from trackway.wire.tools import ToolResult
+
+
+@runtime_checkable
+class Response(Protocol):
+    """verl's ToolResponse: text, and images or videos, for which a marker stands."""
+
+    text: str | None
+    image: list[object] | None
+    video: list[object] | None
+
+
+def result_of(returned: object) -> ToolResult:
+    """text | JSON | ToolResult | (response[, reward[, metrics]]); a reward or metrics of None counts as not given.
+
+    TypeError for a tuple of another length, or a reward or metrics of another type.
+    """
+    if isinstance(returned, ToolResult):
+        return returned
+    if not isinstance(returned, tuple):
+        return ToolResult(text=text_of(returned))
+    if not 1 <= len(returned) <= 3:
+        raise TypeError(f"expected (response[, reward[, metrics]]), got {len(returned)} values: {returned!r}")
+    response, reward, metrics = (*returned, None, None)[:3]
+    if reward is not None and not isinstance(reward, int | float):
+        raise TypeError(f"expected a number as the reward, got {reward!r}; return (response, reward, metrics)")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"expected a dict as the metrics, got {metrics!r}; return (response, reward, metrics)")
+    return ToolResult(text=text_of(response), reward=float(reward or 0.0), metrics=numbers_of(metrics or {}))
+
+
+def text_of(response: object) -> str:
+    """A text as it is, anything else as JSON."""
+    if isinstance(response, str):
+        return response
+    if isinstance(response, ToolResult):
+        return response.text
+    if isinstance(response, Response):
+        markers = ["[image]"] * len(response.image or []) + ["[video]"] * len(response.video or [])
+        return "\n".join(([response.text] if response.text else []) + markers)
+    return to_json(response).decode()
+
+
+def numbers_of(metrics: Mapping[object, object]) -> dict[str, float]:
+    """The metrics that can be added up: finite numbers. verl's tools also give texts and None, which nobody can."""
+    return {
+        str(name): float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }

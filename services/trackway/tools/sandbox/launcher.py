@@ -1,0 +1,135 @@
+"""Starts interpreters: in bubblewrap, or bare where that is allowed."""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from trackway.tools.sandbox.bubblewrap import bubblewrap_command
+from trackway.tools.sandbox.process import InterpreterProcess, SandboxedProcess
+from trackway.tools.sandbox.python_files import python_files
+from trackway.tools.sandbox.seccomp import filter_program
+from trackway.tools.sandbox.settings import SandboxSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+_PROGRAM = Path(__file__).with_name("repl.py").read_text()
+_USERS = range(61184, 65520)
+"""systemd's range for users made at run time: no file belongs to one of them."""
+_OPEN_FILES = 128
+
+
+class Launcher:
+    """Starts interpreters and counts those that live.
+
+    bwrap: path of bubblewrap, or None to start them with this service's own rights.
+    ValueError when `settings.python` is no interpreter.
+    """
+
+    def __init__(self, settings: SandboxSettings, bwrap: str | None) -> None:
+        self.settings = settings
+        self._bwrap = bwrap
+        self._files = python_files(settings.python)
+        self._rules = filter_program()
+        self._living: dict[InterpreterProcess, int | None] = {}
+
+    def launch(self) -> InterpreterProcess:
+        """A new interpreter. OVERLOADED when as many live as may.
+
+        To be called on a thread that lasts: bubblewrap ends when the thread that started it does.
+        """
+        bound = self.settings.max_interpreters
+        if len(self._living) >= bound:
+            raise TrackwayError(
+                ErrorCode.OVERLOADED,
+                f"expected fewer than {bound} Python interpreters on this replica; "
+                "release instances, wait for idle ones to expire, raise max_interpreters or add replicas",
+            )
+        user = self._free_user() if self._bwrap and os.geteuid() == 0 else None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = self._sandboxed(ours, theirs, user) if self._bwrap else self._bare(ours, theirs)
+            except BaseException:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        os.set_blocking(process.output, False)
+        self._living[process] = user
+        return process
+
+    def bury(self, process: InterpreterProcess) -> None:
+        """Forget an interpreter that has ended."""
+        del self._living[process]
+        process.close()
+
+    def _sandboxed(self, ours: socket.socket, theirs: socket.socket, user: int | None) -> SandboxedProcess:
+        assert self._bwrap is not None
+        bound = self.settings.processes
+        limits = {**self._limits(), "RLIMIT_NPROC": (bound, bound)}
+        with contextlib.ExitStack() as child_ends:
+            info, info_end = os.pipe()
+            child_ends.callback(os.close, info_end)
+            rules = None if self._rules is None else _reading(self._rules)
+            if rules is not None:
+                child_ends.callback(os.close, rules)
+            command = bubblewrap_command(self._bwrap, self._files, self.settings, user is not None, rules, info_end)
+            inherited = [theirs.fileno(), info_end, *([] if rules is None else [rules])]
+            # No environment: it could be read from within the sandbox.
+            popen = _popen([*command, *_program(theirs, limits, user)], inherited, "/", {})
+        return SandboxedProcess(popen, ours, os.fdopen(info, "rb", buffering=0))
+
+    def _bare(self, ours: socket.socket, theirs: socket.socket) -> InterpreterProcess:
+        folder = tempfile.TemporaryDirectory(prefix="trackway-python-")
+        environment = {"HOME": folder.name, "TMPDIR": folder.name, "PATH": os.defpath, "OMP_NUM_THREADS": "1"}
+        command = [*self._files.arguments, *_program(theirs, self._limits(), None)]
+        return InterpreterProcess(_popen(command, [theirs.fileno()], folder.name, environment), ours, folder)
+
+    def _limits(self) -> dict[str, tuple[int, int]]:
+        settings = self.settings
+        memory, disk = settings.memory_mb << 20, settings.disk_mb << 20
+        return {
+            "RLIMIT_CPU": (settings.cpu_s, settings.cpu_s + 1),
+            "RLIMIT_FSIZE": (disk, disk),
+            "RLIMIT_NOFILE": (_OPEN_FILES, _OPEN_FILES),
+            "RLIMIT_CORE": (0, 0),
+            "RLIMIT_AS": (memory, memory),
+        }
+
+    def _free_user(self) -> int:
+        # The kernel counts the processes of a user, so no two sandboxes share one; drawn, as other replicas draw too.
+        taken = set(self._living.values())
+        while (user := secrets.choice(_USERS)) in taken:
+            pass
+        return user
+
+
+def _program(channel: socket.socket, limits: dict[str, tuple[int, int]], user: int | None) -> list[str]:
+    return ["-c", _PROGRAM, json.dumps({"channel": channel.fileno(), "limits": limits, "user": user})]
+
+
+def _popen(
+    command: Sequence[str], inherited: Sequence[int], folder: str, environment: dict[str, str]
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=inherited,
+        cwd=folder,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def _reading(data: bytes) -> int:
+    """An open file that reads as `data`, which is small enough for a pipe."""
+    reader, writer = os.pipe()
+    os.write(writer, data)
+    os.close(writer)
+    return reader

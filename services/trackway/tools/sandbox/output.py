@@ -1,0 +1,30 @@
+"""What a call printed, bounded while it is read."""
+
+import codecs
+
+
+class BoundedOutput:
+    """Keeps the first and the last characters; a marker says how many were left out between them."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._half = max_chars // 2
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._head = ""
+        self._tail = ""
+        self._chars = 0
+        self.bytes_read = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of UTF-8 text; they may end within a character."""
+        self.bytes_read += len(data)
+        text = self._decoder.decode(data)
+        room = self._half - len(self._head)
+        self._head += text[:room]
+        self._tail = (self._tail + text[room:])[-self._half :]
+        self._chars += len(text)
+
+    def text(self) -> str:
+        """What is kept, with the marker where something is missing."""
+        left_out = self._chars - len(self._head) - len(self._tail)
+        marker = f"\n[... {left_out} characters left out ...]\n" if left_out else ""
+        return f"{self._head}{marker}{self._tail}"

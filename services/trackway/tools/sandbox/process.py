@@ -1,0 +1,134 @@
+"""One running interpreter, seen from the service: its channel, its output, its use of memory, its end."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+
+from trackway.tools.sandbox.settings import SandboxSettings
+
+MAX_FILES = 20_000
+"""Files in /tmp: empty ones take kernel memory that no size bounds."""
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class InterpreterProcess:
+    """A process of this service's own rights: a process group, and a folder that goes with it.
+
+    popen: its stdout is the output of everything that it starts.
+    channel: our end of the socket to the interpreter.
+    """
+
+    def __init__(
+        self,
+        popen: "subprocess.Popen[bytes]",
+        channel: socket.socket,
+        folder: "tempfile.TemporaryDirectory[str] | None" = None,
+    ) -> None:
+        self.popen = popen
+        self.channel = channel
+        self._folder = folder
+
+    @property
+    def output(self) -> int:
+        """The file number from which to read what the code prints."""
+        assert self.popen.stdout is not None
+        return self.popen.stdout.fileno()
+
+    def ready(self) -> None:
+        """The interpreter has spoken for the first time."""
+        return None
+
+    def excess(self, settings: SandboxSettings) -> str | None:
+        """What it has too much of, or None."""
+        return None
+
+    def kill(self) -> None:
+        """End everything; the channel closes at once, `popen` ends after the last process."""
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give back what it held; it has ended."""
+        self.channel.close()
+        if self.popen.stdout is not None:
+            self.popen.stdout.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+class SandboxedProcess(InterpreterProcess):
+    """A process in bubblewrap; `popen` is bubblewrap, outside of the sandbox.
+
+    info: the open file with bubblewrap's word on the sandbox's first process.
+    """
+
+    def __init__(self, popen: "subprocess.Popen[bytes]", channel: socket.socket, info: io.FileIO) -> None:
+        super().__init__(popen, channel)
+        self._info = info
+        self._first: tuple[int, int] | None = None
+
+    def ready(self) -> None:
+        """From here on the sandbox can be looked into."""
+        pid = int(json.loads(self._info.read(4096))["child-pid"])
+        self._first = (pid, os.pidfd_open(pid))
+
+    def excess(self, settings: SandboxSettings) -> str | None:
+        """What all its processes together have too much of, or None."""
+        if self._first is None:
+            return None
+        try:
+            return _excess(f"/proc/{self._first[0]}/root", settings)
+        except OSError:
+            return None  # it has just ended
+
+    def kill(self) -> None:
+        """The kernel ends a process namespace with its first process, and only then lets bubblewrap know."""
+        if self._first is None:
+            super().kill()
+            return
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._first[1], signal.SIGKILL)
+
+    def close(self) -> None:
+        """Give back what it held; it has ended."""
+        super().close()
+        self._info.close()
+        if self._first is not None:
+            os.close(self._first[1])
+
+
+def _excess(root: str, settings: SandboxSettings) -> str | None:
+    living = [f"{root}/proc/{name}" for name in os.listdir(f"{root}/proc") if name.isdigit()]
+    # Usually the kernel holds this bound; bubblewrap's own first process may come on top.
+    if len(living) > settings.processes + 1:
+        return f"more than {settings.processes} processes"
+    files = os.statvfs(f"{root}/tmp")
+    if files.f_files - files.f_ffree > MAX_FILES:
+        return f"more than {MAX_FILES} files"
+    bound = settings.memory_mb << 20
+    if sum(map(_resident_bytes, living)) <= bound:
+        return None
+    # Forks share pages, and the exact count, which is slower, takes them once.
+    return f"more than {settings.memory_mb} MB of memory" if sum(map(_own_bytes, living)) > bound else None
+
+
+def _resident_bytes(process: str) -> int:
+    with contextlib.suppress(OSError), open(f"{process}/statm") as statm:
+        return int(statm.read().split()[1]) * _PAGE_BYTES
+    return 0
+
+
+def _own_bytes(process: str) -> int:
+    """Its memory, of shared pages its share."""
+    with contextlib.suppress(OSError), open(f"{process}/smaps_rollup") as rollup:
+        return next((int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:")), 0)
+    return 0

@@ -1,0 +1,52 @@
+"""A retriever that runs elsewhere and speaks the API of search-agent recipes."""
+
+from collections.abc import Sequence
+
+from pydantic import SecretStr
+
+from trackway.clients import CallPolicy, Deadline, ServiceClient
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.search import RetrieveReply, RetrieveRequest, ScoredDocument
+
+_ATTEMPTS = 4
+
+
+class RemoteRetriever:
+    """Asks `url` by POST, again where that can help, all tries within `timeout_s`.
+
+    Only the token given is sent, an empty one for none: the retriever may be anybody's.
+    """
+
+    def __init__(self, url: str, token: SecretStr, timeout_s: float, max_in_flight: int) -> None:
+        self._url = url
+        self._timeout_s = timeout_s
+        policy = CallPolicy(read_s=timeout_s, total_s=timeout_s, attempts=_ATTEMPTS, max_in_flight=max_in_flight)
+        self._client = ServiceClient(url, policy=policy, token=token)
+
+    async def start(self) -> None:
+        """Nothing: the retriever may come up later than we do."""
+        return None
+
+    async def retrieve(self, queries: Sequence[str], topk: int) -> list[list[ScoredDocument]]:
+        """The documents of each query, as many lists as queries."""
+        request = RetrieveRequest(queries=[*queries], topk=topk, return_scores=True)
+        try:
+            reply = await self._client.call(
+                "POST", "", reply=RetrieveReply, body=request, deadline=Deadline.after(self._timeout_s)
+            )
+        except TrackwayError as error:
+            raise self._failure(error) from error
+        if len(reply.result) != len(queries):
+            message = f"search: expected {len(queries)} lists of documents from {self._url}, got {len(reply.result)}"
+            raise TrackwayError(ErrorCode.TOOL_FAILED, f"{message}; is it a retriever?")
+        return [[_scored(item) for item in found] for found in reply.result]
+
+    def _failure(self, error: TrackwayError) -> TrackwayError:
+        """That it is away or slow is not the caller's doing and may pass; that it refuses us is a wrong setting."""
+        passing = error.retryable or error.code is ErrorCode.DEADLINE_EXCEEDED
+        code = error.code if passing else ErrorCode.TOOL_FAILED
+        return TrackwayError(code, f"search: the retriever {self._url} did not answer: {error.message}", tool="search")
+
+
+def _scored(item: object) -> ScoredDocument:
+    return item if isinstance(item, ScoredDocument) else ScoredDocument.model_validate({"document": item})

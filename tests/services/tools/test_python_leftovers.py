@@ -1,0 +1,91 @@
+"""Processes that code leaves behind: none lives longer than the instance, the call or the server they belong to."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+
+import pytest
+from python_rig import Run, leaving, processes_with, served
+from tools_rig import eventually
+
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("isolation")]
+
+
+async def test_they_end_with_the_instance(running: Run) -> None:
+    async with served(running) as server:
+        session = await server.session()
+        await session(leaving("left-by-release"))
+        await eventually(lambda: len(processes_with("left-by-release")) == 1)
+        await session.release()
+        assert processes_with("left-by-release") == []
+
+
+async def test_they_end_with_a_one_shot_call(running: Run) -> None:
+    async with served(running, stateful=False) as server:
+        await server.once(leaving("left-by-one-shot"))
+        assert processes_with("left-by-one-shot") == []
+
+
+async def test_they_end_with_a_call_beyond_its_deadline(running: Run) -> None:
+    async with served(running, timeout_s=1.0) as server:
+        session = await server.session()
+        await session(leaving("left-by-deadline") + "while True: pass")
+        assert processes_with("left-by-deadline") == []
+
+
+async def test_they_end_when_the_server_cuts_the_call_off(running: Run) -> None:
+    async with served(running, call_timeout_s=1.0) as server:
+        session = await server.session()
+        with pytest.raises(TrackwayError) as caught:
+            await session(leaving("left-by-cut") + "while True: pass")
+        assert caught.value.code is ErrorCode.DEADLINE_EXCEEDED
+        assert processes_with("left-by-cut") == []
+
+
+async def test_they_end_with_the_interpreter(running: Run) -> None:
+    async with served(running) as server:
+        session = await server.session()
+        await session(leaving("left-by-exit") + "os._exit(0)")
+        assert processes_with("left-by-exit") == []
+
+
+async def test_they_end_with_an_abandoned_instance(running: Run) -> None:
+    async with served(running, {"instance_ttl_s": 0.2, "reap_interval_s": 0.1}) as server:
+        await (await server.session())(leaving("left-by-idling"))
+        await eventually(lambda: processes_with("left-by-idling") == [])
+
+
+async def test_they_end_with_the_server(running: Run) -> None:
+    async with served(running) as server:
+        await (await server.session())(leaving("left-by-server"))
+        await eventually(lambda: len(processes_with("left-by-server")) == 1)
+    assert processes_with("left-by-server") == []
+
+
+SERVICE = """
+import asyncio, sys
+from trackway.tools.python_tool import PythonTool
+async def serve():
+    tool = PythonTool.default()
+    await tool.start()
+    await tool.execute("instance", {"code": sys.argv[1]})
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(serve())
+"""
+
+
+async def test_they_end_with_a_service_that_is_killed() -> None:
+    command = [sys.executable, "-c", SERVICE, leaving("left-by-kill")]
+    service = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert service.stdout is not None
+    with service.stdout as words:
+        assert await asyncio.to_thread(words.readline) == b"ready\n"
+    # The service's own command line has the marker too.
+    await eventually(lambda: len(processes_with("left-by-kill")) == 2)
+    service.send_signal(signal.SIGKILL)
+    service.wait(10)
+    await eventually(lambda: processes_with("left-by-kill") == [])
