@@ -7,7 +7,7 @@ from python_rig import LOST, Run, served
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("isolation")]
 
-FORGED = "import os\nfor fd in range(3, 50):\n    try: os.write(fd, {!r})\n    except OSError: pass"
+FORGED = "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, {!r})\n    except OSError: pass"
 
 
 @pytest.mark.parametrize(
@@ -18,8 +18,8 @@ FORGED = "import os\nfor fd in range(3, 50):\n    try: os.write(fd, {!r})\n    e
         ("import os\nos.kill(os.getpid(), 9)", "it was ended by SIGKILL"),
         ("import os\nos.kill(os.getpid(), 19)", "the call ran longer than 3 s"),
         ("import ctypes\nctypes.string_at(0)", "it was ended by SIGSEGV"),
-        ("import os\nos.closerange(0, 100)", "the code broke what the interpreter needs to answer"),
-        ("import os\nos.closerange(3, 100)\nwhile True: pass", "it closed its channel"),
+        ("import os\nos.closerange(0, 4096)", "the code broke what the interpreter needs to answer"),
+        ("import os\nos.closerange(3, 4096)\nwhile True: pass", "it closed its channel"),
         (FORGED.format(b"python is ready.y"), "it wrote into its channel"),
         (FORGED.format(b"\xff" * 100), "it wrote into its channel"),
     ],
