@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from ray.serve.config import AutoscalingConfig
 
 from trackway.deploy import serve_config
 from trackway.deploy.errors import UserError
@@ -72,6 +73,17 @@ def test_bounds_begin_autoscaling_and_a_number_ends_it(shipped: dict) -> None:
     assert with_bounds["autoscaling_config"] == {"target_ongoing_requests": 64, "min_replicas": 1, "max_replicas": 4}
     assert "num_replicas" not in with_bounds
     assert (without["num_replicas"], "autoscaling_config" in without) == (2, False)
+
+
+def test_the_tool_server_scales_by_all_its_calls_unless_it_is_told_otherwise(shipped: dict) -> None:
+    policy = {"policy_function": "trackway.deploy.autoscaling:all_requests"}
+    [deployment] = application(serve_config.with_replicas(shipped, "tools", Replicas(1, 4)), "tools")["deployments"]
+    assert deployment["autoscaling_config"]["policy"] == policy
+    AutoscalingConfig.model_validate(deployment["autoscaling_config"])  # Serve finds it
+    own = {"policy_function": "ray.serve.autoscaling_policy:default_autoscaling_policy"}
+    application(shipped, "tools")["deployments"][0]["autoscaling_config"] = {"policy": own}
+    [kept] = application(serve_config.with_replicas(shipped, "tools", Replicas(1, 4)), "tools")["deployments"]
+    assert kept["autoscaling_config"]["policy"] == own
 
 
 @pytest.mark.parametrize(("text", "replicas"), [("2", Replicas(2, 2)), ("1-4", Replicas(1, 4))])

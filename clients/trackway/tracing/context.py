@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("trackway.tracing")
 
-_PROPAGATOR = CompositePropagator([TraceContextTextMapPropagator(), W3CBaggagePropagator()])
-_CARRIED = sorted(_PROPAGATOR.fields)
+_TRACE, _BAGGAGE = TraceContextTextMapPropagator(), W3CBaggagePropagator()
+_PROPAGATOR = CompositePropagator([_TRACE, _BAGGAGE])
 _TARGET = "agentic.target"
 _KEPT_ROOT = create_key("trackway-kept-root")
 _active: ContextVar[Tracing | None] = ContextVar("trackway_tracing", default=None)
@@ -44,12 +44,21 @@ def inject(headers: dict[str, str]) -> None:
 @contextmanager
 def extracted(headers: Mapping[str, str]) -> Iterator[None]:
     """Continue the trace that the headers carry; without one, whatever runs inside is not traced."""
-    carried = {name: value for name in _CARRIED if (value := headers.get(name)) is not None}
-    token = context.attach(_PROPAGATOR.extract(carried, context=Context()) if carried else Context())
+    found = _with_baggage(headers.get("baggage", ""))
+    if (traceparent := headers.get("traceparent")) is not None:
+        carried = {"traceparent": traceparent, "tracestate": headers.get("tracestate", "")}
+        found = _TRACE.extract(carried, context=found)
+    token = context.attach(found)
     try:
         yield
     finally:
         context.detach(token)
+
+
+@lru_cache(maxsize=256)
+def _with_baggage(header: str) -> Context:
+    """The same for all requests of a run."""
+    return _BAGGAGE.extract({"baggage": header}, context=Context()) if header else Context()
 
 
 def active_tracing() -> Tracing | None:

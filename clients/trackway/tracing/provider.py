@@ -5,8 +5,8 @@ checks and direct REST calls leave no junk traces, and a caller's own sampled tr
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,11 +116,9 @@ class Tracing:
         self._provider.add_span_processor(self._pipeline)
         self.tracer: Tracer = self._provider.get_tracer("trackway")
 
-    @contextmanager
-    def activate(self) -> Iterator[None]:
+    def activate(self) -> AbstractContextManager[None]:
         """Trace with this inside the block."""
-        with activated(self):
-            yield
+        return activated(self)
 
     def install(self) -> None:
         """Trace with this wherever the process activates nothing else."""

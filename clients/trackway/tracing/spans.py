@@ -64,7 +64,7 @@ def root_span(
         caller = trace.get_current_span().get_span_context()
         continues = record is None and caller.is_valid and caller.trace_flags.sampled
         if not (record or continues):
-            with entered(_UNSAMPLED, Context()) as handle:
+            with EnteredSpan(_UNSAMPLED, Context()) as handle:
                 handle.ledger = sums
                 yield handle
             return
@@ -81,7 +81,7 @@ def root_span(
                 **attributes,
             },
         )
-        with entered(span, parent) as handle:
+        with EnteredSpan(span, parent) as handle:
             handle.ledger = sums
             yield handle
 
@@ -114,15 +114,14 @@ def chat_span(model: str, params: SamplingParams) -> Iterator[SpanHandle]:
         yield handle
 
 
-@contextmanager
-def tool_span(name: str, arguments: Mapping[str, object], call_id: str | None) -> Iterator[SpanHandle]:
+def tool_span(name: str, arguments: Mapping[str, object], call_id: str | None) -> "EnteredSpan":
     """One execution of a tool, with its arguments."""
     attributes: dict[str, Scalar] = {names.TOOL_NAME: name}
     if call_id is not None:
         attributes[names.TOOL_CALL_ID] = call_id
-    with child_span(f"execute_tool {name}", SpanKind.TOOL, attributes) as handle:
-        handle.inputs(dict(arguments))
-        yield handle
+    span = child_span(f"execute_tool {name}", SpanKind.TOOL, attributes)
+    span.handle.inputs(dict(arguments))
+    return span
 
 
 @contextmanager
@@ -178,35 +177,40 @@ def set_outcome(span: SpanHandle, failure: str | None = None) -> None:
         span.tag(names.INCIDENTS, ",".join(sorted(incidents)))
 
 
-@contextmanager
 def child_span(
     name: str, kind: SpanKind, attributes: Mapping[str, Scalar], links: Sequence[Link] = ()
-) -> Iterator[SpanHandle]:
+) -> "EnteredSpan":
     """A span below the current one; recorded when that is."""
     span = tracer().start_span(name, attributes={**kind.attributes, **attributes}, links=links)
-    with entered(span, get_current()) as handle:
-        yield handle
+    return EnteredSpan(span, get_current())
 
 
-@contextmanager
-def entered(span: Span, parent: Context) -> Iterator[SpanHandle]:
-    """Make the span current, mark it ERROR when an exception passes, end it."""
-    handle = SpanHandle(span)
-    token = attach(trace.set_span_in_context(span, parent))
-    try:
-        yield handle
-    except BaseException as error:
+class EnteredSpan:
+    """Makes a span current inside the block, marks it ERROR when an exception passes, ends it."""
+
+    def __init__(self, span: Span, parent: Context) -> None:
+        self.handle = SpanHandle(span)
+        self._span = span
+        self._inside = trace.set_span_in_context(span, parent)
+
+    def __enter__(self) -> SpanHandle:
+        self._token = attach(self._inside)
+        return self.handle
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if error is not None:
+            self._failed(error)
+        self._span.end()  # while its context is current: the target is read from there
+        detach(self._token)
+
+    def _failed(self, error: BaseException) -> None:
         code = error.code.value if isinstance(error, TrackwayError) else type(error).__name__
-        handle.error(str(error) or type(error).__name__, code)
-        if isinstance(error, Exception) and handle.recording:
+        self.handle.error(str(error) or type(error).__name__, code)
+        if isinstance(error, Exception) and self.handle.recording:
             stack = "".join(traceback.format_exception(error))
-            handle.event(
+            self.handle.event(
                 "exception",
                 **{"exception.type": type(error).__name__},
                 **{"exception.message": str(error)},
                 **{"exception.stacktrace": stack},
             )
-        raise
-    finally:
-        span.end()  # while its context is current: the target is read from there
-        detach(token)

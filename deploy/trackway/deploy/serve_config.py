@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -9,6 +10,11 @@ import yaml
 from pydantic import ValidationError
 
 from trackway.deploy.errors import UserError
+
+_POLICIES = {
+    # Most of its calls are none that Serve counts.
+    "trackway.deploy.graph:tools": {"policy": {"policy_function": "trackway.deploy.autoscaling:all_requests"}}
+}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -84,7 +90,31 @@ def with_replicas(config: dict[str, Any], service: str, replicas: Replicas) -> d
                 deployment["num_replicas"] = replicas.least
             else:
                 bounds = {"min_replicas": replicas.least, "max_replicas": replicas.most}
-                deployment["autoscaling_config"] = {**autoscaling, **bounds}
+                policy = _POLICIES.get(application["import_path"], {})
+                deployment["autoscaling_config"] = {**policy, **autoscaling, **bounds}
             return changed
     names = ", ".join(application["name"] for application in changed["applications"])
     raise UserError(f"no service {service!r} in the deployment; it has {names}")
+
+
+Options = Mapping[str, Any]
+
+
+def with_options(
+    config: dict[str, Any], service: str, args: Options, deployment: Options | None = None
+) -> dict[str, Any]:
+    """The config with these settings and deployment options of one service laid over its own."""
+    deployment = deployment or {}
+    changed = copy.deepcopy(config)
+    for application in changed["applications"]:
+        if application["name"] == service:
+            application["args"] = {**application.get("args", {}), **args}
+            [own] = application["deployments"]
+            actor = {**own.get("ray_actor_options", {}), **deployment.get("ray_actor_options", {})}
+            own |= {**deployment, **({"ray_actor_options": actor} if actor else {})}
+    return changed
+
+
+def args_of(config: dict[str, Any], service: str) -> dict[str, Any]:
+    """One service's settings."""
+    return next((one.get("args", {}) for one in config["applications"] if one["name"] == service), {})

@@ -39,7 +39,7 @@ class RequestBounds:
                     f"expected JSON in UTF-8 of at most {self.max_depth} levels, got another body; send it flatter"
                 )
                 raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
-            receive = _again(body, receive)
+            receive = again({"type": "http.request", "body": body, "more_body": False}, receive)
         await self.app(scope, receive, send)
 
     def _has_body(self, scope: Scope) -> bool:
@@ -93,7 +93,8 @@ def _check_header(name: bytes, value: bytes) -> None:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def again(message: Message, receive: Receive) -> Receive:
+    """A receive that gives a message that was taken before, then what `receive` gives."""
     given = False
 
     async def replay() -> Message:
@@ -101,6 +102,6 @@ def _again(body: bytes, receive: Receive) -> Receive:
         if given:
             return await receive()
         given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return message
 
     return replay

@@ -20,6 +20,9 @@ from trackway.serving.tokens import Caller
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY
 
+UNBROKEN = "trackway.unbroken"
+"""Key of the ASGI scope: true where no request that has begun is cancelled, and so needs no task of its own."""
+
 _NOTHING_DONE = {409, 429, 503}
 """Not 504: work that its deadline ended may have had its effect."""
 _ENTRY_BYTES = 2048
@@ -35,7 +38,7 @@ class _Key(NamedTuple):
 @dataclass
 class _Entry:
     digest: str
-    answer: asyncio.Task[list[Message]]
+    answer: asyncio.Future[list[Message]]
     made_at: float = field(default_factory=time.monotonic)
     bytes: int = 0
 
@@ -59,21 +62,34 @@ class Idempotency:
             await self.app(scope, receive, send)
             return
         body = await _read(receive)
-        entry = self._entry(_Key(scope.get(CALLER), scope["path"], key), scope, body)
-        for message in await asyncio.shield(entry.answer):
+        for message in await self._answer(_Key(scope.get(CALLER), scope["path"], key), scope, body):
             await send(message)
 
-    def _entry(self, key: _Key, scope: Scope, body: bytes) -> _Entry:
+    async def _answer(self, key: _Key, scope: Scope, body: bytes) -> list[Message]:
         self._forget_old()
         digest = hashlib.sha256(body).hexdigest()
         entry = self._entries.get(key)
         if entry is None:
-            entry = _Entry(digest, asyncio.create_task(self._run(key, scope, body)))
-            self._entries[key] = entry
-        elif entry.digest != digest:
+            return await self._first_answer(key, digest, scope, body)
+        if entry.digest != digest:
             message = f"{IDEMPOTENCY_KEY} {key.given!r} was used with another body; take a new key"
             raise TrackwayError(ErrorCode.CONFLICT, message)
-        return entry
+        return await asyncio.shield(entry.answer)
+
+    async def _first_answer(self, key: _Key, digest: str, scope: Scope, body: bytes) -> list[Message]:
+        if not scope.get(UNBROKEN):
+            work = asyncio.create_task(self._run(key, scope, body))
+            self._entries[key] = _Entry(digest, work)
+            return await asyncio.shield(work)
+        answer = asyncio.get_running_loop().create_future()
+        self._entries[key] = _Entry(digest, answer)
+        try:
+            answer.set_result(await self._run(key, scope, body))
+        except BaseException as error:
+            answer.set_exception(error)
+            answer.exception()  # nobody else may be waiting for it
+            raise
+        return answer.result()
 
     async def _run(self, key: _Key, scope: Scope, body: bytes) -> list[Message]:
         answer: list[Message] = []

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trackway.serving.bounds import again
 from trackway.tools.server import ToolServer
 from trackway.wire.tools import ExecuteRequest, OneShotRequest
 
@@ -72,7 +73,7 @@ class FastLane:
                     scope["route"] = lane
                     await lane.answer(name, request, send)
                     return
-                receive = _again(message, receive)
+                receive = again(message, receive)
                 break
         await self.app(scope, receive, send)
 
@@ -84,16 +85,3 @@ def open_fast_lane(app: FastAPI, server: ToolServer) -> None:
         Lane("/tools/{name}/execute", OneShotRequest, server.one_shot),
     ]
     app.user_middleware.append(Middleware(FastLane, lanes=lanes))
-
-
-def _again(message: Message, receive: Receive) -> Receive:
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return message
-
-    return replay

@@ -3,12 +3,14 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI
+from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
 
 from trackway.serving import needs_admin, service_app
-from trackway.trainer.runs import Runs
+from trackway.trainer.runs import RUN_NAME, Runs
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import RunInfo, RunList, RunRequest
 
@@ -34,6 +36,9 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
     return service_app("trainer", settings, routers=[_routes(runs)], lifespan=lifespan)
 
 
+RunName = Annotated[str, InPath(pattern=f"^{RUN_NAME.pattern}$")]
+
+
 def _routes(runs: Runs) -> APIRouter:
     router = APIRouter(tags=["runs"])
     operator = [Depends(needs_admin)]
@@ -49,12 +54,12 @@ def _routes(runs: Runs) -> APIRouter:
         return RunList(runs=runs.list())
 
     @router.get("/runs/{run}")
-    async def one_run(run: str) -> RunInfo:
+    async def one_run(run: RunName) -> RunInfo:
         """Where a run stands."""
         return runs.info(run)
 
     @router.get("/runs/{run}/metrics")
-    async def metrics(run: str, follow: bool = False) -> StreamingResponse:
+    async def metrics(run: RunName, follow: bool = False) -> StreamingResponse:
         """One MetricsRow per line; with `follow`, until the run has ended."""
         runs.info(run)  # an unknown run is a 404, which a stream that has begun could not say any more
 
@@ -65,12 +70,12 @@ def _routes(runs: Runs) -> APIRouter:
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
     @router.post("/runs/{run}/stop", status_code=202, dependencies=operator)
-    async def stop(run: str) -> RunInfo:
+    async def stop(run: RunName) -> RunInfo:
         """Ask a run to save a checkpoint and end."""
         return await runs.stop(run)
 
     @router.post("/runs/{run}/resume", status_code=202, dependencies=operator)
-    async def resume(run: str) -> RunInfo:
+    async def resume(run: RunName) -> RunInfo:
         """Go on from a run's last checkpoint."""
         return await runs.resume(run)
 

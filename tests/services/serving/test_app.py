@@ -10,7 +10,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel
 
 from trackway.serving import Gauge, ServiceSettings, service_app
-from trackway.serving.idempotency import Idempotency
 from trackway.tracing import Tracing, TracingSettings, tool_span
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
 from trackway.wire.health import Ready
@@ -142,54 +141,6 @@ async def test_a_key_under_another_body_is_a_conflict(running) -> None:
         await client.post("/add", json={"value": 10}, headers={"idempotency-key": "a"})
         response = await client.post("/add", json={"value": 11}, headers={"idempotency-key": "a"})
     assert (response.status_code, error_code(response)) == (409, "conflict")
-
-
-async def test_only_so_many_answers_are_kept_the_newest_ones() -> None:
-    runs = 0
-
-    async def app(scope, receive, send) -> None:
-        nonlocal runs
-        runs += 1
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"%d" % runs})
-
-    transport = httpx.ASGITransport(app=Idempotency(app, max_entries=2))
-    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
-        keys = ["a", "b", "c", "d", "d", "c", "a"]
-        answers = [(await client.post("/", headers={"idempotency-key": key})).text for key in keys]
-    assert answers == ["1", "2", "3", "4", "4", "3", "5"]
-
-
-async def test_answers_are_kept_up_to_so_many_bytes_in_all_and_the_newest_of_any_size() -> None:
-    runs = 0
-
-    async def app(scope, receive, send) -> None:
-        nonlocal runs
-        runs += 1
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"%d" % runs + b"x" * 10_000})
-
-    transport = httpx.ASGITransport(app=Idempotency(app, max_bytes=20_000))
-    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
-        keys = ["a", "b", "b", "c", "c", "a"]
-        answers = [(await client.post("/", headers={"idempotency-key": key})).text[0] for key in keys]
-    assert answers == ["1", "2", "2", "3", "3", "4"]
-
-
-@pytest.mark.parametrize(("status", "runs"), [(200, 1), (422, 1), (500, 1), (504, 1), (409, 2), (429, 2), (503, 2)])
-async def test_what_may_have_had_its_effect_never_runs_twice(status: int, runs: int) -> None:
-    ran = 0
-
-    async def app(scope, receive, send) -> None:
-        nonlocal ran
-        ran += 1
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    transport = httpx.ASGITransport(app=Idempotency(app))
-    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
-        answers = [(await client.post("/", headers={"idempotency-key": "a"})).status_code for _ in range(2)]
-    assert (answers, ran) == ([status, status], runs)
 
 
 async def test_a_retryable_failure_is_not_kept(running) -> None:

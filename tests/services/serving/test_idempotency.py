@@ -1,0 +1,114 @@
+"""Which answers are kept for a repeated key, and for whom; the same where a request needs no task of its own."""
+
+import asyncio
+
+import httpx
+import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from trackway.serving.idempotency import UNBROKEN, Idempotency
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_only_so_many_answers_are_kept_the_newest_ones() -> None:
+    runs = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal runs
+        runs += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % runs})
+
+    transport = httpx.ASGITransport(app=Idempotency(app, max_entries=2))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        keys = ["a", "b", "c", "d", "d", "c", "a"]
+        answers = [(await client.post("/", headers={"idempotency-key": key})).text for key in keys]
+    assert answers == ["1", "2", "3", "4", "4", "3", "5"]
+
+
+async def test_answers_are_kept_up_to_so_many_bytes_in_all_and_the_newest_of_any_size() -> None:
+    runs = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal runs
+        runs += 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % runs + b"x" * 10_000})
+
+    transport = httpx.ASGITransport(app=Idempotency(app, max_bytes=20_000))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        keys = ["a", "b", "b", "c", "c", "a"]
+        answers = [(await client.post("/", headers={"idempotency-key": key})).text[0] for key in keys]
+    assert answers == ["1", "2", "2", "3", "3", "4"]
+
+
+@pytest.mark.parametrize(("status", "runs"), [(200, 1), (422, 1), (500, 1), (504, 1), (409, 2), (429, 2), (503, 2)])
+async def test_what_may_have_had_its_effect_never_runs_twice(status: int, runs: int) -> None:
+    ran = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal ran
+        ran += 1
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    transport = httpx.ASGITransport(app=Idempotency(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        answers = [(await client.post("/", headers={"idempotency-key": "a"})).status_code for _ in range(2)]
+    assert (answers, ran) == ([status, status], runs)
+
+
+def unbroken(app: ASGIApp) -> ASGIApp:
+    """As the replicas' own ports serve it."""
+
+    async def marked(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, UNBROKEN: True}, receive, send)
+
+    return marked
+
+
+class Gated:
+    """Answers 200 with the number of its run when the gate opens, or fails as the first run is told to."""
+
+    def __init__(self, fault: BaseException | None = None) -> None:
+        self.runs = 0
+        self.gate = asyncio.Event()
+        self._fault = fault
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.runs += 1
+        run, fault, self._fault = self.runs, self._fault, None
+        await self.gate.wait()
+        if fault is not None:
+            raise fault
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"%d" % run})
+
+
+async def together(app: Gated, way: str) -> list[object]:
+    """Three posts of one key of which two join the first; what each of them got."""
+    keyed = Idempotency(app)
+    transport = httpx.ASGITransport(app=unbroken(keyed) if way == "unbroken" else keyed)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        posts = [asyncio.create_task(client.post("/", headers={"idempotency-key": "a"})) for _ in range(3)]
+        while not app.runs:
+            await asyncio.sleep(0)
+        app.gate.set()
+        got = await asyncio.wait_for(asyncio.gather(*posts, return_exceptions=True), 5)
+        late = await client.post("/", headers={"idempotency-key": "a"})
+    return [*(one.text if isinstance(one, httpx.Response) else str(one) for one in got), late.text]
+
+
+@pytest.mark.parametrize("way", ["a task", "unbroken"])
+async def test_a_call_that_comes_while_the_first_runs_joins_it(way: str) -> None:
+    app = Gated()
+    assert await together(app, way) == ["1", "1", "1", "1"]
+    assert app.runs == 1
+
+
+@pytest.mark.parametrize("way", ["a task", "unbroken"])
+async def test_a_fault_reaches_everyone_who_waits_and_is_not_kept(way: str) -> None:
+    app = Gated(ValueError("a fault"))
+    assert await together(app, way) == ["a fault", "a fault", "a fault", "2"]
+    assert app.runs == 2
