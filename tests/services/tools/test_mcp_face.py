@@ -129,7 +129,7 @@ async def test_an_expired_instance_is_told_once_and_then_made_anew() -> None:
         told = shown(await client.call_tool("faulty", {"mode": "ok"}))
         anew = shown(await client.call_tool("faulty", {"mode": "ok"}))
 
-    assert (told[1], "expected a living instance" in told[0]) == (True, True)
+    assert (told[1], "the state of faulty in this session" in told[0]) == (True, True)
     assert anew == ("ok 1", False)
 
 

@@ -24,6 +24,8 @@ from trackway.wire.tools import ToolResult
 
 pytestmark = pytest.mark.anyio
 
+GONE = "the state of faulty in this session was idle for too long and is gone; the next call begins anew"
+
 Answer = tuple[Any, bool, bool]
 """Observation, done, valid."""
 
@@ -190,10 +192,14 @@ async def test_several_calls_of_one_action_are_answered_together(client: Client)
     assert await client.one("t", action) == (said("1") + said("2"), False, True)
 
 
-async def test_an_abandoned_trajectory_expires(faulty: FaultyTool) -> None:
-    async with serving(app_of(faulty, instance_ttl_s=0.05, reap_interval_s=0.01)) as url:
+async def test_an_abandoned_trajectory_expires_which_its_model_is_told_once(faulty: FaultyTool) -> None:
+    async with serving(app_of(faulty, instance_ttl_s=0.5, reap_interval_s=0.01)) as url:
         await Client(url).one("t", hermes("faulty", mode="ok"))
         await eventually(lambda: faulty.calls == {})
+        told, _, valid = await Client(url).one("t", hermes("faulty", mode="ok"))
+        assert (told["invalid_reason"], valid) == (GONE, False)
+        anew, _, valid = await Client(url).one("t", hermes("faulty", mode="ok"))
+        assert (anew["obs"], valid) == (said("ok 1"), True)
 
 
 @pytest.mark.parametrize(
