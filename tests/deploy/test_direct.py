@@ -1,8 +1,7 @@
 """Replicas' own ports, and our client that takes them instead of the proxy; everything over real sockets."""
 
 import asyncio
-import gc
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -21,20 +20,11 @@ from trackway.wire.headers import IDEMPOTENCY_KEY
 from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
 from trackway.wire.tools import ExecuteRequest, OneShotRequest
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("collector")]
 
 OK = ExecuteRequest(arguments={"mode": "ok"})
 KEYED = {"content-type": "application/json", IDEMPOTENCY_KEY: "one"}
 SUM = OneShotRequest(arguments={"expression": "1+1"})
-
-
-@pytest.fixture(autouse=True)
-def collector() -> Iterator[None]:
-    """A port changes the garbage collector of its process; this one is the suite's."""
-    before = gc.get_threshold()
-    yield
-    gc.unfreeze()
-    gc.set_threshold(*before)
 
 
 class Service:
@@ -203,6 +193,23 @@ async def test_a_key_that_comes_twice_at_once_runs_once_at_the_port_too(service:
         gate.set()
         assert {(await one).json()["text"] for one in sent} == {"ok 1"}
     assert (await service.client.execute(made.instance_id, OK)).text == "ok 2"
+
+
+async def test_a_ports_load_is_what_it_had_on_average_since_it_was_last_asked(service: Service) -> None:
+    await service.open("aaaa")
+    port, client = service.ports["aaaa"], service.client
+    made = await client.create("faulty")
+    gate = gate_of(service.apps["aaaa"])
+    gate.clear()
+    assert port.load() == 0.0
+    await until(lambda: port._looks >= 1)
+    calls = [asyncio.create_task(client.execute(made.instance_id, OK)) for _ in range(3)]
+    await until(lambda: port.in_flight == 3 and port._looks >= 4)
+    assert 0.0 < port.load() < 3.0
+    await until(lambda: port.load() == 3.0)
+    gate.set()
+    await asyncio.gather(*calls)
+    await until(lambda: port.load() == 0.0)
 
 
 async def test_without_a_reachable_replica_everything_goes_through_the_proxy(service: Service) -> None:

@@ -1,11 +1,16 @@
-"""One deployment for the whole session: Ray, MLflow and the five services, exactly as `trackway up` starts them."""
+"""One deployment for the whole session: Ray, MLflow and the five services, exactly as `trackway up` starts them.
+
+It has tokens, so that every test here is one of them too; services that a test adds have none.
+"""
 
 from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from access_tokens import OPERATOR, tokens_file
 from small_runs import small_run
 
+from trackway.clients.token import TOKEN
 from trackway.deploy import train
 from trackway.deploy.settings import Deployment, UpSettings
 from trackway.deploy.up import bring_up, take_down
@@ -18,15 +23,26 @@ Train = Callable[..., RunInfo]
 
 @pytest.fixture(scope="session")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    outputs = tmp_path_factory.mktemp("deployment") / "outputs"
-    settings = UpSettings(outputs=outputs, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
-    running = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True))
+    folder = tmp_path_factory.mktemp("deployment")
+    outputs, tokens = folder / "outputs", tokens_file(folder)
+    settings = UpSettings(outputs=outputs, tokens_file=tokens, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(TOKEN, OPERATOR)
+        running = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True))
     make_tiny(outputs / "data", train_size=64, test_size=16, seed=0)
     processes = [process for record in running.processes if (process := record.find())]
     family = [one for process in processes for one in [process, *process.children(recursive=True)]]
     yield running
     take_down(running)
     assert [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def token() -> Iterator[None]:
+    """Tests call as operators; other tests of the session have no token."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(TOKEN, OPERATOR)
+        yield
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from trackway.deploy import serve_config, status
 from trackway.deploy.ray_cluster import ServeApi
 from trackway.deploy.serve_config import Replicas
 from trackway.deploy.settings import Deployment, UpSettings
+from trackway.wire.errors import TrackwayError
 from trackway.wire.headers import REPLICA
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 NAME = "simulated"
 TOKENS = 100
 SIM = {"response_tokens": TOKENS, "response_spread": 0.0, "step_s": 0.03, "step_slope_s": 0.0}
+ARGS = {"engine": "sim", "sim": SIM, "max_num_seqs": 8, "enable_sleep": True}
 AUTOSCALING = {
     "min_replicas": 1,
     "max_replicas": 3,
@@ -38,7 +40,7 @@ def application() -> dict[str, Any]:
     """The rollout application as shipped, under another name, its engine simulated: three seconds a generation."""
     shipped = serve_config.load(UpSettings().config)
     [rollout] = [one for one in shipped["applications"] if one["name"] == "rollout"]
-    rollout |= {"name": NAME, "route_prefix": f"/{NAME}", "args": {"engine": "sim", "sim": SIM, "max_num_seqs": 8}}
+    rollout |= {"name": NAME, "route_prefix": f"/{NAME}", "args": ARGS}
     rollout["deployments"][0] |= {"ray_actor_options": {"num_cpus": 0.1}, "graceful_shutdown_timeout_s": 60}
     return rollout
 
@@ -152,6 +154,22 @@ def test_turns_of_a_session_meet_the_same_replica(simulated: Deployment) -> None
     met = run(sessions())
     assert [len(one) for one in met] == [1] * 16
     assert len(set.union(*met)) == 2
+    status.scale(simulated, NAME, 1)
+
+
+def test_all_replicas_sleep_and_wake_up_at_one_call(simulated: Deployment) -> None:
+    async def nap() -> list[list[list[str]]]:
+        client = RolloutClient(f"{simulated.base_url}/{NAME}", policy=CallPolicy(attempts=1))
+        told = [await client.sleep("abort"), await client.sleeping()]
+        with pytest.raises(TrackwayError, match="paused"):
+            await generate(client, [5, 6, 7], "session", tokens=3)
+        told += [await client.wake_up(["weights"]), await client.wake_up(["kv_cache"])]
+        await generate(client, [5, 6, 7], "session", tokens=3)
+        return [[list(one.asleep) for one in replies.replicas] for replies in told]
+
+    status.scale(simulated, NAME, 2)
+    both = ["kv_cache", "weights"]
+    assert run(nap()) == [[both, both], [both, both], [["kv_cache"]] * 2, [[], []]]
     status.scale(simulated, NAME, 1)
 
 

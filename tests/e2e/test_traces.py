@@ -13,6 +13,7 @@ from mlflow.entities import Trace
 from test_training import until
 
 from trackway.clients import AgentClient, run
+from trackway.clients.token import authorization, token_or_environments
 from trackway.deploy import status, traces
 from trackway.deploy.settings import Deployment
 from trackway.wire.agent import GroupRequest, Limits, RewardModel, Sample
@@ -58,7 +59,10 @@ def long_group(experiment: str) -> GroupRequest:
 
 async def generating(deployment: Deployment, requests: int) -> None:
     """Return when the rollout service works on so many requests at once."""
-    async with httpx.AsyncClient(timeout=30.0) as http, asyncio.timeout(120):
+    async with (
+        httpx.AsyncClient(timeout=30.0, headers=authorization(token_or_environments())) as http,
+        asyncio.timeout(120),
+    ):
         while True:
             metrics = (await http.get(f"{deployment.base_url}/rollout/metrics")).text
             values = [line.split()[-1] for line in metrics.splitlines() if line.startswith("trackway_in_flight")]
@@ -145,6 +149,7 @@ def test_a_callers_trace_goes_through_the_proxy_and_a_call_without_one_leaves_no
 ) -> None:
     def calculate(expression: str, **headers: str) -> None:
         url = f"{deployment.base_url}/tools/tools/calculator/execute"
+        headers |= authorization(token_or_environments())
         answer = httpx.post(url, json={"arguments": {"expression": expression}}, headers=headers, timeout=60.0)
         assert answer.status_code == 200
 

@@ -3,6 +3,8 @@
 `GET /replicas` names each replica's own address. An address is used once the replica has answered there under its own
 name; so no call waits for one that cannot be reached from here, and none meets a stranger. Calls of an instance go to
 the replica in its id, calls of a session all to the same one, others in turn. What has no address goes by the proxy.
+
+No token goes to such an address, as another process may have it by then; a pass does, which opens that replica alone.
 """
 
 import asyncio
@@ -15,13 +17,13 @@ from ipaddress import ip_address
 from itertools import count
 from urllib.parse import urlsplit
 
+from pydantic import SecretStr
+
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import ReplicaInfo
+from trackway.wire.health import ReplicaList
 
 logger = logging.getLogger("trackway.clients")
 
-ListReplicas = Callable[[], Awaitable[list[ReplicaInfo]]]
-NameAt = Callable[[str], Awaitable[str]]
 
 PROBE_S = 2.0
 """Longest wait for a replica to answer under its address for the first time."""
@@ -36,13 +38,19 @@ class Address:
 
     replica: str
     url: str
+    token: SecretStr
+    """The replica's pass; empty when the service has no tokens."""
+
+
+ListReplicas = Callable[[], Awaitable[ReplicaList]]
+NameAt = Callable[[Address], Awaitable[str]]
 
 
 class DirectRoutes:
     """The addresses of one service's replicas.
 
     list_replicas: asks the service for them; TrackwayError when it cannot be asked.
-    name_at: the name of the replica that answers at a URL; TrackwayError when none does.
+    name_at: the name of the replica that answers there; TrackwayError when none does.
     """
 
     def __init__(
@@ -106,9 +114,10 @@ class DirectRoutes:
             self._looked = True
             self._looking = None
 
-    async def _take(self, listed: list[ReplicaInfo]) -> None:
-        ready = [one for one in listed if one.ready.ready]
-        offered = [Address(one.health.replica, one.url) for one in ready if one.url][:MAX_REPLICAS]
+    async def _take(self, listed: ReplicaList) -> None:
+        ready = {one.health.replica: one.url for one in listed.replicas if one.ready.ready}
+        passes = {name: SecretStr(listed.passes.get(name, "")) for name in ready}
+        offered = [Address(name, url, passes[name]) for name, url in ready.items() if url][:MAX_REPLICAS]
         answers = await asyncio.gather(*map(self._answers, offered))
         found = {one.replica: one for one, there in zip(offered, answers, strict=True) if there}
         leaving = {name: one for name, one in self._known.items() if name not in found}
@@ -131,12 +140,12 @@ class DirectRoutes:
             return False
         try:
             async with asyncio.timeout(PROBE_S):
-                return await self._name_at(address.url) == address.replica
+                return await self._name_at(address) == address.replica
         except (TrackwayError, TimeoutError):
             return False
 
     def _may_use(self, url: str) -> bool:
-        """No token leaves TLS, and nobody else's loopback address is taken for the replica's."""
+        """No pass leaves TLS, and nobody else's loopback address is taken for the replica's."""
         base, own = urlsplit(self._base_url), urlsplit(url)
         if base.scheme == "https" and own.scheme != "https":
             return False

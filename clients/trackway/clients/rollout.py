@@ -1,9 +1,19 @@
 """Client of the rollout service; generation asks by vLLM's route, so a plain vLLM server can stand in for it."""
 
 import uuid
+from collections.abc import Sequence
 
 from trackway.clients.base import Deadline, ServiceClient
-from trackway.wire.rollout import GenerateReply, GenerateRequest, WeightsReply
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.rollout import (
+    GenerateReply,
+    GenerateRequest,
+    MemoryPart,
+    PauseMode,
+    SleepReplies,
+    SleepReply,
+    WeightsReply,
+)
 
 
 class RolloutClient(ServiceClient):
@@ -26,3 +36,27 @@ class RolloutClient(ServiceClient):
     async def weights(self) -> WeightsReply:
         """Which weights the replica that answers holds."""
         return await self.call("GET", "/weights", reply=WeightsReply)
+
+    async def sleeping(self, deadline: Deadline | None = None) -> SleepReplies:
+        """Which replicas can give memory back, and what they have given."""
+        return await self._each("GET", "/is_sleeping", deadline)
+
+    async def sleep(self, mode: PauseMode = "wait", deadline: Deadline | None = None) -> SleepReplies:
+        """Every replica pauses and gives its memory back; the error names those that did not."""
+        return await self._each("POST", f"/sleep?mode={mode}", deadline)
+
+    async def wake_up(
+        self, parts: Sequence[MemoryPart] = (), min_weight_version: int = 0, deadline: Deadline | None = None
+    ) -> SleepReplies:
+        """Every replica takes these parts of its memory again, all by default, and loads such weights or newer ones."""
+        tags = "".join(f"&tags={part}" for part in parts)
+        return await self._each("POST", f"/wake_up?min_weight_version={min_weight_version}{tags}", deadline)
+
+    async def _each(self, method: str, path: str, deadline: Deadline | None) -> SleepReplies:
+        """All replicas behind the URL; a service without Ray Serve is the only one of its kind."""
+        try:
+            return await self.call(method, f"/replicas{path}", reply=SleepReplies, deadline=deadline)
+        except TrackwayError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+        return SleepReplies(replicas=[await self.call(method, path, reply=SleepReply, deadline=deadline)])

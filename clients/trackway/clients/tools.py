@@ -1,15 +1,17 @@
 """Client of the tool server."""
 
+import uuid
 from urllib.parse import quote, urlencode
 
 import httpx
 from pydantic import JsonValue, SecretStr
 
 from trackway.clients.base import CallPolicy, Deadline, ServiceClient
-from trackway.clients.direct import PROBE_S, DirectRoutes
+from trackway.clients.direct import PROBE_S, Address, DirectRoutes
+from trackway.clients.token import authorization
 from trackway.wire.chat import ToolSchema
 from trackway.wire.headers import REPLICA, SESSION_ID
-from trackway.wire.health import Health, ReplicaInfo, ReplicaList
+from trackway.wire.health import Health, ReplicaList
 from trackway.wire.tools import (
     CreateInstance,
     ExecuteRequest,
@@ -50,8 +52,9 @@ class ToolsClient(ServiceClient):
         address = self._routes and await self._routes.address(headers.get(SESSION_ID), _replica_in(path))
         if self._routes is None or address is None:
             return await super()._exchange(base_url, method, path, content, headers, deadline)
+        own = {name: value for name, value in headers.items() if name != "authorization"} | authorization(address.token)
         try:
-            response = await super()._exchange(address.url, method, path, content, headers, deadline)
+            response = await super()._exchange(address.url, method, path, content, own, deadline)
         except (httpx.ConnectError, httpx.ConnectTimeout):  # nobody has seen the request
             self._routes.failed(address)
             return await super()._exchange(base_url, method, path, content, headers, deadline)
@@ -63,12 +66,12 @@ class ToolsClient(ServiceClient):
             raise httpx.RemoteProtocolError(f"{address.url} is no longer replica {address.replica}")
         return response
 
-    async def _replicas(self) -> list[ReplicaInfo]:
+    async def _replicas(self) -> ReplicaList:
         asking = ServiceClient(self.base_url, self._http, _ASK, self._token)
-        return (await asking.call("GET", "/replicas", reply=ReplicaList)).replicas
+        return await asking.call("GET", "/replicas", reply=ReplicaList)
 
-    async def _name_at(self, url: str) -> str:
-        asking = ServiceClient(url, self._http, _ASK, self._token)
+    async def _name_at(self, address: Address) -> str:
+        asking = ServiceClient(address.url, self._http, _ASK, address.token)
         return (await asking.call("GET", "/health", reply=Health)).replica
 
     async def offer(self) -> ToolList:
@@ -139,7 +142,8 @@ class ToolsClient(ServiceClient):
 
     async def one_shot(self, tool: str, request: OneShotRequest, deadline: Deadline | None = None) -> ToolResult:
         """Create, execute, reward and release in one request."""
-        return await self.call("POST", f"/tools/{tool}/execute", reply=ToolResult, body=request, deadline=deadline)
+        path, session_id = f"/tools/{tool}/execute", uuid.uuid4().hex  # so that a retry meets the first try's replica
+        return await self.call("POST", path, reply=ToolResult, body=request, session_id=session_id, deadline=deadline)
 
 
 def _replica_in(path: str) -> str | None:

@@ -43,7 +43,10 @@ class Limits(WireRequest):
     """Bounds of one trajectory."""
 
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens of the prompt; a longer one ends the trajectory with an error."""
+    """Tokens of the prompt."""
+    prompt_truncation: Literal["left", "right", "middle", "error"] = "error"
+    """What goes of a longer prompt, as verl's `data.truncation`: its first, its last or its middle tokens; `error` cuts
+    nothing and ends the trajectory."""
     max_response_length: int = Field(default=512, ge=1)
     """Tokens of the whole multi-turn response, observations included."""
     max_assistant_turns: int | None = Field(default=None, ge=1)

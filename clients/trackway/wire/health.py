@@ -21,17 +21,22 @@ class SpanCounts(WireReply):
     """Now, on disk."""
 
 
-class Health(WireReply):
-    """A living process and the interpreter it runs on: two replicas that differ here are an installation error."""
+class Installation(WireReply):
+    """The interpreter of a process and the packages it would import."""
+
+    python: str
+    executable: str
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Versions of the packages whose mismatch breaks a deployment: trackway, ray, pydantic, fastapi, torch."""
+
+
+class Health(Installation):
+    """A living process and what it runs on: two replicas that differ there are an installation error."""
 
     service: str
     status: str = "ok"
     replica: str
     pid: int
-    python: str
-    executable: str
-    versions: dict[str, str] = Field(default_factory=dict)
-    """Versions of the packages whose mismatch breaks a deployment: trackway, ray, pydantic, fastapi, torch."""
     trace_backends: list[str] = Field(default_factory=list)
     """Where this process can send spans: what it lacks nothing for, as far as settings and environment say."""
     spans: SpanCounts = Field(default_factory=SpanCounts)
@@ -60,3 +65,6 @@ class ReplicaList(WireReply):
     """Every running replica of a service."""
 
     replicas: list[ReplicaInfo]
+    passes: dict[str, str] = Field(default_factory=dict, repr=False)
+    """By replica: what to send to its `url` instead of the token that this was asked with. It is good there alone, so
+    that whoever has the address by then learns no token; none without tokens."""

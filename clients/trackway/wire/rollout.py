@@ -7,6 +7,9 @@ from pydantic import Field
 from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.trajectory import WeightSpan
 
+PauseMode = Literal["wait", "abort", "keep"]
+MemoryPart = Literal["weights", "kv_cache"]
+
 
 class SamplingParams(WireRequest):
     """How tokens are drawn; logprobs are those of the distribution after temperature, top_k and top_p."""
@@ -114,7 +117,7 @@ class AbortReply(WireReply):
 class PauseRequest(WireRequest):
     """How to stop: let requests finish, cut them with what they have, or freeze them in place."""
 
-    mode: Literal["wait", "abort", "keep"] = "wait"
+    mode: PauseMode = "wait"
 
 
 class PauseReply(WireReply):
@@ -132,10 +135,19 @@ class PausedReply(WireReply):
 
 
 class SleepReply(WireReply):
-    """Which parts of the memory are given back; vLLM's `/is_sleeping` with the parts beside."""
+    """Which parts of its memory a replica has given back; vLLM's `/is_sleeping` and more beside."""
 
     is_sleeping: bool
-    asleep: list[Literal["weights", "kv_cache"]]
+    asleep: list[MemoryPart] = Field(default_factory=list)
+    can_sleep: bool = False
+    """Whether its engine can give memory back at all."""
+    replica: str = ""
+
+
+class SleepReplies(WireReply):
+    """The same of every replica."""
+
+    replicas: list[SleepReply]
 
 
 class ModelCard(WireReply):

@@ -48,6 +48,8 @@ class Incident(StrEnum):
     """The engine cut a turn, which was then continued."""
     WEIGHTS_BEHIND = "weights_behind"
     """A replica had to catch up with the weights before it generated."""
+    PROMPT_CUT = "prompt_cut"
+    """The prompt was longer than its limit, and `limits.prompt_truncation` says to cut it."""
     TOOL_FAILED = "tool_failed"
     """A tool raised or refused the call; the model was told."""
     TOOL_TIMEOUT = "tool_timeout"

@@ -16,6 +16,8 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
+from trackway.serving.idempotency import UNBROKEN
+
 _BACKLOG = 2048
 _POLL_S = 0.1
 
@@ -30,13 +32,24 @@ class DirectPort:
     def __init__(self, app: FastAPI, host: str, living: Callable[[], int], drain_s: float) -> None:
         self.url = ""
         """Where it answers; empty while it does not."""
-        self.in_flight = 0
-        """Requests in work that came in here."""
         self._host = host
         self._living = living
         self._drain_s = drain_s
         self._app: ASGIApp = app
+        self._requests: set[asyncio.Task[None]] = set()
+        self._looks = self._seen = 0
         app.router.lifespan_context = self._around(app.router.lifespan_context)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that came in here and are not answered, those that wait for their turn included."""
+        return len(self._requests)
+
+    def load(self) -> float:
+        """How many there were on average since this was last asked; one look mostly misses short calls."""
+        seen, looks = self._seen, self._looks
+        self._seen = self._looks = 0
+        return seen / looks if looks else float(self.in_flight)
 
     def _around(self, inner: Lifespan) -> Lifespan:
         @asynccontextmanager
@@ -51,7 +64,7 @@ class DirectPort:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
         config = uvicorn.Config(
-            self._count,
+            self._unbroken,
             interface="asgi3",
             lifespan="off",
             ws="none",
@@ -61,29 +74,35 @@ class DirectPort:
             server_header=False,
         )
         server = _Server(config)
-        serving = asyncio.create_task(server.serve([listening]))
+        self._requests = server.server_state.tasks
+        serving, looking = asyncio.create_task(server.serve([listening])), asyncio.create_task(self._look())
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         _spare_the_collector()
-        try:
-            yield
-            await self._drain()
-        finally:
-            server.should_exit = True  # no new connections; those with a request end after it
-            await serving
-            self.url = ""
+        with listening:
+            try:
+                yield
+                await self._drain()
+            finally:
+                looking.cancel()
+                server.should_exit = True  # no new connections; those with a request end after it
+                await serving
+                self.url = ""
 
     async def _drain(self) -> None:
         end = time.monotonic() + self._drain_s
         while self._living() and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
 
-    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.in_flight += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self.in_flight -= 1
+    async def _look(self) -> None:
+        while True:
+            self._seen += self.in_flight
+            self._looks += 1
+            await asyncio.sleep(_POLL_S)
+
+    async def _unbroken(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[UNBROKEN] = True  # uvicorn only says that a client has left
+        await self._app(scope, receive, send)
 
 
 class _Server(uvicorn.Server):

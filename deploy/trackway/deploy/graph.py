@@ -10,33 +10,33 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it only from num_cpus;
 
 import importlib
 import uuid
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import TypeVar
 
 import httpx
 import ray
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from pydantic import BaseModel
 from ray import serve
 from ray.serve import Application
 
 from trackway.agent.settings import AgentSettings
 from trackway.deploy.autoscaling import DIRECT_REQUESTS
+from trackway.deploy.broadcast import Refusal, ReplicaPass, replicas_route, sleep_routes, to_replicas_of
 from trackway.deploy.direct import DirectPort
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
 from trackway.serving.settings import ServiceName
+from trackway.serving.tokens import TokenTable
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.settings import TrainerSettings
-from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
-from trackway.wire.rollout import WeightsReply
+from trackway.wire.errors import ErrorReply
+from trackway.wire.headers import REPLICA, REQUEST_DEADLINE
+from trackway.wire.health import Health, Ready, ReplicaInfo
+from trackway.wire.rollout import SleepReply, WeightsReply
 
 M = TypeVar("M", bound=BaseModel)
-
-ASK_REPLICAS_S = 10.0
-"""Longest wait for every replica's answer."""
 
 
 def rollout(args: RolloutSettings) -> Application:
@@ -72,7 +72,10 @@ class Replica:
         create_app: Callable[[ServiceSettings], FastAPI] = module.create_app
         self._service = service
         self._app = create_app(settings.model_copy(update={"replica": uuid.uuid4().hex[:12], "auth": _auth(settings)}))
-        self._app.include_router(_replicas_route(service))
+        broadcast = to_replicas_of(service)
+        self._app.include_router(replicas_route(service, broadcast))
+        if service == "rollout":
+            self._app.include_router(sleep_routes(broadcast))
         self._direct = _direct_port(settings, self._app)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -85,9 +88,22 @@ class Replica:
         url = self._direct.url if self._direct else ""
         return ReplicaInfo(health=await self._ask("/health", Health), ready=ready, weights=weights, url=url or None)
 
+    async def admit(self, digest: bytes) -> ReplicaPass:
+        """What whoever has the token with this sha256 may send to this replica's own port instead of it."""
+        tokens: TokenTable | None = self._app.state.tokens
+        opens = tokens.pass_for(digest) if tokens and self._direct else None
+        return ReplicaPass(self._app.state.settings.replica, opens)
+
+    async def steer(self, method: str, path: str, deadline: float) -> SleepReply | Refusal:
+        """Sleep or wake up by this replica's own routes, or say why not; until `deadline`, Unix time."""
+        answer = await self._request(method, path, {REQUEST_DEADLINE: f"{deadline:.3f}"})
+        if answer.is_success:
+            return SleepReply.model_validate_json(answer.content)
+        return Refusal(replica=answer.headers[REPLICA], error=ErrorReply.model_validate_json(answer.content).error)
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For policies that count what Serve does not see."""
-        return {DIRECT_REQUESTS: self._direct.in_flight if self._direct else 0}
+        return {DIRECT_REQUESTS: self._direct.load() if self._direct else 0.0}
 
     async def check_health(self) -> None:
         """Raises when only a new replica helps, as when the engine is stuck; a replica that loads or pauses is healthy.
@@ -99,9 +115,12 @@ class Replica:
             raise RuntimeError(ready.reason)
 
     async def _ask(self, path: str, reply: type[M]) -> M:
+        return reply.model_validate_json((await self._request("GET", path)).content)
+
+    async def _request(self, method: str, path: str, headers: Mapping[str, str] | None = None) -> httpx.Response:
         transport = httpx.ASGITransport(app=from_inside(self._app))
-        async with httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=ASK_REPLICAS_S) as client:
-            return reply.model_validate_json((await client.get(path)).content)
+        async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
+            return await client.request(method, path, headers=headers)
 
 
 def _application(service: ServiceName, settings: ServiceSettings) -> Application:
@@ -124,20 +143,3 @@ def _auth(settings: ServiceSettings) -> AuthSettings:
     """HAProxy calls the replicas from this machine and does not say for whom."""
     hidden = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
     return settings.auth.model_copy(update={"trust_loopback": settings.auth.trust_loopback and not hidden})
-
-
-def _replicas_route(service: ServiceName) -> APIRouter:
-    router = APIRouter(tags=["service"])
-
-    @router.get("/replicas", response_model=ReplicaList)
-    async def replicas() -> ReplicaList:
-        """Every running replica of this service."""
-        handle = serve.get_deployment_handle(service, app_name=serve.get_replica_context().app_name)
-        try:
-            found = await handle.broadcast("describe").results_async(timeout_s=ASK_REPLICAS_S)
-        except TimeoutError as error:
-            message = f"not every {service} replica answered within {ASK_REPLICAS_S:.0f} s; ask again"
-            raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
-        return ReplicaList(replicas=sorted(found, key=lambda replica: replica.health.replica))
-
-    return router

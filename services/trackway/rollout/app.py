@@ -1,12 +1,13 @@
 """The rollout service over HTTP. Routes only: the work is in service.py."""
 
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, FastAPI, Query
+from fastapi import APIRouter, Body, Depends, FastAPI, Header, Query
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
@@ -33,6 +34,9 @@ from trackway.wire.rollout import (
     WeightInfo,
     WeightsReply,
 )
+
+ANSWER_S = 0.5
+"""Time to say before the caller's deadline why something is not done."""
 
 PROMPT: dict[str, JsonValue] = {
     "token_ids": [1, 64, 17, 9],
@@ -129,13 +133,21 @@ def control_routes(service: RolloutService) -> APIRouter:
         return await service.sleep(mode, tags)
 
     @router.post("/wake_up", dependencies=operator)
-    async def wake_up(tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
-        """Take memory again, in stages by `tags`; generation goes on when all of it is back."""
-        return await service.wake_up(tags)
+    async def wake_up(
+        tags: Annotated[list[MemoryPart] | None, Query()] = None,
+        min_weight_version: Annotated[int, Query(ge=0)] = 0,
+        x_request_deadline: Annotated[float | None, Header()] = None,
+    ) -> SleepReply:
+        """Take memory again, in stages by `tags`; generation goes on when all of it is back.
+
+        With `min_weight_version` the answer waits for such weights, or is 409 `weights_behind` before the deadline.
+        """
+        left = None if x_request_deadline is None else max(0.0, x_request_deadline - time.time() - ANSWER_S)
+        return await service.wake_up(tags, min_weight_version, left)
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> SleepReply:
-        """Which parts of the memory are given back."""
+        """Which parts of the memory are given back, and whether the engine can do that."""
         return service.sleeping()
 
     return router

@@ -165,19 +165,31 @@ class RolloutService:
             await self._engine.sleep(parts or _PARTS)
         return self.sleeping()
 
-    async def wake_up(self, parts: Sequence[MemoryPart] | None) -> SleepReply:
-        """Take memory again, in stages if asked so; generation goes on when all of it is back."""
+    async def wake_up(
+        self, parts: Sequence[MemoryPart] | None, min_weight_version: int = 0, within_s: float | None = None
+    ) -> SleepReply:
+        """Take memory again, in stages if asked so; generation goes on when all of it is back.
+
+        Answers when weights of the version asked for are loaded; raises WEIGHTS_BEHIND when that takes too long.
+        """
         self._needs_sleep()
         async with self._watcher.control:
             await self._engine.wake_up(parts or _PARTS)
             if not self._engine.asleep:
                 await self._engine.resume()
+        if self._watcher.behind(min_weight_version):
+            await self._watcher.catch_up(min_weight_version, within_s)
         return self.sleeping()
 
     def sleeping(self) -> SleepReply:
         """Which parts of the memory are given back."""
         asleep = sorted(self._engine.asleep)
-        return SleepReply(is_sleeping=bool(asleep), asleep=asleep)
+        return SleepReply(
+            is_sleeping=bool(asleep),
+            asleep=asleep,
+            can_sleep=Capability.SLEEP in self._engine.capabilities,
+            replica=self._settings.replica,
+        )
 
     async def _pause(self, mode: PauseMode) -> None:
         if mode == "abort":

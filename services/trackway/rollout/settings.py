@@ -39,7 +39,7 @@ class RolloutSettings(ServiceSettings):
     enforce_eager: bool = False
     """Without CUDA graphs (vLLM, SGLang): slower tokens, a faster start."""
     enable_sleep: bool = False
-    """The server can give its GPU memory to the trainer: `/sleep` and `/wake_up` (vLLM, SGLang)."""
+    """The server can give its GPU memory to the trainer: `/sleep` and `/wake_up` (vLLM, SGLang; sim pretends to)."""
     prefix_caching: bool = True
     """Keep the KV of finished prompts for those that begin alike (vLLM, SGLang; torch always does)."""
     sim: SimSettings = Field(default_factory=SimSettings)

@@ -93,21 +93,22 @@ class WeightWatcher:
         """Whether a request for `want` would have to wait."""
         return self._engine.version < want
 
-    async def catch_up(self, want: int) -> None:
+    async def catch_up(self, want: int, within_s: float | None = None) -> None:
         """Return when the engine holds version `want` or newer.
 
         Raises UNAVAILABLE before the first load, WEIGHTS_BEHIND after the bound (at once without a store).
         """
+        wait_s = self._wait_s if within_s is None else within_s
         if not self._synced:
             raise TrackwayError(ErrorCode.UNAVAILABLE, f"{self.ready().reason}; ask again")
         if not self.behind(want):
             return
         self._look_now.set()
         try:
-            async with asyncio.timeout(self._wait_s if self._store else 0), self._loaded:
+            async with asyncio.timeout(wait_s if self._store else 0), self._loaded:
                 await self._loaded.wait_for(lambda: not self.behind(want))
         except TimeoutError:
-            raise self._too_late(want) from None
+            raise self._too_late(want, wait_s) from None
 
     async def _watch(self, store: WeightStore) -> None:
         delay = self._interval_s
@@ -190,11 +191,11 @@ class WeightWatcher:
             _log.warning("requests are cut for an update: some did not finish within %.0f s", self._drain_s)
             await self._engine.pause("abort")
 
-    def _too_late(self, want: int) -> TrackwayError:
+    def _too_late(self, want: int, wait_s: float) -> TrackwayError:
         have, reason = self._engine.version, self._error or f"the newest version published is {self._latest}"
         return TrackwayError(
             ErrorCode.WEIGHTS_BEHIND,
-            f"expected weights version {want} within {self._wait_s} s, got {have}: {reason}; ask again later",
+            f"expected weights version {want} within {round(wait_s, 2)} s, got {have}: {reason}; ask again later",
             have=have,
             want=want,
         )

@@ -1,11 +1,9 @@
 """One FastAPI factory for five services: their routes inside, what they have in common around them."""
 
 import os
-import platform
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -15,6 +13,7 @@ from trackway.serving.answers import install_error_answers
 from trackway.serving.auth import Authentication, show_tokens_in_docs
 from trackway.serving.bounds import RequestBounds
 from trackway.serving.idempotency import Idempotency
+from trackway.serving.installation import installation
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
 from trackway.serving.middleware import DeadlineLimit, LastResort, ReplicaName, TraceContext
 from trackway.serving.settings import ServiceSettings
@@ -25,8 +24,6 @@ from trackway.wire.health import Health, Ready, SpanCounts
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ReadyCheck = Callable[[], Awaitable[Ready]]
-
-_COMPARED_PACKAGES = ("trackway", "ray", "pydantic", "fastapi", "torch", "transformers")
 
 
 def service_app(
@@ -53,6 +50,7 @@ def service_app(
     tokens = TokenTable.of(settings.auth)
     app.state.settings = settings
     app.state.tracing = tracing
+    app.state.tokens = tokens
     metrics = ServiceMetrics(service, tracing, gauges)
     for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)
@@ -114,14 +112,11 @@ def _common_routes(
 
 def process_health(service: str, replica: str, tracing: Tracing | None = None) -> Health:
     """What this process runs on, and what became of its spans."""
-    versions = {name: found for name in _COMPARED_PACKAGES if (found := _version(name)) is not None}
     return Health(
         service=service,
         replica=replica,
         pid=os.getpid(),
-        python=platform.python_version(),
-        executable=sys.executable,
-        versions=versions,
+        **installation().model_dump(),
         trace_backends=[one.value for one in tracing.settings.usable] if tracing else [],
         spans=span_counts(tracing.stats()) if tracing else SpanCounts(),
     )
@@ -138,10 +133,3 @@ def span_counts(stats: SpanStats) -> SpanCounts:
         waiting=sum(one.waiting for one in backends),
         spool_bytes=sum(one.spool_bytes for one in backends),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trackway.serving.answers import error_response
-from trackway.serving.tokens import AuthScope, Caller, TokenTable
+from trackway.serving.tokens import AuthScope, Caller, TokenTable, digest_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
@@ -78,6 +78,12 @@ def from_inside(app: ASGIApp) -> ASGIApp:
         await app({**scope, CALLER: _INSIDE}, receive, send)
 
     return marked
+
+
+def presented(request: Request) -> bytes | None:
+    """The sha256 of the token that came with a request; None when none did."""
+    secret = _bearer(request.headers.raw)
+    return None if secret is None else digest_of(secret)
 
 
 async def needs_admin(request: Request) -> None:

@@ -2,12 +2,15 @@
 
 A token is given as it is or as its sha256, in the settings (`TRACKWAY_AUTH__TOKENS__<NAME>__SECRET`) or in a file,
 which is read again when it changes. What stands here in clear never shows in a repr, an answer, a log or a span.
+
+A pass stands for a token at one process alone: callers send it where they cannot be sure who listens.
 """
 
 import hashlib
 import hmac
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
@@ -81,7 +84,7 @@ class Token(BaseModel):
     @property
     def digest(self) -> bytes:
         """The secret's sha256."""
-        return _digest(self.secret.get_secret_value().encode()) if self.secret else bytes.fromhex(self.sha256 or "")
+        return digest_of(self.secret.get_secret_value().encode()) if self.secret else bytes.fromhex(self.sha256 or "")
 
     def caller(self, name: str) -> Caller:
         """Who presents this token; admin includes execute."""
@@ -125,6 +128,7 @@ class TokenTable:
         self._settings = settings
         self._compare = compare
         self._clock = clock
+        self._own = secrets.token_bytes(32)
         self._looked_at = clock()
         self._version = self._file_version()
         self._known = self._read()
@@ -137,11 +141,15 @@ class TokenTable:
     def find(self, secret: bytes) -> Caller | None:
         """Whose token this is. Every token is compared, each in constant time: the time taken tells nothing."""
         self._refresh()
-        digest, found = _digest(secret), None
+        digest, found = digest_of(secret), None
         for known, caller in self._known:
             if self._compare(known, digest):
                 found = caller
         return found
+
+    def pass_for(self, digest: bytes) -> str:
+        """What opens here, and nowhere else, what the token with this sha256 opens, as long as that one is known."""
+        return hmac.digest(self._own, digest, "sha256").hex()
 
     def _refresh(self) -> None:
         """Take a changed file; one that cannot be used leaves what was known, and is said once."""
@@ -170,7 +178,7 @@ class TokenTable:
         tokens: Mapping[str, Token] = {**self._settings.tokens, **(_tokens_in(path) if path else {})}
         known = [(token.digest, token.caller(name)) for name, token in tokens.items()]
         logger.info("tokens: %s", ", ".join(f"{caller.name} ({'+'.join(caller.scopes)})" for _, caller in known))
-        return known
+        return known + [(digest_of(self.pass_for(digest).encode()), caller) for digest, caller in known]
 
 
 def _tokens_in(path: Path) -> Tokens:
@@ -192,5 +200,6 @@ def _tokens_in(path: Path) -> Tokens:
     return tokens
 
 
-def _digest(secret: bytes) -> bytes:
+def digest_of(secret: bytes) -> bytes:
+    """The sha256 by which a token is known."""
     return hashlib.sha256(secret).digest()

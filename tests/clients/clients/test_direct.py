@@ -4,10 +4,11 @@ import logging
 from collections import Counter
 
 import pytest
+from pydantic import SecretStr
 
 from trackway.clients.direct import Address, DirectRoutes
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Health, Ready, ReplicaInfo
+from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
 
 pytestmark = pytest.mark.anyio
 
@@ -30,18 +31,19 @@ class World:
         return f"http://{self.host}:{1000 + ord(name)}"
 
     def address(self, name: str) -> Address:
-        return Address(name, self.url(name))
+        return Address(name, self.url(name), SecretStr(f"pass of {name}"))
 
-    async def list_replicas(self) -> list[ReplicaInfo]:
+    async def list_replicas(self) -> ReplicaList:
         self.looks += 1
         if self.refusal is not None:
             raise TrackwayError(self.refusal, "no")
-        return [info(name, self.url(name)) for name in self.listed]
+        passes = {name: f"pass of {name}" for name in self.listed}
+        return ReplicaList(replicas=[info(name, self.url(name)) for name in self.listed], passes=passes)
 
-    async def name_at(self, url: str) -> str:
-        if url not in self.answering:
-            raise TrackwayError(ErrorCode.UNAVAILABLE, f"nobody at {url}")
-        return self.answering[url]
+    async def name_at(self, address: Address) -> str:
+        if address.url not in self.answering:
+            raise TrackwayError(ErrorCode.UNAVAILABLE, f"nobody at {address.url}")
+        return self.answering[address.url]
 
     async def met(self, session_id: str | None = None, replica: str | None = None) -> str | None:
         found = await self.routes.address(session_id, replica)
@@ -76,6 +78,13 @@ async def test_a_session_stays_when_a_replica_comes_except_for_those_that_move_t
     moved = {name for name in before if after[name] != before[name]}
     assert {after[name] for name in moved} == {"c"}
     assert 60 <= len(moved) <= 140  # a third of 300
+
+
+async def test_a_replica_is_called_with_its_own_pass_and_no_pass_is_shown() -> None:
+    world = World("ab")
+    found = await world.routes.address(None, "b")
+    assert found == world.address("b") and found.token.get_secret_value() == "pass of b"
+    assert "pass of" not in repr(found) + repr(await world.list_replicas())
 
 
 async def test_an_instance_is_called_where_it_was_made_whatever_the_session_says_now() -> None:
@@ -168,8 +177,8 @@ async def test_a_service_that_still_starts_is_not_given_up() -> None:
     assert not world.routes.given_up
 
 
-async def listed(*replicas: ReplicaInfo) -> list[ReplicaInfo]:
-    return list(replicas)
+async def listed(*replicas: ReplicaInfo) -> ReplicaList:
+    return ReplicaList(replicas=list(replicas))
 
 
 @pytest.mark.parametrize(
@@ -183,5 +192,5 @@ async def listed(*replicas: ReplicaInfo) -> list[ReplicaInfo]:
     ],
     ids=["this machine", "by name", "a network", "another machine's loopback", "out of TLS"],
 )
-async def test_no_token_leaves_tls_and_no_foreign_loopback_is_called(base_url: str, host: str, met: str | None) -> None:
+async def test_no_pass_leaves_tls_and_no_foreign_loopback_is_called(base_url: str, host: str, met: str | None) -> None:
     assert await World("a", base_url, host).met() == met

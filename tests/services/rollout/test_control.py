@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,7 @@ import pytest
 from engine_runs import until
 from fastapi import FastAPI
 
+from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
@@ -76,7 +78,8 @@ async def test_pausing_by_vllms_query_cuts_for_good(running: Running, settings: 
 
 
 async def test_memory_comes_back_in_stages_and_generation_with_the_last(running: Running) -> None:
-    async with running(create_app(RolloutSettings(engine="sim"))) as client:
+    settings = RolloutSettings(engine="sim", enable_sleep=True, replica="replica1")
+    async with running(create_app(settings)) as client:
         asleep = (await client.post("/sleep?mode=abort")).json()
         reason = (await client.get("/ready")).json()["reason"]
         refused = await client.post("/resume")
@@ -84,7 +87,7 @@ async def test_memory_comes_back_in_stages_and_generation_with_the_last(running:
         still = (await client.get("/is_paused")).json()
         awake = (await client.post("/wake_up?tags=kv_cache")).json()
         assert (await client.get("/ready")).status_code == 200
-    assert asleep == {"is_sleeping": True, "asleep": ["kv_cache", "weights"]}
+    assert asleep == {"is_sleeping": True, "asleep": ["kv_cache", "weights"], "can_sleep": True, "replica": "replica1"}
     assert reason == "kv_cache and weights are asleep; POST /wake_up"
     assert error_of(refused) == (
         *(409, "conflict"),
@@ -93,10 +96,39 @@ async def test_memory_comes_back_in_stages_and_generation_with_the_last(running:
     assert (staged["asleep"], still["is_paused"], awake["is_sleeping"]) == (["kv_cache"], True, False)
 
 
+async def test_a_wake_up_answers_when_the_weights_asked_for_are_loaded(
+    running: Running, store: WeightStore, other_path: Path, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "weights")
+    settings = RolloutSettings(engine="sim", enable_sleep=True, weights_url=url, watch_interval_s=60, weight_wait_s=5)
+    async with running(create_app(settings)) as client:
+        await client.post("/sleep")
+        store.publish(3, "run", other_path)
+        woken = await client.post("/wake_up?tags=weights&min_weight_version=3")
+        held = (await client.get("/weights")).json()["version"]
+        await client.post("/wake_up?tags=kv_cache")
+        generated = await client.post("/generate", json={"token_ids": [11, 12], "min_weight_version": 3})
+    assert (woken.status_code, woken.json()["asleep"], held) == (200, ["kv_cache"], 3)
+    assert generated.json()["choices"][0]["weight_versions"][0]["version"] == 3
+
+
+async def test_a_wake_up_for_weights_that_do_not_come_says_what_there_is_before_the_deadline(
+    running: Running, tmp_path: Path
+) -> None:
+    settings = RolloutSettings(engine="sim", enable_sleep=True, weights_url=str(tmp_path / "weights"))
+    async with running(create_app(settings)) as client:
+        await client.post("/sleep")
+        deadline = {"x-request-deadline": f"{time.time() + 1.0:.3f}"}
+        late = await client.post("/wake_up?min_weight_version=3", headers=deadline)
+        assert (await client.get("/ready")).status_code == 200
+    assert error_of(late)[:2] == (409, "weights_behind")
+
+
 async def test_an_engine_that_cannot_sleep_says_which_can(running: Running, settings: RolloutSettings) -> None:
     async with running(create_app(settings)) as client:
         refused = await client.post("/sleep")
-        assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False, "asleep": []}
+        said = (await client.get("/is_sleeping")).json()
+        assert (said["is_sleeping"], said["asleep"], said["can_sleep"]) == (False, [], False)
         assert (await client.get("/is_paused")).json() == {"is_paused": False}
     assert refused.status_code == 422
     assert "got torch; use vllm or sglang with enable_sleep" in refused.json()["error"]["message"]

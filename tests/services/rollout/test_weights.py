@@ -48,7 +48,7 @@ async def test_while_the_weights_are_asleep_nothing_is_loaded(
     store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
     async with (
-        started(SimEngine(RolloutSettings(engine="sim"))) as engine,
+        started(SimEngine(RolloutSettings(engine="sim", enable_sleep=True))) as engine,
         watching(engine, store, tmp_path / "cache", wait_s=0.3) as watcher,
     ):
         await engine.pause("wait")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from service_with_tokens import AGENT, OPERATOR, TOKENS, app_with, bearer, client_from, write_tokens
 
 from trackway.serving import AuthSettings, ServiceSettings
-from trackway.serving.tokens import CHECK_EVERY_S, AuthScope, Caller, TokenTable
+from trackway.serving.tokens import CHECK_EVERY_S, AuthScope, Caller, TokenTable, digest_of
 
 SHORT, ODD = "short-0123456789"[:15], "0123456789 abcdef"
 
@@ -46,6 +46,23 @@ def test_admin_includes_execute() -> None:
     assert table.find(AGENT.encode()) == Caller("agents", frozenset({AuthScope.EXECUTE}))
 
 
+def test_a_pass_opens_what_its_token_does_at_one_process_alone() -> None:
+    here, there = (TokenTable(settings(tokens=TOKENS).auth) for _ in range(2))
+    passes = [here.pass_for(digest_of(secret.encode())) for secret in (AGENT, OPERATOR, "nobody's-0123456789")]
+    assert [here.find(one.encode()) for one in passes[:2]] == [here.find(AGENT.encode()), here.find(OPERATOR.encode())]
+    assert (names(here, passes[2]), names(there, *passes)) == ([None], [None] * 3)
+
+
+def test_a_pass_ends_with_its_token(tmp_path: Path) -> None:
+    file, clock = tmp_path / "tokens.json", Clock()
+    write_tokens(file, json.dumps(TOKENS))
+    table = TokenTable(AuthSettings(tokens_file=file), clock=clock)
+    passes = [table.pass_for(digest_of(secret.encode())) for secret in (AGENT, OPERATOR)]
+    write_tokens(file, json.dumps({"ops": TOKENS["ops"]}))
+    clock.now += CHECK_EVERY_S
+    assert names(table, *passes) == [None, "ops"]
+
+
 @pytest.mark.parametrize("presented", [AGENT, OPERATOR, "nobody's", ""])
 def test_every_token_is_compared_whichever_is_presented(presented: str) -> None:
     compared: list[tuple[int, int]] = []
@@ -55,7 +72,7 @@ def test_every_token_is_compared_whichever_is_presented(presented: str) -> None:
         return hmac.compare_digest(known, digest)
 
     TokenTable(settings(tokens=TOKENS).auth, compare).find(presented.encode())
-    assert compared == [(32, 32)] * 2
+    assert compared == [(32, 32)] * 4  # each token, and its pass
 
 
 def test_tokens_come_from_the_environment_each_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.rollout import MemoryPart, PauseMode, SamplingParams
 from trackway.wire.trajectory import WeightSpan
 from trackway.wire.weights import Canary
 
-PauseMode = Literal["wait", "abort", "keep"]
-MemoryPart = Literal["weights", "kv_cache"]
 FinishReason = Literal["stop", "length", "abort"]
 
 

@@ -20,9 +20,9 @@ from trackway.wire.weights import Canary
 class SimEngine:
     """An `Engine` whose tokens mean nothing; it cannot check a canary, since it scores nothing."""
 
-    capabilities = frozenset({Capability.WAIT, Capability.ABORT, Capability.KEEP, Capability.SLEEP, Capability.SPANS})
-
     def __init__(self, settings: RolloutSettings) -> None:
+        sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
+        self.capabilities = frozenset(set(Capability) - {Capability.SLEEP, Capability.CANARY} | sleeps)
         self._settings = settings
         self._max_len = settings.max_model_len or settings.sim.max_len
         self._core = SimCore(settings.sim, settings.max_num_seqs, settings.prefix_caching)

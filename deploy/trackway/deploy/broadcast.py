@@ -1,0 +1,150 @@
+"""Asking every replica of a service at once; through Ray Serve's proxy a request reaches only one of them."""
+
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Annotated, NamedTuple, Protocol, TypeVar
+
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import BaseModel
+from ray import serve
+
+from trackway.serving import needs_admin
+from trackway.serving.auth import presented
+from trackway.serving.settings import ServiceName
+from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
+from trackway.wire.headers import REQUEST_DEADLINE
+from trackway.wire.health import ReplicaInfo, ReplicaList
+from trackway.wire.rollout import MemoryPart, PauseMode, SleepReplies, SleepReply
+
+T = TypeVar("T")
+
+ASK_REPLICAS_S = 10.0
+"""Longest wait for every replica's answer."""
+STEER_REPLICAS_S = 300.0
+"""Longest wait until every replica sleeps or is awake, for a caller without a deadline."""
+_MARGIN_S = 1.0
+"""Between the deadline of the replicas, of the wait for them, and of the caller, who must learn who was late."""
+_ASK_AGAIN_S = 1.0
+
+
+class Refusal(BaseModel):
+    """Why a replica did not do as it was told."""
+
+    replica: str
+    error: ErrorBody
+
+
+class ReplicaPass(NamedTuple):
+    """What one replica takes instead of a token; None when it is not called past the proxy."""
+
+    replica: str
+    opens: str | None
+
+
+class Broadcast(Protocol):
+    """Calls a method of every running replica; an answer may be the exception that it ended with."""
+
+    def __call__(self, method: str, *args: object, within_s: float) -> Awaitable[Sequence[object]]: ...
+
+
+def to_replicas_of(service: ServiceName) -> Broadcast:
+    """From within a replica: to all of its kind. Raises TimeoutError."""
+
+    async def broadcast(method: str, *args: object, within_s: float) -> Sequence[object]:
+        handle = serve.get_deployment_handle(service, app_name=serve.get_replica_context().app_name)
+        answers = handle.broadcast(method, *args)
+        return await answers.results_async(timeout_s=max(0.0, within_s), return_exceptions=True)
+
+    return broadcast
+
+
+def replicas_route(service: ServiceName, broadcast: Broadcast) -> APIRouter:
+    """What every replica is."""
+    router = APIRouter(tags=["service"])
+
+    @router.get("/replicas", response_model=ReplicaList)
+    async def replicas(request: Request) -> ReplicaList:
+        """Every running replica of this service."""
+        token = presented(request)
+        found = await ask(ReplicaInfo, "describe")
+        passes = [] if token is None else await ask(ReplicaPass, "admit", token)
+        return ReplicaList(
+            replicas=sorted(found, key=lambda replica: replica.health.replica),
+            passes={one.replica: one.opens for one in passes if one.opens},
+        )
+
+    async def ask(reply: type[T], method: str, *args: bytes) -> list[T]:
+        try:
+            answers = await broadcast(method, *args, within_s=ASK_REPLICAS_S)
+        except TimeoutError as error:
+            message = f"not every {service} replica answered within {ASK_REPLICAS_S:.0f} s; ask again"
+            raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
+        for one in answers:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in answers if isinstance(one, reply)]
+
+    return router
+
+
+def sleep_routes(broadcast: Broadcast) -> APIRouter:
+    """The rollout service's sleep and wake-up for all replicas at once. All do it, or the error names who did not."""
+    router = APIRouter(prefix="/replicas", tags=["control"])
+    operator = [Depends(needs_admin)]
+
+    @router.get("/is_sleeping")
+    async def is_sleeping(request: Request) -> SleepReplies:
+        """Which replicas can give memory back, and what they have given."""
+        return await _steer(broadcast, request, "GET", "/is_sleeping")
+
+    @router.post("/sleep", dependencies=operator)
+    async def sleep(
+        request: Request, mode: PauseMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None
+    ) -> SleepReplies:
+        """`/sleep` of every replica."""
+        return await _steer(broadcast, request, "POST", f"/sleep?{request.url.query}")
+
+    @router.post("/wake_up", dependencies=operator)
+    async def wake_up(
+        request: Request,
+        tags: Annotated[list[MemoryPart] | None, Query()] = None,
+        min_weight_version: Annotated[int, Query(ge=0)] = 0,
+    ) -> SleepReplies:
+        """`/wake_up` of every replica."""
+        return await _steer(broadcast, request, "POST", f"/wake_up?{request.url.query}")
+
+    return router
+
+
+async def _steer(broadcast: Broadcast, request: Request, method: str, path: str) -> SleepReplies:
+    now = time.time()
+    end = float(request.headers.get(REQUEST_DEADLINE, now + STEER_REPLICAS_S))
+    try:
+        answers = await broadcast("steer", method, path, end - 2 * _MARGIN_S, within_s=end - now - _MARGIN_S)
+    except TimeoutError as error:
+        message = f"{method} {path}: not every rollout replica answered in time; `trackway status` says which are ready"
+        raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
+    left = end - time.time()
+    # Whoever asked again with so little time left would not learn the reason.
+    return agreed(f"{method} {path}", answers, _ASK_AGAIN_S if left > 4 * _MARGIN_S else left)
+
+
+def agreed(what: str, answers: Sequence[object], ask_again_s: float = _ASK_AGAIN_S) -> SleepReplies:
+    """What all replicas answered; raises the gravest refusal, with every replica's reason."""
+    refusals = [refusal for one in answers if (refusal := _refusal(one))]
+    if not refusals:
+        replies = [one for one in answers if isinstance(one, SleepReply)]
+        return SleepReplies(replicas=sorted(replies, key=lambda one: one.replica))
+    reasons = "; ".join(sorted(f"{one.replica}: {one.error.message}" for one in refusals))
+    message = f"{what} failed on {len(refusals)} of {len(answers)} rollout replicas: {reasons}"
+    gravest = min(refusals, key=lambda one: one.error.retryable).error
+    again = {"retry_after_s": max(0.0, ask_again_s)} if gravest.retryable else {}
+    raise TrackwayError(gravest.code, message, **again)
+
+
+def _refusal(answer: object) -> Refusal | None:
+    """None for a replica that did it; one that died meanwhile is named as Ray names it."""
+    if not isinstance(answer, BaseException):
+        return answer if isinstance(answer, Refusal) else None
+    text = f"{type(answer).__name__}: {answer}"
+    return Refusal(replica="lost", error=ErrorBody(code=ErrorCode.UNAVAILABLE, message=text, retryable=True))
