@@ -6,6 +6,7 @@ has mask 1 and its logprob; observations and template glue have mask 0 and logpr
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from trackway.clients import Deadline
 from trackway.wire.agent import GroupRequest, Limits, Sample
@@ -91,16 +92,17 @@ class Episode:
         return self.user_turns + len(self.turns) + 1
 
     def add_prompt(self, ids: Sequence[int]) -> None:
-        """Start from the rendered prompt.
+        """Start from the rendered prompt, or from what its limits leave of it.
 
         Raises:
-            TrackwayError: `invalid_request` when it is longer than `max_prompt_length`.
+            TrackwayError: `invalid_request` when it is longer than `max_prompt_length` and must not be cut.
         """
-        self.prompt_ids = list(ids)
-        if len(ids) > self.limits.max_prompt_length:
+        limit, side = self.limits.max_prompt_length, self.limits.prompt_truncation
+        self.prompt_ids = list(ids) if side == "error" else cut_prompt(ids, limit, side)
+        if len(self.prompt_ids) > limit:
             message = (
-                f"expected a prompt of at most {self.limits.max_prompt_length} tokens (max_prompt_length), "
-                f"got {len(ids)}; raise the limit or filter the row out"
+                f"expected a prompt of at most {limit} tokens (max_prompt_length), got {len(ids)}; "
+                "raise the limit, filter the row out, or let the prompt be cut (prompt_truncation)"
             )
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
@@ -171,3 +173,11 @@ class Episode:
             timings=self.timings,
             error=self.error,
         )
+
+
+def cut_prompt(ids: Sequence[int], limit: int, side: Literal["left", "right", "middle"]) -> list[int]:
+    """At most `limit` of the ids, cut at a side as verl does; the odd token of a cut in the middle stays at the end."""
+    if len(ids) <= limit:
+        return list(ids)
+    head = {"left": 0, "right": limit, "middle": limit // 2}[side]
+    return [*ids[:head], *ids[len(ids) - (limit - head) :]]

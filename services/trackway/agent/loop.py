@@ -91,7 +91,11 @@ class AgentLoop(ABC):
 
     async def begin(self, episode: Episode, schemas: Sequence[ToolSchema] = ()) -> None:
         """Render the prompt."""
-        episode.add_prompt(await self.services.tokens.prompt(episode.sample.prompt, schemas))
+        ids = await self.services.tokens.prompt(episode.sample.prompt, schemas)
+        episode.add_prompt(ids)
+        if len(episode.prompt_ids) < len(ids):
+            side = episode.limits.prompt_truncation
+            add_incident(Incident.PROMPT_CUT, tokens=len(ids), kept=len(episode.prompt_ids), side=side)
 
     async def generate(self, episode: Episode) -> str:
         """Let the model write one turn and append it; returns the finish reason.

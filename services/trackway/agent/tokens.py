@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import JsonValue
 
 from trackway.chat.offload import offload
-from trackway.chat.templates import template_call
+from trackway.chat.templates import template_message
 from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -53,7 +53,7 @@ class ChatTokens:
 
     async def prompt(self, messages: Sequence[Message], schemas: Sequence[ToolSchema]) -> list[int]:
         """Ids of the conversation so far with the tools' schemas, up to and with the generation prompt."""
-        conversation = json.dumps([_template_message(message) for message in messages])
+        conversation = json.dumps([template_message(message) for message in messages])
         tools = json.dumps([schema.model_dump(mode="json") for schema in schemas])
         return list(await offload(len(conversation) + len(tools), self._prompt, conversation, tools))
 
@@ -127,11 +127,3 @@ class ChatTokens:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-
-
-def _template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates want it: arguments of past tool calls as objects."""
-    plain = message.model_dump(mode="json", exclude_none=True)
-    if message.tool_calls is not None:
-        plain["tool_calls"] = [template_call(call) for call in message.tool_calls]
-    return plain

@@ -1,9 +1,9 @@
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from agent_world import group
 
-from trackway.agent.episode import Episode
+from trackway.agent.episode import Episode, cut_prompt
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, TokenLogprob
 from trackway.wire.trajectory import StopReason, WeightSpan
@@ -25,6 +25,26 @@ def choice(*ids: int, logprobs: int | None = None) -> GenerateChoice:
 def test_the_id_names_run_step_sample_and_rollout() -> None:
     assert episode().id == "run-a/1/7/2"
     assert episode(validation=True).id == "run-a/val1/7/2"
+
+
+@pytest.mark.parametrize(
+    ("side", "limit", "kept"),
+    [
+        ("left", 3, [5, 6, 7]),
+        ("right", 3, [1, 2, 3]),
+        ("middle", 3, [1, 6, 7]),
+        ("middle", 4, [1, 2, 6, 7]),
+        ("left", 1, [7]),
+        ("right", 1, [1]),
+        ("middle", 1, [7]),
+        ("middle", 7, [1, 2, 3, 4, 5, 6, 7]),
+        ("left", 8, [1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_a_prompt_is_cut_at_the_side_that_verl_cuts(
+    side: Literal["left", "right", "middle"], limit: int, kept: list[int]
+) -> None:
+    assert cut_prompt([1, 2, 3, 4, 5, 6, 7], limit, side) == kept
 
 
 @pytest.mark.parametrize(("ids", "logprobs"), [([1, 2, 3], 3), ([1, 2], 1), ([1], 2)])

@@ -1,21 +1,26 @@
 """`trackway data make-tiny | gsm8k`: datasets in verl's row schema."""
 
+import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+from rich.progress import track
 
 from trackway.deploy.commands.options import Json
-from trackway.deploy.console import print_json, stdout
+from trackway.deploy.console import print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from trackway.trainer.data import DatasetSummary
 
+T = TypeVar("T")
+
 app = typer.Typer(no_args_is_help=True, help="Write datasets in verl's row schema.")
 
-
-GSM8K_OUT = Path("data/gsm8k")
+VERL_SPELLING = {"token_normalize_func": lambda name: name.replace("_", "-")}
+"""verl's preprocessing spells its options with `_`."""
 
 
 @app.command("make-tiny")
@@ -32,18 +37,32 @@ def make_tiny(
     _show_dataset(make_tiny(out, train_size, test_size, seed), as_json)
 
 
-@app.command("gsm8k")
+@app.command("gsm8k", context_settings=VERL_SPELLING)
 def gsm8k(
-    local_dataset_path: Annotated[Path, typer.Option(help="Folder of parquet or JSONL: question, answer (#### N).")],
-    out: Annotated[Path, typer.Option("--local-dir", help="Folder for train.parquet and test.parquet.")] = Path(
-        "data/gsm8k"
-    ),
+    out: Annotated[
+        Path, typer.Option("--local-dir", "--local-save-dir", help="Folder for train.parquet and test.parquet.")
+    ] = Path("~/data/gsm8k"),
+    local_dataset_path: Annotated[
+        Path | None,
+        typer.Option(help="Folder of parquet or JSONL: question, answer (#### N). Without it, the Hugging Face hub."),
+    ] = None,
+    copy_to: Annotated[
+        str | None,
+        typer.Option("--hdfs-dir", help="Copy the files there too: hdfs://, s3://, any fsspec URL, or a path."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn GSM8K into rows.  Example: trackway data gsm8k --local-dataset-path ~/gsm8k --local-dir data/gsm8k"""
+    """Turn GSM8K into rows.  Example: trackway data gsm8k --local-dir data/gsm8k --local-dataset-path ~/gsm8k"""
     from trackway.trainer.data import make_gsm8k
 
-    _show_dataset(make_gsm8k(local_dataset_path, out), as_json)
+    hidden = as_json or not stderr.is_terminal
+    if hidden:
+        os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+    def bar(items: Iterable[T], what: str) -> Iterable[T]:
+        return track(items, what, console=stderr, transient=True, disable=hidden)
+
+    _show_dataset(make_gsm8k(local_dataset_path, out, copy_to, bar), as_json)
 
 
 def _show_dataset(summary: "DatasetSummary", as_json: bool) -> None:

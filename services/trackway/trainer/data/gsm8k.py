@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from trackway.trainer.data.records import Record, Rejected, read_records
+from trackway.trainer.data.records import Record, Rejected
 from trackway.trainer.data.rows import ExtraInfo, InteractionKwargs, Split, ToolKwargs, make_row
 from trackway.wire.agent import Sample
 from trackway.wire.chat import Message
@@ -31,10 +30,9 @@ class Gsm8kRows:
     rejected: list[Rejected]
 
 
-def load_gsm8k(files: Iterable[Path], split: Split) -> Gsm8kRows:
-    """The rows of a split's files; a row's index is its place among all records, as it is in the source."""
+def load_gsm8k(records: Iterable[Record | Rejected], split: Split) -> Gsm8kRows:
+    """The rows of a split's records; a row's index is its place among all of them, as it is in the source."""
     loaded = Gsm8kRows(rows=[], rejected=[])
-    records = (record for file in files for record in read_records(file))
     for index, record in enumerate(records):
         row = record if isinstance(record, Rejected) else gsm8k_row(record, split, index)
         if isinstance(row, Rejected):

@@ -1,18 +1,35 @@
 """Dataset folders: `train.parquet` and `test.parquet`, what `data.train_files` and `data.val_files` name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+from trackway.trainer.data.copies import RemoteFolder
 from trackway.trainer.data.gsm8k import Gsm8kRows, load_gsm8k
+from trackway.trainer.data.hub import hub_records
 from trackway.trainer.data.parquet import write_rows
-from trackway.trainer.data.records import SUFFIXES, Rejected
+from trackway.trainer.data.records import SUFFIXES, Record, Rejected, read_records
 from trackway.trainer.data.rows import Split
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 
+T = TypeVar("T")
+
 SPLITS: tuple[Split, ...] = ("train", "test")
+
+
+class Watch(Protocol):
+    """Gives back the items, and may show how many have been taken."""
+
+    def __call__(self, items: Iterable[T], what: str, /) -> Iterable[T]: ...
+
+
+def unwatched(items: Iterable[T], what: str) -> Iterable[T]:
+    """Shows nothing."""
+    return items
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,8 @@ class DatasetSummary:
     """What was written, and which source records were not."""
 
     splits: tuple[SplitSummary, ...]
+    copies: tuple[str, ...] = ()
+    """URLs that the files were copied to."""
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
@@ -41,7 +60,7 @@ class DatasetSummary:
         return tuple(rejected for split in self.splits for rejected in split.rejected)
 
     def __str__(self) -> str:
-        return "\n".join(str(split) for split in self.splits)
+        return "\n".join([*map(str, self.splits), *(f"copied to {url}" for url in self.copies)])
 
 
 def make_tiny(out_dir: Path, train_size: int, test_size: int, seed: int) -> DatasetSummary:
@@ -56,11 +75,21 @@ def make_tiny(out_dir: Path, train_size: int, test_size: int, seed: int) -> Data
     return DatasetSummary(tuple(splits))
 
 
-def make_gsm8k(local_dataset_path: Path, out_dir: Path) -> DatasetSummary:
-    """Write GSM8K from a local copy; both splits are read before either is written."""
-    loaded = {split: _load_split(local_dataset_path, split) for split in SPLITS}
+def make_gsm8k(
+    local_dataset_path: Path | None, out_dir: Path, copy_to: str | None = None, watch: Watch = unwatched
+) -> DatasetSummary:
+    """Write GSM8K from a local copy, or from the Hugging Face hub without one, and copy it to an fsspec URL if given.
+
+    Both splits are read before either is written. Raises TrackwayError.
+    """
+    remote = None if copy_to is None else RemoteFolder(copy_to)
+    sources: Mapping[Split, Iterable[Record | Rejected]] = (
+        hub_records() if local_dataset_path is None else _local_records(local_dataset_path, out_dir)
+    )
+    loaded = {split: _load_split(sources[split], split, watch) for split in SPLITS}
     splits = [_write_split(out_dir, split, loaded[split].rows, loaded[split].rejected) for split in SPLITS]
-    return DatasetSummary(tuple(splits))
+    copies = [] if remote is None else [remote.put(split.path) for split in watch(splits, f"copy to {copy_to}")]
+    return DatasetSummary(tuple(splits), tuple(copies))
 
 
 def find_split_files(local_dataset_path: Path, split: Split) -> list[Path]:
@@ -69,9 +98,10 @@ def find_split_files(local_dataset_path: Path, split: Split) -> list[Path]:
     for place in (folder, folder / "main"):
         formats = [files for suffix in SUFFIXES if (files := _matching(place, split, suffix))]
         if len(formats) > 1:
+            found = " and ".join(files[0].suffix for files in formats)
             raise TrackwayError(
                 ErrorCode.INVALID_REQUEST,
-                f"expected one format for {split} in {place}, got {' and '.join(SUFFIXES)}; keep one",
+                f"expected one format for {split} in {place}, got {found}; keep one",
             )
         if formats:
             return formats[0]
@@ -87,20 +117,34 @@ def _matching(folder: Path, split: Split, suffix: str) -> list[Path]:
     return [path for path in sorted(folder.glob(f"{split}*{suffix}")) if "socratic" not in path.name]
 
 
-def _load_split(local_dataset_path: Path, split: Split) -> Gsm8kRows:
-    files = find_split_files(local_dataset_path, split)
-    loaded = load_gsm8k(files, split)
+def _local_records(folder: Path, out_dir: Path) -> dict[Split, Iterable[Record | Rejected]]:
+    files = {split: find_split_files(folder, split) for split in SPLITS}
+    sources = {path.resolve() for split in SPLITS for path in files[split]}
+    if not sources.isdisjoint(_path(out_dir, split).resolve() for split in SPLITS):
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"expected another folder to write to than that of the source, got {out_dir}; its files would be replaced",
+        )
+    return {split: chain.from_iterable(map(read_records, files[split])) for split in SPLITS}
+
+
+def _load_split(records: Iterable[Record | Rejected], split: Split, watch: Watch) -> Gsm8kRows:
+    loaded = load_gsm8k(watch(records, f"{split} rows"), split)
     if not loaded.rows:
         first = f", the first {loaded.rejected[0]}" if loaded.rejected else ""
         raise TrackwayError(
             ErrorCode.INVALID_REQUEST,
-            f"expected GSM8K records in {', '.join(map(str, files))}, got none; "
+            f"expected GSM8K records of the {split} split, got none; "
             f"{len(loaded.rejected)} were rejected{first}; download the dataset again",
         )
     return loaded
 
 
 def _write_split(out_dir: Path, split: Split, rows: list[Sample], rejected: Sequence[Rejected] = ()) -> SplitSummary:
-    path = out_dir.expanduser() / f"{split}.parquet"
+    path = _path(out_dir, split)
     write_rows(path, rows)
     return SplitSummary(split, path, len(rows), tuple(rejected))
+
+
+def _path(out_dir: Path, split: Split) -> Path:
+    return out_dir.expanduser() / f"{split}.parquet"

@@ -1,18 +1,28 @@
 """Rows as parquet files that verl reads too, and verl's files as rows."""
 
 import os
+from collections.abc import Collection
+from difflib import get_close_matches
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import JsonValue, ValidationError
 
+from trackway.trainer.data.progress import counted
 from trackway.trainer.data.records import Record, Rejected, read_records
 from trackway.trainer.data.rows import from_record, to_record
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+RAW_GSM8K = {"question", "answer"}
+SHAPES = {
+    "prompt": 'prompt as [{"role": "user", "content": "..."}]',
+    "reward_model": 'reward_model as {"style": "rule", "ground_truth": "<text>"}',
+    "extra_info": 'extra_info as {"index": <whole number>, ...}',
+}
+"""How columns are written that files often have in another form."""
 
 
 def write_rows(path: Path, rows: list[Sample]) -> None:
@@ -33,7 +43,7 @@ def write_rows(path: Path, rows: list[Sample]) -> None:
 def read_rows(path: Path) -> list[Sample]:
     """The rows of a parquet or JSONL file in verl's schema; the first one that is not a row is an error."""
     path = path.expanduser()
-    rows = [_to_row(record) for record in read_records(path)]
+    rows = [_to_row(record) for record in counted(read_records(path), f"{path}: rows read")]
     if not rows:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected rows in {path}, the file has none; write it again")
     return rows
@@ -60,22 +70,39 @@ def _to_row(record: Record | Rejected) -> Sample:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{record}; correct the line or remove it")
     _require_columns(record)
     try:
-        return from_record(record.data)
+        row = from_record(record.data)
+        _ = row.index
     except ValidationError as error:
         problem = error.errors()[0]
-        place, reason = ".".join(str(part) for part in problem["loc"]), problem["msg"]
-        raise TrackwayError(
-            ErrorCode.INVALID_REQUEST,
-            f"{record.file}:{record.line}: expected verl's row schema, got {place}: {reason}; correct it",
-        ) from error
+        raise _misshapen(record, ".".join(map(str, problem["loc"])), problem["msg"]) from error
+    except (TypeError, ValueError) as error:
+        raise _misshapen(record, "extra_info.index", str(error)) from error
+    return row
+
+
+def _misshapen(record: Record, place: str, reason: str) -> TrackwayError:
+    shape = SHAPES.get(place.partition(".")[0], "it correctly")
+    return TrackwayError(
+        ErrorCode.INVALID_REQUEST,
+        f"{record.file}:{record.line}: expected verl's row schema, got {place}: {reason}; write {shape}",
+    )
 
 
 def _require_columns(record: Record) -> None:
     missing = [name for name in REQUIRED_COLUMNS if record.data.get(name) is None]
-    if missing:
-        raise TrackwayError(
-            ErrorCode.INVALID_REQUEST,
-            f"{record.file}:{record.line}: expected columns {', '.join(REQUIRED_COLUMNS)}, "
-            f"missing {', '.join(missing)} of {', '.join(record.data)}; "
-            "build the file with `trackway data` or with verl's preprocessing",
-        )
+    if not missing:
+        return
+    raw = record.data.keys() >= RAW_GSM8K
+    build = "`trackway data gsm8k --local-dataset-path <its folder>`" if raw else "`trackway data`"
+    raise TrackwayError(
+        ErrorCode.INVALID_REQUEST,
+        f"{record.file}:{record.line}: expected columns {', '.join(REQUIRED_COLUMNS)}, "
+        f"missing {', '.join(_with_nearest(name, record.data) for name in missing)} of {', '.join(record.data)}; "
+        f"build the file with {build} or with verl's preprocessing",
+    )
+
+
+def _with_nearest(name: str, columns: Collection[str]) -> str:
+    others = [column for column in columns if column not in REQUIRED_COLUMNS]
+    near = get_close_matches(name, others, n=1)
+    return f"{name} (is it {near[0]}? rename it)" if near else name

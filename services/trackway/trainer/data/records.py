@@ -1,4 +1,4 @@
-"""Source files, record by record: parquet or JSON lines; what cannot be read is named by file and line."""
+"""Source files, record by record: parquet, JSON lines or a JSON list; what cannot be read is named by file and line."""
 
 import json
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from pydantic import JsonValue
 
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-SUFFIXES = (".parquet", ".jsonl")
+SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record and where it stands; lines and parquet rows count from 1."""
+    """One record and where it stands; lines, parquet rows and items of a list count from 1."""
 
     file: Path
     line: int
@@ -36,20 +36,25 @@ class Rejected:
 
 
 def read_records(path: Path) -> Iterator[Record | Rejected]:
-    """The records of a file in order; blank lines of JSONL are no records."""
+    """The records of a file in order; blank lines of JSONL are no records. `.json` is JSONL, or one list of objects."""
     if not path.is_file():
+        raise _absent(path)
+    if path.suffix not in SUFFIXES:
         raise TrackwayError(
-            ErrorCode.NOT_FOUND,
-            f"expected a dataset file at {path}, found none; make one with `trackway data` or fix the path",
+            ErrorCode.INVALID_REQUEST,
+            f"expected a file ending in {' or '.join(SUFFIXES)}, got {path}; convert it first",
         )
     if path.suffix == ".parquet":
         return _read_parquet(path)
-    if path.suffix == ".jsonl":
-        return _read_jsonl(path)
-    raise TrackwayError(
-        ErrorCode.INVALID_REQUEST,
-        f"expected a file ending in {' or '.join(SUFFIXES)}, got {path}; convert it first",
-    )
+    return _read_list(path) if _begins_a_list(path) else _read_jsonl(path)
+
+
+def _absent(path: Path) -> TrackwayError:
+    folder = path if path.is_dir() else path.parent
+    files = sorted(file.name for file in folder.glob("*") if file.suffix in SUFFIXES)
+    got = "a folder" if path.is_dir() else "none"
+    remedy = f"{folder} has {', '.join(files)}" if files else "make one with `trackway data`"
+    return TrackwayError(ErrorCode.NOT_FOUND, f"expected a dataset file at {path}, found {got}; {remedy}")
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
@@ -71,11 +76,30 @@ def _read_jsonl(path: Path) -> Iterator[Record | Rejected]:
                 yield _parse_line(path, number, line)
 
 
+def _begins_a_list(path: Path) -> bool:
+    with path.open("rb") as file:
+        return path.suffix == ".json" and file.read(256).lstrip().startswith(b"[")
+
+
+def _read_list(path: Path) -> Iterator[Record | Rejected]:
+    try:
+        items = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST, f"expected JSON in {path}, got a list that does not parse: {error}; correct it"
+        ) from error
+    yield from (_to_record(path, number, item) for number, item in enumerate(items, start=1))
+
+
 def _parse_line(path: Path, number: int, line: bytes) -> Record | Rejected:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
         return Rejected(path, number, f"expected a JSON object, got a line that does not parse: {error}")
+    return _to_record(path, number, data)
+
+
+def _to_record(path: Path, number: int, data: JsonValue) -> Record | Rejected:
     if not isinstance(data, dict):
         return Rejected(path, number, f"expected a JSON object, got {type(data).__name__}")
     return Record(path, number, data)

@@ -1,6 +1,7 @@
 """GSM8K as rows."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pytest
 from pydantic import JsonValue
 
 from trackway.trainer.data.gsm8k import SYSTEM, extract_ground_truth, gsm8k_row, load_gsm8k
-from trackway.trainer.data.records import Record, Rejected
+from trackway.trainer.data.records import Record, Rejected, read_records
 from trackway.wire.agent import Sample
 
 GOOD: dict[str, JsonValue] = {"question": "Six and one?", "answer": "6+1=<<6+1=7>>7\n#### 7"}
@@ -87,7 +88,7 @@ def test_every_line_is_either_a_row_or_rejected(tmp_path: Path) -> None:
         b"\n".join([json.dumps(GOOD).encode(), b"{broken", b"", b"[1]", b"\xff", json.dumps(GOOD).encode()])
     )
 
-    loaded = load_gsm8k([file], "train")
+    loaded = load_gsm8k(read_records(file), "train")
 
     assert [row.index for row in loaded.rows] == [0, 4]
     assert [(rejected.file, rejected.line) for rejected in loaded.rejected] == [
@@ -104,7 +105,7 @@ def test_indexes_run_on_over_the_files_of_a_split(tmp_path: Path) -> None:
     for file in files:
         pq.write_table(pa.Table.from_pylist([GOOD, GOOD]), file)
 
-    loaded = load_gsm8k(files, "train")
+    loaded = load_gsm8k(chain.from_iterable(map(read_records, files)), "train")
 
     assert [row.index for row in loaded.rows] == [0, 1, 2, 3]
     assert loaded.rejected == []
@@ -114,6 +115,6 @@ def test_a_null_in_parquet_is_rejected_by_row_number(tmp_path: Path) -> None:
     file = tmp_path / "test.parquet"
     pq.write_table(pa.Table.from_pylist([GOOD, {"question": "q", "answer": None}]), file)
 
-    loaded = load_gsm8k([file], "test")
+    loaded = load_gsm8k(read_records(file), "test")
 
     assert loaded.rejected == [Rejected(file, 2, "expected text in 'answer', got NoneType")]

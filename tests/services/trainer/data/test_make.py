@@ -1,7 +1,9 @@
 """Dataset folders."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +13,8 @@ from trackway.trainer.data.make import find_split_files, make_gsm8k, make_tiny
 from trackway.trainer.data.parquet import read_rows
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.errors import ErrorCode, TrackwayError
+
+T = TypeVar("T")
 
 GOOD = {"question": "Six and one?", "answer": "#### 7"}
 
@@ -61,6 +65,53 @@ def test_the_summary_in_text_names_each_file_and_each_rejected_record(tmp_path: 
     ]
 
 
+def test_make_gsm8k_copies_what_it_wrote_and_nothing_else(tmp_path: Path) -> None:
+    _write_source(tmp_path, train=[GOOD], test=[GOOD])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+
+    summary = make_gsm8k(tmp_path, tmp_path / "out", copy_to=f"file://{tmp_path}/copy")
+
+    copies = sorted((tmp_path / "copy").iterdir())
+    assert [path.name for path in copies] == ["test.parquet", "train.parquet"]
+    assert [path.read_bytes() for path in copies] == [(tmp_path / "out" / path.name).read_bytes() for path in copies]
+    assert summary.copies == tuple(f"file://{tmp_path}/copy/{split}.parquet" for split in ("train", "test"))
+    assert str(summary).endswith(f"copied to file://{tmp_path}/copy/test.parquet")
+
+
+def test_a_place_that_cannot_be_copied_to_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    _write_source(tmp_path, train=[GOOD], test=[GOOD])
+
+    with pytest.raises(TrackwayError, match="nothing://x"):
+        make_gsm8k(tmp_path, tmp_path / "out", copy_to="nothing://x")
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_is_never_replaced_by_its_rows(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist([GOOD]), tmp_path / f"{split}.parquet")
+
+    with pytest.raises(TrackwayError, match="its files would be replaced"):
+        make_gsm8k(tmp_path, tmp_path / "sub" / "..")
+
+    assert pq.read_table(tmp_path / "train.parquet").column_names == ["question", "answer"]
+
+
+def test_what_takes_long_can_be_watched(tmp_path: Path) -> None:
+    _write_source(tmp_path, train=[GOOD, {"question": "q"}, GOOD], test=[GOOD])
+    seen: list[tuple[str, int]] = []
+
+    def watch(items: Iterable[T], what: str) -> Iterable[T]:
+        taken = list(items)
+        seen.append((what, len(taken)))
+        return taken
+
+    make_gsm8k(tmp_path, tmp_path / "out", copy_to=str(tmp_path / "copy"), watch=watch)
+
+    assert seen == [("train rows", 3), ("test rows", 1), (f"copy to {tmp_path}/copy", 2)]
+
+
 def test_make_gsm8k_writes_nothing_when_a_split_has_no_good_record(tmp_path: Path) -> None:
     _write_source(tmp_path, train=[GOOD], test=[{"question": "q"}])
 
@@ -84,7 +135,7 @@ def test_a_split_in_two_formats_is_refused(tmp_path: Path) -> None:
     _write_source(tmp_path, train=[GOOD], test=[GOOD])
     pq.write_table(pa.Table.from_pylist([GOOD]), tmp_path / "train.parquet")
 
-    with pytest.raises(TrackwayError, match="expected one format for train"):
+    with pytest.raises(TrackwayError, match=r"expected one format for train in .*, got \.parquet and \.jsonl"):
         find_split_files(tmp_path, "train")
 
 

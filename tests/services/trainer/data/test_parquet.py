@@ -1,6 +1,7 @@
 """Rows in parquet files."""
 
 import json
+import logging
 from pathlib import Path
 
 import datasets
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import JsonValue
 
+from trackway.trainer.data import progress
 from trackway.trainer.data.parquet import read_rows, write_rows
 from trackway.trainer.data.rows import ExtraInfo, ToolKwargs, make_row
 from trackway.trainer.data.tiny import make_tiny_rows
@@ -91,22 +93,68 @@ def test_datasets_reads_the_nested_structs_that_were_written(tmp_path: Path) -> 
     assert record["extra_info"]["index"] == 4
 
 
+def test_a_long_reading_says_how_far_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.parquet"
+    write_rows(file, [_row(0, {}), _row(1, {})])
+
+    with caplog.at_level(logging.INFO):
+        read_rows(file)
+        monkeypatch.setattr(progress, "EVERY_S", -1.0)
+        read_rows(file)
+
+    assert caplog.messages == [f"{file}: rows read: 1", f"{file}: rows read: 2"]
+
+
 def test_a_jsonl_file_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(_record(extra_info={"index": 2})) + "\n")
 
     assert [row.index for row in read_rows(tmp_path / "rows.jsonl")] == [2]
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TrackwayError, match=r"no\.parquet, found none") as caught:
-        read_rows(tmp_path / "no.parquet")
+@pytest.mark.parametrize("text", ["[\n  {a},\n  {b}\n]", "{a}\n{b}\n"], ids=["a list", "lines"])
+def test_a_json_file_is_one_list_or_lines(tmp_path: Path, text: str) -> None:
+    a, b = (json.dumps(_record(extra_info={"index": index})) for index in (4, 9))
+    (tmp_path / "rows.json").write_text(text.replace("{a}", a).replace("{b}", b))
 
-    assert caught.value.code is ErrorCode.NOT_FOUND
+    assert [row.index for row in read_rows(tmp_path / "rows.json")] == [4, 9]
+
+
+def test_a_json_list_that_ends_early_or_holds_another_thing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "early.json").write_text(f"[{json.dumps(_record())},")
+    (tmp_path / "other.json").write_text(f"[{json.dumps(_record())}, 7]")
+
+    with pytest.raises(TrackwayError, match=r"expected JSON in .*early\.json, got a list that does not parse"):
+        read_rows(tmp_path / "early.json")
+    with pytest.raises(TrackwayError, match=r"other\.json:2: expected a JSON object, got int"):
+        read_rows(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("rows.parquet", "could not read it"), ("rows.csv", r"expected a file ending in \.parquet or \.jsonl")],
+    [
+        ("data/train.parqet", "data/train.parqet, found none; {data} has test.jsonl, train.parquet"),
+        ("data", "data, found a folder; {data} has test.jsonl, train.parquet"),
+        ("nowhere/train.parquet", "found none; make one with `trackway data`"),
+    ],
+)
+def test_a_file_that_is_not_there_is_met_with_those_that_are(tmp_path: Path, name: str, message: str) -> None:
+    data = tmp_path / "data"
+    write_rows(data / "train.parquet", [_row(0, {})])
+    (data / "test.jsonl").touch()
+    (data / "notes.txt").touch()
+
+    with pytest.raises(TrackwayError) as caught:
+        read_rows(tmp_path / name)
+
+    assert caught.value.code is ErrorCode.NOT_FOUND
+    assert caught.value.message.endswith(message.replace("{data}", str(data)))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("rows.parquet", "could not read it"), ("rows.csv", r"expected a file ending in \.parquet or \.jsonl or \.json")],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("a,b\n")
@@ -120,6 +168,57 @@ def test_missing_columns_are_named_with_those_found(tmp_path: Path) -> None:
 
     with pytest.raises(TrackwayError, match="missing prompt, reward_model of data_source, question"):
         read_rows(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"prompts": [], "data_source": "x", "reward_model": {}},
+            "missing prompt (is it prompts? rename it) of prompts",
+        ),
+        (
+            {"datasource": "x", "prompt": [], "reward": {}},
+            "data_source (is it datasource? rename it), reward_model (is",
+        ),
+        ({"question": "q", "answer": "#### 1"}, "`trackway data gsm8k --local-dataset-path <its folder>`"),
+    ],
+)
+def test_columns_of_other_names_are_met_with_the_name_that_is_meant(
+    tmp_path: Path, columns: dict[str, JsonValue], message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(columns))
+
+    with pytest.raises(TrackwayError) as caught:
+        read_rows(tmp_path / "rows.jsonl")
+
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"prompt": "What is 1+1?"},
+            """got prompt: Input should be a valid list; write prompt as [{"role": "user", "cont""",
+        ),
+        ({"reward_model": "1"}, """; write reward_model as {"style": "rule", "ground_truth": "<text>"}"""),
+        (
+            {"extra_info": {"index": "gsm8k-1"}},
+            "got extra_info.index: invalid literal for int() with base 10: 'gsm8k-1'",
+        ),
+        ({"extra_info": {"index": [1]}}, "got extra_info.index: int() argument must be"),
+    ],
+)
+def test_a_column_of_another_shape_is_met_with_the_shape_that_is_meant(
+    tmp_path: Path, columns: dict[str, JsonValue], message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(_record(**columns)))
+
+    with pytest.raises(TrackwayError) as caught:
+        read_rows(tmp_path / "rows.jsonl")
+
+    assert message in caught.value.message
 
 
 def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path) -> None:

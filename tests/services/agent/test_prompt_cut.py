@@ -1,0 +1,53 @@
+"""A prompt that is longer than its limit, when the limits say to cut it."""
+
+import pytest
+from agent_world import World
+from opentelemetry.sdk.trace import ReadableSpan
+from scripted_model import END
+
+from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import StopReason, Trajectory
+
+ANSWER = "#### 18" + END
+
+
+async def cut(world: World, side: str, limit: int) -> Trajectory:
+    return await world.say(ANSWER, limits__max_prompt_length=limit, limits__prompt_truncation=side, trace=True)
+
+
+def root_of(world: World) -> ReadableSpan:
+    [root] = [span for span in world.spans() if span.parent is None]
+    return root
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("side", "head", "tail"), [("left", 0, 11), ("right", 11, 0), ("middle", 5, 6)])
+async def test_the_model_is_shown_what_is_kept_of_the_prompt(world: World, side: str, head: int, tail: int) -> None:
+    whole = (await world.say(ANSWER)).prompt_ids
+    world.model.begin_again()
+
+    trajectory = await cut(world, side, limit=11)
+
+    assert trajectory.prompt_ids == whole[:head] + whole[len(whole) - tail :]
+    assert world.model.seen()[-1].token_ids == trajectory.prompt_ids
+    assert (trajectory.stop_reason, trajectory.error) == (StopReason.ANSWERED, None)
+    assert trajectory.reward is not None and trajectory.reward.score == 1.0
+
+
+@pytest.mark.anyio
+async def test_a_cut_prompt_is_an_incident_of_the_trajectory_and_of_its_trace(world: World) -> None:
+    trajectory = await cut(world, "middle", limit=11)
+
+    root = root_of(world)
+    [event] = [event for event in root.events if event.name == "prompt_cut"]
+    assert trajectory.incidents == [Incident.PROMPT_CUT]
+    assert dict(event.attributes or {}) == {"tokens": 85, "kept": 11, "side": "middle"}
+    tags = root.attributes or {}
+    assert (tags["mlflow.traceTag.outcome"], tags["mlflow.traceTag.incidents"]) == ("prompt_cut", "prompt_cut")
+
+
+@pytest.mark.anyio
+async def test_a_prompt_within_its_limit_stays_whole_and_is_no_incident(world: World) -> None:
+    trajectory = await cut(world, "left", limit=85)
+
+    assert (len(trajectory.prompt_ids), trajectory.incidents) == (85, [])
