@@ -20,8 +20,8 @@ LOW_VAR_KL_BOUND = 10.0
 def grpo_advantages(scores: Tensor, groups: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """Advantage of each trajectory within its group: (score - mean) / (std + eps), std unbiased.
 
-    scores: [B]; groups: B keys; returns [B]. A group of one keeps its score (mean 0, std 1); a group whose scores are
-    all equal gets exactly 0. Without `norm_by_std` only the mean is taken off (Dr. GRPO). Raises ValueError when
+    scores: [B]; groups: B keys; returns [B]. A group of one has mean 0 and std 1; a group whose scores are all equal
+    gets exactly 0. Without `norm_by_std` only the mean is taken off (Dr. GRPO). Raises ValueError when
     the lengths differ.
     """
     if scores.shape != (len(groups),):
@@ -39,7 +39,7 @@ def grpo_advantages(scores: Tensor, groups: Sequence[str], norm_by_std: bool = T
 
 def _group_advantages(scores: Tensor, norm_by_std: bool, eps: float) -> Tensor:
     if len(scores) == 1:
-        return scores
+        return scores / (1 + eps) if norm_by_std else scores
     # Rounding of the mean, divided by eps, would otherwise give equal scores an advantage of up to 0.01 in float32.
     if scores.min() == scores.max():
         return torch.zeros_like(scores)
@@ -55,11 +55,13 @@ class Aggregation(NamedTuple):
     """Model tokens in the mini-batch."""
     sequences: float
     """Trajectories of the mini-batch that have a model token."""
+    scale: float = 1.0
+    """The fixed length by which seq-mean-token-sum-norm divides every trajectory's sum."""
 
     @classmethod
-    def over(cls, mask: Tensor, mode: str) -> "Aggregation":
+    def over(cls, mask: Tensor, mode: str, scale: float = 1.0) -> "Aggregation":
         """The totals of a mini-batch whose mask is [B, T]."""
-        return cls(mode, float(mask.sum()), float((mask.sum(-1) > 0).sum()))
+        return cls(mode, float(mask.sum()), float((mask.sum(-1) > 0).sum()), scale)
 
 
 def _token_mean(values: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
@@ -74,6 +76,10 @@ def _seq_mean_token_sum(values: Tensor, mask: Tensor, totals: Aggregation) -> Te
     return (values * mask).sum() / totals.sequences
 
 
+def _seq_mean_token_sum_norm(values: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
+    return _seq_mean_token_sum(values, mask, totals) / totals.scale
+
+
 def _seq_mean_token_mean(values: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
     lengths = mask.sum(-1).clamp(min=1)
     return ((values * mask).sum(-1) / lengths).sum() / totals.sequences
@@ -83,6 +89,7 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Aggregation], Tensor]] = {
     "token-mean": _token_mean,
     "token-sum": _token_sum,
     "seq-mean-token-sum": _seq_mean_token_sum,
+    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
     "seq-mean-token-mean": _seq_mean_token_mean,
 }
 
@@ -167,12 +174,30 @@ KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": _k3,
 }
 """Estimators of KL(policy, reference) by name; http://joschu.net/blog/kl-approx.html names k1, k2, k3."""
+STRAIGHT_THROUGH = "+"
+EXACT_KL = "full"
+KL_KINDS = (*KL_PENALTIES, *(kind + STRAIGHT_THROUGH for kind in KL_PENALTIES), EXACT_KL)
 
 
 def kl_penalty(logp: Tensor, ref_logp: Tensor, kind: str) -> Tensor:
-    """The KL estimate of each token, in the shape of `logp`. Raises ValueError on an unknown kind."""
-    check_known("kl_loss_type", kind, KL_PENALTIES)
-    return KL_PENALTIES[kind](logp - ref_logp)
+    """The KL estimate of each token, in the shape of `logp`.
+
+    The expected gradient of k2 alone is that of the KL; a kind with `+` has its own value and k2's gradient. Raises
+    ValueError on an unknown kind, and on `full`, which takes logits (`exact_kl`).
+    """
+    check_known("kl_loss_type of sampled tokens", kind, KL_KINDS[:-1])
+    log_ratio = logp - ref_logp
+    value = KL_PENALTIES[kind.removesuffix(STRAIGHT_THROUGH)](log_ratio)
+    if not kind.endswith(STRAIGHT_THROUGH):
+        return value
+    k2 = _k2(log_ratio)
+    return k2 - k2.detach() + value.detach()
+
+
+def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """KL(softmax(logits), softmax(ref_logits)) over the whole vocabulary: [..., V] -> [...]."""
+    logp, ref_logp = torch.log_softmax(logits, dim=-1), torch.log_softmax(ref_logits, dim=-1)
+    return (logp.exp() * (logp - ref_logp)).sum(-1)
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ differently computed sampling, and a wrong mask or temperature shows in `trainin
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from trackway.trainer import optimizer as adamw
-from trackway.trainer.algorithm import Aggregation, aggregate, grpo_advantages, kl_penalty, policy_loss
+from trackway.trainer.algorithm import EXACT_KL, Aggregation, grpo_advantages
 from trackway.trainer.batch import TrainingBatch, left_out, select
 from trackway.trainer.batch_metrics import batch_metrics, drift_metrics, scores_of
 from trackway.trainer.learner_config import LearnerConfig
+from trackway.trainer.loss import MicroLoss, micro_loss
+from trackway.trainer.offload import Residence
 from trackway.trainer.policy import Policy
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary
@@ -65,14 +67,24 @@ class Learner:
         torch.set_num_threads(config.threads)
         self.config = config
         self.updates = 0
-        self.policy = Policy(config.model_path, config.dtype, config.device, config.gradient_checkpointing)
-        self.reference = Policy(config.model_path, config.dtype, config.device) if config.use_kl_loss else None
+        self.policy = Policy(
+            config.model_path,
+            config.dtype,
+            config.device,
+            gradient_checkpointing=config.gradient_checkpointing,
+            remove_padding=config.remove_padding,
+            offload=config.param_offload,
+        )
+        self.reference = _reference(config) if config.use_kl_loss else None
         self.optimizer = AdamW(
             self.policy.model.parameters(),
             lr=config.lr,
             betas=config.betas,
             weight_decay=config.weight_decay,
             fused=True,
+        )
+        self.moments = Residence(
+            lambda: adamw.state_tensors(self.optimizer), self.policy.device, offload=config.optimizer_offload
         )
         self._shuffler = torch.Generator().manual_seed(config.seed)
 
@@ -94,10 +106,11 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         steps: list[StepOutcome] = []
-        for rows in self._mini_batches(batch):
-            with observe([selection.kept[row] for row in rows.tolist()]) as report:
-                steps.append(self._step(batch.rows(rows)))
-                report({**steps[-1].metrics, "actor/lr": lr})
+        with self.policy.residence.at_hand(), self._exact_reference():
+            for rows in self._mini_batches(batch):
+                with observe([selection.kept[row] for row in rows.tolist()]) as report:
+                    steps.append(self._step(batch.rows(rows)))
+                    report({**steps[-1].metrics, "actor/lr": lr})
         self.updates += 1
         return {
             **batch_metrics(selection, batch),
@@ -127,7 +140,7 @@ class Learner:
         if not rows:
             return result
         kept = [trajectories[row] for row in rows]
-        logprobs = self._logprobs(self.policy, self._batch(kept))
+        logprobs = self._old_logprobs(self._batch(kept))
         for row, trajectory, values in zip(rows, kept, logprobs, strict=True):
             first = len(trajectory.prompt_ids) - 1
             result[row] = values[first : first + len(trajectory.response_ids)].tolist()
@@ -150,6 +163,7 @@ class Learner:
         """
         self.policy.load(folder / "model.safetensors")
         adamw.load_optimizer(self.optimizer, self.policy.model, folder / "optim.safetensors")
+        self.moments.leave()
         progress = load_file(folder / "extra_state.safetensors")
         self.updates = int(progress["updates"])
         self._shuffler.set_state(progress["shuffler"])
@@ -176,10 +190,26 @@ class Learner:
     def _with_references(self, batch: TrainingBatch) -> TrainingBatch:
         """The batch with what stays fixed during the update: recomputed old and reference logprobs, if asked for."""
         if self.config.recompute_old_logprobs:
-            batch = replace(batch, old_logprobs=self._logprobs(self.policy, batch))
-        if self.reference is not None:
-            batch = replace(batch, ref_logprobs=self._logprobs(self.reference, batch))
+            batch = replace(batch, old_logprobs=self._old_logprobs(batch))
+        if self.reference is not None and not self._exact_kl:
+            size = self.config.ref_micro_batch_size or self._log_prob_size
+            batch = replace(batch, ref_logprobs=self.reference.logprobs(batch, self.config.temperature, size))
         return batch
+
+    def _old_logprobs(self, batch: TrainingBatch) -> Tensor:
+        return self.policy.logprobs(batch, self.config.temperature, self._log_prob_size)
+
+    @property
+    def _log_prob_size(self) -> int | None:
+        return self.config.log_prob_micro_batch_size or self.config.micro_batch_size
+
+    @property
+    def _exact_kl(self) -> bool:
+        return self.config.use_kl_loss and self.config.kl_loss_type == EXACT_KL
+
+    def _exact_reference(self) -> AbstractContextManager[None]:
+        """The full KL computes with the reference beside the policy, in each micro-batch."""
+        return self.reference.residence.at_hand() if self.reference is not None and self._exact_kl else nullcontext()
 
     def _drift(self, sampled: TrainingBatch, batch: TrainingBatch, first: StepOutcome) -> dict[str, float]:
         """Trainer against sampler under the weights before the update.
@@ -200,57 +230,36 @@ class Learner:
                 order = torch.randperm(len(batch), generator=self._shuffler)
             yield from order.split(self.config.mini_batch_size or len(batch))
 
-    def _micro_batches(self, batch: TrainingBatch) -> Iterator[tuple[Tensor, TrainingBatch]]:
-        """Row indices and rows on the device, of similar length, so that little padding is computed."""
-        order = torch.argsort(batch.lengths, stable=True)
-        for rows in order.split(self.config.micro_batch_size or len(batch)):
-            yield rows, batch.rows(rows).to(self.policy.device)
-
     def _step(self, mini: TrainingBatch) -> StepOutcome:
-        agg = Aggregation.over(mini.response_mask, self.config.loss_agg_mode)
-        parts: list[dict[str, Tensor]] = []
-        logps: list[Tensor] = []
+        agg = Aggregation.over(mini.response_mask, self.config.loss_agg_mode, self.config.loss_scale_factor)
+        parts: list[MicroLoss] = []
         old_logps: list[Tensor] = []
-        for _, micro in self._micro_batches(mini):
-            loss, part, logp = self._loss(micro, agg)
-            loss.backward()
-            parts.append(part)
-            logps.append(logp)
-            old_logps.append(micro.old_logprobs[micro.response_mask])
-        norm, stepped = adamw.step(self.optimizer, self.policy.model, self.config.clip_grad)
-        metrics = {name: float(sum(part[name] for part in parts)) for name in parts[0]}
+        for _, rows in mini.micro_batches(self.config.micro_batch_size):
+            parts.append(self._backward(rows.to(self.policy.device), agg))
+            old_logps.append(rows.old_logprobs[rows.response_mask])
+        with self.moments.at_hand():
+            norm, stepped = adamw.step(self.optimizer, self.policy.model, self.config.clip_grad)
+        metrics = {name: float(sum(part.metrics[name] for part in parts)) for name in parts[0].metrics}
         metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
-        return StepOutcome(metrics, torch.cat(logps), torch.cat(old_logps))
+        return StepOutcome(metrics, torch.cat([part.logp for part in parts]).cpu(), torch.cat(old_logps))
 
-    def _loss(self, micro: TrainingBatch, agg: Aggregation) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """The micro-batch's share of the mini-batch's loss, of its metrics, and its model tokens' logprobs [N]."""
-        config, mask = self.config, micro.response_mask
-        logp, entropies = self.policy.token_logprobs(micro, config.temperature, config.entropy_coeff != 0.0)
-        pg_loss, stats = policy_loss(
-            logp,
-            micro.old_logprobs,
-            micro.advantages,
-            mask,
-            config.clip_ratio_low,
-            config.clip_ratio_high,
-            config.clip_ratio_c,
-            agg,
-        )
-        entropy = aggregate(entropies, mask, agg)
-        loss = pg_loss - config.entropy_coeff * entropy
-        part = {f"actor/{name}": value for name, value in stats._asdict().items()}
-        part |= {"actor/pg_loss": pg_loss.detach(), "actor/entropy": entropy.detach()}
-        if self.reference is not None:
-            kl_loss = aggregate(kl_penalty(logp, micro.ref_logprobs, config.kl_loss_type), mask, agg)
-            loss = loss + config.kl_loss_coef * kl_loss
-            part["actor/kl_loss"] = kl_loss.detach()
-        return loss, part, logp.detach()[mask]
+    def _backward(self, micro: TrainingBatch, agg: Aggregation) -> MicroLoss:
+        """Adds the micro-batch's gradient; its logits do not outlive the call."""
+        ref_logits = None
+        if self.reference is not None and self._exact_kl:
+            with torch.no_grad():
+                ref_logits = self.reference.logits(micro, self.config.temperature)
+        part = micro_loss(self.config, micro, self.policy.logits(micro, self.config.temperature), ref_logits, agg)
+        part.loss.backward()
+        return part._replace(loss=part.loss.detach())
 
-    def _logprobs(self, policy: Policy, batch: TrainingBatch) -> Tensor:
-        """[B, T - 1] under a policy, without a gradient."""
-        result = torch.zeros_like(batch.old_logprobs)
-        with torch.no_grad():
-            for rows, micro in self._micro_batches(batch):
-                logp = policy.token_logprobs(micro, self.config.temperature).logp
-                result[rows, : logp.shape[1]] = logp.cpu()
-        return result
+
+def _reference(config: LearnerConfig) -> Policy:
+    return Policy(
+        config.model_path,
+        config.dtype,
+        config.device,
+        remove_padding=config.remove_padding,
+        offload=config.ref_param_offload,
+        frozen=True,
+    )

@@ -1,11 +1,12 @@
 """AdamW as safetensors, and its learning rate as a function of the update."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from trackway.trainer.learner_config import LearnerConfig
@@ -27,6 +28,12 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
     done = min(1.0, (update - config.lr_warmup_steps) / length)
     share = 0.5 * (1.0 + math.cos(math.pi * done))
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+
+
+def state_tensors(optimizer: AdamW) -> Iterator[Tensor]:
+    """Step counts and moments, as far as there are any."""
+    for state in optimizer.state.values():
+        yield from state.values()
 
 
 def save_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:

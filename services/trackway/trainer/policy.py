@@ -1,14 +1,15 @@
 """The policy model: loaded from a Hugging Face folder, asked for logprobs, written back as such a folder.
 
-Rows are padded on the right and the model is causal, so padding can never reach an earlier position: no attention mask
-is passed, which keeps attention on the kernel that skips the upper triangle. Vocabulary logits are made only where the
-response mask is set. Parameters are float32 masters (float64 if asked); "bfloat16" means autocast around the forward.
+A batch is computed as one packed row, or as rows padded on the right: the model is causal, so padding can never reach
+an earlier position, and no attention mask is passed, which keeps attention on the kernel that skips the upper triangle.
+Vocabulary logits are made only where the response mask is set. Parameters are float32 masters (float64 if asked);
+"bfloat16" means autocast around the forward.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -17,21 +18,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from trackway.trainer.algorithm import entropy_from_logits
 from trackway.trainer.batch import TrainingBatch
 from trackway.trainer.export import copy_tokenizer, export_model
 from trackway.trainer.learner_config import MASTER_DTYPES
+from trackway.trainer.loss import at_mask, token_logprobs
+from trackway.trainer.offload import Residence
+from trackway.trainer.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-
-
-class TokenLogprobs(NamedTuple):
-    """What the policy says of the predicted tokens under the response mask; zeros elsewhere."""
-
-    logp: Tensor
-    """[B, T - 1]."""
-    entropy: Tensor
-    """[B, T - 1], nats, of the tempered distribution."""
 
 
 def model_folder(path: str) -> Path:
@@ -43,45 +37,75 @@ def model_folder(path: str) -> Path:
 class Policy:
     """A causal language model with the three things a learner does with it: logprobs, state, export.
 
-    `dtype` is a key of MASTER_DTYPES.
+    `dtype` is a key of MASTER_DTYPES. An offloaded model is on the device only inside `residence.at_hand()`; a frozen
+    one has no gradients. `remove_padding` packs the batches of a model that can be packed.
     """
 
     def __init__(
-        self, path: str, dtype: str = "float32", device: str = "cpu", gradient_checkpointing: bool = False
+        self,
+        path: str,
+        dtype: str = "float32",
+        device: str = "cpu",
+        *,
+        gradient_checkpointing: bool = False,
+        remove_padding: bool = False,
+        offload: bool = False,
+        frozen: bool = False,
     ) -> None:
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(path)
         self.dtype = dtype
         self.master_dtype = MASTER_DTYPES[dtype]
         self.device = torch.device(device)
-        self.model = _load_model(self.folder, self.master_dtype, self.device)
+        self.model = _load_model(self.folder, self.master_dtype)
+        self.model.requires_grad_(not frozen)
         self.model.train(gradient_checkpointing)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
+        self.packs = remove_padding and can_pack(self.model)
+        if self.packs:
+            self.model.set_attn_implementation(ATTENTION)
+        self.residence = Residence(self._memory, self.device, offload=offload, frozen=frozen)
+        with self.residence.at_hand():
+            pass
 
-    def token_logprobs(self, batch: TrainingBatch, temperature: float, entropy_grad: bool = False) -> TokenLogprobs:
-        """Logprobs and entropies of softmax(logits / temperature) at the masked positions of a batch on the device."""
-        logits = self._logits(batch.input_ids[:, :-1], batch.response_mask) / temperature
-        targets = batch.input_ids[:, 1:][batch.response_mask]
-        logp = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = entropy_from_logits(logits)
-        return TokenLogprobs(_at(batch.response_mask, logp), _at(batch.response_mask, entropy))
+    def logits(self, batch: TrainingBatch, temperature: float) -> Tensor:
+        """[N, V] in the master dtype: logits / temperature at the N positions of the response mask, row by row."""
+        if not self.packs:
+            return _tempered(self._forward(batch.response_mask, input_ids=batch.input_ids[:, :-1]), temperature)
+        row = PackedRow.of(batch)
+        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids}
+        logits = self._forward(row.response_mask, **inputs, sequence_lengths=row.lengths)
+        row.lengths.check_seen(self.model)
+        return _tempered(logits, temperature)
+
+    def logprobs(self, batch: TrainingBatch, temperature: float, micro_batch_size: int | None) -> Tensor:
+        """[B, T - 1] on the CPU, zeros outside the response mask, without a gradient."""
+        result = torch.zeros_like(batch.old_logprobs)
+        with torch.no_grad(), self.residence.at_hand():
+            for rows, micro in batch.micro_batches(micro_batch_size):
+                on_device = micro.to(self.device)
+                logp = token_logprobs(self.logits(on_device, temperature), on_device)
+                result[rows, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, logp.cpu())
+        return result
 
     def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
         """Logprobs of tokens 1..n-1 of one sequence, each given those before it, at temperature 1."""
         ids = torch.tensor([token_ids], device=self.device)
         everywhere = torch.ones(1, len(token_ids) - 1, dtype=torch.bool, device=self.device)
-        with torch.no_grad():
-            logp = torch.log_softmax(self._logits(ids[:, :-1], everywhere), dim=-1)
+        with torch.no_grad(), self.residence.at_hand():
+            logp = torch.log_softmax(self._forward(everywhere, input_ids=ids[:, :-1]), dim=-1)
         return logp.gather(-1, ids[0, 1:].unsqueeze(-1)).squeeze(-1).tolist()
 
-    def _logits(self, input_ids: Tensor, where: Tensor) -> Tensor:
+    def _forward(self, where: Tensor, **inputs: Tensor | SequenceLengths) -> Tensor:
         """[N, V] in the master dtype: logits of the N positions where `where` [B, T] is True, row by row."""
         autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
         with autocast, _head_only(self.model, where):
-            logits = self.model(input_ids=input_ids, use_cache=False).logits
+            logits = self.model(**inputs, use_cache=False).logits
         return logits.squeeze(0).to(self.master_dtype)
+
+    def _memory(self) -> Iterator[Tensor]:
+        return chain(self.model.parameters(), self.model.buffers())
 
     def tensors(self) -> dict[str, Tensor]:
         """Every weight once, by name: of tied weights, which share memory, only the first name."""
@@ -113,14 +137,17 @@ class Policy:
         copy_tokenizer(self.folder, folder)
 
 
-def _load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Without a copy at temperature 1: logits are the largest tensor of a step."""
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder)
     # Dropout would make the ratio to the sampler's logprobs differ from 1 under equal weights.
     for name in [key for key in config.to_dict() if key.endswith(("dropout", "pdrop"))]:
         setattr(config, name, 0.0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
-    torch.nn.Module.to(model, device)
-    return model
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
 
 
 @contextmanager
@@ -138,7 +165,3 @@ def _head_only(model: PreTrainedModel, where: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _at(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)

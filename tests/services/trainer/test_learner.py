@@ -1,4 +1,4 @@
-"""One update: what it trains on, what it does not depend on, what it reports, how it resumes."""
+"""One update: what it trains on, what it does not depend on, and what it reports."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from trackway.trainer.algorithm import AGGREGATIONS
 from trackway.trainer.learner import EmptyBatchError, Learner, LearnerConfig
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import StopReason, Trajectory
@@ -60,7 +61,7 @@ def loss_config(tiny_model: Path, **changes: object) -> LearnerConfig:
     return LearnerConfig(str(tiny_model), dtype="float64", **{**everything, **changes})  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"])
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 def test_gradients_do_not_depend_on_the_micro_batch_size(
     tiny_model: Path, rollout: Rollout, mode: str, micro_batch_size: int
@@ -108,6 +109,14 @@ def test_metrics_do_not_depend_on_the_micro_batch_size(tiny_model: Path, rollout
     parts = Learner(loss_config(tiny_model, micro_batch_size=5)).update(trajectories)
 
     assert parts == pytest.approx(whole, abs=1e-9)
+
+
+def test_the_entropy_is_logged_as_a_loss_when_it_is_part_of_it(tiny_model: Path, rollout: Rollout):
+    with_bonus = Learner(loss_config(tiny_model)).update(ragged(rollout))
+    without = Learner(loss_config(tiny_model, entropy_coeff=0.0)).update(ragged(rollout))
+
+    assert with_bonus["actor/entropy_loss"] == with_bonus["actor/entropy"] == pytest.approx(without["actor/entropy"])
+    assert "actor/entropy_loss" not in without
 
 
 def test_an_update_makes_the_better_answer_likelier_and_the_worse_one_less_likely(tiny_model: Path, rollout: Rollout):
@@ -272,59 +281,3 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_model: Path, rollo
 
     assert metrics["actor/skipped_steps"] == 1.0
     assert learner.canary() == before
-
-
-@pytest.mark.parametrize(
-    "changes", [{"use_kl_loss": True}, {"shuffle": True, "mini_batch_size": 5, "lr_warmup_steps": 4}]
-)
-def test_a_resumed_learner_goes_on_as_if_uninterrupted(
-    tiny_model: Path, rollout: Rollout, tmp_path: Path, changes: dict[str, bool | int]
-):
-    config = LearnerConfig(str(tiny_model), lr=1e-2, **changes)  # pyright: ignore[reportArgumentType]
-    batches = [ragged(rollout, seed) for seed in range(5)]
-    straight = Learner(config)
-    expected = [straight.update(batch) for batch in batches]
-
-    first = Learner(config)
-    metrics = [first.update(batch) for batch in batches[:3]]
-    first.save(tmp_path)
-    second = Learner(config)
-    second.load(tmp_path)
-    metrics += [second.update(batch) for batch in batches[3:]]
-
-    for resumed, uninterrupted in zip(metrics, expected, strict=True):
-        assert resumed == pytest.approx(uninterrupted, abs=1e-6)
-    assert second.canary() == straight.canary()
-
-
-def test_a_resumed_run_keeps_the_original_reference_when_its_model_path_has_moved_on(
-    tiny_model: Path, rollout: Rollout, tmp_path: Path
-):
-    batch = ragged(rollout)
-    learner = Learner(LearnerConfig(str(tiny_model), lr=1e-2, use_kl_loss=True))
-    learner.update(batch)
-    learner.save(tmp_path / "actor")
-    learner.export(tmp_path / "huggingface")
-
-    resumed = Learner(LearnerConfig(str(tmp_path / "huggingface"), lr=1e-2, use_kl_loss=True))
-    resumed.load(tmp_path / "actor")
-
-    kl = resumed.update(batch)["actor/kl_loss"]
-    assert kl == pytest.approx(learner.update(batch)["actor/kl_loss"], abs=1e-6)
-    assert kl > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"loss_agg_mode": "mean"}, "loss_agg_mode to be one of"),
-        ({"kl_loss_type": "k9"}, "kl_loss_type to be one of"),
-        ({"dtype": "int8"}, "dtype to be one of float32, float64, bfloat16, got 'int8'"),
-        ({"mini_batch_size": 0}, "mini_batch_size to be at least 1, got 0"),
-        ({"clip_ratio_c": 1.0}, "clip_ratio_c above 1"),
-        ({"temperature": 0.0}, "temperature above 0"),
-    ],
-)
-def test_a_wrong_setting_is_refused_by_name(changes: dict[str, object], message: str):
-    with pytest.raises(ValueError, match=message):
-        LearnerConfig("model", **changes)  # pyright: ignore[reportArgumentType]
