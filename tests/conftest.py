@@ -101,3 +101,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a small file system needs the right to mount: {mounted.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def other_environment(tmp_path: Path) -> Path:
+    """The interpreter of a second environment that has all our packages, but says another version of pydantic."""
+    folder = tmp_path / "other"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    [packages] = folder.glob("lib/python3*/site-packages")
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    added = "; ".join(f"site.addsitedir({path!r})" for path in ours)
+    (packages / "ours.pth").write_text(f"import site; {added}\n")
+    metadata = packages / "pydantic-2.0.1.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: pydantic\nVersion: 2.0.1\n")
+    return folder / "bin" / "python"

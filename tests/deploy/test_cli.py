@@ -18,6 +18,7 @@ def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     [
         (["status"], "nothing runs for outputs; start it with `trackway up`"),
         (["train", "data.trian_batch_size=4"], "unknown key 'data.trian_batch_size'"),
+        (["config", "explain", "data.trian_batch_size"], "unknown key 'data.trian_batch_size': did you mean"),
         (["train", "--config", "nowhere.yaml"], "expected a file nowhere.yaml"),
         (["up", "--model-path", "nowhere"], "model not found: nowhere/config.json"),
         (["up", "--config", "nowhere.yaml"], "Ray Serve config not found: nowhere.yaml"),
@@ -38,6 +39,39 @@ def test_a_mistake_is_one_line_with_exit_status_2(words: list[str], expected: st
 
 @pytest.mark.slow
 def test_help_has_an_example_for_every_command(tmp_path: Path) -> None:
-    for command in (["up"], ["down"], ["status"], ["scale"], ["train"], ["demo"], ["ui"], ["traces", "list"]):
+    for command in (
+        ["up"],
+        ["down"],
+        ["status"],
+        ["scale"],
+        ["train"],
+        ["demo"],
+        ["ui"],
+        ["traces", "list"],
+        ["config", "explain"],
+    ):
         result = trackway(*command, "--help", cwd=tmp_path)
         assert (result.returncode, "Example: trackway" in " ".join(result.stdout.split())) == (0, True), command
+
+
+@pytest.mark.slow
+def test_a_key_is_explained_with_what_a_preset_says_of_it(tmp_path: Path) -> None:
+    told = trackway("config", "explain", "data.train_batch_size", "--config-name", "tiny_demo", cwd=tmp_path).stdout
+
+    assert [" ".join(line.split()) for line in told.splitlines()] == [
+        "",
+        "key data.train_batch_size",
+        "default 1024",
+        "meaning Prompts per step, each of which gets `rollout.n` rollouts.",
+        "source verl's; 12 in tiny_demo",
+    ]
+
+
+@pytest.mark.slow
+def test_a_dry_run_on_running_services_needs_none(tmp_path: Path) -> None:
+    told = trackway("train", "--dry-run", "trainer.total_training_steps=7", cwd=tmp_path)
+
+    assert told.returncode == 0
+    assert {"steps 7 in all", "rollout as the running services are"} <= {
+        " ".join(line.split()) for line in told.stdout.splitlines()
+    }

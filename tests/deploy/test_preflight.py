@@ -9,10 +9,8 @@ import pytest
 
 from trackway.deploy import preflight
 from trackway.deploy.errors import UserError
-from trackway.deploy.interpreters import compare
 from trackway.deploy.processes import ProcessRecord
 from trackway.deploy.settings import Deployment, UpSettings
-from trackway.serving.app import process_health
 
 
 def settings(tmp_path: Path, **given: object) -> UpSettings:
@@ -59,12 +57,3 @@ def test_a_running_deployment_is_not_started_twice(tmp_path: Path) -> None:
     assert Deployment.path(tmp_path / "out").stat().st_mode & 0o077 == 0
     with pytest.raises(UserError, match="run already at http://here; stop them with `trackway down`"):
         preflight.check(settings(tmp_path))
-
-
-def test_a_replica_on_another_python_or_package_is_named_with_both_sides() -> None:
-    here = process_health("launcher", "here")
-    there = here.model_copy(update={"executable": "/usr/bin/python3", "versions": {**here.versions, "ray": "2.50.0"}})
-    difference = compare(here, there)
-    assert compare(here, here) == ""
-    assert f"expected {here.executable} ({here.python}), got /usr/bin/python3 ({here.python})" in difference
-    assert f"ray: expected {here.versions['ray']}, got 2.50.0" in difference

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.deploy.train import check_backends_here, trace_losses
+from trackway.deploy.train import check_backends_here, localised, refusals, trace_losses
 from trackway.trainer.config import compose
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunInfo, RunState, TraceSummary
@@ -65,3 +65,36 @@ def test_a_demo_brings_its_own_mlflow(monkeypatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
     check_backends_here(compose([], config_name="tiny_demo"))
+
+
+def test_every_path_of_this_machine_is_made_whole_and_names_of_other_places_stay(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    Path("model").mkdir()
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    words = ["data.train_files=[a.parquet,'~/b.parquet']", "data.val_files='s3://bucket/c.parquet'"]
+    words += [f"{turns}.tool_config_path=tools.yaml", "trainer.resume_from_path=run/global_step_3"]
+
+    here = localised(compose([*words, "actor_rollout_ref.model.path=model"]))
+    hub = localised(compose(["actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct"]))
+
+    assert here.data.train_files == [f"{tmp_path}/a.parquet", "/home/me/b.parquet"]
+    assert here.data.val_files == ["s3://bucket/c.parquet"]
+    assert here.actor_rollout_ref.rollout.multi_turn.tool_config_path == f"{tmp_path}/tools.yaml"
+    assert here.trainer.resume_from_path == f"{tmp_path}/run/global_step_3"
+    assert here.actor_rollout_ref.model.path == f"{tmp_path}/model"
+    assert hub.actor_rollout_ref.model.path == "Qwen/Qwen2.5-3B-Instruct"
+
+
+def test_all_that_would_be_refused_is_told_at_once(monkeypatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_ENTITY", raising=False)
+    words = ["data.train_files=nowhere.parquet", f"{TRACE}.backend=weave"]
+
+    told = refusals(compose(words))
+
+    assert [one.partition(":")[0] for one in told] == [
+        "expected a value for actor_rollout_ref.model.path, got none; a run needs a model and rows",
+        "data.train_files",
+        "actor_rollout_ref.rollout.trace.project_name",
+    ]

@@ -10,7 +10,10 @@ from trackway.deploy.errors import UserError
 from trackway.deploy.settings import SPOOL, Deployment
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
+from trackway.trainer.runs import runnable
 from trackway.trainer.trace_check import require, weave_project
+from trackway.trainer.tracking import check_loggers
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import TraceBackend
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 
@@ -23,11 +26,49 @@ STOP_DEADLINE_S = 180.0
 
 def start_run(deployment: Deployment, config: RunConfig, name: str | None = None) -> RunInfo:
     """Start a run and return at once; raises TrackwayError (a run is active, the name is taken)."""
-    if config.trackway.mlflow_uri is None:
-        own = config.trackway.model_copy(update={"mlflow_uri": deployment.mlflow_uri})
-        config = config.model_copy(update={"trackway": own})
     request = RunRequest(config=config.model_dump(mode="json"), run=name)
     return run(_client(deployment).start(request))
+
+
+def localised(config: RunConfig) -> RunConfig:
+    """The configuration with every path of this machine made whole: services and learner work in other folders."""
+    tree = config.model_dump(mode="json")
+    data, trainer, policy = tree["data"], tree["trainer"], tree["actor_rollout_ref"]
+    turns, model = policy["rollout"]["multi_turn"], policy["model"]
+    for name in ("train_files", "val_files"):
+        data[name] = [_whole_path(file) for file in data[name]]
+    for place, name in ((turns, "tool_config_path"), (turns, "function_tool_path"), (trainer, "resume_from_path")):
+        place[name] = place[name] and _whole_path(place[name])
+    if model["path"] and Path(model["path"]).expanduser().is_dir():  # any other name is a Hub id
+        model["path"] = _whole_path(model["path"])
+    return RunConfig.model_validate(tree)
+
+
+def refusals(config: RunConfig) -> list[str]:
+    """Why services started from this environment would refuse the run; empty when they would not."""
+    reasons = []
+    for check in (runnable, _check_files, _check_loggers, check_backends_here):
+        try:
+            check(config)
+        except TrackwayError as error:
+            reasons.append(error.message)
+    return reasons
+
+
+def _check_files(config: RunConfig) -> None:
+    for key in ("train_files", "val_files"):
+        for file in getattr(config.data, key):
+            if "://" not in file and not Path(file).is_file():
+                message = f"data.{key}: expected a file, got {file}; `trackway data` writes such files"
+                raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+
+
+def _check_loggers(config: RunConfig) -> None:
+    check_loggers(config, "that of the start")  # which brings an MLflow of its own
+
+
+def _whole_path(path: str) -> str:
+    return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
 def check_backends_here(config: RunConfig) -> None:

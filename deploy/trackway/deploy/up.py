@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from trackway.clients.token import authorization, token_or_environments
 from trackway.deploy import mlflow_server, preflight, processes, ray_cluster, serve_config
 from trackway.deploy.access import address_of, check_access, host_of
+from trackway.deploy.engine_python import check_engine_python
 from trackway.deploy.errors import UserError
 from trackway.deploy.interpreters import check_interpreters
 from trackway.deploy.processes import ProcessRecord
@@ -25,14 +27,15 @@ Report = Callable[[str, str], None]
 _POLL_S = 0.3
 
 
-def bring_up(settings: UpSettings, report: Report) -> Deployment:
-    """Start everything and wait until it works.
+def bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None = None) -> Deployment:
+    """Start everything and wait until it works; `config` takes the place of the settings' Serve config.
 
     Raises:
         UserError: something is missing, taken or broken; nothing is left running.
     """
     preflight.check(settings)
-    config = serve_config.load(settings.config)
+    config = serve_config.load(settings.config) if config is None else config
+    check_engine_python(serve_config.args_of(config, "rollout"))
     settings = settings.model_copy(update={"outputs": settings.outputs.resolve()})
     check_access(_completed(config, settings, "", 0, ""))
     deployment = _launch(settings, config)
@@ -182,10 +185,18 @@ def _answers(url: str, headers: dict[str, str] | None = None) -> bool:
         return False
 
 
-def load_running(outputs: Path) -> Deployment:
-    """The deployment of an outputs folder; raises UserError when nothing runs."""
+def find_running(outputs: Path) -> Deployment | None:
+    """The deployment of an outputs folder; None when nothing runs."""
     deployment = Deployment.load(outputs.resolve())
     if deployment is None or not any(process.find() for process in deployment.processes):
-        raise UserError(f"nothing runs for {outputs}; start it with `trackway up` (or give --outputs)")
+        return None
     os.environ.setdefault("NO_PROXY", "127.0.0.1,localhost")
+    return deployment
+
+
+def load_running(outputs: Path) -> Deployment:
+    """As `find_running`; raises UserError when nothing runs."""
+    deployment = find_running(outputs)
+    if deployment is None:
+        raise UserError(f"nothing runs for {outputs}; start it with `trackway up` (or give --outputs)")
     return deployment

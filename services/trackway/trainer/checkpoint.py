@@ -1,9 +1,9 @@
 """Checkpoints in verl's layout; a crash at any moment leaves the newest complete one to be found.
 
-<root>/global_step_<N>/actor/            Learner.save
-                       huggingface/      Learner.export: usable by any engine
-                       state.json        the loop's state: position in the data, counters
-<root>/latest_checkpointed_iteration.txt N, written last
+<root>/global_step_<N>/actor/              Learner.save
+                       actor/huggingface/  Learner.export: usable by transformers and any engine
+                       state.json          the loop's state: position in the data, counters
+<root>/latest_checkpointed_iteration.txt   N, written last
 
 A checkpoint is made in a hidden folder and renamed when everything in it is on the disk, so a folder that is called
 `global_step_<N>` is complete.
@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 from pydantic import JsonValue
+
+from trackway.trainer.config import RunConfig
+from trackway.wire.errors import ErrorCode, TrackwayError
 
 LATEST = "latest_checkpointed_iteration.txt"
 PREFIX = "global_step_"
@@ -41,15 +44,15 @@ def save_checkpoint(
     _clear(root, MAKING)
     making = root / f"{MAKING}{PREFIX}{step}"
     learner.save(making / "actor")
-    learner.export(making / "huggingface")
+    learner.export(making / "actor" / "huggingface")
     (making / "state.json").write_text(json.dumps(state))
     _sync(making)
     folder = root / f"{PREFIX}{step}"
     _put(making, folder)
     _write_latest(root, step)
-    _clear(root, REPLACED)
     if keep is not None:
         _prune(root, step, keep)
+    _clear(root, REPLACED)
     return folder
 
 
@@ -65,6 +68,24 @@ def find_latest(root: Path) -> Path | None:
     return root / f"{PREFIX}{steps[-1]}" if steps else None
 
 
+def named_checkpoint(config: RunConfig) -> Path | None:
+    """The checkpoint of `trainer.resume_from_path`; None unless `resume_mode` asks for it.
+
+    Raises TrackwayError(INVALID_REQUEST) when the key is missing or names no checkpoint.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode != "resume_path":
+        return None
+    if not trainer.resume_from_path:
+        raise _refused("expected .../global_step_<n> with trainer.resume_mode=resume_path, got nothing")
+    path = Path(trainer.resume_from_path).expanduser()
+    if (path / "state.json").is_file():
+        return path
+    near = sorted(one.name for place in (path, path.parent) for one in place.glob(f"{PREFIX}*") if one.is_dir())
+    found = f"; near it are {', '.join(near)}" if near else ""
+    raise _refused(f"expected a checkpoint, .../global_step_<n> with a state.json, got {path}{found}")
+
+
 def load_checkpoint(path: Path, learner: Checkpointable) -> dict[str, JsonValue]:
     """Puts the learner back to a checkpoint folder and returns the loop's state.
 
@@ -78,12 +99,16 @@ def load_checkpoint(path: Path, learner: Checkpointable) -> dict[str, JsonValue]
     return json.loads((path / "state.json").read_text())
 
 
+def _refused(reason: str) -> TrackwayError:
+    return TrackwayError(
+        ErrorCode.INVALID_REQUEST, f"trainer.resume_from_path: {reason}", key="trainer.resume_from_path"
+    )
+
+
 def _put(making: Path, folder: Path) -> None:
     """Renames into place; an older checkpoint of the same step stays findable until then."""
     if folder.exists():
-        replaced = folder.with_name(f"{REPLACED}{folder.name}")
-        shutil.rmtree(replaced, ignore_errors=True)
-        folder.rename(replaced)
+        _set_aside(folder)
     making.rename(folder)
     _sync_one(folder.parent)
 
@@ -104,7 +129,14 @@ def _steps(root: Path) -> list[int]:
 def _prune(root: Path, latest: int, keep: int) -> None:
     others = [step for step in _steps(root) if step != latest]
     for step in others[: max(0, len(others) - (keep - 1))]:
-        shutil.rmtree(root / f"{PREFIX}{step}")
+        _set_aside(root / f"{PREFIX}{step}")
+
+
+def _set_aside(folder: Path) -> None:
+    """To be removed: half of it must not go by its name."""
+    aside = folder.with_name(f"{REPLACED}{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
 
 
 def _clear(root: Path, prefix: str) -> None:

@@ -8,11 +8,12 @@ async def fit(run: Training) -> RunState:
     """Train until the last step or until a stop is requested; either way the newest step is saved.
 
     For each step: draw prompts, let the agents roll each one out n times under the newest weights, compare each rollout
-    with its group, move the policy, and publish it.
+    with its group, move the policy, and publish it. Engines on the learner's GPUs sleep while it computes.
     """
     version = await run.publish()
-    if run.step == 0 and run.plan.val_before_train:
-        with run.traces.step(0):
+    await run.wake_up(version)  # a run that was killed left them asleep
+    if run.first_validation_is_due:
+        with run.traces.step(run.step):
             metrics = await run.validate(version)
         await run.log(metrics)
     try:
@@ -20,8 +21,10 @@ async def fit(run: Training) -> RunState:
             with run.one_step():
                 batch = run.next_batch()
                 trajectories = await run.rollout(batch, version)
+                await run.sleep()
                 metrics = await run.update(trajectories, version)
                 version = await run.publish()
+                await run.wake_up(version, metrics)
                 if run.validation_is_due:
                     metrics |= await run.validate(version)
                 if run.checkpoint_is_due:

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import torch
 
+from trackway.trainer.colocation import Sharing
 from trackway.trainer.config import RunConfig
+from trackway.trainer.config.policy import OptimConfig
 from trackway.trainer.learner_config import LearnerConfig
+from trackway.trainer.plan import Plan
 from trackway.trainer.rollouts import Ask, Patience
 from trackway.trainer.trace_check import weave_project
-from trackway.trainer.training import Plan
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
@@ -17,14 +19,15 @@ from trackway.wire.tracing import TraceTarget
 def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
     """The learner's settings over a run of `total_steps`; verl counts prompts where the learner counts trajectories."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    rollout = config.actor_rollout_ref.rollout
+    rollout, ref = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
+    device = _device(config.trackway.device)
     mini_batch = actor.ppo_mini_batch_size * rollout.n
     return LearnerConfig(
         model_path=model.path or "",
         lr=actor.optim.lr,
         betas=actor.optim.betas,
         weight_decay=actor.optim.weight_decay,
-        lr_warmup_steps=max(0, actor.optim.lr_warmup_steps),
+        lr_warmup_steps=_warm_up(actor.optim, total_steps),
         lr_scheduler_type=actor.optim.lr_scheduler_type,
         total_updates=total_steps,
         min_lr_ratio=actor.optim.min_lr_ratio,
@@ -33,6 +36,7 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
         clip_ratio_c=actor.clip_ratio_c,
         loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor or float(config.data.max_response_length),
         entropy_coeff=actor.entropy_coeff,
         use_kl_loss=actor.use_kl_loss,
         kl_loss_coef=actor.kl_loss_coef,
@@ -40,16 +44,26 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         ppo_epochs=actor.ppo_epochs,
         mini_batch_size=mini_batch,
         micro_batch_size=min(mini_batch, actor.ppo_micro_batch_size_per_gpu or mini_batch),
+        log_prob_micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
+        ref_micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
+        remove_padding=model.use_remove_padding,
+        param_offload=actor.fsdp_config.param_offload,
+        optimizer_offload=actor.fsdp_config.optimizer_offload,
+        ref_param_offload=ref.fsdp_config.param_offload,
         temperature=rollout.temperature,
         shuffle=actor.shuffle,
         recompute_old_logprobs=not config.algorithm.rollout_correction.bypass_mode,
         norm_adv_by_std=config.algorithm.norm_adv_by_std_in_grpo,
-        dtype=config.trackway.dtype,
-        device=_device(config.trackway.device),
+        dtype=_dtype(config.trackway.dtype, device),
+        device=device,
         threads=config.trackway.threads,
         seed=config.trackway.seed,
         gradient_checkpointing=model.enable_gradient_checkpointing,
     )
+
+
+def _warm_up(optim: OptimConfig, total_steps: int) -> int:
+    return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * total_steps)
 
 
 def plan(config: RunConfig, steps_per_epoch: int) -> Plan:
@@ -68,6 +82,8 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Plan:
         rollouts=config.actor_rollout_ref.rollout.n,
         validation_n=config.actor_rollout_ref.rollout.val_kwargs.n,
         max_staleness=config.trackway.max_staleness,
+        max_prompt_length=config.data.max_prompt_length,
+        gpus=max(1, (trainer.n_gpus_per_node or 0) * (trainer.nnodes or 1)),
     )
 
 
@@ -100,6 +116,7 @@ def training_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
     )
     limits = Limits(
         max_prompt_length=data.max_prompt_length,
+        prompt_truncation=data.truncation,
         max_response_length=data.max_response_length,
         max_assistant_turns=turns.max_assistant_turns,
         max_parallel_calls=turns.max_parallel_calls,
@@ -115,7 +132,7 @@ def training_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
         n=rollout.n,
         sampling_params=sampling,
         limits=limits,
-        default_agent="tool_agent" if turns.enable else rollout.agent.default_agent_loop,
+        default_agent=config.default_agent,
         tools=config.trackway.tools,
         trace_target=target,
     )
@@ -141,7 +158,20 @@ def patience(config: RunConfig) -> Patience:
     return Patience(own.group_attempts, own.group_timeout_s, own.max_inflight_groups)
 
 
+def sharing(config: RunConfig) -> Sharing:
+    """Whether and how rollout engines leave their GPUs to the learner."""
+    rollout = config.actor_rollout_ref.rollout
+    staged = rollout.multi_stage_wake_up is not False
+    return Sharing(rollout.free_cache_engine, staged, config.trackway.sleep_timeout_s)
+
+
 def _device(wanted: str) -> str:
     if wanted != "auto":
         return wanted
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(wanted: str, device: str) -> str:
+    if wanted != "auto":
+        return wanted
+    return "float32" if device == "cpu" else "bfloat16"

@@ -5,7 +5,7 @@ The learner adds its own (`actor/*`, `critic/*`, lengths, turns and tokens).
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trackway.trainer.tool_metrics import tool_metrics
@@ -15,6 +15,10 @@ from trackway.wire.trajectory import Trajectory
 Metrics = dict[str, float]
 
 _TIMED = ("generate_sequences", "tool_calls", "compute_score")
+_PER_TOKEN = {"gen", "ref", "adv", "update_actor"}
+_OFF_POLICY = "training/off_policy/trajectory"
+_SAME = {"response_length/": "response_length_non_aborted/", "num_turns/": "training/num_turns/"}
+"""None that was aborted is in a batch, so both lengths are the same."""
 
 
 class Clock:
@@ -81,41 +85,37 @@ def calls_executed(trajectory: Trajectory) -> int:
     return sum(turn.calls_executed for turn in trajectory.turns)
 
 
-def throughput(metrics: Metrics) -> Metrics:
-    """Seconds of the step and tokens per second of the one learner process, from the step's own metrics."""
-    seconds, tokens = metrics.get("timing_s/step"), metrics.get("perf/total_num_tokens")
-    if not seconds or tokens is None:
-        return {}
-    return {"perf/time_per_step": seconds, "perf/throughput": tokens / seconds}
+def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: int) -> Metrics:
+    """How old the weights were that the trained trajectories come from, and how many prompts are as long as allowed.
 
-
-def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
-    """`val-core/<data_source>/{acc,reward}/mean@n` over the trajectories that did not fail.
-
-    acc is the reward's component of that name, or the score when the scorer gives none. `val-aux/tools/*` is over all.
+    The newest version that wrote in a trajectory is `trajectory_staleness` behind `version`, the oldest
+    `trajectory_staleness_worst`; `trajectory_spans` is how many versions it spans.
     """
-    metrics: Metrics = {}
-    sources: dict[str, list[Trajectory]] = defaultdict(list)
-    for one in trajectories:
-        if one.error is None:
-            sources[one.data_source].append(one)
-    for source, members in sources.items():
-        metrics[f"val-core/{source}/acc/mean@{n}"] = _mean(members, _accuracy)
-        metrics[f"val-core/{source}/reward/mean@{n}"] = _mean(members, score)
-    metrics |= spread("val-aux/num_turns", [float(one.num_turns) for one in trajectories if one.error is None])
-    metrics["val-aux/failed_trajectories"] = float(sum(one.error is not None for one in trajectories))
-    return metrics | tool_metrics(trajectories, "val-aux/tools")
+    versions = [[span.version for span in one.weight_versions] or [version] for one in used]
+    full = [len(one.prompt_ids) >= max_prompt_length for one in used]
+    return {
+        **spread(f"{_OFF_POLICY}_spans", [float(max(each) - min(each) + 1) for each in versions]),
+        **spread(f"{_OFF_POLICY}_staleness", [float(version - max(each)) for each in versions]),
+        **spread(f"{_OFF_POLICY}_staleness_worst", [float(version - min(each)) for each in versions]),
+        "prompt_length/clip_ratio": sum(full) / len(full),
+    }
+
+
+def derived_metrics(metrics: Metrics, gpus: int = 1) -> Metrics:
+    """What follows from a row's own metrics: rates, and other names under which verl's releases log the same."""
+    found: Metrics = {}
+    for name, other in _SAME.items():
+        found |= {other + key.removeprefix(name): value for key, value in metrics.items() if key.startswith(name)}
+    seconds, tokens = metrics.get("timing_s/step"), metrics.get("perf/total_num_tokens")
+    if not seconds or not tokens:
+        return found
+    responses = metrics["response_length/mean"] * metrics["training/trajectories"]
+    for activity in _PER_TOKEN & {name.removeprefix("timing_s/") for name in metrics}:
+        among = responses if activity == "gen" else tokens
+        found[f"timing_per_token_ms/{activity}"] = metrics[f"timing_s/{activity}"] * 1000 / among
+    return found | {"perf/time_per_step": seconds, "perf/throughput": tokens / (seconds * gpus)}
 
 
 def score(trajectory: Trajectory) -> float:
     """The reward's score; 0 for a trajectory that was not scored."""
     return 0.0 if trajectory.reward is None else trajectory.reward.score
-
-
-def _accuracy(trajectory: Trajectory) -> float:
-    components = trajectory.reward.components if trajectory.reward else {}
-    return components.get("acc", score(trajectory))
-
-
-def _mean(members: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> float:
-    return sum(value(one) for one in members) / len(members)

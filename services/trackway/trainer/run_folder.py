@@ -4,6 +4,7 @@
     services.json   URLs of the services                metrics.jsonl   one MetricsRow per line
     worker.pid      the process that trains             worker.log      its output and traceback
     checkpoints/    to resume from                      trajectories/   step_<n>.parquet, val_step_<n>.parquet
+    wandb/          what W&B keeps here                 tensorboard/    event files
 
 Every file is replaced whole (`metrics.jsonl` is appended to). state.json has one writer at a time: the run's process
 while it lives, else the service. RUN_TRANSITIONS says which state may follow which.
@@ -114,13 +115,12 @@ class RunFolder:
     def rewind(self, row: MetricsRow | None) -> None:
         """Make `row`, the newest one of a checkpoint, the last one; None removes all rows.
 
-        The row is added when it was lost: a checkpoint is written before its step's row.
+        A row that was lost is added, if it says anything: a checkpoint is written before its step's row.
         """
-        kept = [] if row is None else [*(old for old in self.rows() if old.step < row.step), self._row_of(row)]
+        kept = [] if row is None else [old for old in self.rows() if old.step <= row.step]
+        if row is not None and row.data and all(old.step != row.step for old in kept):
+            kept.append(row)
         self._replace("metrics.jsonl", "".join(one.model_dump_json() + "\n" for one in kept))
-
-    def _row_of(self, row: MetricsRow) -> MetricsRow:
-        return next((old for old in self.rows() if old.step == row.step), row)
 
     def write_pid(self, pid: int) -> None:
         """Remember which process trains."""

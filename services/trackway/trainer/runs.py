@@ -22,10 +22,12 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from trackway.tracing import TracingSettings
+from trackway.trainer.checkpoint import named_checkpoint
 from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.settings import ServiceUrls, handed_over
 from trackway.trainer.trace_check import check_backends
+from trackway.trainer.tracking import check_loggers
 from trackway.trainer.worker import EXIT_FAILED
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunRequest, RunState
@@ -69,10 +71,12 @@ class Runs:
     async def start(self, request: RunRequest) -> RunInfo:
         """Begin a new run; CONFLICT while another is active or when the name is taken.
 
-        INVALID_REQUEST when a service cannot send traces to where the run wants them.
+        INVALID_REQUEST when it names a checkpoint that is not there, a logger that cannot log, or a backend of traces
+        that a service cannot send to.
         """
         config = runnable(resolve(request.config))
-        await check_backends(config, self._services.traced, self._tracing, self._token)
+        named_checkpoint(config)
+        await self._check_tracking(config)
         folder = self._folder(request.run or config.trainer.experiment_name)
         async with self._lock:
             self._require_idle()
@@ -83,7 +87,7 @@ class Runs:
     async def resume(self, name: str) -> RunInfo:
         """Go on from the run's last checkpoint; CONFLICT unless it is stopped or failed."""
         folder = self._existing(name)
-        await check_backends(folder.config(), self._services.traced, self._tracing, self._token)
+        await self._check_tracking(folder.config())
         async with self._lock:
             self._require_idle()
             await self._gone(name)
@@ -146,6 +150,10 @@ class Runs:
             name, active = next(iter(self._active.items()))
             self._ask_to_stop(active)
             await self._gone(name)
+
+    async def _check_tracking(self, config: RunConfig) -> None:
+        check_loggers(config, self._tracing.mlflow_uri)
+        await check_backends(config, self._services.traced, self._tracing, self._token)
 
     async def _spawn(self, folder: RunFolder) -> _Active:
         variables = {"OMP_NUM_THREADS": str(folder.config().trackway.threads), "TOKENIZERS_PARALLELISM": "false"}

@@ -6,7 +6,10 @@ from pydantic import BaseModel, Field, SecretStr
 
 from trackway.clients.token import TOKEN
 from trackway.serving import ServiceSettings
+from trackway.serving.installation import REMEDY, difference, installation
 from trackway.tracing import TracingSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Installation
 
 
 class ServiceUrls(BaseModel):
@@ -57,19 +60,31 @@ class TrainerSettings(ServiceSettings):
 
 
 _TRACING = "TRACKWAY_WORKER_TRACING"
+_INSTALLATION = "TRACKWAY_WORKER_INSTALLATION"
 
 
 def handed_over(tracing: TracingSettings, token: SecretStr | None = None) -> dict[str, str]:
-    """Environment variables that give a run's own process this tracing and the token for the services.
+    """Environment variables that give a run's own process this tracing, the token for the services, and what it must
+    run on, which is what this process does.
 
     Secrets go this way and no other.
     """
     key = tracing.weave_api_key
     plain = tracing.model_dump_json(exclude={"weave_api_key"})
     secrets = {"WANDB_API_KEY": key, TOKEN: token}
-    return {_TRACING: plain, **{name: secret.get_secret_value() if secret else "" for name, secret in secrets.items()}}
+    ours = {_TRACING: plain, _INSTALLATION: installation().model_dump_json()}
+    return {**ours, **{name: secret.get_secret_value() if secret else "" for name, secret in secrets.items()}}
 
 
 def taken_over() -> TracingSettings:
     """The tracing that the service handed over; without one what the environment says."""
     return TracingSettings.model_validate_json(os.environ.get(_TRACING, "{}"))
+
+
+def check_installation() -> None:
+    """Raise TrackwayError when this process runs on other packages than the service that started it."""
+    wanted = os.environ.get(_INSTALLATION)
+    different = difference(Installation.model_validate_json(wanted), installation()) if wanted else ""
+    if different:
+        message = f"the learner runs on another installation than the trainer service: {different}; {REMEDY}"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)

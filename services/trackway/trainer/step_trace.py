@@ -2,6 +2,8 @@
 
     train step 3 > rollout | update_actor > optimizer_step 0 ... | update_weights | testing | save_checkpoint
 
+and, where engines share the learner's GPUs, `sleep` before `update_actor` and `wake_up` after `update_weights`.
+
 A trajectory is a trace of its own that links to the `rollout` (or `testing`) which asked for it; an `optimizer_step`
 links to the trajectories that it learned from. Without an active tracing nothing here is recorded or costs anything.
 """

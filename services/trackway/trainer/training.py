@@ -6,33 +6,34 @@ run, the newest checkpoint and the row of its step agree.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, Field
-
 from trackway.trainer.checkpoint import save_checkpoint
-from trackway.trainer.dataset import Position, Prompts, traced_positions
+from trackway.trainer.colocation import Engines
+from trackway.trainer.dataset import Prompts, traced_positions
 from trackway.trainer.dump import write_trajectories
 from trackway.trainer.fate import Fate, Sorted, sort_out
 from trackway.trainer.learner import EmptyBatchError, Learner
 from trackway.trainer.metrics import (
     Clock,
     Metrics,
+    derived_metrics,
     incident_metrics,
     rollout_metrics,
-    throughput,
-    validation_metrics,
+    update_metrics,
 )
+from trackway.trainer.plan import Plan, Progress
 from trackway.trainer.publisher import Publisher
 from trackway.trainer.rollouts import Rollouts
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.run_traces import RunTraces
 from trackway.trainer.step_trace import shown_metrics
 from trackway.trainer.tracking import Sink
+from trackway.trainer.validation_metrics import validation_metrics
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
@@ -45,34 +46,6 @@ logger = logging.getLogger("trackway.trainer")
 
 class StopRequested(Exception):
     """The run was asked to stop while it waited for rollouts."""
-
-
-class Progress(BaseModel):
-    """What a checkpoint says beside the learner's state."""
-
-    step: int = 0
-    """Steps whose update is done."""
-    position: Position = Field(default_factory=Position)
-    metrics: dict[str, float] = Field(default_factory=dict)
-    """Of that step, in case the process ends before their row is written."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When what happens; steps count from 1."""
-
-    total_steps: int
-    seed: int
-    val_before_train: bool = True
-    test_freq: int = -1
-    save_freq: int = -1
-    keep_checkpoints: int | None = None
-    traced_prompts: int = 0
-    traced_validation: int = 0
-    rollouts: int = 1
-    """Of each prompt."""
-    validation_n: int = 1
-    max_staleness: int | None = None
 
 
 @dataclass
@@ -89,6 +62,8 @@ class Training:
     publisher: Publisher
     sinks: Sequence[Sink]
     traces: RunTraces
+    engines: Engines | None = None
+    """Those that sleep while the learner has their GPUs; None when there are no such."""
     progress: Progress = field(default_factory=Progress)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     clock: Clock = field(default_factory=Clock)
@@ -119,6 +94,11 @@ class Training:
     def checkpoint_is_due(self) -> bool:
         """After every `save_freq` steps; the last is saved in any case."""
         return _is_multiple(self.step, self.plan.save_freq)
+
+    @property
+    def first_validation_is_due(self) -> bool:
+        """Before the first step of this run, whether it begins at the model or at another run's checkpoint."""
+        return self.plan.val_before_train and all(row.step != self.step for row in self.folder.rows())
 
     @contextmanager
     def one_step(self) -> Iterator[None]:
@@ -151,6 +131,16 @@ class Training:
             raise
         return trajectories
 
+    async def sleep(self) -> None:
+        """Engines on the learner's GPUs give their memory to it; when one does not, raises after a checkpoint."""
+        if self.engines is not None:
+            await self._or_save("sleep", self.engines.sleep())
+
+    async def wake_up(self, version: int, metrics: Metrics | None = None) -> None:
+        """They take it again and load the weights `version`; when one does not, raises after a checkpoint."""
+        if self.engines is not None:
+            await self._or_save("wake_up", self.engines.wake_up(version), metrics)
+
     async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:
         """One GRPO update of weights `version` on what is neither failed nor stale. The step is done after it."""
         step = sort_out(trajectories, version, self.plan.max_staleness)
@@ -163,6 +153,7 @@ class Training:
         self.traces.own.note(weights_before=version, **shown_metrics(metrics))
         self.traces.own.note(**{fate.value: step.count(fate) for fate in Fate})
         metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
+        metrics |= update_metrics(step.used, version, self.plan.max_prompt_length)
         return metrics | step.metrics() | rollout_metrics(trajectories) | incident_metrics(trajectories)
 
     async def publish(self) -> int:
@@ -191,11 +182,11 @@ class Training:
         return validation_metrics(trajectories, self.plan.validation_n)
 
     async def save(self, metrics: Metrics | None = None) -> None:
-        """Write a checkpoint of the newest step, unless there is one."""
-        if self.saved_step == self.step:
+        """Write a checkpoint of the newest step, unless there is one or the run only validates."""
+        if self.saved_step == self.step or not self.plan.total_steps:
             return
         if metrics is not None:
-            self.progress = self.progress.model_copy(update={"metrics": metrics})
+            self.progress = self.progress.model_copy(update={"metrics": metrics | derived_metrics(metrics)})
         with self._part("save_checkpoint"):
             state, keep = self.progress.model_dump(mode="json"), self.plan.keep_checkpoints
             await asyncio.to_thread(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep)
@@ -206,7 +197,7 @@ class Training:
         if not metrics:
             return
         data = metrics | self.clock.take() | self.traces.metrics()
-        data |= throughput(data)
+        data |= derived_metrics(data, self.plan.gpus)
         row = MetricsRow(step=self.step, data=data)
         for sink in self.sinks:
             sink.log(row)
@@ -218,6 +209,14 @@ class Training:
         """Trace a part of the step by name and time it as verl's activity, which is the name unless given."""
         with self.clock(activity or name), self.traces.own.part(name):
             yield
+
+    async def _or_save(self, name: str, work: Awaitable[None], metrics: Metrics | None = None) -> None:
+        try:
+            with self._part(name):
+                await work
+        except TrackwayError:
+            await self.save(metrics)
+            raise
 
     def _learn(self, step: Sorted) -> Metrics:
         try:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from trackway.clients import run
 from trackway.trainer.config import no_effect
 from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.settings import check_installation
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = RunFolder(given.folder)
     folder.write_pid(os.getpid())
     try:
+        check_installation()
         run(_work(folder, given.lifeline))
     except TrackwayError as error:
         logger.exception("the run failed")
@@ -74,6 +76,8 @@ async def _work(folder: RunFolder, lifeline: bool) -> None:
         state = await fit(training)
         status = "FINISHED" if state is RunState.FINISHED else "KILLED"
     finally:
+        if training.engines is not None:
+            await training.engines.close()
         training.publisher.close()
         await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
         folder.update(traces=await training.traces.close(TRACES_DEADLINE_S))

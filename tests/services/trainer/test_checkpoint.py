@@ -58,7 +58,7 @@ def test_a_checkpoint_has_verls_layout_and_comes_back_with_its_state(tmp_path: P
 
     assert latest is not None
     assert latest == tmp_path / "global_step_7"
-    assert names(latest) == ["actor", "huggingface", "state.json"]
+    assert (names(latest), names(latest / "actor")) == (["actor", "state.json"], ["count", "huggingface"])
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert load_checkpoint(latest, learner) == {"position": [1, 2], "epoch": 0}
     assert learner.count == 42

@@ -70,6 +70,37 @@ def test_every_optimiser_key_reaches_the_learner():
     assert (learner.lr_scheduler_type, learner.min_lr_ratio, learner.total_updates) == ("cosine", 0.5, 30)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [([], 0), (["lr_warmup_steps_ratio=0.15"], 4), (["lr_warmup_steps=3", "lr_warmup_steps_ratio=0.5"], 3)],
+)
+def test_a_warm_up_is_given_in_steps_or_as_a_share_of_the_run(overrides: list[str], steps: int):
+    config = compose([f"actor_rollout_ref.actor.optim.{one}" for one in overrides])
+
+    assert learner_config(config, total_steps=30).lr_warmup_steps == steps
+
+
+def test_the_learners_passes_offload_and_packing_follow_their_keys():
+    ours = "actor_rollout_ref"
+    config = compose(
+        [
+            f"{ours}.model.use_remove_padding=false",
+            f"{ours}.actor.fsdp_config.param_offload=true",
+            f"{ours}.ref.fsdp_config.param_offload=true",
+            f"{ours}.rollout.log_prob_micro_batch_size_per_gpu=4",
+            f"{ours}.ref.log_prob_micro_batch_size_per_gpu=8",
+            "data.max_response_length=99",
+        ]
+    )
+
+    learner, scaled = (learner_config(one, 30) for one in (config, compose([f"{ours}.actor.loss_scale_factor=7"])))
+
+    assert (learner.remove_padding, learner.param_offload, learner.optimizer_offload) == (False, True, False)
+    assert (learner.ref_param_offload, scaled.remove_padding, scaled.ref_param_offload) == (True, True, False)
+    assert (learner.log_prob_micro_batch_size, learner.ref_micro_batch_size) == (4, 8)
+    assert (learner.loss_scale_factor, scaled.loss_scale_factor) == (99.0, 7.0)
+
+
 def test_the_number_of_steps_is_given_or_follows_from_the_epochs():
     assert plan(compose(["trainer.total_epochs=15"]), steps_per_epoch=29).total_steps == 435
     assert plan(compose(["trainer.total_training_steps=7"]), steps_per_epoch=29).total_steps == 7
@@ -206,3 +237,28 @@ def test_the_bound_on_staleness_and_the_rollouts_of_a_prompt_reach_the_plan():
     made = plan(compose(["trackway.max_staleness=2", "actor_rollout_ref.rollout.n=16"]), steps_per_epoch=1)
 
     assert (made.max_staleness, made.rollouts, plan(compose([]), 1).max_staleness) == (2, 16, None)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle", "error"])
+def test_truncation_is_a_limit_of_every_trajectory(side: str):
+    config = compose([f"data.truncation={side}", "data.max_prompt_length=9"])
+
+    limits = training_ask(config, "r", TARGET).limits
+
+    assert (limits.max_prompt_length, limits.prompt_truncation) == (9, side)
+    assert validation_ask(config, "r", TARGET).limits == limits
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "computes_in"),
+    [
+        ("cpu", "auto", "float32"),
+        ("cuda", "auto", "bfloat16"),
+        ("cuda:1", "auto", "bfloat16"),
+        ("cuda", "float32", "float32"),
+        ("cpu", "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_learner_computes_in_what_suits_its_device(device: str, dtype: str, computes_in: str) -> None:
+    config = compose([f"trackway.device={device}", f"trackway.dtype={dtype}"])
+    assert learner_config(config, 1).dtype == computes_in

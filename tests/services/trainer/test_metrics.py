@@ -1,10 +1,10 @@
 import pytest
 
-from trackway.trainer.metrics import Clock, incident_metrics, rollout_metrics, throughput, validation_metrics
+from trackway.trainer.metrics import Clock, derived_metrics, incident_metrics, rollout_metrics, update_metrics
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajectory, Turn
+from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajectory, Turn, WeightSpan
 
 
 def trajectory(
@@ -70,6 +70,7 @@ def test_incidents_are_counted_by_the_trajectories_they_happened_to():
         "agent_loop/incidents/retried": 2.0,
         "agent_loop/incidents/generation_cut": 0.0,
         "agent_loop/incidents/weights_behind": 0.0,
+        "agent_loop/incidents/prompt_cut": 0.0,
         "agent_loop/incidents/tool_failed": 0.0,
         "agent_loop/incidents/tool_timeout": 1.0,
         "agent_loop/incidents/instance_lost": 0.0,
@@ -77,26 +78,43 @@ def test_incidents_are_counted_by_the_trajectories_they_happened_to():
     }
 
 
-def test_throughput_is_tokens_over_the_seconds_of_the_step():
-    assert throughput({"timing_s/step": 2.0, "perf/total_num_tokens": 6.0}) == {
-        "perf/time_per_step": 2.0,
-        "perf/throughput": 3.0,
+def test_how_old_the_weights_were_is_told_of_the_newest_and_the_oldest_of_each_trajectory():
+    spans = [[WeightSpan(version=v, start=0, end=1) for v in versions] for versions in ((7,), (4, 6), ())]
+    rows = [trajectory().model_copy(update={"weight_versions": one}) for one in spans]
+
+    metrics = update_metrics(rows, version=7, max_prompt_length=9)
+
+    def told(name: str) -> list[float]:
+        return [metrics[f"training/off_policy/trajectory_{name}/{kind}"] for kind in ("mean", "max", "min")]
+
+    assert told("spans") == [pytest.approx(5 / 3), 3.0, 1.0]
+    assert told("staleness") == [pytest.approx(1 / 3), 1.0, 0.0]
+    assert told("staleness_worst") == [1.0, 3.0, 0.0]
+
+
+def test_the_clip_ratio_of_prompts_is_the_share_as_long_as_allowed():
+    long = trajectory().model_copy(update={"prompt_ids": [1, 2, 3]})
+
+    assert update_metrics([trajectory(), long, long, long], 1, 3)["prompt_length/clip_ratio"] == 0.75
+
+
+def test_rates_follow_from_the_rows_own_seconds_and_tokens():
+    row = {
+        **{"timing_s/step": 2.0, "timing_s/gen": 0.5, "timing_s/update_actor": 0.25, "timing_s/testing": 9.0},
+        **{"perf/total_num_tokens": 100.0, "response_length/mean": 5.0, "training/trajectories": 4.0},
     }
-    assert throughput({"timing_s/testing": 2.0}) == {}
+
+    assert derived_metrics(row, gpus=2) == {
+        "timing_per_token_ms/gen": 25.0,  # of 20 response tokens
+        "timing_per_token_ms/update_actor": 2.5,  # of all 100
+        "perf/time_per_step": 2.0,
+        "perf/throughput": 25.0,  # per second and GPU
+        "response_length_non_aborted/mean": 5.0,
+    }
+    assert derived_metrics({"timing_s/testing": 2.0}) == {}
 
 
-def test_validation_is_reported_by_data_source_without_the_failed():
-    rows = [trajectory(1.0), trajectory(0.0), trajectory(0.0, failed=True), trajectory(0.5, "other", {"acc": 1.0})]
+def test_turns_and_lengths_have_the_names_of_verls_newer_releases_too():
+    row = {"num_turns/max": 6.0, "response_length/clip_ratio": 0.5, "prompt_length/max": 3.0}
 
-    metrics = validation_metrics(rows, n=1)
-
-    assert metrics["val-core/openai/gsm8k/acc/mean@1"] == 0.5
-    assert metrics["val-core/openai/gsm8k/reward/mean@1"] == 0.5
-    assert metrics["val-core/other/acc/mean@1"] == 1.0
-    assert metrics["val-core/other/reward/mean@1"] == 0.5
-    assert metrics["val-aux/failed_trajectories"] == 1.0
-
-
-@pytest.mark.parametrize("n", [1, 4])
-def test_the_name_of_a_mean_says_over_how_many_rollouts(n: int):
-    assert f"val-core/openai/gsm8k/acc/mean@{n}" in validation_metrics([trajectory()], n)
+    assert derived_metrics(row) == {"training/num_turns/max": 6.0, "response_length_non_aborted/clip_ratio": 0.5}

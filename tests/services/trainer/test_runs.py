@@ -191,6 +191,25 @@ async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: Runs, a
     assert learned(await rows_of(runs, "stopped")) == learned(baseline.rows)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.logger=[console,mlflow]"], "trainer.logger: expected a tracking URI for mlflow, got none"),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_from_path: expected .../global_step_<n>"),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_1"],
+            "trainer.resume_from_path: expected a checkpoint, .../global_step_<n> with a state.json, got /nowhere",
+        ),
+    ],
+)
+async def test_a_run_that_cannot_log_or_begin_as_told_never_starts(runs: Runs, request_of, overrides, said: str):
+    with pytest.raises(TrackwayError) as caught:
+        await runs.start(request_of("refused", *overrides))
+
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    assert (caught.value.message.startswith(said), runs.list()) == (True, [])
+
+
 async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: Runs, agent, request_of):
     agent.holding_at = 0
     await runs.start(request_of("first"))

@@ -1,8 +1,9 @@
 import pytest
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, path_not_unique, validate_param_and_metric_name
 
-from trackway.trainer.metrics import rollout_metrics, validation_metrics
+from trackway.trainer.metrics import rollout_metrics
 from trackway.trainer.tool_metrics import MOST_KEYS, tool_metrics
+from trackway.trainer.validation_metrics import validation_metrics
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import Reward, StopReason, Tags, ToolCallRecord, Trajectory, Turn
 

@@ -15,6 +15,7 @@ from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:
     from trackway.deploy.demo import Summary
+    from trackway.trainer.config import RunConfig
 
 app = typer.Typer()
 
@@ -26,6 +27,7 @@ def train(
     config_name: Annotated[str, typer.Option(help="Preset: default, ppo_trainer, tiny_demo.")] = "default",
     run: Annotated[str | None, typer.Option(help="Name of the run; default trainer.experiment_name.")] = None,
     resume: Annotated[str | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
     outputs: Outputs = OUTPUTS,
     as_json: Json = False,
 ) -> None:
@@ -35,15 +37,17 @@ def train(
     """
     from trackway.deploy import train as training
     from trackway.deploy.up import load_running
-    from trackway.trainer.config import compose, no_effect
+    from trackway.trainer.config import compose
 
-    run_config = None if resume else compose(overrides or [], config, config_name)
+    run_config = None if resume else training.localised(compose(overrides or [], config, config_name))
+    if dry_run and run_config is not None:
+        _tell_plan(run_config)
+        return
     deployment = load_running(outputs)
     if run_config is None:
         info = training.resume_run(deployment, resume or "")
     else:
-        for key, reason in no_effect(run_config.trackway.ignored_keys):
-            stderr.print(f"[yellow]no effect here:[/] {escape(key)}: {escape(reason)}")
+        _tell_settings(run_config)
         info = training.start_run(deployment, run_config, run)
     try:
         with run_bar(as_json) as bar:
@@ -55,7 +59,7 @@ def train(
         print_json(info)
         return
     stdout.print(f"run {info.run} {info.state.value} at step {info.step}; folder {info.folder}")
-    _tell_losses(info, deployment)
+    tell_losses(info, deployment)
 
 
 @app.command()
@@ -105,10 +109,26 @@ def demo(
         print_json(summary)
         return
     _tell(summary, started, deployment, Path(info.folder))
-    _tell_losses(info, deployment)
+    tell_losses(info, deployment)
 
 
-def _tell_losses(info: RunInfo, deployment: Deployment) -> None:
+def _tell_settings(config: "RunConfig") -> None:
+    from trackway.deploy.run_report import settings_report, wide
+    from trackway.deploy.run_services import decided_already
+
+    wide(stderr).print(settings_report(config, decided_already(config)))
+
+
+def _tell_plan(config: "RunConfig") -> None:
+    from trackway.deploy.dry_run import dry_run
+    from trackway.deploy.run_report import wide
+
+    _tell_settings(config)
+    wide(stdout).print(dry_run(config, None))
+
+
+def tell_losses(info: RunInfo, deployment: Deployment) -> None:
+    """Say which spans of the run are not where they should be."""
     from trackway.deploy.train import trace_losses
 
     for sentence in trace_losses(info, deployment.outputs):

@@ -3,12 +3,14 @@
 compose    a command line (and a YAML file) -> RunConfig
 resolve    nested keys as they come over the wire -> RunConfig
 no_effect  known keys that change nothing here, each with its reason
+explain    what a key means, its default, and where it is from
 
 An unknown key is an error that names the nearest known ones; nothing is silently ignored.
 """
 
-from trackway.trainer.config.compose import compose, resolve
+from trackway.trainer.config.compose import compose, given_to_deployment, resolve
+from trackway.trainer.config.explain import Explanation, explain
 from trackway.trainer.config.known import no_effect
 from trackway.trainer.config.models import RunConfig
 
-__all__ = ["RunConfig", "compose", "no_effect", "resolve"]
+__all__ = ["Explanation", "RunConfig", "compose", "explain", "given_to_deployment", "no_effect", "resolve"]

@@ -8,6 +8,7 @@ Hydra parses and merges; what a key means is decided by the models. `+key` and `
 """
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -21,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
-from trackway.trainer.config.known import LOGGERS, MOVED, NO_EFFECT, without_effect
+from trackway.trainer.config.known import DEPLOYMENT, MOVED, NO_EFFECT, OTHER_LOGGERS, without_effect
 from trackway.trainer.config.models import RunConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -88,6 +89,12 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str
     return keys
 
 
+def given_to_deployment(config: RunConfig) -> list[str]:
+    """The keys that were given and say how services are deployed; a run on services that run already changes none."""
+    values = leaves(config.model_dump(mode="json"))
+    return [key for key in DEPLOYMENT if values[key] is not None]
+
+
 def _location(config_file: Path | None, config_name: str) -> tuple[Path, str]:
     if config_file is None:
         folder, name = PRESETS, config_name
@@ -121,9 +128,19 @@ def _must_be_known(key: str) -> None:
     known = [*known_keys(), *(name.removesuffix(".*") for name in NO_EFFECT), *MOVED]
     if key in known or without_effect(key) is not None or any(name.startswith(f"{key}.") for name in known):
         return
-    nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-    remedy = f"did you mean {' or '.join(nearest)}?" if nearest else "see the configuration page for every key"
-    raise TrackwayError(
+    raise unknown_key(key, known)
+
+
+def unknown_key(key: str, known: Iterable[str]) -> TrackwayError:
+    """The error for a key that is none of the known ones; it names the nearest, by last part or by whole name."""
+    names = list(known)
+    close = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
+    last = {name.rpartition(".")[2] for name in names}
+    alike = difflib.get_close_matches(key.rpartition(".")[2], last, n=1, cutoff=0.8)
+    same = [name for name in names if name.rpartition(".")[2] in alike]
+    nearest = list(dict.fromkeys([*(name for name in close if name in same), *same, *close]))[:3]
+    remedy = f"did you mean {' or '.join(nearest)}?" if nearest else "`trackway config explain` lists every key"
+    return TrackwayError(
         ErrorCode.INVALID_REQUEST, f"unknown key {key!r}: {remedy}", key=key, nearest=list[JsonValue](nearest)
     )
 
@@ -160,7 +177,7 @@ def _earlier_notes(given: dict[str, JsonValue]) -> list[str]:
 
 def _other_loggers(given: dict[str, JsonValue]) -> list[str]:
     names = given.get("trainer.logger")
-    return [f"trainer.logger.{name}" for name in names if name not in LOGGERS] if isinstance(names, list) else []
+    return [f"trainer.logger.{name}" for name in _as_list(names) if name in OTHER_LOGGERS]
 
 
 def _validated(given: dict[str, JsonValue]) -> RunConfig:

@@ -7,14 +7,20 @@ those that were given is printed once at the start, so that nobody believes in a
 from collections.abc import Iterable
 
 _DEPLOYED = "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)"
-_SHARDING = "the learner is one process; weights and optimiser are not sharded or offloaded"
-_PACKING = "batches are padded and masked; the result is the same"
-_MICRO = "log-probability passes use actor.ppo_micro_batch_size_per_gpu"
+_SHARDING = "the learner is one process; nothing is sharded"
+_ACTOR_MICRO = "actor.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
+_MICRO = "rollout.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
+_REF_MICRO = "ref.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
 _NO_CRITIC = "GRPO has no critic"
 _REWARD = "scorers belong to the reward service's deployment"
 _TOOLS = "tools belong to the tools service's deployment"
 _DUMPS = "every step's trajectories are written to outputs/<run>/trajectories"
 _AGENT = "the agent service's deployment decides"
+_FSDP = (
+    *("wrap_policy.*", "reshard_after_forward", "fsdp_size", "forward_prefetch", "offload_policy", "model_dtype"),
+    *("dtype", "use_orig_params", "mixed_precision.*", "strategy", "entropy_from_logits_with_chunking"),
+)
+"""Below `fsdp_config`."""
 
 NO_EFFECT: dict[str, str] = {
     "data.return_raw_chat": "rows always keep their messages",
@@ -30,37 +36,27 @@ NO_EFFECT: dict[str, str] = {
     "data.tool_config_path": _TOOLS,
     "data.trust_remote_code": "models are loaded without remote code",
     "actor_rollout_ref.hybrid_engine": "learner and rollout replicas are separate processes",
-    "actor_rollout_ref.model.use_remove_padding": _PACKING,
     "actor_rollout_ref.model.use_shm": "weights are pulled from the weight store",
     "actor_rollout_ref.model.trust_remote_code": "models are loaded without remote code",
     "actor_rollout_ref.model.enable_activation_offload": _SHARDING,
     "actor_rollout_ref.model.use_fused_kernels": "the loss is computed by PyTorch",
     "actor_rollout_ref.actor.strategy": _SHARDING,
-    "actor_rollout_ref.actor.fsdp_config.*": _SHARDING,
+    **{f"actor_rollout_ref.actor.fsdp_config.{name}": _SHARDING for name in _FSDP},
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _SHARDING,
-    "actor_rollout_ref.actor.use_dynamic_bsz": _PACKING,
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": _PACKING,
+    "actor_rollout_ref.actor.use_dynamic_bsz": _ACTOR_MICRO,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": _ACTOR_MICRO,
     "actor_rollout_ref.actor.use_torch_compile": "the learner runs eagerly",
+    "actor_rollout_ref.actor.calculate_entropy": "the entropy is always computed and logged",
     "actor_rollout_ref.actor.data_loader_seed": "trackway.seed is the seed of the learner",
     "actor_rollout_ref.actor.checkpoint.*": "a checkpoint always holds model, optimiser and random state",
     "actor_rollout_ref.actor.optim.total_training_steps": "a schedule spans the run's own steps",
     "actor_rollout_ref.actor.optim.num_cycles": "the cosine is half a wave",
-    "actor_rollout_ref.rollout.name": _DEPLOYED,
-    "actor_rollout_ref.rollout.dtype": _DEPLOYED,
-    "actor_rollout_ref.rollout.gpu_memory_utilization": _DEPLOYED,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.data_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.pipeline_model_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.max_num_batched_tokens": _DEPLOYED,
-    "actor_rollout_ref.rollout.max_model_len": _DEPLOYED,
-    "actor_rollout_ref.rollout.max_num_seqs": _DEPLOYED,
-    "actor_rollout_ref.rollout.enforce_eager": _DEPLOYED,
-    "actor_rollout_ref.rollout.free_cache_engine": _DEPLOYED,
     "actor_rollout_ref.rollout.enable_chunked_prefill": _DEPLOYED,
-    "actor_rollout_ref.rollout.enable_prefix_caching": _DEPLOYED,
     "actor_rollout_ref.rollout.load_format": _DEPLOYED,
     "actor_rollout_ref.rollout.disable_log_stats": _DEPLOYED,
-    "actor_rollout_ref.rollout.multi_stage_wake_up": _DEPLOYED,
     "actor_rollout_ref.rollout.engine_kwargs.*": _DEPLOYED,
     "actor_rollout_ref.rollout.checkpoint_engine.*": "weights are pulled from the weight store",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "weights are pulled from the weight store",
@@ -72,17 +68,21 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.do_sample": "training always samples",
     "actor_rollout_ref.rollout.over_sample_rate": "exactly rollout.n rollouts are asked for",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": _MICRO,
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _MICRO,
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _MICRO,
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _MICRO,
     "actor_rollout_ref.rollout.agent.num_workers": _AGENT,
     "actor_rollout_ref.rollout.agent.agent_loop_config_path": _AGENT,
-    "actor_rollout_ref.rollout.multi_turn.tool_config_path": _TOOLS,
     "actor_rollout_ref.rollout.multi_turn.format": _AGENT,
     "actor_rollout_ref.rollout.multi_turn.max_user_turns": "observations end with the turns that asked for them",
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
-    "actor_rollout_ref.ref.*": "the reference policy is the model the run started from, kept by the learner; " + _MICRO,
+    "actor_rollout_ref.ref.strategy": _SHARDING,
+    "actor_rollout_ref.ref.use_torch_compile": "the learner runs eagerly",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _SHARDING,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": _REF_MICRO,
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _REF_MICRO,
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _REF_MICRO,
+    **{f"actor_rollout_ref.ref.fsdp_config.{name}": _SHARDING for name in _FSDP},
     "algorithm.gamma": "the reward is one score for the whole trajectory",
     "algorithm.lam": _NO_CRITIC,
     "algorithm.kl_penalty": "there is no KL in the reward; use actor.use_kl_loss",
@@ -92,8 +92,6 @@ NO_EFFECT: dict[str, str] = {
     "reward_model.*": _REWARD,
     "custom_reward_function.*": _REWARD,
     "trainer.critic_warmup": _NO_CRITIC,
-    "trainer.n_gpus_per_node": _DEPLOYED,
-    "trainer.nnodes": _DEPLOYED,
     "trainer.device": "trackway.device says where the learner computes",
     "trainer.balance_batch": "the learner is one process",
     "trainer.log_val_generations": _DUMPS,
@@ -117,7 +115,23 @@ MOVED: dict[str, str] = {
 """verl's old spellings, which its releases accept and never read; here they are read as the new key, which takes null
 for its default."""
 
-LOGGERS = {"console", "file", "mlflow"}
+DEPLOYMENT: tuple[str, ...] = (
+    *(
+        f"actor_rollout_ref.rollout.{name}"
+        for name in (
+            *("name", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "dtype"),
+            *("enable_prefix_caching", "max_model_len", "max_num_seqs"),
+            *("multi_turn.tool_config_path", "multi_turn.function_tool_path"),
+        )
+    ),
+    *("trainer.n_gpus_per_node", "trainer.nnodes"),
+)
+"""Keys that say how the services are deployed: what runs already is not changed by them. Null says nothing."""
+
+LOGGERS = ("console", "file", "mlflow", "tensorboard", "wandb")
+
+OTHER_LOGGERS = ("clearml", "rl_insight", "swanlab", "trackio", "vemlp_wandb")
+"""verl's that have no effect here."""
 
 
 def without_effect(key: str) -> str | None:
@@ -137,5 +151,5 @@ def no_effect(given_keys: Iterable[str]) -> list[tuple[str, str]]:
         elif name is not None:
             notes.append((key, NO_EFFECT[name]))
         elif key.startswith("trainer.logger."):
-            notes.append((key, "metrics go to the console, metrics.jsonl and MLflow"))
+            notes.append((key, f"there is no such logger here; the loggers are {', '.join(LOGGERS)}"))
     return notes

@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from trackway.trainer.config.known import LOGGERS, OTHER_LOGGERS
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.section import Section
 
@@ -26,15 +27,17 @@ class DataConfig(Section):
     val_max_samples: int = Field(default=-1, ge=-1)
     """Validate on the first rows only; -1 takes all."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens of a templated prompt; a longer one ends its trajectory with an error, or is filtered before."""
+    """Tokens of a templated prompt; a longer one is filtered out before, or is what `truncation` says."""
     max_response_length: int = Field(default=512, ge=1)
     """Tokens of the whole multi-turn response, observations included."""
     filter_overlong_prompts: bool = False
     """Drop rows whose templated prompt, tool schemas included, exceeds `max_prompt_length`."""
-    truncation: Literal["error"] = "error"
-    """What happens to an overlong prompt; here it is always an error, never a cut."""
+    truncation: Literal["left", "right", "middle", "error"] = "error"
+    """What happens to an overlong prompt: its first, last or middle tokens are cut, or its trajectory is an error."""
     shuffle: bool = True
     """Draw a new order of the rows for each epoch."""
+    drop_last: bool = True
+    """Leave out the incomplete batch at the end of each epoch, as verl does; false trains on it too."""
     seed: int | None = None
     """Seed of that order; None takes `trackway.seed`."""
 
@@ -69,13 +72,15 @@ class TrainerConfig(Section):
     """How long to train, when to validate and save, and what the run is called."""
 
     project_name: str = "trackway"
-    """The MLflow experiment that the run belongs to, and its traces unless `rollout.trace.project_name` says other."""
+    """The MLflow experiment and the W&B project that the run belongs to, and its traces unless
+    `rollout.trace.project_name` says other."""
     experiment_name: str = "run"
-    """The run's name: its folder, its MLflow run, and the first part of every trajectory id."""
+    """The run's name: its folder, its MLflow and W&B run, and the first part of every trajectory id."""
     logger: list[str] = Field(default_factory=lambda: ["console"])
-    """`console` prints a line per step; metrics.jsonl is always written, and MLflow is on when a URI is known."""
+    """`console` prints a line per step, `wandb` and `tensorboard` keep what they are given; `file`, metrics.jsonl, is
+    always written, and `mlflow` is on when a URI is known, which naming it demands."""
     total_epochs: int = Field(default=30, ge=1)
-    """Passes over the rows; the last incomplete batch of each is dropped."""
+    """Passes over the rows."""
     total_training_steps: int | None = Field(default=None, ge=1)
     """Steps in all, which overrides `total_epochs`."""
     save_freq: int = Field(default=-1, ge=-1)
@@ -88,13 +93,28 @@ class TrainerConfig(Section):
     """Validate once and end."""
     max_actor_ckpt_to_keep: int | None = Field(default=None, ge=1)
     """Older checkpoints than this many are removed; None keeps all."""
-    resume_mode: Literal["auto", "disable"] = "auto"
-    """`auto` goes on from the run folder's newest checkpoint; `disable` starts again from the model."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """`auto` goes on from the run folder's newest checkpoint; `disable` starts again from the model; `resume_path`
+    begins at `resume_from_path`."""
+    resume_from_path: str | None = None
+    """A checkpoint, `.../global_step_<n>`, of this or another run."""
+    n_gpus_per_node: int | None = Field(default=None, ge=0)
+    """GPUs of each machine, of which rollout replicas are made; null leaves it to the deployment."""
+    nnodes: int | None = Field(default=None, ge=1)
+    """Machines; null leaves it to the deployment."""
 
     @field_validator("logger", mode="before")
     @classmethod
     def _one_logger_is_a_list(cls, value: object) -> object:
         return [value] if isinstance(value, str) else value
+
+    @field_validator("logger")
+    @classmethod
+    def _loggers_are_known(cls, names: list[str]) -> list[str]:
+        unknown = [name for name in names if name not in (*LOGGERS, *OTHER_LOGGERS)]
+        if unknown:
+            raise ValueError(f"expected loggers out of {', '.join(LOGGERS)}, got {', '.join(unknown)}")
+        return names
 
 
 class TrackwayConfig(Section):
@@ -104,8 +124,9 @@ class TrackwayConfig(Section):
     """Seed of the learner, the row order, the choice of traced prompts, and of every generation (with its place)."""
     device: str = "auto"
     """Where the learner computes: `cpu`, `cuda`, or `auto` for a GPU when there is one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Arithmetic of the learner; bfloat16 is slower than float32 on most CPUs."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Arithmetic of the learner, whose weights stay float32; `auto` is bfloat16 on a GPU, as in verl, and float32 on a
+    CPU, most of which are slower with bfloat16."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the learner; more than the idle cores makes it slower, not faster."""
     max_inflight_groups: int = Field(default=64, ge=1)
@@ -140,12 +161,16 @@ class TrackwayConfig(Section):
     """Record reward, advantage and fate on each trace, in MLflow and in Weave."""
     feedback_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds to wait for a backend that is away, or a trace that has not arrived, before its feedback is given up."""
+    sleep_timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that engines which share the learner's GPUs may take to give their memory back, and to take it again with
+    the new weights loaded."""
     keep_weights: int = Field(default=4, ge=2)
     """Published weight versions that are kept, so that a replica in the middle of loading one is not disturbed."""
     max_restarts: int = Field(default=2, ge=0)
     """How often a learner that dies is started again from its last checkpoint."""
     wandb_run_id: str | None = Field(default=None, pattern="^[^/:]+$")
-    """W&B run that Weave traces are linked to: its bare id, in the project of the traces."""
+    """W&B run that Weave traces are linked to, in the project of the traces, and that the logger `wandb` goes on with:
+    its bare id."""
     ignored_keys: list[str] = Field(default_factory=list)
     """Known keys that were given and have no effect here; filled when the configuration is composed."""
 
@@ -177,6 +202,12 @@ class RunConfig(Section):
             if bound is not None:
                 return bound
         return self.data.train_batch_size if trace.backend else 0
+
+    @property
+    def default_agent(self) -> str:
+        """The agent loop of rows without `agent_name`; verl's default runs them without tools even in multi-turn."""
+        rollout = self.actor_rollout_ref.rollout
+        return "tool_agent" if rollout.multi_turn.enable else rollout.agent.default_agent_loop
 
     @property
     def trace_project(self) -> str:

@@ -7,12 +7,33 @@ from pydantic import Field, field_validator
 from trackway.trainer.config.section import Section
 from trackway.wire.tracing import TraceBackend
 
+KlKind = Literal[
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "full",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
+]
+
 
 class ModelConfig(Section):
     """The policy's weights."""
 
     path: str | None = None
     """Folder or Hugging Face id of the model and its tokenizer."""
+    use_remove_padding: bool = True
+    """Compute a micro batch as one packed row without padding, where all layers have full attention; the result is the
+    same either way."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass to save memory."""
 
@@ -27,7 +48,9 @@ class OptimConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's decoupled weight decay."""
     lr_warmup_steps: int = Field(default=-1, ge=-1)
-    """Steps over which the rate rises linearly; -1 or 0 starts at the full rate."""
+    """Steps over which the rate rises linearly; -1 or 0 takes `lr_warmup_steps_ratio`."""
+    lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Those steps as a share of the run's; 0 starts at the full rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """The rate after the warm-up: constant, or half a cosine down to `min_lr_ratio` of it at the run's last step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -43,10 +66,27 @@ class PolicyLossConfig(Section):
     """PPO's clipped loss with dual clip."""
 
 
+class OffloadConfig(Section):
+    """What waits in main memory while the GPU is not used for it; without a GPU nothing moves."""
+
+    param_offload: bool = False
+    """Weights are on the GPU only while they are computed with."""
+    optimizer_offload: bool = False
+    """AdamW's moments are on the GPU only during an optimiser step."""
+
+
+class RefOffloadConfig(Section):
+    """Likewise for the reference policy, which has no optimiser."""
+
+    param_offload: bool = False
+    """The reference's weights are on the GPU only while they are computed with."""
+
+
 class ActorConfig(Section):
     """The loss and how a batch is cut up."""
 
     optim: OptimConfig = Field(default_factory=OptimConfig)
+    fsdp_config: OffloadConfig = Field(default_factory=OffloadConfig)
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     ppo_mini_batch_size: int = Field(default=256, ge=1)
     """Prompts per optimiser step; each counts with all its rollouts."""
@@ -64,16 +104,21 @@ class ActorConfig(Section):
     """The range above 1; None takes `clip_ratio`."""
     clip_ratio_c: float = Field(default=3.0, gt=1)
     """Dual clip: bound on the loss of a negative advantage."""
-    loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
+    ] = "token-mean"
     """How token losses become one number."""
+    loss_scale_factor: float | None = Field(default=None, gt=0)
+    """Divisor of `seq-mean-token-sum-norm`; None takes `data.max_response_length`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False
     """Add a KL term against the reference policy, which is the model the run started from."""
     kl_loss_coef: float = Field(default=0.001, ge=0)
     """Weight of the KL term."""
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "low_var_kl"
-    """Estimator of the KL term; k1, k2 and k3 are other names of kl, mse and low_var_kl."""
+    kl_loss_type: KlKind = "low_var_kl"
+    """Estimator of the KL term; k1, k2 and k3 are other names of kl, mse and low_var_kl. `full` sums over the whole
+    vocabulary. A name with `+` keeps its value and takes the gradient of k2."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Bound on the gradient's norm."""
 
@@ -107,6 +152,10 @@ class MultiTurnConfig(Section):
     tokens."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """Where a longer observation is cut."""
+    tool_config_path: str | None = None
+    """verl's YAML of tools for the tool server; null leaves them to the deployment."""
+    function_tool_path: str | None = None
+    """Python file with `@function_tool` functions for the tool server; null leaves them to the deployment."""
 
 
 class TraceConfig(Section):
@@ -156,15 +205,48 @@ class RolloutConfig(Section):
     """Nucleus of the distribution that is kept."""
     top_k: int = -1
     """Most likely tokens that are kept; -1 keeps all."""
+    log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
+    """Trajectories per pass that recomputes old logprobs; None takes `actor.ppo_micro_batch_size_per_gpu`."""
+    name: Literal["vllm", "sglang", "hf", "torch", "sim"] | None = None
+    """Engine of the rollout service: a vLLM or SGLang server, or the embedded torch engine (also `hf`); null leaves it
+    to the deployment, as do all keys that follow."""
+    tensor_model_parallel_size: int | None = Field(default=None, ge=1)
+    """GPUs of one rollout replica; there are as many replicas as the run's GPUs have room for."""
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    """Share of a GPU's memory for the engine's weights and KV cache."""
+    free_cache_engine: bool | None = None
+    """Engines give their GPU memory to the learner while it trains; null does so where they can (`enable_sleep`)."""
+    multi_stage_wake_up: bool | None = None
+    """Engines take memory for weights first, and for the KV cache once the new ones are loaded; null is true."""
+    enforce_eager: bool | None = None
+    """Engines run without CUDA graphs."""
+    enable_prefix_caching: bool | None = None
+    """Engines keep the KV cache of prompts that begin alike."""
+    dtype: Literal["float32", "bfloat16", "auto"] | None = None
+    """Arithmetic of the engine."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and response that an engine takes, in tokens."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Requests that one engine runs at a time."""
     val_kwargs: ValKwargs = Field(default_factory=ValKwargs)
     multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
     agent: AgentConfig = Field(default_factory=AgentConfig)
 
 
+class RefConfig(Section):
+    """The reference policy: the model the run started from, kept by the learner when a KL term asks for it."""
+
+    log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
+    """Trajectories per pass of the reference; None takes that of the old-logprob pass. `kl_loss_type=full` computes the
+    reference in the actor's micro batches."""
+    fsdp_config: RefOffloadConfig = Field(default_factory=RefOffloadConfig)
+
+
 class ActorRolloutRefConfig(Section):
-    """The policy in its three roles; the reference has no key of its own that matters here."""
+    """The policy in its three roles."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    ref: RefConfig = Field(default_factory=RefConfig)

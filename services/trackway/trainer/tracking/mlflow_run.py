@@ -1,77 +1,18 @@
-"""Where metrics go: the console, metrics.jsonl, and an MLflow run.
-
-This is the only module of a service that imports mlflow: the run is the trainer's, while spans are plain OTLP. MLflow
-is spoken to from a background thread with short timeouts, so a server that is slow, full or gone costs counted metrics
-and never a training step.
-"""
+"""The run in MLflow; spans go there as plain OTLP and need none of this."""
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 from trackway.tracing import local_mlflow
 from trackway.trainer.background import Background
-from trackway.trainer.config import RunConfig
-from trackway.trainer.config.compose import leaves
-from trackway.trainer.run_folder import RunFolder
 from trackway.wire.trainer import MetricsRow
 
 logger = logging.getLogger("trackway.trainer")
 
 PARAMS_PER_CALL = 100
 """MLflow refuses more params in one batch."""
-
-
-class Sink(Protocol):
-    """Takes the metrics of each step."""
-
-    def log(self, row: MetricsRow) -> None:
-        """Record one row; must not raise for trouble outside this process."""
-        ...
-
-
-class ConsoleSink:
-    """One line per step on standard output, in verl's form."""
-
-    def log(self, row: MetricsRow) -> None:
-        """Print the row."""
-        values = [f"{name}:{value:.6g}" for name, value in sorted(row.data.items())]
-        print(" - ".join([f"step:{row.step}", *values]), flush=True)
-
-
-class FileSink:
-    """metrics.jsonl in the run's folder."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-
-    def log(self, row: MetricsRow) -> None:
-        """Append the row."""
-        self._folder.append_row(row)
-
-
-@dataclass
-class Tracking:
-    """The run in MLflow, None when that is off, and the queues of what goes there and to Weave."""
-
-    run: "MlflowRun | None"
-    mlflow: Background
-    weave: Background
-
-    def close(self, status: str, deadline_s: float) -> None:
-        """Send what is queued and end the MLflow run with a status, within the deadline."""
-        if self.run is not None:
-            run = self.run
-            self.mlflow.submit(lambda: run.finish(status))
-        # Side by side: a backend that is away must not take the other's time.
-        other = threading.Thread(target=self.weave.close, args=(deadline_s,))
-        other.start()
-        self.mlflow.close(deadline_s)
-        other.join()
 
 
 class MlflowSink:
@@ -134,18 +75,6 @@ class MlflowRun:
         """MLflow's id of the experiment of that name, which is made when there is none."""
         found = self._client.get_experiment_by_name(name)
         return self._client.create_experiment(name) if found is None else found.experiment_id
-
-
-def open_tracking(folder: RunFolder, config: RunConfig, default_uri: str | None) -> Tracking:
-    """The run's tracking, whose MLflow ids stand in the run's folder from now on. Blocking."""
-    trainer, jobs = config.trainer, Background("mlflow")
-    uri = config.trackway.mlflow_uri or default_uri
-    run = open_mlflow(uri, trainer.project_name, trainer.experiment_name, folder.info().run_id)
-    if run is not None:
-        folder.update(mlflow_uri=run.uri, experiment_id=run.experiment_id, run_id=run.run_id)
-        if run.is_new:
-            jobs.submit(lambda: run.log_params(leaves(config.model_dump(mode="json"))))
-    return Tracking(run, jobs, Background("weave"))
 
 
 def open_mlflow(uri: str | None, experiment: str, name: str, run_id: str | None) -> MlflowRun | None:

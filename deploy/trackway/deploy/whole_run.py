@@ -1,0 +1,126 @@
+"""A run with the services around it: those that run already for its outputs folder, or its own for as long as it lasts.
+
+run = prepare(overrides, config_path, config_name, outputs)
+run.check()
+deployment = run.bring_up(report)
+info = run.train(deployment, show)
+run.take_down(deployment, report)
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import RenderableType
+
+from trackway.deploy import serve_config, train, up
+from trackway.deploy.engine_python import SERVERS, check_engine_python
+from trackway.deploy.errors import UserError
+from trackway.deploy.interpreters import check_interpreters
+from trackway.deploy.run_services import Decision, RunServices, decided_already, gpus_here, services_for
+from trackway.deploy.settings import Deployment, UpSettings
+from trackway.deploy.up import Report
+from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.config.compose import leaves
+from trackway.trainer.run_folder import RunFolder
+from trackway.wire.trainer import RunInfo, RunState
+
+_PORTS = ("port", "dashboard_port", "ray_port", "mlflow_port")
+_SERVER_START_S = 1200.0
+"""Longest start of the services when each rollout replica starts a server that compiles and loads a model."""
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What is to be trained, and on which services."""
+
+    config: RunConfig
+    settings: UpSettings
+    running: Deployment | None
+    services: RunServices | None
+    """None when the services run already."""
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What became of the keys that describe the deployment."""
+        if self.services is not None:
+            return self.services.decisions
+        return decided_already(self.config)
+
+    def plan(self) -> RenderableType:
+        """What it would do."""
+        from trackway.deploy.dry_run import dry_run
+
+        return dry_run(self.config, self.services)
+
+    def check(self) -> None:
+        """Raise UserError for what would fail later: a missing file, key, or engine."""
+        reasons = train.refusals(self.config)
+        if reasons:
+            raise UserError("; ".join(reasons))
+        if self.services is not None:
+            check_engine_python(serve_config.args_of(self.services.serve_config, "rollout"))
+
+    def bring_up(self, report: Report) -> Deployment:
+        """The services, which run when this returns."""
+        if self.services is None:
+            assert self.running is not None
+            check_interpreters(self.running.base_url, self.running.services)
+            return self.running
+        changes: dict[str, object] = {"model_path": _model(self.config)}
+        changes |= {name: 0 for name in _PORTS if name not in self.settings.model_fields_set}
+        if self.services.engine in SERVERS:
+            changes["start_timeout_s"] = max(self.settings.start_timeout_s, _SERVER_START_S)
+        return up.bring_up(self.settings.model_copy(update=changes), report, self.services.serve_config)
+
+    def left_off(self) -> RunFolder | None:
+        """The folder of the run that this command goes on with; None when it starts one."""
+        folder = RunFolder(self.settings.outputs.resolve() / self.config.trainer.experiment_name)
+        wanted = folder.exists and self.config.trainer.resume_mode == "auto"
+        return folder if wanted and folder.info().state is not RunState.FINISHED else None
+
+    def train(self, deployment: Deployment, show: train.Show) -> RunInfo:
+        """Start the run, or go on with one that was stopped or failed, and follow it to its end."""
+        folder = self.left_off()
+        info = train.start_run(deployment, self.config) if folder is None else train.resume_run(deployment, folder.name)
+        return train.follow(deployment, info.run, show)
+
+    def take_down(self, deployment: Deployment, report: Report) -> None:
+        """Stop what `bring_up` started."""
+        if self.running is None:
+            up.take_down(deployment, report)
+
+
+def changed_since(folder: RunFolder, config: RunConfig) -> list[str]:
+    """`key=value` for each setting that a run began with and that is another now: it goes on with its own."""
+    began, now = (leaves(one.model_dump(mode="json")) for one in (folder.config(), config))
+    return [f"{key}={began[key]}" for key in began if began[key] != now[key] and key != "trackway.ignored_keys"]
+
+
+def configured(overrides: list[str], config_path: Path | None, config_name: str) -> RunConfig:
+    """The configuration of a command line, its paths made whole."""
+    if config_path is not None and not config_path.exists():
+        raise UserError(f"--config-path: expected a folder or a YAML file, got {config_path}; correct the path")
+    return train.localised(compose(overrides, config_path, config_name))
+
+
+def prepare(overrides: list[str], config_path: Path | None, config_name: str, outputs: Path) -> WholeRun:
+    """The run of a command line; starts nothing. Raises TrackwayError and UserError for what cannot be had."""
+    config = configured(overrides, config_path, config_name)
+    settings = UpSettings(outputs=outputs)
+    running = up.find_running(outputs)
+    services = None if running else services_for(config, gpus_here(), serve_config.load(settings.config))
+    return WholeRun(services.config if services else config, settings, running, services)
+
+
+def _model(config: RunConfig) -> Path:
+    """The model's folder; a Hub id is downloaded, once, before anything waits for it."""
+    from trackway.trainer.policy import model_folder
+
+    path = str(config.actor_rollout_ref.model.path)
+    try:
+        return model_folder(path)
+    except Exception as error:  # the Hub's client raises many kinds, httpx's among them
+        raise UserError(
+            f"actor_rollout_ref.model.path: expected a model's folder or an id on the Hugging Face Hub, got {path}: "
+            f"{error}"
+        ) from error

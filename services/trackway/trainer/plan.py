@@ -1,0 +1,38 @@
+"""What a run will do and how far it is."""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, Field
+
+from trackway.trainer.dataset import Position
+
+
+class Progress(BaseModel):
+    """What a checkpoint says beside the learner's state."""
+
+    step: int = 0
+    """Steps whose update is done."""
+    position: Position = Field(default_factory=Position)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    """Of that step, in case the process ends before their row is written."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When what happens; steps count from 1."""
+
+    total_steps: int
+    seed: int
+    val_before_train: bool = True
+    test_freq: int = -1
+    save_freq: int = -1
+    keep_checkpoints: int | None = None
+    traced_prompts: int = 0
+    traced_validation: int = 0
+    rollouts: int = 1
+    """Of each prompt."""
+    validation_n: int = 1
+    max_staleness: int | None = None
+    max_prompt_length: int = 512
+    gpus: int = 1
+    """Of the whole run, which throughput is divided by."""

@@ -1,0 +1,81 @@
+"""The run in W&B, or in files that `wandb sync` sends there."""
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from trackway.trainer.config import RunConfig
+from trackway.trainer.run_folder import RunFolder
+from trackway.wire.trainer import MetricsRow
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+logger = logging.getLogger("trackway.trainer")
+
+INIT_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 45.0
+"""Less than a run's process waits for its tracking at the end. What is unsent then stays in the run's folder."""
+
+
+class WandbRun:
+    """A W&B run whose id is the run's own, so that a resumed run goes on in it.
+
+    WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and the like are W&B's own. Without a key, or when W&B does not answer,
+    the run is an offline one in the run's folder.
+    """
+
+    def __init__(self, folder: RunFolder, config: RunConfig) -> None:
+        self.id = config.trackway.wandb_run_id or folder.info().uid
+        self._folder = folder
+        self._config = config
+        self._run: Run | None = None
+
+    def open(self) -> None:
+        """Begin the run, or go on with it."""
+        import wandb
+
+        mode = os.environ.get("WANDB_MODE")
+        offline = mode == "offline" or (not mode and not wandb.login(prompt=False, verify=False))
+        try:
+            self._run = self._begin(offline)
+        except wandb.Error as error:
+            if offline:
+                raise
+            offline = True
+            logger.warning("W&B: %s: %s; its metrics stay in the run's folder", type(error).__name__, error)
+            wandb.teardown()  # else the id stays in use
+            self._run = self._begin(offline)
+        if offline:
+            logger.info("W&B is offline: `wandb sync %s/wandb/offline-run-*` sends the metrics", self._folder.path)
+
+    def log(self, row: MetricsRow) -> None:
+        """Add the row, unless W&B has it; it is complete, so W&B need not wait for more of its step."""
+        run = self._started()
+        if row.step >= run.starting_step:
+            run.log(dict(row.data), step=row.step, commit=True)
+
+    def finish(self, status: str) -> None:
+        """End the run; a stopped one is no failed one."""
+        self._started().finish(exit_code=1 if status == "FAILED" else 0)
+
+    def _begin(self, offline: bool) -> "Run":
+        import wandb
+
+        trainer = self._config.trainer
+        return wandb.init(
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+            id=self.id,
+            dir=self._folder.path,
+            config=self._config.model_dump(mode="json"),
+            mode="offline" if offline else None,
+            resume=None if offline else "allow",
+            reinit="create_new",
+            settings=wandb.Settings(console="off", init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S),
+        )
+
+    def _started(self) -> "Run":
+        if self._run is None:
+            raise RuntimeError("the W&B run did not begin")
+        return self._run

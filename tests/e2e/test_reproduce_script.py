@@ -1,0 +1,138 @@
+"""The promise: verl's GSM8K script, not one argument changed, trains here; on a CPU with a small model behind it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_runs import small_run
+from test_training import listen_to_ctrl_c, runs, until
+
+from trackway.deploy import traces
+from trackway.deploy.settings import Deployment, bundled
+from trackway.trainer.dump import read_trajectories
+from trackway.trainer.forecast import forecast
+from trackway.trainer.run_folder import RunFolder
+from trackway.wire.trainer import RunState
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+SCRIPT = Path(__file__).with_name("reproduce.sh")
+CHECKOUT = Path(__file__).parents[2]
+EXPERIMENT = "qwen2.5-3b_function_rm-gsm8k-sgl-multi-w-tool-verify-n16"
+ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
+PROBLEMS = [
+    (
+        "Natalia sold 48 clips in April and half as many in May. How many clips did she sell?",
+        "48/2=24. 48+24=72.\n#### 72",
+    ),
+    ("A pen costs 3 dollars. How much do 4 pens cost?", "3*4=12\n#### 12"),
+    ("Tom has 5 apples and eats 2. How many are left?", "5-2=3\n#### 3"),
+    ("Bob had 1250 dollars and spent 250. How much is left?", "1250-250=1000\n#### 1,000"),
+]
+ON_A_CPU = [
+    f"actor_rollout_ref.model.path={bundled('examples/tiny/checkpoint')}",
+    "data.train_batch_size=2",
+    "data.max_prompt_length=960",
+    "data.max_response_length=48",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=4",
+    "trainer.total_training_steps=2",
+    "trainer.rollout_trace.backend=mlflow",
+]
+
+
+def environment(home: Path) -> dict[str, str]:
+    """What a user's shell says, with our interpreter first in PATH, no GPU, and W&B without a network."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "HOME": str(home), "PATH": path, "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "offline"}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home with GSM8K's rows where the script looks for them."""
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for split in ("train", "test"):
+        lines = [json.dumps({"question": question, "answer": answer}) for question, answer in PROBLEMS]
+        (raw / f"{split}.jsonl").write_text("\n".join(lines))
+    words = ["data", "gsm8k", "--local-dataset-path", str(raw), "--local-dir", str(tmp_path / "data" / "gsm8k")]
+    subprocess.run([sys.executable, "-m", "trackway.deploy.cli", *words], check=True, timeout=120)
+    return tmp_path
+
+
+def reproduce(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPT), *words]
+    return subprocess.run(
+        command, cwd=CHECKOUT, env=environment(home), capture_output=True, text=True, timeout=400, check=False
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # in MLflow, on reading its database
+def test_the_script_trains_two_steps_and_leaves_metrics_and_whole_traces(home: Path) -> None:
+    outputs = home / "outputs"
+    done = reproduce(home, "--outputs", str(outputs), *ON_A_CPU)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = [" ".join(line.split()) for line in done.stderr.splitlines()]
+    assert "actor_rollout_ref.rollout.name sglang torch, the embedded engine this machine has no GPU" in told
+    assert "trainer.critic_warmup GRPO has no critic" in told
+    assert "trainer.rollout_trace.backend read as actor_rollout_ref.rollout.trace.backend" in told
+    assert Deployment.load(outputs) is None  # what was brought up is down again
+
+    folder = RunFolder(outputs / EXPERIMENT)
+    info = folder.info()
+    assert (info.state, info.step, info.total_steps) == (RunState.FINISHED, 2, 2), info.message
+    assert len([*folder.path.glob("wandb/offline-run-*")]) == 1  # the script's second logger
+    bound = forecast(folder.config(), rows=4).trace_bytes
+    rows = {row.step: row.data for row in folder.rows()}
+    assert [*rows] == [0, 1, 2] and ACCURACY in rows[0] and ACCURACY in rows[2] and ACCURACY not in rows[1]
+    assert {"actor/kl_loss", "actor/grad_norm", "critic/score/mean", "num_turns/mean"} <= rows[1].keys()
+
+    assert 8 * bound.least <= rows[1]["trace/bytes"] <= 8 * bound.most
+
+    files = {step: read_trajectories(folder.path / "trajectories" / f"step_{step}.parquet") for step in (1, 2)}
+    made = [one for file in files.values() for one in file]
+    assert [one.error for one in made if one.error] == []
+    assert {one.tags.experiment_name for one in made} == {EXPERIMENT}
+    assert sorted({one.tags.sample_index for one in made}) == [0, 1, 2, 3]  # an epoch is two steps of two rows
+
+    experiment = str(info.experiment_id)
+    found = traces.search(f"sqlite:///{outputs}/mlflow/mlflow.db", [experiment], "tags.step = '1'")
+    trees = {trace.info.trace_id: trace for trace in found}
+    assert trees.keys() == {f"tr-{one.trace_id}" for one in files[1]} and len(trees) == 8
+    assert [gap for one in files[1] for gap in traces.missing_parts(trees[f"tr-{one.trace_id}"], one.turns)] == []
+    first = {(tags["sample_index"], tags["rollout_n"]) for tags in (trace.info.tags for trace in found)}
+    assert first == {(str(one.tags.sample_index), str(one.tags.rollout_n)) for one in files[1]}
+
+
+def test_the_plan_of_the_script_is_verls(home: Path) -> None:
+    told = reproduce(home, "--dry-run").stdout
+    assert "256 prompts x 16 = 4096 trajectories" in told
+    assert "1 update a step, each of 4096 trajectories in 128 passes of at most 32" in told
+    assert "8 GPUs / 2 each = 4" in told
+    assert not (CHECKOUT / "outputs" / EXPERIMENT).exists()
+
+
+def test_on_services_that_run_it_uses_them_and_the_same_command_goes_on_after_ctrl_c(deployment: Deployment) -> None:
+    words = small_run(deployment.outputs, "by-main-ppo", 15, "actor_rollout_ref.rollout.name=vllm")
+    command = [sys.executable, "-m", "trackway.main_ppo", "--config-name=tiny_demo", *words]
+    command += ["--outputs", str(deployment.outputs)]
+
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c)
+    until(lambda: any(one.run == "by-main-ppo" and one.step >= 1 for one in runs(deployment)))
+    first.send_signal(signal.SIGINT)
+    _, told = first.communicate(timeout=180)
+    [stopped] = [one for one in runs(deployment) if one.run == "by-main-ppo"]
+    again = subprocess.run([*command, "data.seed=7"], capture_output=True, text=True, timeout=240, check=False)
+
+    assert (first.returncode, stopped.state) == (130, RunState.STOPPED) and 1 <= stopped.step < 15
+    seen = [" ".join(line.split()) for line in told.splitlines()]
+    assert "actor_rollout_ref.rollout.name vllm as it runs decided by the running deployment" in seen
+    assert "saved; the same command goes on with it" in seen
+    assert "goes on with run by-main-ppo and its own data.seed=None" in again.stderr
+    assert again.returncode == 0 and "run by-main-ppo finished at step 15" in again.stdout, again.stderr
+    assert [row.step for row in RunFolder(deployment.outputs / "by-main-ppo").rows()] == list(range(16))
+    assert all(process.find() for process in deployment.processes)  # they are not its own to take down
