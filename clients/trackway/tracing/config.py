@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from pydantic import SecretStr
+
 from trackway.tracing import local_mlflow
 from trackway.tracing.context import uninstall
 from trackway.tracing.mlflow_endpoint import experiment_by_name
 from trackway.tracing.mlflow_uri import local_database
 from trackway.tracing.provider import Tracing
 from trackway.tracing.settings import TracingSettings
+from trackway.tracing.weave_account import default_entity
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
 logger = logging.getLogger("trackway.tracing")
@@ -64,7 +67,8 @@ class RolloutTraceConfig:
         """Trace to `backend` (mlflow, weave, otlp; a list or `mlflow,weave` for several) from now on; None: not at all.
 
         Keys and addresses come from the environment (`TracingSettings`). MLflow: the experiment is `project_name`, made
-        with the first spans. Weave: the project is `entity/project`, or `project` of the entity in WANDB_ENTITY.
+        with the first spans. Weave: the project is `entity/project`, or `project` of the entity in WANDB_ENTITY, else
+        of the API key's own, for which W&B is asked.
         A second call does nothing until `reset`.
 
         Raises:
@@ -156,7 +160,7 @@ def _settings(backends: Sequence[TraceBackend], project_name: str, token2text: b
             "mlflow_uri": _mlflow_uri(found.mlflow_uri) if mlflow else None,
             "experiment_id": experiment_by_name(project_name) if mlflow else None,
             "weave_api_key": found.weave_api_key if weave else None,
-            "weave_project": _weave_project(project_name) if weave else None,
+            "weave_project": _weave_project(project_name, found.weave_api_key) if weave else None,
             "otlp_endpoint": found.otlp_endpoint if TraceBackend.OTLP in backends else None,
         }
     )
@@ -174,9 +178,9 @@ def _mlflow_uri(given: str | None) -> str:
     return uri if database is None else f"sqlite:///{database}"
 
 
-def _weave_project(project_name: str) -> str:
+def _weave_project(project_name: str, key: SecretStr | None) -> str:
     entity, _, project = project_name.rpartition("/")
-    entity = entity or os.environ.get("WANDB_ENTITY", "")
+    entity = entity or os.environ.get("WANDB_ENTITY") or (default_entity(key) if key and project else "") or ""
     if not entity or not project or "/" in entity:
         raise ValueError(
             f"trace backend weave: expected project_name as entity/project, got {project_name!r}; "

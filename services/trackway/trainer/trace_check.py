@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
 from trackway.tracing import TracingSettings
+from trackway.tracing.weave_account import default_entity
 from trackway.trainer.config import RunConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health
@@ -34,7 +35,7 @@ async def check_backends(
     wanted = config.actor_rollout_ref.rollout.trace.backend
     if not wanted:
         return
-    weave_project(config)
+    await asyncio.to_thread(weave_project, config, own.weave_api_key)
     usable = {"trainer": own.usable, **await _ask_all(services, token)}
     if config.trackway.mlflow_uri:
         usable["trainer"] = [*usable["trainer"], TraceBackend.MLFLOW]
@@ -50,14 +51,20 @@ def require(wanted: Sequence[TraceBackend], usable: Sequence[str], who: str) -> 
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message, backend=backend.value)
 
 
-def weave_project(config: RunConfig) -> str | None:
+def weave_project(config: RunConfig, key: SecretStr | None = None) -> str | None:
     """`entity/project` of the run's traces in Weave; None when nothing says it and Weave is not asked for by name.
+
+    The entity is the project's own, else that of WANDB_ENTITY, else W&B is asked for that of its API key (blocking),
+    which is `key` or stands in WANDB_API_KEY.
 
     Raises:
         TrackwayError: INVALID_REQUEST when Weave is wanted and nothing names an entity.
     """
     wanted, project = config.actor_rollout_ref.rollout.trace.backend, config.trace_project
     entity = os.environ.get("WANDB_ENTITY")
+    key = key or TracingSettings().weave_api_key
+    if not entity and "/" not in project and key and TraceBackend.WEAVE in wanted:
+        entity = default_entity(key)
     full = project if "/" in project else f"{entity}/{project}" if entity else None
     if full is not None and (full.count("/") != 1 or not all(full.split("/"))):
         full = None

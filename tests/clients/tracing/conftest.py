@@ -7,6 +7,7 @@ from trackway.tracing.context import install
 _READ = (
     "MLFLOW_TRACKING_URI",
     "WANDB_API_KEY",
+    "WANDB_BASE_URL",
     "WANDB_ENTITY",
     "WANDB_PROJECT",
     "WF_TRACE_SERVER_URL",

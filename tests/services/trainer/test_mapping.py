@@ -222,6 +222,7 @@ def test_a_weave_project_is_the_traces_project_with_its_entity_or_that_of_the_en
 @pytest.mark.parametrize("project", ["gsm8k", "a/b/c", "/gsm8k", "me/"])
 def test_a_weave_project_without_an_entity_is_refused_with_the_remedy(monkeypatch, project: str):
     monkeypatch.delenv("WANDB_ENTITY", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
 
     with pytest.raises(TrackwayError) as caught:
         trace_target(compose([f"{TRACE}.backend=[mlflow,weave]", f"{TRACE}.project_name={project}"]))

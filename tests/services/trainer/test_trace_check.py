@@ -77,11 +77,13 @@ async def test_a_run_without_a_backend_asks_nobody(caplog):
     assert caplog.records == []
 
 
-async def test_a_weave_project_without_an_entity_is_refused_before_anybody_is_asked(monkeypatch, caplog):
+async def test_a_weave_project_without_an_entity_is_refused_before_any_service_is_asked(monkeypatch, caplog):
     monkeypatch.delenv("WANDB_ENTITY", raising=False)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
 
     with pytest.raises(TrackwayError, match="expected entity/project for Weave, got 'trackway'"):
         await check_backends(
             compose(["actor_rollout_ref.rollout.trace.backend=weave"]), {"agent": "http://127.0.0.1:9"}, EVERYTHING
         )
-    assert caplog.records == []
+    [record] = caplog.records
+    assert record.getMessage().startswith("W&B did not tell whose API key this is")

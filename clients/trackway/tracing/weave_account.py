@@ -1,0 +1,47 @@
+"""Whose account a W&B API key is: the entity of projects that name none, as `weave.init("project")` finds it."""
+
+import logging
+import os
+from functools import lru_cache
+
+import httpx
+from pydantic import BaseModel, SecretStr, ValidationError
+
+logger = logging.getLogger("trackway.tracing")
+
+HOSTED_WANDB = "https://api.wandb.ai"
+_QUERY = "query DefaultEntity { viewer { defaultEntity { name } } }"
+_DEADLINE_S = 10.0
+
+
+class _Entity(BaseModel):
+    name: str
+
+
+class _Viewer(BaseModel):
+    defaultEntity: _Entity
+
+
+class _Data(BaseModel):
+    viewer: _Viewer
+
+
+class _Answer(BaseModel):
+    data: _Data
+
+
+def default_entity(key: SecretStr) -> str | None:
+    """The key's default entity, asked of WANDB_BASE_URL or hosted W&B; None, with a warning, when it is not told."""
+    try:
+        return _asked(key.get_secret_value(), os.environ.get("WANDB_BASE_URL") or HOSTED_WANDB)
+    except (httpx.HTTPError, ValidationError) as error:
+        logger.warning("W&B did not tell whose API key this is: %s", str(error).splitlines()[0])
+        return None
+
+
+@lru_cache(maxsize=8)
+def _asked(key: str, url: str) -> str:
+    answer = httpx.post(
+        f"{url.rstrip('/')}/graphql", json={"query": _QUERY}, auth=("api", key), timeout=_DEADLINE_S
+    ).raise_for_status()
+    return _Answer.model_validate_json(answer.content).data.viewer.defaultEntity.name
