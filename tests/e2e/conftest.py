@@ -9,6 +9,7 @@ import psutil
 import pytest
 from access_tokens import OPERATOR, tokens_file
 from small_runs import small_run
+from weave_process import weave_url as weave_url
 
 from trackway.clients.token import TOKEN
 from trackway.deploy import train

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from small_runs import small_run
 from test_training import listen_to_ctrl_c, runs, until
+from weave_process import API_KEY, USER
 
-from trackway.deploy import traces
 from trackway.deploy.settings import Deployment, bundled
 from trackway.trainer.dump import read_trajectories
 from trackway.trainer.forecast import forecast
@@ -41,14 +41,15 @@ ON_A_CPU = [
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.rollout.n=4",
     "trainer.total_training_steps=2",
-    "trainer.rollout_trace.backend=mlflow",
 ]
 
 
-def environment(home: Path) -> dict[str, str]:
-    """What a user's shell says, with our interpreter first in PATH, no GPU, and W&B without a network."""
+def environment(home: Path, weave_url: str) -> dict[str, str]:
+    """What a user's shell says, with our interpreter first in PATH, no GPU, Weave here and W&B's metrics in files."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "HOME": str(home), "PATH": path, "CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "offline"}
+    account = {"WANDB_API_KEY": API_KEY, "WANDB_BASE_URL": weave_url, "WANDB_MODE": "offline"}
+    own = {"HOME": str(home), "PATH": path, "CUDA_VISIBLE_DEVICES": "", "WF_TRACE_SERVER_URL": weave_url}
+    return {**os.environ, **own, **account}
 
 
 @pytest.fixture
@@ -64,18 +65,17 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def reproduce(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(SCRIPT), *words]
-    return subprocess.run(
-        command, cwd=CHECKOUT, env=environment(home), capture_output=True, text=True, timeout=400, check=False
-    )
-
-
-@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")  # in MLflow, on reading its database
-def test_the_script_trains_two_steps_and_leaves_metrics_and_whole_traces(home: Path) -> None:
-    outputs = home / "outputs"
-    done = reproduce(home, "--outputs", str(outputs), *ON_A_CPU)
+def ran(user: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    """A command that must succeed."""
+    done = subprocess.run(words, cwd=CHECKOUT, env=user, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+@pytest.mark.weave
+def test_the_script_trains_two_steps_and_leaves_metrics_and_whole_traces(home: Path, weave_url: str) -> None:
+    user, outputs = environment(home, weave_url), home / "outputs"
+    done = ran(user, "bash", str(SCRIPT), "--outputs", str(outputs), *ON_A_CPU)
     told = [" ".join(line.split()) for line in done.stderr.splitlines()]
     assert "actor_rollout_ref.rollout.name sglang torch, the embedded engine this machine has no GPU" in told
     assert "trainer.critic_warmup GRPO has no critic" in told
@@ -99,17 +99,20 @@ def test_the_script_trains_two_steps_and_leaves_metrics_and_whole_traces(home: P
     assert {one.tags.experiment_name for one in made} == {EXPERIMENT}
     assert sorted({one.tags.sample_index for one in made}) == [0, 1, 2, 3]  # an epoch is two steps of two rows
 
-    experiment = str(info.experiment_id)
-    found = traces.search(f"sqlite:///{outputs}/mlflow/mlflow.db", [experiment], "tags.step = '1'")
-    trees = {trace.info.trace_id: trace for trace in found}
-    assert trees.keys() == {f"tr-{one.trace_id}" for one in files[1]} and len(trees) == 8
-    assert [gap for one in files[1] for gap in traces.missing_parts(trees[f"tr-{one.trace_id}"], one.turns)] == []
-    first = {(tags["sample_index"], tags["rollout_n"]) for tags in (trace.info.tags for trace in found)}
-    assert first == {(str(one.tags.sample_index), str(one.tags.rollout_n)) for one in files[1]}
+    where = ["--backend", "weave", "--project", f"{USER}/gsm8k_async_rl", "--outputs", str(outputs), "--json"]
+    checked = json.loads(ran(user, "trackway", "traces", "verify", "--run", EXPERIMENT, *where).stdout)
+    assert (checked["trajectories"], checked["complete"]) == (24, 24)
+    listed = json.loads(ran(user, "trackway", "traces", "list", "--step", "1", "--train", *where).stdout)
+    assert {row["trace_id"] for row in listed} == {one.trace_id for one in files[1]}
+    for one in files[1]:
+        [row] = [row for row in listed if row["trace_id"] == one.trace_id]
+        said = {key: str(value) for key, value in one.tags.model_dump().items()}
+        assert {key: row["tags"][key] for key in said} == said
 
 
-def test_the_plan_of_the_script_is_verls(home: Path) -> None:
-    told = reproduce(home, "--dry-run").stdout
+@pytest.mark.weave
+def test_the_plan_of_the_script_is_verls(home: Path, weave_url: str) -> None:
+    told = ran(environment(home, weave_url), "bash", str(SCRIPT), "--dry-run").stdout
     assert "256 prompts x 16 = 4096 trajectories" in told
     assert "1 update a step, each of 4096 trajectories in 128 passes of at most 32" in told
     assert "8 GPUs / 2 each = 4" in told
