@@ -101,4 +101,4 @@ async def test_rollouts_go_on_at_their_speed_and_the_spans_wait(
     assert client.stats().lost == 0
     on_disk = [int(path.stem.rpartition("-")[2]) for path in tmp_path.rglob("*.otlp")]
     assert sum(on_disk) == client.stats().ended
-    assert traced < 3 * untraced, f"{traced:.2f} s traced, {untraced:.2f} s untraced"
+    assert traced < untraced + 10.0  # one call that waited for the silent backend would take its 30 s

@@ -92,7 +92,7 @@ async def test_the_time_limit_fails_the_root_and_what_it_interrupted(world: Worl
         await asyncio.Event().wait()
         raise AssertionError
 
-    await world.say(COUNT, never, trace=True, limits__timeout_s=0.3)
+    await world.say(COUNT, never, trace=True, limits__timeout_s=2.0)
 
     await until(lambda: len(world.spans()) == 6)
     found = seen(world.spans())

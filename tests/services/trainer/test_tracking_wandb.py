@@ -114,7 +114,7 @@ def test_a_resumed_run_goes_on_under_its_id_and_lacks_nothing_that_a_killed_proc
     again.backends[0].log(ROWS[2])
     again.close("FAILED", 60.0)
 
-    runs = sorted(path.name[-32:] for path in (folder.path / "wandb").glob("offline-run-*"))
+    runs = [path.name.split("-")[3] for path in (folder.path / "wandb").glob("offline-run-*")]  # offline-run-TIME-ID
     assert runs == [folder.info().uid] * 2
     assert history(folder) == [(row.step, row.data) for row in ROWS]
     assert of_kind(folder, "exit").exit.exit_code == 1
