@@ -72,7 +72,7 @@ async def test_the_time_limit_ends_a_trajectory_and_releases_its_tools(world: Wo
         await asyncio.Event().wait()
         raise AssertionError
 
-    trajectory = await world.say(COUNT, never, limits__timeout_s=0.3)
+    trajectory = await world.say(COUNT, never, limits__timeout_s=2.0)
 
     assert trajectory.error is not None
     assert (trajectory.stop_reason, trajectory.error.code) == (StopReason.ERROR, ErrorCode.DEADLINE_EXCEEDED)
