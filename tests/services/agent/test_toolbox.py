@@ -78,7 +78,7 @@ async def test_the_time_limit_ends_a_trajectory_and_releases_its_tools(world: Wo
     assert (trajectory.stop_reason, trajectory.error.code) == (StopReason.ERROR, ErrorCode.DEADLINE_EXCEEDED)
     assert len(trajectory.turns) == 1
     assert len(world.counter.released) == 1
-    assert 0.3 <= trajectory.timings.total < 3
+    assert 2.0 <= trajectory.timings.total < 10
 
 
 @pytest.mark.anyio
