@@ -10,8 +10,9 @@ import pytest
 from replica_group import Group
 
 from trackway.clients import Deadline
-from trackway.deploy.broadcast import Refusal, agreed
+from trackway.deploy.broadcast import Refusal, agreed, replicas_route
 from trackway.rollout.settings import RolloutSettings
+from trackway.serving import ServiceSettings, service_app
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.rollout import MemoryPart, SleepReply
 
@@ -131,3 +132,15 @@ def test_a_replica_that_died_is_a_reason_to_ask_again_and_one_that_refuses_is_no
     assert (lost.value.code, lost.value.detail) == (ErrorCode.UNAVAILABLE, {"retry_after_s": 1.0})
     assert (corrupt.value.code, corrupt.value.detail) == (ErrorCode.WEIGHTS_CORRUPT, {})
     assert corrupt.value.message.endswith("2 of 2 rollout replicas: b: wrong; lost: RuntimeError: the actor died")
+
+
+async def test_a_replica_that_dies_while_all_are_asked_is_a_503_that_says_so() -> None:
+    async def broadcast(method: str, *args: object, within_s: float) -> list[object]:
+        return [ConnectionError("gone")]
+
+    app = service_app("tools", ServiceSettings(), routers=[replicas_route("tools", broadcast)])
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        answer = await http.get("/replicas")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert answer.json()["error"]["message"] == "a tools replica did not answer (ConnectionError: gone); ask again"

@@ -10,15 +10,25 @@ from typer.testing import CliRunner, Result
 
 from trackway.deploy.commands.main_ppo import app
 from trackway.deploy.errors import UserError
+from trackway.deploy.whole_run import prepare
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
+from trackway.wire.trainer import RunState
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = EXAMPLES / "sglang_multiturn" / "config"
 R = "actor_rollout_ref.rollout"
+SHORT = Sample(
+    data_source="openai/gsm8k",
+    agent_name="tool_agent",
+    prompt=[Message(role="user", content="What is 3 plus 4?")],
+    reward_model=RewardModel(ground_truth="7"),
+)
 
 
 def main_ppo(*words: str) -> Result:
@@ -35,14 +45,8 @@ def lines(text: str) -> list[str]:
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """As many rows as GSM8K has to train on, each short."""
-    one = Sample(
-        data_source="openai/gsm8k",
-        agent_name="tool_agent",
-        prompt=[Message(role="user", content="What is 3 plus 4?")],
-        reward_model=RewardModel(ground_truth="7"),
-    )
     file = tmp_path / "train.parquet"
-    write_rows(file, [one.model_copy(update={"extra_info": {"index": index}}) for index in range(7473)])
+    write_rows(file, [SHORT.model_copy(update={"extra_info": {"index": index}}) for index in range(7473)])
     return file
 
 
@@ -88,14 +92,8 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(rows: Path, tmp_path: Path
 
 
 def test_a_plan_counts_the_prompts_that_are_short_enough(tmp_path: Path) -> None:
-    short = Sample(
-        data_source="openai/gsm8k",
-        agent_name="tool_agent",
-        prompt=[Message(role="user", content="What is 3 plus 4?")],
-        reward_model=RewardModel(ground_truth="7"),
-    )
-    long = short.model_copy(update={"prompt": [Message(role="user", content="What is 3 plus 4? " * 200)]})
-    write_rows(tmp_path / "train.parquet", [short, long, short])
+    long = SHORT.model_copy(update={"prompt": [Message(role="user", content="What is 3 plus 4? " * 200)]})
+    write_rows(tmp_path / "train.parquet", [SHORT, long, SHORT])
     words = [f"data.train_files={tmp_path / 'train.parquet'}", "data.filter_overlong_prompts=True"]
     words += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 
@@ -162,3 +160,23 @@ def test_the_module_runs_from_anywhere_and_refuses_an_unknown_option(tmp_path: P
 
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "No such option: --nope" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "mode", "refused"),
+    [(RunState.FINISHED, "auto", True), (RunState.STOPPED, "disable", True), (RunState.STOPPED, "auto", False)],
+)
+def test_a_name_that_is_taken_is_refused_before_anything_starts(
+    rows: Path, tmp_path: Path, state: RunState, mode: str, refused: bool
+) -> None:
+    words = [f"data.train_files={rows}", f"actor_rollout_ref.model.path={EXAMPLES / 'tiny' / 'checkpoint'}"]
+    run = prepare([*words, "trainer.experiment_name=again", f"trainer.resume_mode={mode}"], None, "default", tmp_path)
+    folder = RunFolder(tmp_path / "again")
+    folder.create(run.config, ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w"))
+    for step in (RunState.RUNNING, *([RunState.STOPPING] if state is RunState.STOPPED else []), state):
+        folder.move(step)
+    if not refused:
+        run.check()
+        return
+    with pytest.raises(UserError, match=f"run 'again' is {state} in .*; give another trainer.experiment_name"):
+        run.check()

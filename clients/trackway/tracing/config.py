@@ -22,7 +22,7 @@ from trackway.tracing.mlflow_endpoint import experiment_by_name
 from trackway.tracing.mlflow_uri import local_database
 from trackway.tracing.provider import Tracing
 from trackway.tracing.settings import TracingSettings
-from trackway.tracing.weave_account import default_entity
+from trackway.tracing.weave_account import full_project
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
 logger = logging.getLogger("trackway.tracing")
@@ -179,14 +179,13 @@ def _mlflow_uri(given: str | None) -> str:
 
 
 def _weave_project(project_name: str, key: SecretStr | None) -> str:
-    entity, _, project = project_name.rpartition("/")
-    entity = entity or os.environ.get("WANDB_ENTITY") or (default_entity(key) if key and project else "") or ""
-    if not entity or not project or "/" in entity:
+    full = full_project(project_name, key)
+    if full is None:
         raise ValueError(
             f"trace backend weave: expected project_name as entity/project, got {project_name!r}; "
             "write it so, or set WANDB_ENTITY"
         )
-    return f"{entity}/{project}"
+    return full
 
 
 def _spool_dir(settings: TracingSettings) -> Path | None:

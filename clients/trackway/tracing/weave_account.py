@@ -1,4 +1,4 @@
-"""Whose account a W&B API key is: the entity of projects that name none, as `weave.init("project")` finds it."""
+"""The full name of a Weave project, whose entity may be left to the API key's account, as `weave.init` leaves it."""
 
 import logging
 import os
@@ -28,6 +28,17 @@ class _Data(BaseModel):
 
 class _Answer(BaseModel):
     data: _Data
+
+
+def full_project(name: str, key: SecretStr | None) -> str | None:
+    """`entity/project`; the entity is the name's own, else that of WANDB_ENTITY, else W&B is asked whose the key is.
+
+    None when nothing says the entity, or the name is not of this form. Blocking when W&B is asked.
+    """
+    entity, slash, project = name.rpartition("/")
+    if project and not slash:
+        entity = os.environ.get("WANDB_ENTITY") or (default_entity(key) if key else None) or ""
+    return f"{entity}/{project}" if entity and project and "/" not in entity else None
 
 
 def default_entity(key: SecretStr) -> str | None:

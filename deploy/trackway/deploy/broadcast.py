@@ -81,7 +81,8 @@ def replicas_route(service: ServiceName, broadcast: Broadcast) -> APIRouter:
             raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
         for one in answers:
             if isinstance(one, BaseException):
-                raise one
+                message = f"a {service} replica did not answer ({type(one).__name__}: {one}); ask again"
+                raise TrackwayError(ErrorCode.UNAVAILABLE, message) from one
         return [one for one in answers if isinstance(one, reply)]
 
     return router

@@ -57,6 +57,12 @@ class WholeRun:
         reasons = train.refusals(self.config)
         if reasons:
             raise UserError("; ".join(reasons))
+        folder = self._folder
+        if folder.exists and self.left_off() is None:
+            raise UserError(
+                f"run {folder.name!r} is {folder.info().state} in {self.settings.outputs}; give another "
+                "trainer.experiment_name or --outputs, or trainer.resume_mode=auto for one that did not finish"
+            )
         if self.services is not None:
             check_engine_python(serve_config.args_of(self.services.serve_config, "rollout"))
 
@@ -74,9 +80,13 @@ class WholeRun:
 
     def left_off(self) -> RunFolder | None:
         """The folder of the run that this command goes on with; None when it starts one."""
-        folder = RunFolder(self.settings.outputs.resolve() / self.config.trainer.experiment_name)
+        folder = self._folder
         wanted = folder.exists and self.config.trainer.resume_mode == "auto"
         return folder if wanted and folder.info().state is not RunState.FINISHED else None
+
+    @property
+    def _folder(self) -> RunFolder:
+        return RunFolder(self.settings.outputs.resolve() / self.config.trainer.experiment_name)
 
     def train(self, deployment: Deployment, show: train.Show) -> RunInfo:
         """Start the run, or go on with one that was stopped or failed, and follow it to its end."""

@@ -5,14 +5,13 @@ A service that cannot be asked is no obstacle: the run itself waits for its serv
 
 import asyncio
 import logging
-import os
 from collections.abc import Mapping, Sequence
 
 from pydantic import SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
 from trackway.tracing import TracingSettings
-from trackway.tracing.weave_account import default_entity
+from trackway.tracing.weave_account import full_project
 from trackway.trainer.config import RunConfig
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health
@@ -54,21 +53,14 @@ def require(wanted: Sequence[TraceBackend], usable: Sequence[str], who: str) -> 
 def weave_project(config: RunConfig, key: SecretStr | None = None) -> str | None:
     """`entity/project` of the run's traces in Weave; None when nothing says it and Weave is not asked for by name.
 
-    The entity is the project's own, else that of WANDB_ENTITY, else W&B is asked for that of its API key (blocking),
-    which is `key` or stands in WANDB_API_KEY.
+    The API key, which may have to tell the entity (see `full_project`), is `key` or stands in WANDB_API_KEY.
 
     Raises:
         TrackwayError: INVALID_REQUEST when Weave is wanted and nothing names an entity.
     """
-    wanted, project = config.actor_rollout_ref.rollout.trace.backend, config.trace_project
-    entity = os.environ.get("WANDB_ENTITY")
-    key = key or TracingSettings().weave_api_key
-    if not entity and "/" not in project and key and TraceBackend.WEAVE in wanted:
-        entity = default_entity(key)
-    full = project if "/" in project else f"{entity}/{project}" if entity else None
-    if full is not None and (full.count("/") != 1 or not all(full.split("/"))):
-        full = None
-    if TraceBackend.WEAVE in wanted and full is None:
+    project, is_wanted = config.trace_project, TraceBackend.WEAVE in config.actor_rollout_ref.rollout.trace.backend
+    full = full_project(project, (key or TracingSettings().weave_api_key) if is_wanted else None)
+    if is_wanted and full is None:
         message = (
             f"actor_rollout_ref.rollout.trace.project_name: expected entity/project for Weave, got {project!r}; "
             "write it so, or set WANDB_ENTITY in the environment of the trainer service"
