@@ -87,13 +87,8 @@ def forecast(config: RunConfig, rows: int | None) -> Forecast:
 
 
 def _total_steps(config: RunConfig, per_epoch: int | None) -> int | None:
-    """Steps of the whole run."""
-    trainer = config.trainer
-    if trainer.val_only:
-        return 0
-    if trainer.total_training_steps is not None:
-        return trainer.total_training_steps
-    return None if per_epoch is None else per_epoch * trainer.total_epochs
+    told = config.trainer.val_only or config.trainer.total_training_steps is not None
+    return config.total_steps(per_epoch or 0) if told or per_epoch is not None else None
 
 
 def _validations(config: RunConfig, total: int | None) -> list[int]:

@@ -69,9 +69,8 @@ def _warm_up(optim: OptimConfig, total_steps: int) -> int:
 def plan(config: RunConfig, steps_per_epoch: int) -> Plan:
     """When what happens; `val_only` is a run of no steps."""
     trainer = config.trainer
-    steps = trainer.total_training_steps or steps_per_epoch * trainer.total_epochs
     return Plan(
-        total_steps=0 if trainer.val_only else steps,
+        total_steps=config.total_steps(steps_per_epoch),
         seed=config.trackway.seed,
         val_before_train=trainer.val_before_train or trainer.val_only,
         test_freq=trainer.test_freq,

@@ -194,6 +194,11 @@ class RunConfig(Section):
             )
         return self
 
+    def total_steps(self, per_epoch: int) -> int:
+        """Steps of the whole run; `val_only` is a run of none."""
+        trainer = self.trainer
+        return 0 if trainer.val_only else trainer.total_training_steps or per_epoch * trainer.total_epochs
+
     @property
     def traced_prompts(self) -> int:
         """Prompts per step to trace; with a trace backend and no bound, all of them, as in verl."""
