@@ -1,16 +1,23 @@
 """The process's one HTTP client, and how a program ends with it."""
 
 import asyncio
+import socket
 import weakref
 from collections.abc import Coroutine
 from typing import TypeVar
 
+import aiohttp
 import httpx
+from aiohttp.connector import AddrInfoType
 from httpx_aiohttp import AiohttpTransport
 
 T = TypeVar("T")
 
 _SILENCE_S = 120.0
+_GONE_S = 20
+"""A connection breaks after so long without a sign of life from the other machine, not the service."""
+_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": _GONE_S * 1000}
+"""Of each connection, where the system has the option; the last bounds all and is Linux's."""
 
 _shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
 
@@ -23,10 +30,26 @@ def shared_http() -> httpx.AsyncClient:
     loop = asyncio.get_running_loop()
     client = _shared.get(loop)
     if client is None or client.is_closed:
-        limits = httpx.Limits(max_connections=512, max_keepalive_connections=256, keepalive_expiry=5.0)
-        transport = AiohttpTransport(limits=limits)
+        transport = AiohttpTransport(client=_session)
         client = _shared[loop] = httpx.AsyncClient(transport=transport, timeout=_SILENCE_S)
     return client
+
+
+def _session() -> aiohttp.ClientSession:
+    tls = httpx.create_ssl_context()
+    connector = aiohttp.TCPConnector(limit=512, keepalive_timeout=5.0, ssl=tls, socket_factory=_watched)
+    return aiohttp.ClientSession(connector=connector)
+
+
+def _watched(address: AddrInfoType) -> socket.socket:
+    """A socket that notices when the other machine is gone: a cut link says nothing by itself."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _ALIVE.items():
+        if option := getattr(socket, name, None):
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 async def close_shared_http() -> None:

@@ -76,6 +76,9 @@ class RunInfo(WireReply):
     step: int = 0
     total_steps: int = 0
     restarts: int = 0
+    """How often it went on by itself: its process died, or was interrupted and the service resumes such runs."""
+    interrupted: bool = False
+    """It is stopped or failed because its service or machine went, neither on request nor by an error of its own."""
     message: str = ""
     folder: str = ""
     mlflow_uri: str | None = None

@@ -43,7 +43,9 @@ def create_app(
         finally:
             await groups.close()
 
-    return service_app("agent", settings, routers=[_routes(groups)], lifespan=lifespan, tracing=tracing)
+    return service_app(
+        "agent", settings, routers=[_routes(groups)], lifespan=lifespan, tracing=tracing, collectors=[groups]
+    )
 
 
 def _routes(groups: Groups) -> APIRouter:

@@ -1,10 +1,15 @@
 """Groups of rollouts: run side by side, handed out as each ends."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from trackway.agent.loop import AgentLoop, agent_loop
 from trackway.agent.services import Services
+from trackway.serving.metrics import counted
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
@@ -13,13 +18,14 @@ _SLACK_S = 1.0
 """For the work around a release."""
 
 
-class Groups:
+class Groups(Collector):
     """Runs the rollouts of every group of this process, at most `max_concurrent_trajectories` at once."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._slots = asyncio.Semaphore(services.settings.max_concurrent_trajectories)
         self._tasks: set[asyncio.Task[Trajectory]] = set()
+        self._ended: Counter[tuple[str, str]] = Counter()
         self._closed = False
 
     @property
@@ -70,8 +76,20 @@ class Groups:
         return task
 
     async def _one(self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int) -> Trajectory:
-        async with self._slots:
-            return await loop(self._services).run(request, rollout_n)
+        outcome = "aborted"
+        try:
+            async with self._slots:
+                trajectory = await loop(self._services).run(request, rollout_n)
+            outcome = trajectory.error.code.value if trajectory.error else trajectory.stop_reason.value
+            return trajectory
+        finally:
+            self._ended["validation" if request.validation else "training", outcome] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """Trajectories, as Prometheus wants them: an outcome is a stop reason, an error's code, or `aborted`."""
+        yield GaugeMetricFamily("trackway_trajectories_running", "Those that wait for a slot included", self.running)
+        labels = ("kind", "outcome")
+        yield counted("trackway_trajectories", "Ended trajectories by kind and outcome", labels, self._ended)
 
 
 def _is_cancelled() -> bool:

@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
+from prometheus_client.registry import Collector
 
 from trackway.clients import close_shared_http
 from trackway.serving.answers import install_error_answers
@@ -35,6 +36,7 @@ def service_app(
     ready: ReadyCheck | None = None,
     tracing: Tracing | None = None,
     gauges: Sequence[Gauge] = (),
+    collectors: Sequence[Collector] = (),
 ) -> FastAPI:
     """The app of a service: its routers, `/health`, `/ready`, `/metrics`, `/docs`, and the shared middleware.
 
@@ -51,7 +53,7 @@ def service_app(
     app.state.settings = settings
     app.state.tracing = tracing
     app.state.tokens = tokens
-    metrics = ServiceMetrics(service, tracing, gauges)
+    metrics = ServiceMetrics(service, tracing, gauges, collectors)
     for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)
     install_error_answers(app)

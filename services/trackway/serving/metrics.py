@@ -6,7 +6,7 @@ What each request touches is counted in plain integers, and only made into metri
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -39,12 +39,15 @@ class Gauge(NamedTuple):
 class ServiceMetrics:
     """Requests by route and status, requests in flight, seconds; spans by their fate; what the service adds."""
 
-    def __init__(self, service: str, tracing: Tracing, gauges: Sequence[Gauge] = ()) -> None:
+    def __init__(
+        self, service: str, tracing: Tracing, gauges: Sequence[Gauge] = (), collectors: Sequence[Collector] = ()
+    ) -> None:
         self._registry = CollectorRegistry()
         reader = PrometheusMetricReader(registry=self._registry)
         self._provider = MeterProvider([reader], resource=Resource({"service.name": service}), shutdown_on_exit=False)
         self.requests = RequestCounts()
-        self._registry.register(self.requests)
+        for collector in (self.requests, *collectors):
+            self._registry.register(collector)
         meter = self._provider.get_meter("trackway")
         spans = _span_counts(tracing)
         meter.create_observable_counter("trackway_spans", callbacks=[spans], description="Spans by fate")
@@ -61,37 +64,56 @@ class ServiceMetrics:
         return generate_latest(self._registry)
 
 
+class Seconds:
+    """A histogram of how long something took, by one label."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._buckets: dict[str, list[int]] = {}
+
+    def add(self, label: str, seconds: float) -> None:
+        """One more."""
+        if label not in self._buckets:
+            self._sums[label], self._buckets[label] = 0.0, [0] * (len(_BUCKETS_S) + 1)
+        self._sums[label] += seconds
+        self._buckets[label][bisect_left(_BUCKETS_S, seconds)] += 1
+
+    def family(self, name: str, description: str, label: str) -> Metric:
+        """As Prometheus wants it."""
+        family = HistogramMetricFamily(name, description, labels=[label])
+        bounds = [*map(str, _BUCKETS_S), "+Inf"]
+        for value, counts in self._buckets.items():
+            family.add_metric([value], list(zip(bounds, accumulate(counts), strict=True)), self._sums[value])
+        return family
+
+
 class RequestCounts(Collector):
     """Requests in work, and those that ended by route, method and status, with their seconds by route."""
 
     def __init__(self) -> None:
         self.in_flight = 0
         self._ended: Counter[tuple[str, str, str]] = Counter()
-        self._seconds: dict[str, float] = {}
-        self._buckets: dict[str, list[int]] = {}
+        self._seconds = Seconds()
 
     def ended(self, route: str, method: str, status: str, seconds: float) -> None:
         """One more."""
         self._ended[route, method, status] += 1
-        if route not in self._buckets:
-            self._seconds[route], self._buckets[route] = 0.0, [0] * (len(_BUCKETS_S) + 1)
-        self._seconds[route] += seconds
-        self._buckets[route][bisect_left(_BUCKETS_S, seconds)] += 1
+        self._seconds.add(route, seconds)
 
     def collect(self) -> Iterator[Metric]:
         """As Prometheus wants it."""
         yield GaugeMetricFamily("trackway_in_flight", "Requests in work", self.in_flight)
-        requests = CounterMetricFamily(
-            "trackway_requests", "Requests by route and status", labels=["route", "method", "status"]
-        )
-        for labels, count in self._ended.items():
-            requests.add_metric(labels, count)
-        yield requests
-        seconds = HistogramMetricFamily("trackway_request_seconds", "Seconds of a request", labels=["route"])
-        bounds = [*map(str, _BUCKETS_S), "+Inf"]
-        for route, counts in self._buckets.items():
-            seconds.add_metric([route], list(zip(bounds, accumulate(counts), strict=True)), self._seconds[route])
-        yield seconds
+        labels = ("route", "method", "status")
+        yield counted("trackway_requests", "Requests by route and status", labels, self._ended)
+        yield self._seconds.family("trackway_request_seconds", "Seconds of a request", "route")
+
+
+def counted(name: str, description: str, labels: Sequence[str], counts: Mapping[tuple[str, ...], float]) -> Metric:
+    """A counter by some labels."""
+    family = CounterMetricFamily(name, description, labels=labels)
+    for values, count in counts.items():
+        family.add_metric(values, count)
+    return family
 
 
 def _observing(gauge: Gauge) -> Callable[[CallbackOptions], list[Observation]]:

@@ -63,7 +63,7 @@ def create_app(
             reaper.cancel()
             await server.close()
 
-    app = service_app("tools", settings, routers=routers, lifespan=lifespan, tracing=tracing)
+    app = service_app("tools", settings, routers=routers, lifespan=lifespan, tracing=tracing, collectors=[server.calls])
     app.state.instances = instances
     open_fast_lane(app, server)
     return app

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from pydantic import JsonValue
 
 from trackway.tools.base import BaseTool, ToolLimits, ToolSource, session_scope
+from trackway.tools.call_metrics import ToolCalls
 from trackway.tools.guard import GuardedTool
 from trackway.tools.instances import Event, Instance, InstanceTable
 from trackway.tools.registry import ToolRegistry
@@ -40,6 +41,7 @@ class ToolServer:
         self._guarded: dict[str, GuardedTool] = {}
         self._sources = [one for one in tools if isinstance(one, ToolSource)]
         self._instances = instances
+        self.calls = ToolCalls(instances)
         self._started: list[BaseTool | ToolSource] = []
         self._background: set[asyncio.Task[None]] = set()
         for tool in tools:
@@ -98,7 +100,8 @@ class ToolServer:
     async def execute(self, instance_id: str, request: ExecuteRequest) -> ToolResult:
         """One call, as one span."""
         instance = self._instances.get(instance_id)
-        with tool_span(instance.tool.name, request.arguments, request.tool_call_id) as span:
+        name = instance.tool.name
+        with self.calls.one(name), tool_span(name, request.arguments, request.tool_call_id) as span:
             result = await self._execute(instance, request)
             _show(span, result)
         return result
@@ -132,7 +135,7 @@ class ToolServer:
     async def one_shot(self, tool: str, request: OneShotRequest) -> ToolResult:
         """Create, execute, reward and release, as one span; the life's reward comes as the metric `instance_reward`."""
         self._registry.get(tool)
-        with tool_span(tool, request.arguments, request.tool_call_id) as span:
+        with self.calls.one(tool), tool_span(tool, request.arguments, request.tool_call_id) as span:
             result = await self._whole_life(tool, request)
             _show(span, result)
         return result

@@ -39,7 +39,8 @@ class ToolsSettings(ServiceSettings):
     """Seconds between two looks for idle instances."""
     direct_host: str | None = None
     """Under Ray Serve: address on which each replica also answers by itself, on a free port that `/replicas` names.
-    None takes 127.0.0.1 when base_url is on this machine, else the node's own; an empty one means only by the proxy."""
+    `node` is the node's own, for callers on other nodes; None takes 127.0.0.1 when base_url is on this machine, else
+    `node`; an empty one means only by the proxy."""
     drain_s: float = Field(default=10.0, ge=0)
     """Under Ray Serve: seconds that a replica which is to stop waits there for its instances to be released; less than
     Serve's graceful_shutdown_timeout_s."""

@@ -1,5 +1,6 @@
 """The trainer service: start a run, watch it, stop it, resume it; the training itself is in the run's own process."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
 
 from trackway.serving import needs_admin, service_app
+from trackway.trainer.interruptions import resume_for_ever
+from trackway.trainer.run_gauges import RunGauges
 from trackway.trainer.runs import RUN_NAME, Runs
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import RunInfo, RunList, RunRequest
@@ -28,12 +31,17 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        resuming = asyncio.create_task(resume_for_ever(runs, settings.token)) if settings.resume_interrupted else None
         try:
             yield
         finally:
+            if resuming is not None:
+                resuming.cancel()
+                await asyncio.wait({resuming})
             await runs.close()
 
-    return service_app("trainer", settings, routers=[_routes(runs)], lifespan=lifespan)
+    gauges = RunGauges(runs.newest)
+    return service_app("trainer", settings, routers=[_routes(runs)], lifespan=lifespan, collectors=[gauges])
 
 
 RunName = Annotated[str, InPath(pattern=f"^{RUN_NAME.pattern}$")]

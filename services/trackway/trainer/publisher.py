@@ -1,10 +1,17 @@
 """Publishing the learner's weights for the rollout replicas to pull."""
 
 import shutil
+import time
 from pathlib import Path
 
+from trackway.clients.weight_claim import Claim
 from trackway.clients.weights import WeightStore
 from trackway.trainer.learner import Learner
+from trackway.wire.errors import TrackwayError
+
+CLAIM_WAIT_S = 120.0
+"""For the claim of this run's own last process: a file server holds the locks of a machine that died for 90 s or so."""
+_ASK_AGAIN_S = 0.5
 
 
 class Publisher:
@@ -21,7 +28,7 @@ class Publisher:
         self._run = run
         self._scratch = scratch
         self._keep = keep
-        self._claim = store.claim(f"run {run} ({uid[:8]})")
+        self._claim = _claim(store, f"run {run} ({uid[:8]})")
 
     def publish(self) -> int:
         """Export, copy and announce; returns the version that rollouts must have from now on. Blocking."""
@@ -38,3 +45,15 @@ class Publisher:
     def close(self) -> None:
         """Let other runs publish."""
         self._claim.close()
+
+
+def _claim(store: WeightStore, owner: str) -> Claim:
+    """Waits for one that the same run still has. Blocking."""
+    end = time.monotonic() + CLAIM_WAIT_S
+    while True:
+        try:
+            return store.claim(owner)
+        except TrackwayError as error:
+            if not str(error.detail.get("holder", "")).startswith(owner) or time.monotonic() > end:
+                raise
+        time.sleep(_ASK_AGAIN_S)

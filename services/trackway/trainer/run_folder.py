@@ -2,7 +2,7 @@
 
     config.json     the resolved configuration          state.json      where it stands (RunInfo)
     services.json   URLs of the services                metrics.jsonl   one MetricsRow per line
-    worker.pid      the process that trains             worker.log      its output and traceback
+    worker.json     the process that has the run        worker.log      its output and traceback
     checkpoints/    to resume from                      trajectories/   step_<n>.parquet, val_step_<n>.parquet
     wandb/          what W&B keeps here                 tensorboard/    event files
 
@@ -10,13 +10,14 @@ Every file is replaced whole (`metrics.jsonl` is appended to). state.json has on
 while it lives, else the service. RUN_TRANSITIONS says which state may follow which.
 """
 
-import json
 import os
+import socket
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from trackway.trainer.config import RunConfig
+from trackway.trainer.owner import Owner
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunInfo, RunState
@@ -54,13 +55,14 @@ class RunFolder:
         return (self.path / "state.json").is_file()
 
     def create(self, config: RunConfig, services: ServiceUrls, total_steps: int = 0) -> RunInfo:
-        """Write a new run's files. Raises TrackwayError(CONFLICT) when the name is taken."""
+        """Write a new run's files; it is this process's. Raises TrackwayError(CONFLICT) when the name is taken."""
         if self.exists:
             message = f"run {self.name!r} exists; resume it, or start under another name"
             raise TrackwayError(ErrorCode.CONFLICT, message, run=self.name)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         self._replace("config.json", config.model_dump_json(indent=2))
         self.write_services(services)
+        self.write_owner(Owner.of(os.getpid()))
         info = RunInfo(
             run=self.name,
             uid=uuid.uuid4().hex,
@@ -86,14 +88,14 @@ class RunFolder:
         """Where the run stands."""
         return RunInfo.model_validate_json(self._read("state.json"))
 
-    def move(self, state: RunState, message: str = "") -> RunInfo:
-        """Enter a state. Raises TrackwayError(CONFLICT) when RUN_TRANSITIONS does not allow it."""
+    def move(self, state: RunState, message: str = "", **changes: object) -> RunInfo:
+        """Enter a state and change fields with it. CONFLICT when RUN_TRANSITIONS does not allow it."""
         info = self.info()
         if state not in RUN_TRANSITIONS[info.state]:
             allowed = ", ".join(sorted(RUN_TRANSITIONS[info.state])) or "nothing, start a new run"
             text = f"run {self.name!r} is {info.state}: expected {allowed} next, got {state}"
             raise TrackwayError(ErrorCode.CONFLICT, text, run=self.name)
-        return self._write(info.model_copy(update={"state": state, "message": message}))
+        return self._write(info.model_copy(update={**changes, "state": state, "message": message}))
 
     def update(self, **changes: object) -> RunInfo:
         """Change fields of the state other than `state` itself, which `move` changes."""
@@ -122,17 +124,16 @@ class RunFolder:
             kept.append(row)
         self._replace("metrics.jsonl", "".join(one.model_dump_json() + "\n" for one in kept))
 
-    def write_pid(self, pid: int) -> None:
-        """Remember which process trains."""
-        self._replace("worker.pid", json.dumps(pid))
+    def write_owner(self, owner: Owner) -> None:
+        """Say which process has the run."""
+        self._replace("worker.json", owner.model_dump_json())
 
-    def worker_alive(self) -> bool:
-        """Whether the process that trained last still lives."""
+    def owner(self) -> Owner | None:
+        """The process that has the run, or had it last."""
         try:
-            command = Path(f"/proc/{int(self._read('worker.pid'))}/cmdline").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, ValueError):
-            return False
-        return b"trackway.trainer.worker" in command
+            return Owner.model_validate_json(self._read("worker.json"))
+        except FileNotFoundError:
+            return None
 
     def ended(self) -> bool:
         """Whether nothing more will be written."""
@@ -146,6 +147,6 @@ class RunFolder:
         return info
 
     def _replace(self, name: str, text: str) -> None:
-        partial = self.path / f".{name}.{os.getpid()}"
+        partial = self.path / f".{name}.{socket.gethostname()}.{os.getpid()}"
         partial.write_text(text)
         partial.replace(self.path / name)

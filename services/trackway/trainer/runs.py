@@ -1,22 +1,17 @@
-"""The supervisor: starts each run's process, watches it, and settles its state when it ends.
+"""Every run of an outputs folder: who may start, resume and stop it, and where it stands.
 
-    start, resume -> STARTING -> (the process: RUNNING ...) -> exit 0: as the process says
-                                                             -> exit 3: FAILED, as the process says
-                                                             -> died:   RESTARTING from the last checkpoint, then FAILED
+    start, resume -> STARTING -> (the process: RUNNING ...) -> its end, as supervision.py settles it
     stop          -> SIGTERM, a deadline, SIGKILL -> STOPPED
+    the service goes -> SIGUSR1, a deadline, SIGKILL -> STOPPED, interrupted
 
-The process holds a pipe from this one as its standard input: when the service goes, however it goes, the pipe closes,
-and the process saves and ends. Everything else is on disk, so a restarted service knows every run.
+Everything is on disk, so a restarted service, or the one that takes this one's place on another machine, knows every
+run. One of them has an active run: whose process that is says `worker.json`, and whether it lives says heartbeat.py.
 """
 
 import asyncio
-import logging
 import os
 import re
-import signal
-import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -24,28 +19,21 @@ from pydantic import SecretStr
 from trackway.tracing import TracingSettings
 from trackway.trainer.checkpoint import named_checkpoint
 from trackway.trainer.config import RunConfig, resolve
+from trackway.trainer.heartbeat import DEAD_AFTER_S, Sightings
+from trackway.trainer.owner import OutputsLock, Owner
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.settings import ServiceUrls, handed_over
+from trackway.trainer.supervision import Supervised
 from trackway.trainer.trace_check import check_backends
 from trackway.trainer.tracking import check_loggers
-from trackway.trainer.worker import EXIT_FAILED
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunRequest, RunState
-
-logger = logging.getLogger("trackway.trainer")
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 FOLLOW_S = 0.25
 """Pause between two looks at a growing metrics file."""
 
-
-@dataclass
-class _Active:
-    """A process of ours and the task that watches it."""
-
-    process: asyncio.subprocess.Process
-    stopping: bool = False
-    watch: asyncio.Task[None] | None = field(default=None, repr=False)
+_GONE = "the trainer service went away while the run was active; resume goes on from its last checkpoint"
 
 
 class Runs:
@@ -58,15 +46,18 @@ class Runs:
         stop_deadline_s: float = 120.0,
         tracing: TracingSettings | None = None,
         token: SecretStr | None = None,
+        sightings: Sightings | None = None,
     ) -> None:
         self._outputs = outputs
-        self._services = services
+        self.services = services
+        """Around every run that starts or is resumed here."""
         self._tracing = tracing or TracingSettings()
         self._token = token
         self._stop_deadline_s = stop_deadline_s
-        self._active: dict[str, _Active] = {}
+        self._sightings = sightings or Sightings()
+        self._active: dict[str, tuple[Supervised, asyncio.Task[None]]] = {}
         self._lock = asyncio.Lock()
-        self._closing = False
+        self._ours = OutputsLock(outputs)
 
     async def start(self, request: RunRequest) -> RunInfo:
         """Begin a new run; CONFLICT while another is active or when the name is taken.
@@ -79,52 +70,83 @@ class Runs:
         await self._check_tracking(config)
         folder = self._folder(request.run or config.trainer.experiment_name)
         async with self._lock:
-            self._require_idle()
-            folder.create(config, self._services)
-            await self._spawn(folder)
+            with self._ours.held():
+                self._require_idle()
+                folder.create(config, self.services)
+                await self._supervise(folder)
         return self.info(folder.name)
 
-    async def resume(self, name: str) -> RunInfo:
+    async def resume(self, name: str, restarts: int = 0) -> RunInfo:
         """Go on from the run's last checkpoint; CONFLICT unless it is stopped or failed."""
         folder = self._existing(name)
         await self._check_tracking(folder.config())
         async with self._lock:
-            self._require_idle()
-            await self._gone(name)
-            folder.move(RunState.STARTING)
-            folder.update(restarts=0)
-            folder.write_services(self._services)
-            await self._spawn(folder)
+            with self._ours.held():
+                self._require_idle()
+                await self._gone(name)
+                folder.write_owner(Owner.of(os.getpid()))
+                folder.move(RunState.STARTING, restarts=restarts, interrupted=False)
+                folder.write_services(self.services)
+                await self._supervise(folder)
         return self.info(name)
 
+    def interrupted(self) -> RunFolder | None:
+        """A run to go on with, whose service or machine went; None while a run is active.
+
+        One that went on by itself as often as `trackway.max_restarts` allows is left to whoever resumes it.
+        """
+        infos = self.list()
+        if any(info.state not in ENDED for info in infos):
+            return None
+        for folder in (self._folder(info.run) for info in infos if info.interrupted):
+            info = folder.info()
+            if info.restarts < folder.config().trackway.max_restarts:
+                return folder
+            message = f"{info.message}; it went on by itself {info.restarts} times and does so no more: resume it"
+            folder.update(interrupted=False, message=message)
+        return None
+
     async def stop(self, name: str) -> RunInfo:
-        """Ask the run's process to save and end; answers at once. CONFLICT when the run is not active."""
+        """Ask the run's process to save and end, and answer at once; an interrupted one is not resumed by itself then.
+
+        CONFLICT when the run is not active, or not in this service.
+        """
         info = self.info(name)
         active = self._active.get(name)
+        if info.state in ENDED and info.interrupted:
+            return self._folder(name).update(interrupted=False)
         if info.state in ENDED or active is None:
-            message = f"expected an active run to stop, got run {name!r}, which is {info.state}"
+            message = f"expected an active run to stop, got run {name!r}, which is {self._standing(info)}"
             raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
-        self._ask_to_stop(active)
+        active[0].stop()
         return self.info(name)
 
     def info(self, name: str) -> RunInfo:
         """Where a run stands."""
         folder = self._existing(name)
         info = folder.info()
-        active = self._active.get(name)
         if info.state in ENDED:
             return info
-        if active is not None:
-            return info.model_copy(update={"state": RunState.STOPPING}) if active.stopping else info
-        if folder.worker_alive():
+        if name in self._active:
+            is_stopping = self._active[name][0].stopping
+            return info.model_copy(update={"state": RunState.STOPPING}) if is_stopping else info
+        if self._sightings.alive(folder):
             return info
-        message = "the trainer service went away while the run was active; resume goes on from its last checkpoint"
-        return folder.move(RunState.FAILED, message)
+        try:
+            return self._give_up(folder)
+        except TrackwayError:  # another service decides over it at this moment
+            return info
 
     def list(self) -> list[RunInfo]:
         """Every run, by name."""
         folders = sorted(path.parent for path in self._outputs.glob("*/state.json"))
         return [self.info(folder.name) for folder in folders]
+
+    def newest(self) -> RunInfo | None:
+        """The active run, or else the one whose state changed last."""
+        files = sorted(self._outputs.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+        infos = [self.info(path.parent.name) for path in files]
+        return next((info for info in infos if info.state not in ENDED), infos[-1] if infos else None)
 
     async def rows(self, name: str, follow: bool) -> AsyncIterator[MetricsRow]:
         """The run's metrics; with `follow`, new rows too until the run has ended.
@@ -144,86 +166,59 @@ class Runs:
             await asyncio.sleep(FOLLOW_S)
 
     async def close(self) -> None:
-        """Stop every process of ours and wait until it is gone."""
-        self._closing = True
+        """Interrupt every run of ours and wait until its process is gone."""
+        for supervised, _ in self._active.values():
+            supervised.stop(is_interrupted=True)
         while self._active:
-            name, active = next(iter(self._active.items()))
-            self._ask_to_stop(active)
-            await self._gone(name)
+            await self._gone(next(iter(self._active)))
 
     async def _check_tracking(self, config: RunConfig) -> None:
         check_loggers(config, self._tracing.mlflow_uri)
-        await check_backends(config, self._services.traced, self._tracing, self._token)
+        await check_backends(config, self.services.traced, self._tracing, self._token)
 
-    async def _spawn(self, folder: RunFolder) -> _Active:
-        variables = {"OMP_NUM_THREADS": str(folder.config().trackway.threads), "TOKENIZERS_PARALLELISM": "false"}
-        with folder.log.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "trackway.trainer.worker", str(folder.path), "--lifeline"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **variables, **handed_over(self._tracing, self._token)},
-                start_new_session=True,
-            )
-        folder.write_pid(process.pid)
-        active = self._active[folder.name] = _Active(process)
-        active.watch = asyncio.create_task(self._watch(folder, active))
-        return active
+    async def _supervise(self, folder: RunFolder) -> None:
+        supervised = Supervised(folder, handed_over(self._tracing, self._token), self._stop_deadline_s)
+        try:
+            await supervised.start()
+        except OSError as error:
+            folder.move(RunState.FAILED, f"its process could not be started: {error}")
+            raise
+        self._active[folder.name] = supervised, asyncio.create_task(self._watch(folder.name, supervised))
 
-    async def _watch(self, folder: RunFolder, active: _Active) -> None:
-        status = await active.process.wait()
-        if folder.ended():
-            pass  # the process said how; what it died of afterwards, a SIGTERM at its very end for example, is nothing
-        elif status in (0, EXIT_FAILED):
-            folder.move(RunState.FAILED, f"its process ended with {status} and left no final state; see {folder.log}")
-        elif active.stopping or folder.info().state is RunState.STOPPING:
-            self._settle_killed(folder, status)
-        else:
-            await self._settle_dead(folder, active, status)
-        if self._active.get(folder.name) is active:
-            del self._active[folder.name]
-
-    def _settle_killed(self, folder: RunFolder, status: int) -> None:
-        if folder.info().state is not RunState.STOPPING:
-            folder.move(RunState.STOPPING)
-        message = f"its process ended by {_cause(status)}; it can be resumed from its last checkpoint"
-        folder.move(RunState.STOPPED, message)
-
-    async def _settle_dead(self, folder: RunFolder, active: _Active, status: int) -> None:
-        info = folder.info()
-        allowed = folder.config().trackway.max_restarts
-        died = f"the learner died ({_cause(status)})"
-        if info.restarts >= allowed or self._closing:
-            folder.move(RunState.FAILED, f"{died} after {info.restarts} restarts; see {folder.log}, then resume")
-            return
-        logger.warning("run %s: %s; starting it again", folder.name, died)
-        folder.move(RunState.RESTARTING, f"{died}; restart {info.restarts + 1} of {allowed} from the last checkpoint")
-        folder.update(restarts=info.restarts + 1)
-        started = await self._spawn(folder)
-        if active.stopping:  # asked for while nothing was there to be stopped
-            self._ask_to_stop(started)
-
-    def _ask_to_stop(self, active: _Active) -> None:
-        if active.stopping:
-            return
-        active.stopping = True
-        if active.process.returncode is not None:
-            return
-        active.process.terminate()
-        asyncio.get_running_loop().call_later(self._stop_deadline_s, _kill, active.process)
+    async def _watch(self, name: str, supervised: Supervised) -> None:
+        try:
+            await supervised.run()
+        finally:
+            del self._active[name]
 
     async def _gone(self, name: str) -> None:
-        active = self._active.get(name)
-        if active is not None and active.watch is not None:
-            await active.watch
+        if name in self._active:
+            await self._active[name][1]
+
+    def _give_up(self, folder: RunFolder) -> RunInfo:
+        """A run whose process is dead, unless another service has it by now."""
+        with self._ours.held():
+            info = folder.info()
+            if info.state in ENDED or self._sightings.alive(folder):
+                return info
+            was_wanted = info.interrupted or info.state is not RunState.STOPPING
+            return folder.move(RunState.FAILED, _GONE, interrupted=was_wanted)
 
     def _require_idle(self) -> None:
         busy = [info for info in self.list() if info.state not in ENDED]
         if busy:
-            name, state = busy[0].run, busy[0].state
-            message = f"run {name!r} is {state} and one run is active at a time; stop it, or wait until it ends"
-            raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
+            message = f"run {busy[0].run!r} is {self._standing(busy[0])} and one run is active at a time; "
+            raise TrackwayError(ErrorCode.CONFLICT, message + "stop it, or wait until it ends", run=busy[0].run)
+
+    def _standing(self, info: RunInfo) -> str:
+        """The state, and of a run that another service has, where, and what helps if that is gone."""
+        owner = self._folder(info.run).owner()
+        if info.state in ENDED or info.run in self._active or owner is None:
+            return info.state
+        return (
+            f"{info.state} in another trainer service, on {owner.machine.host} (stop it there; should that be gone, "
+            f"it shows after {DEAD_AFTER_S:.0f} s without a sign of life: ask again then)"
+        )
 
     def _existing(self, name: str) -> RunFolder:
         folder = self._folder(name)
@@ -248,12 +243,3 @@ def runnable(config: RunConfig) -> RunConfig:
         message = f"expected a value for {' and '.join(missing)}, got none; a run needs a model and rows"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
     return config
-
-
-def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.kill()
-
-
-def _cause(status: int) -> str:
-    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

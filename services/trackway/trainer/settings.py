@@ -1,4 +1,4 @@
-"""Settings of the trainer service: where runs live, and how long a learner may take to stop."""
+"""Settings of the trainer service: where runs live, how long a learner may take to stop, whether runs go on alone."""
 
 import os
 
@@ -47,6 +47,9 @@ class TrainerSettings(ServiceSettings):
     """fsspec URL of the weight store, shared with the rollout replicas."""
     stop_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds that a learner gets to finish its step and save before it is killed."""
+    resume_interrupted: bool = False
+    """Whether a run whose service or machine went away goes on by itself, from its last checkpoint and as often as its
+    `trackway.max_restarts` allows, once the services are ready; for trainers that Kubernetes moves."""
 
     def service_urls(self) -> ServiceUrls:
         """What is handed to a run's process."""

@@ -1,8 +1,9 @@
 """A run's own process: `python -m trackway.trainer.worker outputs/<run>`.
 
-SIGTERM and SIGINT abandon the rollouts in flight, save a checkpoint and end with 0. How it ended stands in state.json;
-the exit status tells the supervisor what a file cannot: 0 the state is final, 3 the run failed and starting it again
-would fail again, anything else the process died and may be started again from the last checkpoint.
+SIGTERM and SIGINT abandon the rollouts in flight, save a checkpoint and end with 0; so does SIGUSR1, by which the
+service says that it goes though nobody wanted the run to end. How it ended stands in state.json; the exit status tells
+the supervisor what a file cannot: 0 the state is final, 3 the run failed and starting it again would fail again, 4
+another process has the run, anything else the process died and may be started again from the last checkpoint.
 """
 
 import argparse
@@ -13,11 +14,13 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trackway.clients import run
 from trackway.trainer.config import no_effect
+from trackway.trainer.heartbeat import Heartbeat
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.settings import check_installation
 from trackway.wire.errors import TrackwayError
@@ -51,7 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = RunFolder(given.folder)
-    folder.write_pid(os.getpid())
     try:
         check_installation()
         run(_work(folder, given.lifeline))
@@ -66,6 +68,16 @@ async def _work(folder: RunFolder, lifeline: bool) -> None:
     stop = asyncio.Event()
     _stop_on_request(folder, stop, lifeline)
     _tell_what_has_no_effect(folder)
+    with Heartbeat(folder):
+        state, step = await _train(folder, stop)
+    how = "interrupted" if folder.info().interrupted else "stopped"
+    if state is RunState.FINISHED:
+        folder.move(state, interrupted=False)
+    else:
+        folder.move(state, f"{how} after step {step}; it can be resumed")
+
+
+async def _train(folder: RunFolder, stop: asyncio.Event) -> tuple[RunState, int]:
     # torch and transformers take seconds to import: the signals must be handled by then.
     build, fit = await asyncio.to_thread(_heavy_imports)
     training, tracking = await build(folder, stop)
@@ -81,7 +93,7 @@ async def _work(folder: RunFolder, lifeline: bool) -> None:
         training.publisher.close()
         await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
         folder.update(traces=await training.traces.close(TRACES_DEADLINE_S))
-    folder.move(state, "" if state is RunState.FINISHED else f"stopped after step {training.step}; it can be resumed")
+    return state, training.step
 
 
 def _heavy_imports() -> tuple[Build, Fit]:
@@ -92,26 +104,27 @@ def _heavy_imports() -> tuple[Build, Fit]:
 
 
 def _stop_on_request(folder: RunFolder, stop: asyncio.Event, lifeline: bool) -> None:
-    def request() -> None:
+    def request(is_interrupted: bool) -> None:
         if not stop.is_set() and not folder.ended():
             stop.set()
-            folder.move(RunState.STOPPING)
+            folder.move(RunState.STOPPING, interrupted=is_interrupted)
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, request)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        loop.add_signal_handler(number, request, number is signal.SIGUSR1)
     if lifeline:
-        threading.Thread(target=_watch_lifeline, args=(loop, request), daemon=True).start()
+        interrupt = partial(loop.call_soon_threadsafe, request, True)
+        threading.Thread(target=_watch_lifeline, args=(interrupt,), daemon=True).start()
 
 
-def _watch_lifeline(loop: asyncio.AbstractEventLoop, request: Callable[[], None]) -> None:
+def _watch_lifeline(interrupt: Callable[[], object]) -> None:
     # Not sys.stdin: a thread that waits in it is fatal to the interpreter's end.
     while os.read(0, 1):
         pass
     timer = threading.Timer(ORPHAN_GRACE_S, os._exit, args=(1,))
     timer.daemon = True
     timer.start()
-    loop.call_soon_threadsafe(request)
+    interrupt()
 
 
 def _tell_what_has_no_effect(folder: RunFolder) -> None:

@@ -187,10 +187,22 @@ async def listed(*replicas: ReplicaInfo) -> ReplicaList:
         ("http://127.0.0.1:8000/tools", "127.0.0.1", "a"),
         ("http://localhost:8000/tools", "127.0.0.1", "a"),
         ("http://10.0.0.7:8000/tools", "10.0.0.8", "a"),
+        ("http://127.0.0.1:8000/tools", "10.0.0.8", "a"),
+        ("http://127.0.0.1:8000/tools", "[fd00::8]", "a"),
+        ("http://tools.example:8000/tools", "[::1]", None),
         ("http://tools.example:8000/tools", "127.0.0.1", None),
         ("https://tools.example/tools", "10.0.0.8", None),
     ],
-    ids=["this machine", "by name", "a network", "another machine's loopback", "out of TLS"],
+    ids=[
+        "this machine",
+        "by name",
+        "a network",
+        "another node's replica by this node's proxy",
+        "likewise, IPv6",
+        "another machine's loopback, IPv6",
+        "another machine's loopback",
+        "out of TLS",
+    ],
 )
 async def test_no_pass_leaves_tls_and_no_foreign_loopback_is_called(base_url: str, host: str, met: str | None) -> None:
     assert await World("a", base_url, host).met() == met

@@ -53,6 +53,25 @@ async def test_a_client_that_leaves_ends_its_trajectories_and_releases_their_too
 
 
 @pytest.mark.anyio
+async def test_trajectories_are_counted_by_kind_and_outcome(world: World) -> None:
+    async def refuse() -> str:
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, "no such prompt")
+
+    world.model.scripts = {0: [ANSWER], 1: [COUNT, ANSWER], 2: [refuse]}
+    await world.run(group(n=3))
+    world.model.begin_again()
+    await world.run(group(n=1, validate=True))
+    lines = (await world.client.get("/metrics")).text.splitlines()
+
+    assert {line for line in lines if line.startswith("trackway_trajectories")} == {
+        'trackway_trajectories_total{kind="training",outcome="answered"} 2.0',
+        'trackway_trajectories_total{kind="training",outcome="invalid_request"} 1.0',
+        'trackway_trajectories_total{kind="validation",outcome="answered"} 1.0',
+        "trackway_trajectories_running 0.0",
+    }
+
+
+@pytest.mark.anyio
 async def test_only_the_asked_rollouts_are_run(world: World) -> None:
     world.model.scripts = {1: [ANSWER], 3: [ANSWER]}
 

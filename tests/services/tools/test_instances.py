@@ -55,6 +55,7 @@ async def test_a_released_instance_is_not_found_and_nothing_leads_on_from_it() -
         ("../etc", ErrorCode.INSTANCE_NOT_FOUND),
         ("", ErrorCode.INSTANCE_NOT_FOUND),
     ],
+    ids=["another replica's", "too long", "a path", "empty"],
 )
 def test_another_replicas_id_is_lost_and_a_malformed_one_is_not_found(instance_id: str, code: ErrorCode) -> None:
     with pytest.raises(TrackwayError) as caught:

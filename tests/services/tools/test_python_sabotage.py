@@ -63,7 +63,7 @@ async def test_a_fork_that_comes_to_the_end_of_its_cell_is_not_the_interpreter(r
     assert text == "(True, 2)\n"
 
 
-@pytest.mark.parametrize("target", ["os.getppid()", "1", "-1", str(os.getpid())])
+@pytest.mark.parametrize("target", ["os.getppid()", "1", "-1", str(os.getpid())], ids=["parent", "1", "-1", "server"])
 async def test_signals_reach_no_process_outside(running: Run, target: str) -> None:
     async with served(running) as server:
         session, other = await server.session(), await server.session()

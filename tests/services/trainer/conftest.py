@@ -29,7 +29,7 @@ from trackway.tracing import (
 )
 from trackway.wire.agent import GroupRequest, RewardModel, Sample
 from trackway.wire.chat import Message
-from trackway.wire.health import Health
+from trackway.wire.health import Health, Ready
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceBackend, TraceTarget
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, WeightSpan, trajectory_id
@@ -94,6 +94,10 @@ class ScriptedAgent:
         @app.get("/health")
         async def health() -> Health:
             return process_health("agent", "scripted", self.tracing)
+
+        @app.get("/ready")
+        async def ready() -> Ready:
+            return Ready(ready=True)
 
         return app
 

@@ -1,9 +1,11 @@
 import itertools
+import os
 from pathlib import Path
 
 import pytest
 
 from trackway.trainer.config import RunConfig
+from trackway.trainer.owner import Owner
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -94,7 +96,9 @@ def test_a_row_that_is_being_written_is_not_read_yet(folder: RunFolder):
     assert [row.step for row in folder.rows()] == [1]
 
 
-def test_a_process_that_is_not_a_worker_does_not_count_as_alive(folder: RunFolder):
-    assert not folder.worker_alive()
-    folder.write_pid(1)
-    assert not folder.worker_alive()
+def test_a_new_runs_owner_is_whoever_made_it_and_another_process_may_take_it(folder: RunFolder):
+    assert folder.owner() == Owner.of(os.getpid())
+
+    folder.write_owner(Owner.of(1))
+
+    assert folder.owner() == Owner.of(1)

@@ -12,22 +12,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
 
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import compose
-from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.dump import read_trajectories
+from trackway.trainer.owner import Owner
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.runs import Runs
-from trackway.trainer.settings import ServiceUrls
-from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunRequest, RunState
+from trackway.wire.trainer import MetricsRow, RunInfo, RunRequest, RunState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
-
-STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -82,46 +79,12 @@ def request_of(model: Path, sample, tmp_path: Path) -> Callable[..., RunRequest]
     return functools.partial(run_request, model, tmp_path, sample)
 
 
-def run_request(model: Path, folder: Path, sample: Callable[[int], Sample], name: str, *overrides: str) -> RunRequest:
-    """A run of 4 steps that saves each one."""
-    write_rows(folder / "train.parquet", [sample(index) for index in range(6)])
-    write_rows(folder / "val.parquet", [sample(index) for index in range(2)])
-    lines = [
-        f"actor_rollout_ref.model.path={model}",
-        f"data.train_files={folder}/train.parquet",
-        f"data.val_files={folder}/val.parquet",
-        "data.train_batch_size=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.n=4",
-        f"trainer.total_training_steps={STEPS}",
-        "trainer.save_freq=1",
-        "trackway.group_attempts=2",
-    ]
-    return RunRequest(config=compose([*lines, *overrides]).model_dump(mode="json"), run=name)
-
-
 @pytest.fixture
 async def runs(agent_url: str, agent, tmp_path: Path) -> AsyncIterator[Runs]:
     runs = Runs(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60)
     yield runs
     agent.released.set()
     await runs.close()
-
-
-def urls(agent_url: str, tmp_path: Path) -> ServiceUrls:
-    return ServiceUrls(agent_url=agent_url, tools_url="http://127.0.0.1:9", weights_url=str(tmp_path / "weights"))
-
-
-async def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not condition():
-            await asyncio.sleep(0.05)
-
-
-async def ended(runs: Runs, name: str) -> RunInfo:
-    await until(lambda: runs.info(name).state in ENDED)
-    return runs.info(name)
 
 
 async def rows_of(runs: Runs, name: str) -> list[MetricsRow]:
@@ -135,10 +98,6 @@ def learned(rows: list[MetricsRow]) -> list[tuple[int, dict[str, float]]]:
 
 def timed(key: str) -> bool:
     return key.startswith(("timing_", "perf/time", "perf/throughput", "perf/max_memory", "perf/cpu_memory"))
-
-
-def held_at(agent, step: int) -> bool:
-    return any(request.step == step for request in agent.requests)
 
 
 async def test_a_run_trains_validates_publishes_and_writes_everything_down(baseline: Baseline):
@@ -266,7 +225,7 @@ async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: Runs, agent
     folder = RunFolder(tmp_path / "outputs" / "orphan")
     request = request_of("orphan")
     folder.create(compose([]).model_validate(request.config), urls(agent_url, tmp_path))
-    (folder.path / "worker.pid").write_text(json.dumps(2**22 + 1))
+    folder.write_owner(Owner.of(2**22 + 1))
 
     found = runs.info("orphan")
     await runs.resume("orphan")
@@ -275,10 +234,6 @@ async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: Runs, agent
     assert found.state is RunState.FAILED
     assert found.message.startswith("the trainer service went away")
     assert info.state is RunState.FINISHED
-
-
-def pid_of(runs: Runs, name: str) -> int:
-    return json.loads((Path(runs.info(name).folder) / "worker.pid").read_text())
 
 
 @pytest.mark.usefixtures("shared_http")

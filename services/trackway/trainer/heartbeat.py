@@ -1,0 +1,88 @@
+"""Whether the process that has a run lives, told across machines by nothing but the run's folder.
+
+On its own machine /proc knows. Elsewhere a pid means nothing: there a reader sees whether the beat in `worker.json`
+goes on, by the reader's own clock, as no two machines' clocks are compared. A process that stood still for so long that
+it was taken for dead finds another one's name in the file, and ends before it does anything else.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import NamedTuple
+
+from trackway.trainer.owner import Machine, Owner, this_machine
+from trackway.trainer.run_folder import RunFolder
+
+BEAT_S = 3.0
+"""Pause between two beats."""
+DEAD_AFTER_S = 30.0
+"""A process on another machine whose beat has not changed for so long is dead."""
+EXIT_LOST = 4
+"""Exit status of a process whose run another one has taken."""
+
+logger = logging.getLogger("trackway.trainer")
+
+
+class _Seen(NamedTuple):
+    owner: Owner
+    at: float
+
+
+class Sightings:
+    """What one service has seen of the runs' processes; `clock` gives monotonic seconds."""
+
+    def __init__(self, machine: Machine | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.machine = machine or this_machine()
+        self._clock = clock
+        self._seen: dict[str, _Seen] = {}
+
+    def alive(self, folder: RunFolder) -> bool:
+        """Whether the run's process lives; one elsewhere that was never looked at before counts as alive."""
+        owner = folder.owner()
+        if owner is None:
+            return False
+        if owner.machine == self.machine:
+            return owner.lives_here
+        now, last = self._clock(), self._seen.get(folder.name)
+        if last is None or last.owner != owner:
+            self._seen[folder.name] = last = _Seen(owner, now)
+        return now - last.at < DEAD_AFTER_S
+
+
+class Heartbeat:
+    """`with Heartbeat(folder):` this process has the run; a thread says so, also while the others compute."""
+
+    def __init__(self, folder: RunFolder, every_s: float = BEAT_S) -> None:
+        self._folder = folder
+        self._every_s = every_s
+        self._owner = Owner.of(os.getpid())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> None:
+        self._folder.write_owner(self._owner)
+        self._thread.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Afterwards no beat is written any more."""
+        self._stop.set()
+        self._thread.join()
+
+    def _go_on(self) -> None:
+        while not self._stop.wait(self._every_s):
+            try:
+                self._beat()
+            except OSError:
+                logger.warning("no sign of life could be written to %s", self._folder.path, exc_info=True)
+
+    def _beat(self) -> None:
+        found = self._folder.owner()
+        if not self._owner.is_same(found):
+            logger.error("another process has this run by now, this one ends: %s", found)
+            logging.shutdown()
+            os._exit(EXIT_LOST)
+        self._owner = self._owner.model_copy(update={"beat": self._owner.beat + 1})
+        self._folder.write_owner(self._owner)

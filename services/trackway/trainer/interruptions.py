@@ -1,0 +1,52 @@
+"""Going on by itself with a run whose service or machine went away under it; only when `resume_interrupted` says so."""
+
+import asyncio
+import logging
+
+from pydantic import SecretStr
+
+from trackway.clients import CallPolicy, ServiceClient
+from trackway.trainer.runs import Runs
+from trackway.trainer.settings import ServiceUrls
+from trackway.wire.errors import TrackwayError
+from trackway.wire.trainer import RunInfo
+
+LOOK_S = 3.0
+"""Pause between two looks for an interrupted run."""
+
+_ASK = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=1)
+
+logger = logging.getLogger("trackway.trainer")
+
+
+async def resume_for_ever(runs: Runs, token: SecretStr | None = None, every_s: float = LOOK_S) -> None:
+    """Look for an interrupted run at once and every `every_s` seconds; why one cannot go on yet is logged once."""
+    said = ""
+    while True:
+        try:
+            await resume_interrupted(runs, token)
+            said = ""
+        except TrackwayError as error:
+            if error.message != said:
+                logger.warning("an interrupted run waits: %s", error)
+            said = error.message
+        except Exception:
+            logger.exception("looking for interrupted runs failed; next look in %s s", every_s)
+        await asyncio.sleep(every_s)
+
+
+async def resume_interrupted(runs: Runs, token: SecretStr | None = None) -> RunInfo | None:
+    """Resume a run that may go on; None when there is none. TrackwayError while its services are not ready."""
+    folder = runs.interrupted()
+    if folder is None:
+        return None
+    await _services_ready(runs.services, token)
+    info = await runs.resume(folder.name, restarts=folder.info().restarts + 1)
+    logger.warning("run %s was interrupted and goes on by itself (restart %s)", info.run, info.restarts)
+    return info
+
+
+async def _services_ready(services: ServiceUrls, token: SecretStr | None) -> None:
+    """A run whose services are not there would fail at its first step."""
+    for url in services.traced.values():
+        await ServiceClient(url, policy=_ASK, token=token).send("GET", "/ready")

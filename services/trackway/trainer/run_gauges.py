@@ -1,0 +1,57 @@
+"""What `/metrics` says of the run that is active, or was last: where it stands, its newest step in a few numbers."""
+
+import re
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from trackway.wire.trainer import RunInfo
+
+_OF_A_STEP = {
+    "reward": ("critic/rewards/mean", "Mean reward of the newest step"),
+    "score": ("critic/score/mean", "Mean score of the newest step"),
+    "response_tokens": ("response_length/mean", "Mean tokens of a response of the newest step"),
+    "step_seconds": ("timing_s/step", "Seconds of the newest step"),
+    "tokens_per_second": ("perf/throughput", "Tokens trained on per second of the newest step"),
+    "failed_trajectories": ("training/rollout_failure/failed_trajectories", "Of the newest step"),
+}
+_ACCURACY = re.compile("val-core/(.+)/acc/mean@[0-9]+")
+
+
+class RunGauges(Collector):
+    """`newest` says which run it is; None before the first one."""
+
+    def __init__(self, newest: Callable[[], RunInfo | None]) -> None:
+        self._newest = newest
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus wants it."""
+        info = self._newest()
+        if info is None:
+            return
+        state = GaugeMetricFamily("trackway_run_state", "1 for the state that it is in", labels=["run", "state"])
+        state.add_metric([info.run, info.state.value], 1.0)
+        yield state
+        yield _gauge(info, "step", "Last finished step", info.step)
+        yield _gauge(info, "total_steps", "Steps of the whole run", info.total_steps)
+        yield _gauge(info, "restarts", "How often it went on by itself", info.restarts)
+        for name, (key, description) in _OF_A_STEP.items():
+            if key in info.metrics:
+                yield _gauge(info, name, description, info.metrics[key])
+        yield _accuracy(info)
+
+
+def _gauge(info: RunInfo, name: str, description: str, value: float) -> Metric:
+    family = GaugeMetricFamily(f"trackway_run_{name}", description, labels=["run"])
+    family.add_metric([info.run], value)
+    return family
+
+
+def _accuracy(info: RunInfo) -> Metric:
+    name, description = "trackway_run_accuracy", "Mean accuracy of the newest validation"
+    family = GaugeMetricFamily(name, description, labels=["run", "data_source"])
+    for key, value in info.metrics.items():
+        if found := _ACCURACY.fullmatch(key):
+            family.add_metric([info.run, found[1]], value)
+    return family

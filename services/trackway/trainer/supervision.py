@@ -1,0 +1,120 @@
+"""A run's own process: started, watched, started again when it dies, and its run's state settled when it has ended.
+
+    exit 0: as the process says                     exit 3: FAILED, as the process says
+    died:   RESTARTING from the last checkpoint, then FAILED
+    exit 4: another service's process has the run, which is no longer ours
+
+The process holds a pipe from this one as its standard input: when the service goes, however it goes, the pipe closes,
+and the process saves and ends.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Mapping
+
+from trackway.trainer.owner import Owner
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.worker import EXIT_FAILED
+from trackway.wire.trainer import RunState
+
+logger = logging.getLogger("trackway.trainer")
+
+
+class Supervised:
+    """One run's process, and the next one when it dies."""
+
+    def __init__(self, folder: RunFolder, secrets: Mapping[str, str], stop_deadline_s: float) -> None:
+        self.stopping = False
+        """It was asked to end."""
+        self._is_interrupted = False
+        self._folder = folder
+        self._secrets = secrets
+        self._stop_deadline_s = stop_deadline_s
+        self._process: Process | None = None
+
+    async def run(self) -> None:
+        """Until the run has ended or is another's; `start` comes first."""
+        while self._process is not None:
+            status = await self._process.wait()
+            if not self._settle(status):
+                return
+            await self.start()
+
+    async def start(self) -> None:
+        """Start the process, which has the run from now on. OSError when there is no room for one."""
+        folder = self._folder
+        variables = {"OMP_NUM_THREADS": str(folder.config().trackway.threads), "TOKENIZERS_PARALLELISM": "false"}
+        with folder.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "trackway.trainer.worker", str(folder.path), "--lifeline"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **variables, **self._secrets},
+                start_new_session=True,
+            )
+        self._owner = Owner.of(self._process.pid)
+        folder.write_owner(self._owner)
+        if self.stopping:  # asked for while nothing was there to be stopped
+            self._signal(self._process)
+
+    def stop(self, is_interrupted: bool = False) -> None:
+        """Ask it to save and end, and kill it when it does not: somebody wants that, or else the service goes."""
+        if self.stopping:
+            return
+        self.stopping, self._is_interrupted = True, is_interrupted
+        if self._process is not None:
+            self._signal(self._process)
+
+    def _signal(self, process: Process) -> None:
+        if process.returncode is not None:
+            return
+        process.send_signal(signal.SIGUSR1 if self._is_interrupted else signal.SIGTERM)
+        asyncio.get_running_loop().call_later(self._stop_deadline_s, _kill, process)
+
+    def _settle(self, status: int) -> bool:
+        """Say how the run stands after its process has ended; whether to start the next one."""
+        folder = self._folder
+        if not self._owner.is_same(folder.owner()):
+            logger.warning("run %s: its process ended with %s; another one has the run", folder.name, status)
+        elif folder.ended():
+            pass  # the process said how; what it died of afterwards, a SIGTERM at its very end for example, is nothing
+        elif status in (0, EXIT_FAILED):
+            folder.move(RunState.FAILED, f"its process ended with {status} and left no final state; see {folder.log}")
+        elif self.stopping or folder.info().state is RunState.STOPPING:
+            self._settle_killed(status)
+        else:
+            return self._settle_dead(status)
+        return False
+
+    def _settle_killed(self, status: int) -> None:
+        folder = self._folder
+        if folder.info().state is not RunState.STOPPING:
+            folder.move(RunState.STOPPING, interrupted=self._is_interrupted)
+        message = f"its process ended by {_cause(status)}; it can be resumed from its last checkpoint"
+        folder.move(RunState.STOPPED, message)
+
+    def _settle_dead(self, status: int) -> bool:
+        folder = self._folder
+        info, allowed = folder.info(), folder.config().trackway.max_restarts
+        died = f"the learner died ({_cause(status)})"
+        if info.restarts >= allowed:
+            folder.move(RunState.FAILED, f"{died} after {info.restarts} restarts; see {folder.log}, then resume")
+            return False
+        logger.warning("run %s: %s; starting it again", folder.name, died)
+        message = f"{died}; restart {info.restarts + 1} of {allowed} from the last checkpoint"
+        folder.move(RunState.RESTARTING, message, restarts=info.restarts + 1)
+        return True
+
+
+def _kill(process: Process) -> None:
+    if process.returncode is None:
+        process.kill()
+
+
+def _cause(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

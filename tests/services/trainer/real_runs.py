@@ -1,0 +1,64 @@
+"""Runs with processes of their own: what they are asked for, and waiting for what they do."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from trackway.trainer.config import compose
+from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.runs import Runs
+from trackway.trainer.settings import ServiceUrls
+from trackway.wire.agent import Sample
+from trackway.wire.trainer import ENDED, RunInfo, RunRequest
+
+STEPS = 4
+
+
+def run_request(model: Path, folder: Path, sample: Callable[[int], Sample], name: str, *overrides: str) -> RunRequest:
+    """A run of 4 steps that saves each one."""
+    write_rows(folder / "train.parquet", [sample(index) for index in range(6)])
+    write_rows(folder / "val.parquet", [sample(index) for index in range(2)])
+    lines = [
+        f"actor_rollout_ref.model.path={model}",
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/val.parquet",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.n=4",
+        f"trainer.total_training_steps={STEPS}",
+        "trainer.save_freq=1",
+        "trackway.group_attempts=2",
+    ]
+    return RunRequest(config=compose([*lines, *overrides]).model_dump(mode="json"), run=name)
+
+
+def urls(agent_url: str, tmp_path: Path) -> ServiceUrls:
+    """An agent, and nobody behind the tools' address."""
+    return ServiceUrls(agent_url=agent_url, tools_url="http://127.0.0.1:9", weights_url=str(tmp_path / "weights"))
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
+    """Wait for it."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+async def ended(runs: Runs, name: str) -> RunInfo:
+    """How a run stands at its end."""
+    await until(lambda: runs.info(name).state in ENDED)
+    return runs.info(name)
+
+
+def held_at(agent, step: int) -> bool:
+    """Whether the scripted agent was asked for a step."""
+    return any(request.step == step for request in agent.requests)
+
+
+def pid_of(runs: Runs, name: str) -> int:
+    """The process that has a run."""
+    owner = RunFolder(Path(runs.info(name).folder)).owner()
+    assert owner is not None
+    return owner.pid
