@@ -1,9 +1,31 @@
 """What tests of the deployment share."""
 
 import gc
+import json
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import uvicorn
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from trackway.agent.app import create_app as agent_app
+from trackway.agent.settings import AgentSettings
+from trackway.clients.token import TOKEN
+from trackway.deploy.settings import bundled
+from trackway.reward.app import create_app as reward_app
+from trackway.reward.settings import RewardSettings
+from trackway.rollout.app import create_app as rollout_app
+from trackway.rollout.settings import RolloutSettings
+from trackway.tools.app import create_app as tools_app
+from trackway.tools.settings import ToolsSettings
+from trackway.trainer.app import create_app as trainer_app
+from trackway.trainer.settings import TrainerSettings
+
+OPERATOR = "operator-0123456789abcdef"
 
 
 @pytest.fixture
@@ -13,3 +35,76 @@ def collector() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.set_threshold(*before)
+
+
+class Elsewhere:
+    """The five services behind one address, as Serve's proxy gives it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.volume = folder / "volume"
+        self.away: set[str] = set()
+        """Services, or routes, that fail."""
+        self.failing = 0
+        """So many requests more fail, whatever they are for."""
+        tokens = folder / "tokens.json"
+        tokens.touch(mode=0o600)
+        tokens.write_text(json.dumps({"ops": {"secret": OPERATOR, "scopes": ["admin"]}}))
+        shared = {"auth": {"tokens_file": tokens}}
+        model = bundled("examples/tiny/checkpoint")
+        self._apps: dict[str, ASGIApp] = {
+            "rollout": rollout_app(RolloutSettings.model_validate({**shared, "model_path": model, "engine": "sim"})),
+            "agent": agent_app(AgentSettings.model_validate({**shared, "model_path": str(model)})),
+            "tools": tools_app(ToolsSettings.model_validate(shared)),
+            "reward": reward_app(RewardSettings.model_validate(shared)),
+            "trainer": trainer_app(TrainerSettings.model_validate({**shared, "outputs_dir": str(self.volume)})),
+        }
+        config = uvicorn.Config(self, port=0, log_level="critical", ws="none", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"].lstrip("/")
+        away = [one for one in self.away if path.startswith(one)]
+        name = path.split("/")[0]
+        if away or self.failing or name not in self._apps:
+            self.failing = max(0, self.failing - 1)
+            answer = PlainTextResponse(f"no {away[0] if away else name} here", status_code=503)
+            await answer(scope, receive, send)
+            return
+        await self._apps[name]({**scope, "root_path": f"/{name}"}, receive, send)
+
+    @property
+    def url(self) -> str:
+        """Where it answers."""
+        return "http://{}:{}".format(*self._server.servers[0].sockets[0].getsockname())
+
+    def start(self) -> None:
+        """Return once it answers."""
+        self._thread.start()
+        end = time.monotonic() + 30
+        while not self._server.started:
+            assert time.monotonic() < end and self._thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Return once it is gone."""
+        self._server.should_exit = True
+        self._thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def five_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+    """Started once for each file of tests."""
+    there = Elsewhere(tmp_path_factory.mktemp("elsewhere"))
+    there.start()
+    yield there
+    there.stop()
+
+
+@pytest.fixture
+def elsewhere(five_services: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> Elsewhere:
+    """Running services with tokens, of which the environment has the operator's."""
+    monkeypatch.setenv(TOKEN, OPERATOR)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    five_services.away, five_services.failing = set(), 0
+    return five_services

@@ -24,6 +24,9 @@ def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["up", "--config", "nowhere.yaml"], "Ray Serve config not found: nowhere.yaml"),
         (["traces", "list"], "no MLflow database in outputs"),
         (["ui"], "no MLflow database in outputs/demo"),
+        (["attach", "--base-url", "here"], "--base-url: expected an address like http://127.0.0.1:8000, got 'here'"),
+        (["demo", "--attached"], "expected outputs to be attached to running services, and it is not"),
+        (["demo", "--wait", "9"], "--data-dir and --wait: expected with --attached"),
         (["tools", "call", "calculator", "{broken"], "ARGUMENTS: expected JSON"),
         (["data", "gsm8k", "--local-dataset-path", "nowhere"], "nowhere"),
     ],
@@ -41,6 +44,7 @@ def test_a_mistake_is_one_line_with_exit_status_2(words: list[str], expected: st
 def test_help_has_an_example_for_every_command(tmp_path: Path) -> None:
     for command in (
         ["up"],
+        ["attach"],
         ["down"],
         ["status"],
         ["scale"],

@@ -1,6 +1,8 @@
 """What Serve's health check makes of a replica's own word."""
 
+import httpx
 import pytest
+import ray
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
@@ -35,3 +37,10 @@ async def test_a_replica_that_only_a_restart_mends_is_replaced() -> None:
         await replica_that_says(
             Ready(ready=False, broken=True, reason="the engine has had work for 61 s and got nothing done")
         ).check_health()
+
+
+async def test_a_replica_can_be_called_at_its_nodes_own_address() -> None:
+    replica = Replica("tools", ToolsSettings(direct_host="node"))
+    async with replica._app.router.lifespan_context(replica._app):
+        url = (await replica.describe()).url
+    assert url is not None and httpx.URL(url).host == ray.util.get_node_ip_address()

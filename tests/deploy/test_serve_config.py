@@ -65,14 +65,14 @@ def test_scaling_changes_one_number_and_nothing_else(shipped: dict) -> None:
     assert changed == shipped
 
 
-def test_bounds_begin_autoscaling_and_a_number_ends_it(shipped: dict) -> None:
-    application(shipped, "rollout")["deployments"][0]["autoscaling_config"] = {"target_ongoing_requests": 64}
+def test_bounds_begin_autoscaling_and_a_number_is_then_two_equal_bounds(shipped: dict) -> None:
     bounded = serve_config.with_replicas(shipped, "rollout", Replicas(1, 4))
+    application(bounded, "rollout")["deployments"][0]["autoscaling_config"]["target_ongoing_requests"] = 64
     fixed = serve_config.with_replicas(bounded, "rollout", Replicas(2, 2))
-    [with_bounds], [without] = (application(one, "rollout")["deployments"] for one in (bounded, fixed))
-    assert with_bounds["autoscaling_config"] == {"target_ongoing_requests": 64, "min_replicas": 1, "max_replicas": 4}
-    assert "num_replicas" not in with_bounds
-    assert (without["num_replicas"], "autoscaling_config" in without) == (2, False)
+    [begun], [held] = (application(one, "rollout")["deployments"] for one in (bounded, fixed))
+    assert begun["autoscaling_config"] == {"target_ongoing_requests": 64, "min_replicas": 1, "max_replicas": 4}
+    assert held["autoscaling_config"] == {"target_ongoing_requests": 64, "min_replicas": 2, "max_replicas": 2}
+    assert ("num_replicas" in begun, "num_replicas" in held) == (False, False)
 
 
 def test_the_tool_server_scales_by_all_its_calls_unless_it_is_told_otherwise(shipped: dict) -> None:

@@ -1,5 +1,6 @@
 """Asking every replica of a service at once; through Ray Serve's proxy a request reaches only one of them."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Sequence
 from typing import Annotated, NamedTuple, Protocol, TypeVar
@@ -54,6 +55,22 @@ def to_replicas_of(service: ServiceName) -> Broadcast:
         handle = serve.get_deployment_handle(service, app_name=serve.get_replica_context().app_name)
         answers = handle.broadcast(method, *args)
         return await answers.results_async(timeout_s=max(0.0, within_s), return_exceptions=True)
+
+    return broadcast
+
+
+def to_each_replica_of(service: ServiceName) -> Broadcast:
+    """As `to_replicas_of`, but a replica that is late is a TimeoutError among the answers of the others."""
+
+    async def broadcast(method: str, *args: object, within_s: float) -> Sequence[object]:
+        end = time.monotonic() + within_s
+        handle = serve.get_deployment_handle(service, app_name=serve.get_replica_context().app_name)
+        asked = handle.broadcast(method, *args)
+        async with asyncio.timeout(within_s):
+            # Ray's public way, `results_async`, gives all answers or none.
+            calls = await asked._fetch_replica_results_async()
+        answers = (asyncio.wait_for(one.get_async(), max(0.0, end - time.monotonic())) for one in calls)
+        return await asyncio.gather(*answers, return_exceptions=True)
 
     return broadcast
 

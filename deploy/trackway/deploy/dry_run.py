@@ -28,9 +28,12 @@ class Rows(NamedTuple):
     sentence: str
 
 
-def dry_run(config: RunConfig, services: RunServices | None) -> RenderableType:
-    """The plan, and what would be refused; `services` is None for a run on services that run already."""
-    refused = train.refusals(config)
+def dry_run(config: RunConfig, services: RunServices | None, elsewhere: bool = False) -> RenderableType:
+    """The plan, and what would be refused; `services` is None for a run on services that run already.
+
+    What other machines have, for `elsewhere`, is not looked at.
+    """
+    refused = [] if elsewhere else train.refusals(config)
     rows = _rows(config, services)
     try:
         plan = forecast(config, rows.number)

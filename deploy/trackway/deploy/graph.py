@@ -22,8 +22,16 @@ from ray.serve import Application
 
 from trackway.agent.settings import AgentSettings
 from trackway.deploy.autoscaling import DIRECT_REQUESTS
-from trackway.deploy.broadcast import Refusal, ReplicaPass, replicas_route, sleep_routes, to_replicas_of
+from trackway.deploy.broadcast import (
+    Refusal,
+    ReplicaPass,
+    replicas_route,
+    sleep_routes,
+    to_each_replica_of,
+    to_replicas_of,
+)
 from trackway.deploy.direct import DirectPort
+from trackway.deploy.replica_metrics import ReplicaMetrics, metrics_route
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
@@ -74,6 +82,7 @@ class Replica:
         self._app = create_app(settings.model_copy(update={"replica": uuid.uuid4().hex[:12], "auth": _auth(settings)}))
         broadcast = to_replicas_of(service)
         self._app.include_router(replicas_route(service, broadcast))
+        self._app.include_router(metrics_route(to_each_replica_of(service)))
         if service == "rollout":
             self._app.include_router(sleep_routes(broadcast))
         self._direct = _direct_port(settings, self._app)
@@ -87,6 +96,10 @@ class Replica:
         weights = await self._ask("/weights", WeightsReply) if self._service == "rollout" and ready.ready else None
         url = self._direct.url if self._direct else ""
         return ReplicaInfo(health=await self._ask("/health", Health), ready=ready, weights=weights, url=url or None)
+
+    async def exposition(self) -> ReplicaMetrics:
+        """What this replica shows Prometheus."""
+        return ReplicaMetrics(self._app.state.settings.replica, (await self._request("GET", "/metrics")).text)
 
     async def admit(self, digest: bytes) -> ReplicaPass:
         """What whoever has the token with this sha256 may send to this replica's own port instead of it."""
@@ -134,9 +147,10 @@ def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:
     host = settings.direct_host
     if host is None:
         local = httpx.URL(settings.base_url).host in ("127.0.0.1", "localhost", "::1")
-        host = "127.0.0.1" if local else ray.util.get_node_ip_address()
+        host = "127.0.0.1" if local else "node"
     instances: Sized = app.state.instances
-    return DirectPort(app, host, instances.__len__, settings.drain_s)
+    address = ray.util.get_node_ip_address() if host == "node" else host
+    return DirectPort(app, address, instances.__len__, settings.drain_s)
 
 
 def _auth(settings: ServiceSettings) -> AuthSettings:

@@ -1,19 +1,18 @@
 """The reward curve of a run as a PNG."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from trackway.wire.trainer import MetricsRow
 
 
-def reward_curve(metrics_file: Path, image: Path, title: str) -> None:
+def reward_curve(rows: Sequence[MetricsRow], image: Path, title: str) -> None:
     """Plot the mean reward of each step, and the validation accuracy where it was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [MetricsRow.model_validate(json.loads(line)) for line in metrics_file.read_text().splitlines()]
     rewards = [(row.step, row.data["critic/score/mean"]) for row in rows if "critic/score/mean" in row.data]
     accuracies = [(row.step, value) for row in rows for key, value in row.data.items() if is_accuracy(key)]
     figure, axes = pyplot.subplots(figsize=(7, 3.6), dpi=130)

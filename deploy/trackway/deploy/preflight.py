@@ -38,7 +38,12 @@ def _ports(settings: UpSettings) -> dict[str, int]:
 
 def _check_not_running(outputs: Path) -> None:
     deployment = Deployment.load(outputs)
-    if deployment and any(process.find() for process in deployment.processes):
+    if deployment and deployment.attached:
+        raise UserError(
+            f"{outputs} is attached to services at {deployment.base_url}; forget them with `trackway down`, or give "
+            "another --outputs"
+        )
+    if deployment and deployment.started_here:
         raise UserError(f"services of {outputs} run already at {deployment.base_url}; stop them with `trackway down`")
 
 

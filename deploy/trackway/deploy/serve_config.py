@@ -78,23 +78,31 @@ class Replicas(NamedTuple):
 def with_replicas(config: dict[str, Any], service: str, replicas: Replicas) -> dict[str, Any]:
     """The config with another number of replicas for one service; nothing else restarts.
 
-    A fixed number ends autoscaling. Bounds begin it, or change those it has, and leave its other settings as they are.
+    On a deployment that follows its load a number is two equal bounds: without its autoscaling_config Serve would count
+    it as new and replace its replicas. Bounds begin autoscaling; other settings of it stay.
     """
     changed = copy.deepcopy(config)
     for application in changed["applications"]:
         if application["name"] == service:
-            [deployment] = application["deployments"]
-            autoscaling = deployment.pop("autoscaling_config", {})
-            deployment.pop("num_replicas", None)
-            if replicas.fixed:
+            deployment = _only_deployment(application)
+            autoscaling = deployment.get("autoscaling_config")
+            if replicas.fixed and autoscaling is None:
                 deployment["num_replicas"] = replicas.least
             else:
+                deployment.pop("num_replicas", None)
                 bounds = {"min_replicas": replicas.least, "max_replicas": replicas.most}
                 policy = _POLICIES.get(application["import_path"], {})
-                deployment["autoscaling_config"] = {**policy, **autoscaling, **bounds}
+                deployment["autoscaling_config"] = {**policy, **(autoscaling or {}), **bounds}
             return changed
     names = ", ".join(application["name"] for application in changed["applications"])
     raise UserError(f"no service {service!r} in the deployment; it has {names}")
+
+
+def _only_deployment(application: dict[str, Any]) -> dict[str, Any]:
+    deployments = application.get("deployments") or []
+    if len(deployments) != 1:
+        raise UserError(f"application {application['name']}: expected one deployment, got {len(deployments)}")
+    return deployments[0]
 
 
 Options = Mapping[str, Any]

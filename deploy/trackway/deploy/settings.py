@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import get_args
 
 from pydantic import BaseModel, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from trackway.deploy.processes import ProcessRecord
+from trackway.serving.settings import ServiceName
 from trackway.tracing.mlflow_uri import local_database
 
 SPOOL = "spool"
@@ -60,23 +62,34 @@ class UpSettings(BaseSettings):
 
 
 class Deployment(BaseModel):
-    """What runs: written by `up`, read by every other command, removed by `down`."""
+    """What runs: written by `up` or `attach`, read by every other command, removed by `down`."""
 
     base_url: str
     dashboard_url: str
-    token: str
-    """Ray's bearer token; the file is readable by its owner only."""
+    """Ray's REST API; empty for attached services that were attached without it."""
+    token: str = ""
+    """Bearer token of the Ray that `up` started; the file is readable by its owner only."""
     mlflow_uri: str
+    """Empty for attached services whose MLflow is not known."""
     outputs: Path
-    processes: list[ProcessRecord]
-    serve_config: dict[str, object]
+    processes: list[ProcessRecord] = Field(default_factory=list)
+    serve_config: dict[str, object] = Field(default_factory=dict)
+    attached: bool = False
+    """The services run elsewhere: nothing was started here, and the record holds no secret of theirs."""
 
     @property
     def services(self) -> list[str]:
         """Names of the deployed services."""
+        if self.attached:
+            return list(get_args(ServiceName))
         applications = self.serve_config["applications"]
         assert isinstance(applications, list)
         return [application["name"] for application in applications]
+
+    @property
+    def started_here(self) -> bool:
+        """Whether a process that `up` started still runs."""
+        return any(process.find() for process in self.processes)
 
     @staticmethod
     def path(outputs: Path) -> Path:

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 from trackway.clients import CallPolicy, ServiceClient, run
 from trackway.deploy import serve_config
 from trackway.deploy.errors import UserError
-from trackway.deploy.ray_cluster import ServeApi
+from trackway.deploy.ray_cluster import ServeApi, environments_token
 from trackway.deploy.serve_config import Replicas
 from trackway.deploy.settings import Deployment
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -27,8 +27,13 @@ class ServiceStatus(BaseModel):
 
 
 def service_statuses(deployment: Deployment) -> list[ServiceStatus]:
-    """Every service's state, and each of its replicas as it describes itself."""
-    states = ServeApi(deployment.dashboard_url, deployment.token).applications()
+    """Every service's state, and each of its replicas as it describes itself.
+
+    Where Ray cannot be asked, RUNNING says that the replicas answered, and UNAVAILABLE that they did not.
+    """
+    if not deployment.dashboard_url:
+        return [_asked(service, f"{deployment.base_url}/{service}") for service in deployment.services]
+    states = _serve(deployment).applications()
     found = []
     for service in deployment.services:
         state = states.get(service)
@@ -39,20 +44,43 @@ def service_statuses(deployment: Deployment) -> list[ServiceStatus]:
     return found
 
 
+def _asked(service: str, url: str) -> ServiceStatus:
+    try:
+        return ServiceStatus(service=service, status="RUNNING", url=url, replicas=replicas_at(url))
+    except TrackwayError as error:
+        if error.code in (ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN):
+            raise
+        return ServiceStatus(service=service, status="UNAVAILABLE", url=url, replicas=[], message=error.message)
+
+
+def _serve(deployment: Deployment) -> ServeApi:
+    token = environments_token() if deployment.attached else deployment.token
+    return ServeApi(deployment.dashboard_url, token)
+
+
 def scale(
     deployment: Deployment, service: str, replicas: int | Replicas, timeout_s: float = 180.0
 ) -> list[ReplicaInfo]:
     """Change one service's number of replicas on the running system and wait until they are ready.
 
     Rollout replicas are ready when they hold the newest weights. Nothing else restarts, and no request is cut. With
-    bounds, Ray Serve goes on choosing a number between them.
+    bounds, Ray Serve goes on choosing a number between them. Of attached services the config is changed that Ray Serve
+    has, since others may have changed it too.
     """
     wanted = Replicas(replicas, replicas) if isinstance(replicas, int) else replicas
-    config = serve_config.with_replicas(deployment.serve_config, service, wanted)
-    api = ServeApi(deployment.dashboard_url, deployment.token)
+    if not deployment.dashboard_url:
+        raise UserError(
+            f"expected to reach Ray's REST API to scale {service}, and {deployment.base_url} was attached without "
+            "--ray-url; attach again with it, or change the Serve config where the services run (on Kubernetes the "
+            "bounds stand in k8s/base/serve.yaml)"
+        )
+    api = _serve(deployment)
+    now = api.config() if deployment.attached else deployment.serve_config
+    config = serve_config.with_replicas(now, service, wanted)
     api.deploy(config)
-    deployment.serve_config = config
-    deployment.save()
+    if not deployment.attached:
+        deployment.serve_config = config
+        deployment.save()
     deadline = time.monotonic() + timeout_s
     while True:
         state = api.applications().get(service)

@@ -20,8 +20,12 @@ from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 Show = Callable[[RunInfo], None]
 
 _POLL_S = 0.5
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
 STOP_DEADLINE_S = 180.0
 """Longest wait for a run to save its checkpoint and end."""
+PATIENCE_S = 600.0
+"""Longest wait for attached services that do not answer, or a run of theirs that was interrupted: both may come back by
+themselves, as when Kubernetes moves a pod."""
 
 
 def start_run(deployment: Deployment, config: RunConfig, name: str | None = None) -> RunInfo:
@@ -30,18 +34,60 @@ def start_run(deployment: Deployment, config: RunConfig, name: str | None = None
     return run(_client(deployment).start(request))
 
 
+def placed(config: RunConfig, deployment: Deployment | None) -> RunConfig:
+    """The configuration with every path as the machines that will read it know it.
+
+    Raises:
+        UserError: the deployment is attached, and a path is one of this machine.
+    """
+    return elsewhere(config) if deployment and deployment.attached else localised(config)
+
+
 def localised(config: RunConfig) -> RunConfig:
     """The configuration with every path of this machine made whole: services and learner work in other folders."""
+    return _with_paths(config, lambda key, path: _whole_path(path), _whole_model)
+
+
+def elsewhere(config: RunConfig) -> RunConfig:
+    """The configuration, if each of its paths can be one of other machines; UserError names one that cannot."""
+    return _with_paths(config, _path_there, _model_there)
+
+
+def _with_paths(config: RunConfig, path: Callable[[str, str], str], model: Callable[[str], str]) -> RunConfig:
+    """With every path, by key, and the model's replaced."""
     tree = config.model_dump(mode="json")
     data, trainer, policy = tree["data"], tree["trainer"], tree["actor_rollout_ref"]
-    turns, model = policy["rollout"]["multi_turn"], policy["model"]
+    turns = policy["rollout"]["multi_turn"]
     for name in ("train_files", "val_files"):
-        data[name] = [_whole_path(file) for file in data[name]]
-    for place, name in ((turns, "tool_config_path"), (turns, "function_tool_path"), (trainer, "resume_from_path")):
-        place[name] = place[name] and _whole_path(place[name])
-    if model["path"] and Path(model["path"]).expanduser().is_dir():  # any other name is a Hub id
-        model["path"] = _whole_path(model["path"])
+        data[name] = [path(f"data.{name}", file) for file in data[name]]
+    for place, name, key in (
+        (turns, "tool_config_path", f"{_TURNS}.tool_config_path"),
+        (turns, "function_tool_path", f"{_TURNS}.function_tool_path"),
+        (trainer, "resume_from_path", "trainer.resume_from_path"),
+    ):
+        place[name] = place[name] and path(key, place[name])
+    if policy["model"]["path"]:
+        policy["model"]["path"] = model(policy["model"]["path"])
     return RunConfig.model_validate(tree)
+
+
+def _whole_model(path: str) -> str:
+    """Any name that is no folder is a Hub id."""
+    return _whole_path(path) if Path(path).expanduser().is_dir() else path
+
+
+def _path_there(key: str, path: str) -> str:
+    if "://" in path or path.startswith("/"):
+        return path
+    raise UserError(
+        f"{key}: expected an absolute path on the services' volume or a URL, got {path}; the services run elsewhere: "
+        "put the file where they can read it and give its path there"
+    )
+
+
+def _model_there(path: str) -> str:
+    here = path.startswith((".", "~")) or Path(path).is_dir()
+    return _path_there("actor_rollout_ref.model.path", path) if here else path
 
 
 def refusals(config: RunConfig) -> list[str]:
@@ -82,21 +128,40 @@ def check_backends_here(config: RunConfig) -> None:
 
 
 def resume_run(deployment: Deployment, name: str) -> RunInfo:
-    """Go on from a run's last checkpoint."""
-    return run(_client(deployment).resume(name))
+    """Go on from a run's last checkpoint; a run that is active, by now perhaps by itself, needs nothing."""
+
+    async def resume() -> RunInfo:
+        client = _client(deployment)
+        info = await client.run(name)
+        if info.state not in ENDED:
+            return info
+        try:
+            return await client.resume(name)
+        except TrackwayError as error:
+            info = await client.run(name)
+            if error.code is ErrorCode.CONFLICT and info.state not in ENDED:
+                return info
+            raise
+
+    return run(resume())
 
 
 def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
     """Show a run until it ends; Ctrl-C asks it to save and stop, waits for that, and is raised again.
 
     Raises:
-        UserError: the run failed.
+        UserError: the run failed, or attached services stay away; the run may go on then.
     """
     try:
         info = run(_until_ended(deployment, name, show, deadline_s=None))
     except KeyboardInterrupt:
         stop_run(deployment, name, show)
         raise
+    except TrackwayError as error:
+        if not (deployment.attached and _may_pass(error)):
+            raise
+        again = f"trackway train --resume {name}"
+        raise UserError(f"{error.message}; the run goes on if it can: `{again}` follows it") from error
     if info.state is RunState.FAILED:
         raise UserError(f"run {name} failed: {info.message}; its log is {Path(info.folder) / 'worker.log'}")
     return info
@@ -112,8 +177,11 @@ def stop_run(deployment: Deployment, name: str, show: Show) -> RunInfo:
     return run(stop())
 
 
-def trace_losses(info: RunInfo, outputs: Path) -> list[str]:
-    """A sentence for each way in which spans of the run are not where they should be; none when all arrived."""
+def trace_losses(info: RunInfo, outputs: Path | None) -> list[str]:
+    """A sentence for each way in which spans of the run are not where they should be; none when all arrived.
+
+    `outputs` is None for services that run elsewhere.
+    """
     traces = info.traces
     if traces is None:
         return []
@@ -124,8 +192,8 @@ def trace_losses(info: RunInfo, outputs: Path) -> list[str]:
         said.append(f"{traces.spans_lost} spans lost: {reasons}; the services' logs say why")
     if traces.spool_bytes:
         size = f"{traces.spool_bytes / 1e6:.1f} MB" if traces.spool_bytes >= 1e5 else f"{traces.spool_bytes} bytes"
-        where = outputs / SPOOL
-        said.append(f"{size} of traces wait on disk in {where} and are sent when the backend is back and services run")
+        where = f"in {outputs / SPOOL}" if outputs else "where the services run"
+        said.append(f"{size} of traces wait on disk {where} and are sent when the backend is back and services run")
     elif traces.spans_waiting:
         said.append(f"{traces.spans_waiting} spans were still on their way when the run ended")
     if traces.unknown:
@@ -135,15 +203,33 @@ def trace_losses(info: RunInfo, outputs: Path) -> list[str]:
 
 async def _until_ended(deployment: Deployment, name: str, show: Show, deadline_s: float | None) -> RunInfo:
     client = _client(deployment)
-    deadline = None if deadline_s is None else time.monotonic() + deadline_s
+    started = lived = time.monotonic()
     while True:
-        info = await client.run(name)
-        show(info)
-        if info.state in ENDED:
-            return info
-        if deadline is not None and time.monotonic() > deadline:
-            raise UserError(f"run {name} is still {info.state} after {deadline_s:.0f} s; `trackway down` ends it")
+        now = time.monotonic()
+        patient = deployment.attached and deadline_s is None and now - lived < PATIENCE_S
+        info = await _look(client, name, patient)
+        if info is not None:
+            show(info)
+            if info.state in ENDED and not (info.interrupted and patient):
+                return info
+            lived = lived if info.interrupted else now
+        if deadline_s is not None and now - started > deadline_s:
+            raise UserError(f"run {name} has not ended {deadline_s:.0f} s after it was asked to; `trackway status`")
         await asyncio.sleep(_POLL_S)
+
+
+async def _look(client: TrainerClient, name: str, patient: bool) -> RunInfo | None:
+    """Where the run stands; None when there was no answer and there is time."""
+    try:
+        return await client.run(name)
+    except TrackwayError as error:
+        if patient and _may_pass(error):
+            return None
+        raise
+
+
+def _may_pass(error: TrackwayError) -> bool:
+    return error.retryable or error.code is ErrorCode.DEADLINE_EXCEEDED
 
 
 def _client(deployment: Deployment) -> TrainerClient:

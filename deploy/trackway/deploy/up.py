@@ -3,7 +3,6 @@
 `bring_up` returns only when every service answers `/ready`; whatever goes wrong on the way, what it started is stopped.
 """
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -183,20 +182,3 @@ def _answers(url: str, headers: dict[str, str] | None = None) -> bool:
         return httpx.get(url, headers=headers, timeout=5.0, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def find_running(outputs: Path) -> Deployment | None:
-    """The deployment of an outputs folder; None when nothing runs."""
-    deployment = Deployment.load(outputs.resolve())
-    if deployment is None or not any(process.find() for process in deployment.processes):
-        return None
-    os.environ.setdefault("NO_PROXY", "127.0.0.1,localhost")
-    return deployment
-
-
-def load_running(outputs: Path) -> Deployment:
-    """As `find_running`; raises UserError when nothing runs."""
-    deployment = find_running(outputs)
-    if deployment is None:
-        raise UserError(f"nothing runs for {outputs}; start it with `trackway up` (or give --outputs)")
-    return deployment

@@ -17,6 +17,7 @@ from trackway.deploy.engine_python import SERVERS, check_engine_python
 from trackway.deploy.errors import UserError
 from trackway.deploy.interpreters import check_interpreters
 from trackway.deploy.run_services import Decision, RunServices, decided_already, gpus_here, services_for
+from trackway.deploy.running import find_running
 from trackway.deploy.settings import Deployment, UpSettings
 from trackway.deploy.up import Report
 from trackway.trainer.config import RunConfig, compose
@@ -117,7 +118,12 @@ def prepare(overrides: list[str], config_path: Path | None, config_name: str, ou
     """The run of a command line; starts nothing. Raises TrackwayError and UserError for what cannot be had."""
     config = configured(overrides, config_path, config_name)
     settings = UpSettings(outputs=outputs)
-    running = up.find_running(outputs)
+    running = find_running(outputs)
+    if running and running.attached:
+        raise UserError(
+            f"{outputs} is attached to services at {running.base_url}, which this command does not bring up; train on "
+            "them with `trackway train`, or give another --outputs"
+        )
     services = None if running else services_for(config, gpus_here(), serve_config.load(settings.config))
     return WholeRun(services.config if services else config, settings, running, services)
 

@@ -9,6 +9,7 @@ from trackway.deploy.settings import UpSettings
 
 Outputs = Annotated[Path, typer.Option(help="Folder of runs, weights and logs.", envvar="TRACKWAY_UP_OUTPUTS")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for attached services that do not answer yet.")]
 OUTPUTS = Path("outputs")
 DEMO_OUTPUTS = Path("outputs/demo")
 

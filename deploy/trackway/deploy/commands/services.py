@@ -1,4 +1,4 @@
-"""`trackway up | down | status | scale`: the services as a whole."""
+"""`trackway up | attach | down | status | scale`: the services as a whole."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from trackway.deploy.commands.options import OUTPUTS, Json, Outputs, up_settings
+from trackway.deploy.commands.options import OUTPUTS, Json, Outputs, Wait, up_settings
 from trackway.deploy.console import board, print_json, stdout
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import Deployment
@@ -57,13 +57,47 @@ def up(
 
 
 @app.command()
+def attach(
+    base_url: Annotated[str, typer.Option(help="Where the services answer: http://127.0.0.1:8000.")],
+    ray_url: Annotated[
+        str | None, typer.Option(help="Ray's REST API, for `scale` and Serve's states: http://127.0.0.1:8265.")
+    ] = None,
+    mlflow_uri: Annotated[
+        str | None, typer.Option(help="MLflow, for `trackway traces`.", envvar="MLFLOW_TRACKING_URI")
+    ] = None,
+    outputs: Outputs = OUTPUTS,
+    wait: Wait = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Use services that run elsewhere, as on Kubernetes, with the other commands; nothing is started.
+
+    Each command sends TRACKWAY_TOKEN to the services, and RAY_AUTH_TOKEN or the file of RAY_AUTH_TOKEN_PATH to Ray.
+
+    Example: trackway attach --base-url http://127.0.0.1:8000 --ray-url http://127.0.0.1:8265
+    """
+    from trackway.deploy import attach as attaching
+
+    with board(as_json) as shown:
+        deployment = attaching.attach(base_url, ray_url, mlflow_uri, outputs, wait, shown.report)
+    if as_json:
+        print_json(deployment.model_dump(mode="json", exclude={"token", "serve_config", "processes"}))
+        return
+    stdout.print(f"attached  {outputs} to {deployment.base_url}", soft_wrap=True)
+    stdout.print("next      trackway status | trackway train ... | trackway demo --attached ... | trackway down")
+
+
+@app.command()
 def down(outputs: Outputs = OUTPUTS) -> None:
-    """Stop everything that `trackway up` started.  Example: trackway down"""
+    """Stop everything that `trackway up` started; attached services run on.  Example: trackway down"""
     from trackway.deploy.up import take_down
 
     deployment = Deployment.load(outputs.resolve())
     if deployment is None:
         stdout.print(f"nothing runs for {outputs}")
+        return
+    if deployment.attached:
+        take_down(deployment)
+        stdout.print(f"forgot the services at {deployment.base_url}; they run on", soft_wrap=True)
         return
     with board(quiet=False) as shown:
         take_down(deployment, shown.report)
@@ -72,8 +106,8 @@ def down(outputs: Outputs = OUTPUTS) -> None:
 @app.command()
 def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
     """Show services, replicas and weight versions.  Example: trackway status --json"""
+    from trackway.deploy.running import load_running
     from trackway.deploy.status import service_statuses
-    from trackway.deploy.up import load_running
 
     deployment = load_running(outputs)
     statuses = service_statuses(deployment)
@@ -90,7 +124,7 @@ def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
             ready = "yes" if replica.ready.ready else escape(replica.ready.reason)
             table.add_row(one.service, one.status, replica.health.replica, ready, weights, str(replica.health.pid))
     stdout.print(table)
-    stdout.print(f"services {deployment.base_url}   MLflow {deployment.mlflow_uri}")
+    stdout.print(f"services {deployment.base_url}   MLflow {deployment.mlflow_uri or 'not known'}")
 
 
 @app.command()
@@ -102,8 +136,8 @@ def scale(
 ) -> None:
     """Give one service another number of replicas while it runs.  Example: trackway scale rollout 2"""
     from trackway.deploy import status as statuses
+    from trackway.deploy.running import load_running
     from trackway.deploy.serve_config import Replicas
-    from trackway.deploy.up import load_running
 
     wanted = Replicas.parse(replicas)
     if service == "trainer" and wanted.most != 1:

@@ -10,7 +10,7 @@ from trackway.clients import ToolsClient, run
 from trackway.deploy.commands.options import OUTPUTS, Json, Outputs
 from trackway.deploy.console import print_json, stdout
 from trackway.deploy.errors import UserError
-from trackway.deploy.up import load_running
+from trackway.deploy.running import load_running
 from trackway.wire.tools import OneShotRequest
 
 app = typer.Typer(no_args_is_help=True, help="List and call the tools of a running tool server.")

@@ -153,9 +153,10 @@ def traces_verify(
 
     Example: trackway traces verify --step 3 --outputs outputs/demo
     """
+    from trackway.deploy.attach import runs_folder
     from trackway.deploy.traces.verify import dumps, find_run, verify
 
-    folder = find_run(outputs, run)
+    folder = find_run(runs_folder(outputs), run)
     files = dumps(folder, None if step is None else Steps.parse(step), validate)
     store = open_store(backend, outputs, project, mlflow_uri, otherwise=folder.info().mlflow_uri)
     with meter(as_json) as shown:

@@ -1,4 +1,4 @@
-"""`trackway train | demo | ui`: a run, from its start to looking at it."""
+"""`trackway train | ui`: a run, and looking at it afterwards."""
 
 import time
 from pathlib import Path
@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from trackway.deploy.commands.options import DEMO_OUTPUTS, OUTPUTS, Json, Outputs, up_settings
-from trackway.deploy.console import board, print_json, run_bar, stderr, stdout
+from trackway.deploy.commands.options import DEMO_OUTPUTS, OUTPUTS, Json, Outputs
+from trackway.deploy.console import print_json, run_bar, stderr, stdout
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import Deployment
 from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:
-    from trackway.deploy.demo import Summary
     from trackway.trainer.config import RunConfig
 
 app = typer.Typer()
@@ -31,17 +30,18 @@ def train(
     outputs: Outputs = OUTPUTS,
     as_json: Json = False,
 ) -> None:
-    """Train on the running services.
+    """Train on the running services; on attached ones, with paths of their volume.
 
     Example: trackway train --config-name tiny_demo data.train_files=d/train.parquet data.val_files=d/test.parquet
     """
     from trackway.deploy import train as training
-    from trackway.deploy.up import load_running
+    from trackway.deploy.running import load_running
     from trackway.trainer.config import compose
 
-    run_config = None if resume else training.localised(compose(overrides or [], config, config_name))
+    known = Deployment.load(outputs.resolve())
+    run_config = None if resume else training.placed(compose(overrides or [], config, config_name), known)
     if dry_run and run_config is not None:
-        _tell_plan(run_config)
+        _tell_plan(run_config, known)
         return
     deployment = load_running(outputs)
     if run_config is None:
@@ -62,56 +62,6 @@ def train(
     tell_losses(info, deployment)
 
 
-@app.command()
-def demo(
-    seed: Annotated[int, typer.Option(min=0, help="Seed of data order, sampling and learner.")] = 0,
-    outputs: Annotated[Path, typer.Option(help="Folder of the demo; an earlier one is set aside.")] = Path(
-        "outputs/demo"
-    ),
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the tiny_demo preset: key=value.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave services and MLflow running at the end.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Train the tiny model on this machine and look at every step of it.  Example: trackway demo --seed 1"""
-    from trackway.deploy import demo as demonstration
-    from trackway.deploy.train import check_backends_here
-    from trackway.deploy.up import bring_up, take_down
-    from trackway.trainer.config import compose
-
-    check_backends_here(compose(overrides or [], config_name="tiny_demo"))
-    clock = demonstration.Clock(time.monotonic())
-    previous = Deployment.load(outputs.resolve())
-    if previous and any(process.find() for process in previous.processes):
-        raise UserError(f"a demo runs in {outputs} already; stop it with `trackway down --outputs {outputs}`")
-    aside = demonstration.set_aside(outputs)
-    if aside:
-        stderr.print(f"earlier demo kept in {aside}")
-    settings = up_settings(outputs=outputs, min_memory_gb=4.0)
-    settings.mlflow_uri = None  # the demo has an MLflow of its own, whatever MLFLOW_TRACKING_URI says
-    with board(as_json) as shown:
-        deployment = bring_up(settings, shown.report)
-    started = dict(shown.seconds)
-    clock.services_ready = time.monotonic()
-    try:
-        with run_bar(as_json) as bar:
-            info = demonstration.run(deployment, settings, seed, overrides or [], bar.show)
-        clock.trained = time.monotonic()
-        summary = demonstration.summarise(deployment, info, clock)
-    except KeyboardInterrupt:
-        stderr.print(f"saved; go on with: trackway up --outputs {outputs}, then")
-        stderr.print(f"trackway train --resume {demonstration.run_name(seed)} --outputs {outputs}")
-        raise
-    finally:
-        if not keep:
-            with board(as_json) as shown:
-                take_down(deployment, shown.report)
-    if as_json:
-        print_json(summary)
-        return
-    _tell(summary, started, deployment, Path(info.folder))
-    tell_losses(info, deployment)
-
-
 def _tell_settings(config: "RunConfig") -> None:
     from trackway.deploy.run_report import settings_report, wide
     from trackway.deploy.run_services import decided_already
@@ -119,35 +69,20 @@ def _tell_settings(config: "RunConfig") -> None:
     wide(stderr).print(settings_report(config, decided_already(config)))
 
 
-def _tell_plan(config: "RunConfig") -> None:
+def _tell_plan(config: "RunConfig", deployment: Deployment | None) -> None:
     from trackway.deploy.dry_run import dry_run
     from trackway.deploy.run_report import wide
 
     _tell_settings(config)
-    wide(stdout).print(dry_run(config, None))
+    wide(stdout).print(dry_run(config, None, elsewhere=bool(deployment and deployment.attached)))
 
 
 def tell_losses(info: RunInfo, deployment: Deployment) -> None:
     """Say which spans of the run are not where they should be."""
     from trackway.deploy.train import trace_losses
 
-    for sentence in trace_losses(info, deployment.outputs):
+    for sentence in trace_losses(info, None if deployment.attached else deployment.outputs):
         stderr.print(f"[yellow]traces:[/] {escape(sentence)}", soft_wrap=True)
-
-
-def _tell(summary: "Summary", started: dict[str, float], deployment: Deployment, folder: Path) -> None:
-    stdout.print(
-        f"\naccuracy on held-out problems {summary.accuracy_before:.2f} -> {summary.accuracy_after:.2f} "
-        f"in {summary.steps} steps; {summary.trajectories} trajectories, {summary.failed_trajectories} failed; "
-        f"{summary.complete_traces} of {summary.traced} traces complete"
-    )
-    stdout.print(
-        f"seconds: Ray ready at {started['ray']:.0f}, MLflow at {started['mlflow']:.0f}, all services at "
-        f"{max(started.values()):.0f}; training took {summary.seconds_training:.0f}; {summary.seconds_total:.0f} in all"
-    )
-    stdout.print(f"reward curve   {deployment.outputs / 'reward.png'}")
-    stdout.print(f"run            {folder}")
-    stdout.print(f"traces         trackway ui --outputs {deployment.outputs}   then search: tags.step = '1'")
 
 
 @app.command()
@@ -158,6 +93,10 @@ def ui(
     """Show the traces and runs of an outputs folder in MLflow, until Ctrl-C.  Example: trackway ui"""
     from trackway.deploy import mlflow_server, preflight, processes
 
+    deployment = Deployment.load(outputs.resolve())
+    if deployment and deployment.attached:
+        where = deployment.mlflow_uri or "the address where it runs"
+        raise UserError(f"{outputs} is attached to services that run elsewhere, and so does their MLflow; open {where}")
     if not (outputs / "mlflow" / "mlflow.db").exists():
         raise UserError(f"no MLflow database in {outputs}; run `trackway demo` first, or give --outputs")
     preflight.check_port("--port", port)

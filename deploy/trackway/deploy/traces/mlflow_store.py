@@ -177,14 +177,14 @@ def _node(span: "Span", start_ns: int) -> SpanNode:
 
 
 def store_uri(outputs: Path, given: str | None = None, otherwise: str | None = None) -> str:
-    """The MLflow to read from: the given one, else that of the outputs folder (its running server, else its
-    database), else the other one, else MLFLOW_TRACKING_URI.
+    """The MLflow to read from: the given one, else that of the outputs folder (its running server or that of attached
+    services, else its database), else the other one, else MLFLOW_TRACKING_URI.
 
     Raises:
         UserError: when there is none.
     """
     deployment = Deployment.load(outputs.resolve())
-    if given is None and deployment and any(process.find() for process in deployment.processes):
+    if given is None and deployment and deployment.mlflow_uri and (deployment.attached or deployment.started_here):
         return deployment.mlflow_uri
     database = outputs.resolve() / "mlflow" / "mlflow.db"
     own = f"sqlite:///{database}" if database.is_file() else None
