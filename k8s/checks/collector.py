@@ -1,0 +1,105 @@
+"""The OpenTelemetry collector's configuration, as its arguments put it together, beside the pod that it runs in."""
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from checks.environment import environment, filled, mounted_files
+from checks.model import Fault, Object, parsed, part, walk
+from checks.pods import Container, Pod
+from checks.render import Render
+
+_PARTS = ("receivers", "processors", "exporters")
+_VARIABLE = re.compile(r"\$\{env:(\w+)\}")
+_LISTENS = re.compile(r"0\.0\.0\.0:(\d+)")
+
+
+def faults(render: Render) -> Iterator[Fault]:
+    """Missing parts, variables without a value, ports that the pod does not open, folders that it may not write."""
+    for pod in render.pods:
+        for container in pod.containers:
+            config = in_use(render, pod, container)
+            if config:
+                yield from _of_container(render, pod, container, config)
+
+
+def in_use(render: Render, pod: Pod, container: Container) -> Object | None:
+    """What of the configuration the pipelines use; None for a container that is no collector."""
+    config: Object = {}
+    for source in _sources(container):
+        if source.startswith("yaml:"):
+            path, _, value = source.removeprefix("yaml:").rpartition(": ")
+            laid: Any = parsed(value)
+            for key in reversed(path.split("::")):
+                laid = {key: laid}
+            config = _merged(config, laid)
+        elif source in (files := mounted_files(render, pod, container)):
+            config = _merged(config, parsed(files[source]))
+    return _used(config) if "pipelines" in config.get("service", {}) else None
+
+
+def _of_container(render: Render, pod: Pod, container: Container, config: Object) -> Iterator[Fault]:
+    path = f"{container.path}.args[--config]"
+    known = environment(render, container)
+    declared = {port["containerPort"] for port in container.spec.get("ports") or []}
+    mounts = container.spec.get("volumeMounts") or []
+    writable = [mount["mountPath"].rstrip("/") for mount in mounts if not mount.get("readOnly")]
+    for missing in config["missing"]:
+        yield Fault(pod.owner, path, "a part that the configuration has", missing, "add it, or leave it out")
+    for below, key, value in walk(config):
+        if not isinstance(value, str):
+            continue
+        for name in set(_VARIABLE.findall(value)) - known.keys():
+            yield Fault(pod.owner, f"{path}.{below}", f"${name} in the container's env", "none", "set the variable")
+        for port in _LISTENS.findall(value):
+            if int(port) not in declared:
+                got, expected = str(port), f"a port of the container ({', '.join(map(str, sorted(declared)))})"
+                yield Fault(pod.owner, f"{path}.{below}", expected, got, "declare it")
+        if key == "directory" and not any(f"{value}/".startswith(f"{mount}/") for mount in writable):
+            expected = f"a folder on a volume that it may write ({', '.join(writable) or 'there is none'})"
+            yield Fault(pod.owner, f"{path}.{below}", expected, value, "mount one there")
+
+
+def text(render: Render, container: Container, config: Object) -> str:
+    """The configuration with the container's variables filled in."""
+    return filled(json.dumps(config), environment(render, container))
+
+
+def _sources(container: Container) -> list[str]:
+    arguments = [str(one) for one in [*(container.spec.get("command") or []), *(container.spec.get("args") or [])]]
+    joined = [one.removeprefix("--config=") for one in arguments if one.startswith("--config=")]
+    apart = [after for before, after in pairwise(arguments) if before == "--config"]
+    return joined + apart
+
+
+def _merged(below: Object, above: Object) -> Object:
+    made = copy.deepcopy(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(made.get(key), dict)
+        made[key] = _merged(made[key], value) if both else value
+    return made
+
+
+def _used(config: Object) -> Object:
+    """Without the parts that no pipeline names, and what only those use."""
+    pipelines = config["service"]["pipelines"].values()
+    named = {kind: {name for pipeline in pipelines for name in pipeline.get(kind) or []} for kind in _PARTS}
+    parts = {kind: config.get(kind) or {} for kind in _PARTS}
+    idle = [exporter for name, exporter in parts["exporters"].items() if name not in named["exporters"]]
+    only_idle = {part(exporter, "auth.authenticator") for exporter in idle}
+    extensions = set(config["service"].get("extensions") or [])
+    missing = sorted(name for kind in _PARTS for name in named[kind] - parts[kind].keys())
+    missing += sorted(extensions - (config.get("extensions") or {}).keys())
+    return {
+        **{kind: {name: one for name, one in parts[kind].items() if name in named[kind]} for kind in _PARTS},
+        "extensions": {
+            name: one
+            for name, one in (config.get("extensions") or {}).items()
+            if name in extensions and name not in only_idle
+        },
+        "telemetry": config["service"].get("telemetry") or {},
+        "missing": missing,
+    }

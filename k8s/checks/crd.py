@@ -1,0 +1,91 @@
+"""A CustomResourceDefinition's OpenAPI schema as a JSON schema that refuses what the API server refuses under
+`fieldValidation: Strict`.
+
+    kubectl get crd rayservices.ray.io -o yaml | .venv/bin/python k8s/checks/crd.py [v1] | gzip -n9 > SCHEMA.json.gz
+
+Not told by it: the rules in CEL (`x-kubernetes-validations`).
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator, ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend
+
+Schema = dict[str, Any]
+
+_KEPT = ("type", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems")
+_MAP_KEYS = "x-kubernetes-list-map-keys"
+_DEFAULTS = {"protocol": "TCP"}
+
+
+def strict_schema(crd: Schema, version: str = "v1") -> Schema:
+    """The JSON schema of that version; ValueError when the CRD has none or calls it deprecated."""
+    found = next((one for one in crd["spec"]["versions"] if one["name"] == version), None)
+    if found is None or found.get("deprecated"):
+        raise ValueError(f"expected a CRD with a current version {version}, got {_versions(crd)}")
+    schema = _strict(found["schema"]["openAPIV3Schema"])
+    named = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    schema["properties"] |= {"metadata": named, "status": {}}
+    schema["properties"]["apiVersion"] = {"const": f"{crd['spec']['group']}/{version}"}
+    schema["properties"]["kind"] = {"const": crd["spec"]["names"]["kind"]}
+    schema["required"] = sorted({*schema.get("required", []), "apiVersion", "kind", "metadata"})
+    return schema
+
+
+def without_nulls(node: Any) -> Any:
+    """The server drops null fields before it validates."""
+    if isinstance(node, dict):
+        return {key: without_nulls(value) for key, value in node.items() if value is not None}
+    return [without_nulls(one) for one in node] if isinstance(node, list) else node
+
+
+def _strict(node: Schema) -> Schema:
+    made: Schema = {key: node[key] for key in _KEPT if key in node}
+    if node.get("x-kubernetes-int-or-string"):
+        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    if "properties" in node:
+        made["properties"] = {name: _strict(one) for name, one in node["properties"].items()}
+        # The server fills in defaults before it asks what is missing.
+        required = [name for name in node.get("required", []) if "default" not in node["properties"].get(name, {})]
+        made |= {"required": required} if required else {}
+        if "additionalProperties" not in node and not node.get("x-kubernetes-preserve-unknown-fields"):
+            made["additionalProperties"] = False
+    if "additionalProperties" in node:
+        values = node["additionalProperties"]
+        made["additionalProperties"] = _strict(values) if isinstance(values, dict) else values
+    if "items" in node:
+        made["items"] = _strict(node["items"])
+    if _MAP_KEYS in node:
+        made[_MAP_KEYS] = node[_MAP_KEYS]
+    if node.get("x-kubernetes-list-type") == "set":
+        made["uniqueItems"] = True
+    return made
+
+
+def _versions(crd: Schema) -> str:
+    said = [one["name"] + (" (deprecated)" if one.get("deprecated") else "") for one in crd["spec"]["versions"]]
+    return ", ".join(said)
+
+
+def _distinct(_: Validator, keys: list[str], entries: object, __: object) -> Iterator[ValidationError]:
+    """No two entries are the same in the keys by which the server merges them."""
+    seen = set()
+    for entry in entries if isinstance(entries, list) else []:
+        same = tuple((key, entry.get(key, _DEFAULTS.get(key))) for key in keys) if isinstance(entry, dict) else ()
+        if same in seen:
+            said = ", ".join(f"{key} {value}" for key, value in same)
+            yield ValidationError(f"two entries have {said}")
+        seen.add(same)
+
+
+Strict = extend(Draft202012Validator, {_MAP_KEYS: _distinct})
+"""Validates by such a schema, and by those of Kubernetes' own kinds."""
+
+
+if __name__ == "__main__":
+    json.dump(strict_schema(yaml.safe_load(sys.stdin), *sys.argv[1:]), sys.stdout, separators=(",", ":"))

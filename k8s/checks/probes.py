@@ -1,0 +1,65 @@
+"""Probes: each container that serves has them, on ports that it opens, and a Ray pod's asks its services' /ready."""
+
+import re
+from collections.abc import Iterator
+
+from checks.model import Fault, Object
+from checks.placement import held
+from checks.pods import Container, Pod
+from checks.render import Render
+
+_AGENT = 52365
+_PORT_IN_A_COMMAND = re.compile(r"(?<![\d.])(\d{4,5})/")
+
+
+def faults(render: Render) -> Iterator[Fault]:
+    """Probes that are missing, or that ask where nobody answers."""
+    for pod in render.pods:
+        jobs = pod.owner.startswith(("Job/", "CronJob/"))
+        for container in pod.containers:
+            if container.init or container in pod.added:
+                continue
+            yield from _ports(pod, container)
+            for kind in () if jobs or container.ray else ("readinessProbe", "livenessProbe"):
+                if kind not in container.spec:
+                    yield Fault(pod.owner, f"{container.path}.{kind}", "a probe", "none", "add one")
+    yield from _ready(render)
+
+
+def _ready(render: Render) -> Iterator[Fault]:
+    """Each worker pod is ready when the services are that it may hold."""
+    for pod in render.pods:
+        if pod.ray:
+            routes = [(application.route_prefix or "").strip("/") for application, _ in held(render, pod)]
+            probe = _said(pod.ray.spec.get("readinessProbe") or {})
+            words = set(re.split(r"[\s,;\"'/]+", probe))
+            missing = [route for route in routes if route not in words or "/ready" not in probe]
+            if missing:
+                expected = f"a probe of {', '.join(f'/{route}/ready' for route in missing)} on the Serve port"
+                remedy = "ask each service that the group's resources admit"
+                yield Fault(pod.owner, f"{pod.ray.path}.readinessProbe", expected, probe or "KubeRay's own", remedy)
+
+
+def _ports(pod: Pod, container: Container) -> Iterator[Fault]:
+    declared = {port["containerPort"] for port in container.spec.get("ports") or []}
+    named = {port.get("name") for port in container.spec.get("ports") or []}
+    declared |= {_AGENT} if container.ray else set()
+    for kind in ("readinessProbe", "livenessProbe", "startupProbe"):
+        for path, port in _asked(container.spec.get(kind) or {}):
+            if port not in declared and port not in named:
+                expected = f"a port of the container ({', '.join(map(str, sorted(declared)))})"
+                yield Fault(pod.owner, f"{container.path}.{kind}.{path}", expected, str(port), "name one of those")
+
+
+def _asked(probe: Object) -> Iterator[tuple[str, int | str]]:
+    for kind in ("httpGet", "tcpSocket", "grpc"):
+        if kind in probe:
+            yield f"{kind}.port", probe[kind]["port"]
+    command = " ".join((probe.get("exec") or {}).get("command") or [])
+    yield from (("exec.command", int(number)) for number in _PORT_IN_A_COMMAND.findall(command))
+
+
+def _said(probe: Object) -> str:
+    if "httpGet" in probe:
+        return str(probe["httpGet"].get("path", "/"))
+    return " ".join((probe.get("exec") or {}).get("command") or [])

@@ -1,0 +1,128 @@
+"""Whatever one object names exists: ConfigMaps, Secrets and their keys, claims, accounts, volumes, mounted files."""
+
+from collections.abc import Iterator, Set
+from typing import NamedTuple
+
+from checks.environment import words
+from checks.model import Fault, Object, part, title, walk
+from checks.pods import Container, Pod
+from checks.render import Render
+
+_IN_EVERY_NAMESPACE = {("ServiceAccount", "default"): frozenset(), ("ConfigMap", "kube-root-ca.crt"): {"ca.crt"}}
+
+
+class Reference(NamedTuple):
+    """What an object names, and where."""
+
+    path: str
+    kind: str
+    name: str
+    keys: tuple[str, ...] = ()
+
+
+def faults(render: Render) -> Iterator[Fault]:
+    """Names without an object, keys that it lacks, mounts without a volume, paths to files that no mount has."""
+    for one in render.objects:
+        for reference in _references(one):
+            yield from _missing(render, one, reference)
+    for pod in render.pods:
+        for container in pod.containers:
+            yield from _unmounted(render, pod, container)
+            yield from _no_such_file(render, pod, container)
+
+
+def keys_of(render: Render, kind: str, name: str) -> Set[str] | None:
+    """The keys of a ConfigMap, or of a Secret that the user makes; None when there is none."""
+    if kind == "Secret" and name in render.secrets:
+        return render.secrets[name]
+    one = render.find(kind, name)
+    if one is None:
+        return _IN_EVERY_NAMESPACE.get((kind, name))
+    return {*(one.get("data") or {}), *(one.get("binaryData") or {}), *(one.get("stringData") or {})}
+
+
+def _references(one: Object) -> Iterator[Reference]:
+    for path, key, value in walk(one):
+        match key, value:
+            case (("secretKeyRef" | "configMapKeyRef"), {"name": name, "key": wanted}):
+                yield Reference(path, "Secret" if key == "secretKeyRef" else "ConfigMap", name, (wanted,))
+            case (("secretRef" | "configMapRef"), {"name": name}):
+                yield Reference(path, "Secret" if key == "secretRef" else "ConfigMap", name)
+            case "secret", {"secretName": name} | {"name": name}:
+                yield Reference(path, "Secret", name, _items(value))
+            case "configMap", {"name": name}:
+                yield Reference(path, "ConfigMap", name, _items(value))
+            case "persistentVolumeClaim", {"claimName": name}:
+                yield Reference(path, "PersistentVolumeClaim", name)
+            case "serviceAccountName", str(name):
+                yield Reference(path, "ServiceAccount", name)
+            case "imagePullSecrets", list(secrets):
+                yield from (Reference(path, "Secret", secret["name"]) for secret in secrets)
+            case "authOptions", {"secretName": name}:
+                yield Reference(f"{path}.secretName", "Secret", name, ("auth_token",))
+            case "serviceName", str(name) if one["kind"] == "StatefulSet":
+                yield Reference(path, "Service", name)
+            case "subjects", list(subjects):
+                yield from (Reference(path, who["kind"], who["name"]) for who in subjects)
+            case (("roleRef" | "scaleTargetRef"), {"kind": kind, "name": name}):
+                yield Reference(path, kind, name)
+            case "namespace", str(name) if path == "metadata.namespace":
+                yield Reference(path, "Namespace", name)
+
+
+def _items(volume: Object) -> tuple[str, ...]:
+    return tuple(item["key"] for item in volume.get("items") or [])
+
+
+def _missing(render: Render, one: Object, reference: Reference) -> Iterator[Fault]:
+    path, kind, name, wanted = reference
+    has = keys_of(render, kind, name)
+    if has is None:
+        exist = sorted({part(other, "metadata.name") for other in render.of(kind)} | _others(render, kind))
+        remedy = "have k8s/secrets.sh make it" if kind == "Secret" else "add it, or name one of those"
+        yield Fault(title(one), path, f"a {kind} of the overlay ({', '.join(exist) or 'it has none'})", name, remedy)
+        return
+    for key in wanted:
+        if key not in has:
+            yield Fault(title(one), path, f"a key of {kind} {name} ({', '.join(sorted(has))})", key, "add the key")
+
+
+def _others(render: Render, kind: str) -> Set[str]:
+    return set(render.secrets) if kind == "Secret" else set()
+
+
+def _unmounted(render: Render, pod: Pod, container: Container) -> Iterator[Fault]:
+    owner_kind, _, owner = pod.owner.partition("/")
+    templates = part(render.find(owner_kind, owner), "spec.volumeClaimTemplates") or []
+    volumes = {volume["name"] for volume in pod.spec.get("volumes") or []}
+    volumes |= {template["metadata"]["name"] for template in templates}
+    for mount in container.spec.get("volumeMounts") or []:
+        if mount["name"] not in volumes:
+            path, known = f"{container.path}.volumeMounts[{mount['name']}]", ", ".join(sorted(volumes))
+            yield Fault(pod.owner, path, f"a volume of the pod ({known})", mount["name"], "add the volume")
+
+
+def _no_such_file(render: Render, pod: Pod, container: Container) -> Iterator[Fault]:
+    """A path below a mounted ConfigMap or Secret that a container is told, and that is no key of it."""
+    mounts = [
+        (mount, files)
+        for mount in container.spec.get("volumeMounts") or []
+        if (files := _files(render, pod, mount["name"])) is not None
+    ]
+    for path, text in words(render, container):
+        for mount, files in mounts:
+            _, found, below = text.partition(mount["mountPath"].rstrip("/") + "/")
+            file = below.split()[0] if below.split() else ""
+            if found and not mount.get("subPath") and file not in files:
+                expected = f"a file of the volume {mount['name']} ({', '.join(sorted(files))})"
+                yield Fault(pod.owner, path, expected, text, "name a file that is mounted")
+
+
+def _files(render: Render, pod: Pod, volume: str) -> Set[str] | None:
+    """The files of a volume that is a ConfigMap or a Secret."""
+    spec = next((one for one in pod.spec.get("volumes") or [] if one["name"] == volume), {})
+    for source, kind, key in (("configMap", "ConfigMap", "name"), ("secret", "Secret", "secretName")):
+        if source in spec:
+            items = spec[source].get("items")
+            return {item["path"] for item in items} if items else keys_of(render, kind, spec[source][key])
+    return None

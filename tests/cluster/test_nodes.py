@@ -1,0 +1,115 @@
+"""The promise: nodes die, links break and nodes are drained under a run, and it loses no trajectory.
+
+The services are those of the manifests' Serve config, on three Ray nodes; what each thing took is printed.
+"""
+
+import asyncio
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from lab import START_S, Cluster, running, until
+from lab_runs import ended, generate, generating, lost_nothing, start, step_of, trace_gaps
+
+from trackway.clients import run
+from trackway.deploy.traces.verify import Gap
+
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.timeout(900)]
+
+STEPS = 18
+LONG = 900
+"""Tokens that the tiny model writes for a good while."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("cluster")) as made:
+        yield made
+
+
+def test_a_run_outlives_the_death_and_the_cut_of_a_node(cluster: Cluster) -> None:
+    both = ["one", "two"]
+    assert cluster.placed() == {**dict.fromkeys(("rollout", "tools", "reward", "agent"), both), "trainer": ["one"]}
+    name = start(cluster, "nodes", STEPS)
+    until(lambda: step_of(cluster, name) >= 1)
+    killed = step_of(cluster, name)
+    lose(cluster, name, "kill", cluster.nodes["two"].kill)
+    bring_back(cluster)
+    until(lambda: step_of(cluster, name) > killed + 2)
+    cut = step_of(cluster, name)
+    assert cut + 2 < STEPS, "the run was over too soon for this test"
+    lose(cluster, name, "cut", lambda: cluster.network.cut("two"))
+    until(lambda: "two" not in cluster.known_alive())
+    cluster.network.heal("two")
+    cluster.nodes["two"].kill()  # after a partition only a restart helps, which KubeRay's liveness probe brings about
+    bring_back(cluster, same_pod=True)
+    info = ended(cluster, name)
+    lost_nothing(info, STEPS)
+    assert [gap for gap in trace_gaps(cluster, info, STEPS) if not died_with_it(gap, killed)] == []
+
+
+def lose(cluster: Cluster, name: str, how: str, act: Callable[[], None]) -> None:
+    """The run goes on without the node."""
+    before = step_of(cluster, name)
+    act()
+    with cluster.timed(f"{how} to an answered generation"):
+        run(generate(cluster, 2, attempts=5))
+    with cluster.timed(f"{how} to the end of two steps"):
+        until(lambda: step_of(cluster, name) >= before + 2)
+
+
+def bring_back(cluster: Cluster, same_pod: bool = False) -> None:
+    """The lost node, or another in its place."""
+    with cluster.timed("the node again"):
+        cluster.nodes["two"].start(same_pod)
+    with cluster.timed("its replicas again"):
+        until(cluster.complete, START_S)
+
+
+def died_with_it(gap: Gap, killed: int) -> bool:
+    """Whether the trajectory began before the kill was over; what the node had not exported by then is gone."""
+    return int(gap.trajectory.split("/")[1].removeprefix("val")) <= killed + 1
+
+
+def test_a_drained_node_ends_what_it_has_begun_and_is_empty_then(cluster: Cluster) -> None:
+    before = {one.health.replica for one in cluster.replicas("rollout")}
+    with cluster.timed("drain"):
+        answered, hurried, said = run(drained_meanwhile(cluster))
+    print(f"{len(answered)} generations of {LONG} tokens meanwhile; {said}", flush=True)
+    [gone] = before - {one.health.replica for one in cluster.replicas("rollout")}
+    assert hurried.startswith("drain: the time is up, and left are ") and "SERVE_REPLICA::rollout" in hurried
+    assert said.startswith("drain: empty after ") and gone in answered
+    assert {host for hosts in cluster.placed().values() for host in hosts} == {"one"}
+    cluster.nodes["two"].kill()
+    assert run(generate(cluster, 2)) not in ("", gone)
+
+
+async def drained_meanwhile(cluster: Cluster) -> tuple[list[str], str, str]:
+    """Who answered the generations that were always under way, each asked for once; and what two drains said."""
+    answered: list[str] = []
+    over = asyncio.Event()
+
+    async def line(number: int) -> None:
+        for count in itertools.count():
+            if over.is_set():
+                break
+            answered.append(await generate(cluster, LONG, f"{number}-{count}"))
+
+    async with asyncio.TaskGroup() as lines:
+        for number in range(16):
+            lines.create_task(line(number))
+        await generating(cluster, 16)
+        hurried = await asyncio.to_thread(drain, cluster, 1)
+        said = await asyncio.to_thread(drain, cluster, 90)
+        over.set()
+    return answered, hurried, said
+
+
+def drain(cluster: Cluster, timeout_s: int) -> str:
+    """What the preStop hook of the node says."""
+    words = [sys.executable, "-m", "trackway.deploy.drain", "--timeout", str(timeout_s)]
+    process = cluster.nodes["two"].run(*words)
+    said, _ = process.communicate(timeout=timeout_s + 30)
+    assert process.returncode == 0, said
+    return said.strip()

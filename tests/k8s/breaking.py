@@ -1,0 +1,73 @@
+"""Ways to break a rendered overlay in one place, as `mutations.yaml` says them.
+
+A place is a path of words, `spec template spec containers mlflow image`; entries of a list go by name or number, and a
+word that begins with $ stands for one of the file's `places`.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from checks.model import Object, title
+from checks.render import Render
+
+RAY_SERVICE = "RayService/trackway"
+
+
+def broken(render: Render, how: Mapping[str, Any], places: Mapping[str, str]) -> Render:
+    """A copy, broken."""
+    objects = copy.deepcopy(render.objects)
+    match how:
+        case {"remove": where}:
+            objects.remove(_find(objects, where))
+        case {"object": one}:
+            objects.append(one)
+        case {"serve": path}:
+            spec = _find(objects, RAY_SERVICE)["spec"]
+            config = yaml.safe_load(spec["serveConfigV2"])
+            _apply(config, how, _spelt_out(path, places))
+            spec["serveConfigV2"] = yaml.safe_dump(config)
+        case _:
+            path = next(how[kind] for kind in ("change", "drop", "rename", "add", "respell") if kind in how)
+            _apply(_find(objects, how.get("in", RAY_SERVICE)), how, _spelt_out(path, places))
+    return Render(render.name, objects, render.secrets)
+
+
+def _spelt_out(path: str, places: Mapping[str, str]) -> str:
+    return " ".join(places[word[1:]] if word.startswith("$") else word for word in path.split())
+
+
+def _apply(one: Object, how: Mapping[str, Any], path: str) -> None:
+    *above, last = path.split()
+    node: Any = one
+    for word in above:
+        node = node[_key(node, word)]
+    key = _key(node, last)
+    match how:
+        case {"rename": _, "to": name}:
+            node[name] = node.pop(key)
+        case {"add": _, "entry": entry}:
+            node[key].append(entry)
+        case {"respell": _, "old": old, "new": new}:
+            assert old in node[key]
+            node[key] = node[key].replace(old, new)
+        case {"to": value}:
+            node[key] = value
+        case _:
+            del node[key]
+
+
+def _find(objects: list[Object], where: str) -> Object:
+    """By Kind/name; `name-*` for one with kustomize's hash."""
+    begins = where.removesuffix("*")
+    [one] = [one for one in objects if title(one) == where or (begins != where and title(one).startswith(begins))]
+    return one
+
+
+def _key(node: Any, word: str) -> str | int:
+    if not isinstance(node, list):
+        return word
+    names = [one.get("name") or one.get("groupName") if isinstance(one, dict) else None for one in node]
+    return names.index(word) if word in names else int(word)

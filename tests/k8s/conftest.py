@@ -1,0 +1,19 @@
+"""The overlays, rendered once."""
+
+from pathlib import Path
+
+import pytest
+
+from checks.render import Render, folders, rendered
+from checks.secrets import made_by
+
+K8S = Path(__file__).parents[2] / "k8s"
+
+
+@pytest.fixture(scope="session")
+def renders() -> dict[str, Render]:
+    """The base and every overlay, by name."""
+    secrets = made_by(K8S / "secrets.sh")
+    made = [rendered(folder, secrets) for folder in folders(K8S)]
+    assert all(isinstance(one, Render) for one in made), made
+    return {one.name: one for one in made if isinstance(one, Render)}
