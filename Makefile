@@ -16,14 +16,18 @@ WEAVE_SERVER := 0.52.35
 WEAVE_MAPPING := 0.53.12
 # vLLM's CPU build in an environment of its own: its pins (torch, fastapi) conflict with ours.
 VLLM := .venv-vllm
-CODE := services clients deploy tests examples benchmarks docs
+CODE := services clients deploy k8s tests examples benchmarks docs
+# Its exit status 5: nothing was selected, which with ARGS is the case in one of two parts.
+PYTEST := $(BIN)/python -m pytest
+# Named, since the other tests beside them import every service.
+MANIFEST_TESTS := $(addprefix tests/k8s/test_,check.py crd.py kuberay.py mutations.py secrets.py)
 # A machine that keeps wheels of its own (PIP_FIND_LINKS) has its CPU torch there; others take it from PyTorch's index.
 TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-links $(place)),--torch-backend $(TORCH_BACKEND))
 # Byte-compiling at install time halves the start of Ray, MLflow and every service.
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast test-vllm test-all check format lock picture clean
+.PHONY: help demo ui bench test test-fast test-vllm test-pods test-all check check-manifests format lock image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -35,21 +39,31 @@ ui: $(VENV)/.cpu ## Look at the demo's traces in MLflow.
 	$(BIN)/trackway ui
 
 test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; ARGS='-k name' for a part.
-	$(BIN)/python -m pytest -m 'not vllm' $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m 'not e2e and not vllm and not pods and not manifests' $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m e2e $(ARGS) || [ $$? = 5 ]
 
 test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a training run.
-	$(BIN)/python -m pytest -m 'not slow and not e2e and not vllm' $(ARGS)
+	$(PYTEST) -m 'not slow and not e2e and not vllm and not pods and not manifests' $(ARGS)
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
-	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+	$(PYTEST) -m vllm tests/vllm $(ARGS)
+
+test-pods: $(VENV)/.dev image ## Start the quick start's pods with podman (root; builds the images first).
+	$(PYTEST) -m pods tests/k8s/test_pods.py $(ARGS)
 
 test-all: test test-vllm ## Run both, as CI does.
 
-check: $(VENV)/.dev ## Check format, lint, types and the floors of the house.
+check: $(VENV)/.dev ## Check format, lint, types, the floors of the house, and what check-manifests does.
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+	@$(MAKE) --no-print-directory check-manifests
+
+check-manifests: $(VENV)/.dev ## Check the manifests, that breaking them is noticed, and the Dockerfile; without a cluster.
+	$(BIN)/python k8s/check.py
+	$(PYTEST) -p no:schemathesis -p no:hypothesispytest -m manifests $(MANIFEST_TESTS) --quiet
+	$(BIN)/hadolint deploy/docker/Dockerfile
 
 format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
 	$(BIN)/ruff check --fix $(CODE)
@@ -59,7 +73,11 @@ lock: $(VENV)/.uv ## Resolve constraints.txt anew.
 	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
 	$(BIN)/uv pip compile tests/weave/requirements.in --python-version 3.11 --no-annotate --no-header --quiet --upgrade -o tests/weave/constraints.txt
 	$(BIN)/uv pip compile tests/vllm/requirements.in --override tests/vllm/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/vllm/constraints.txt
+	$(BIN)/uv pip compile deploy/docker/inside/vllm.in --python-version 3.11 --python-platform x86_64-manylinux_2_36 --no-annotate --no-header --quiet --upgrade -o deploy/docker/inside/vllm.txt
 	sed -i -E 's/^(torch==[0-9.]+)\+cpu$$/\1/' constraints.txt
+
+image: ## Build the container images; IMAGE='tools services-cpu services-gpu-vllm', the first two by default.
+	deploy/docker/build.sh $(IMAGE)
 
 picture: $(VENV)/.cpu ## Make the README's pictures from the last demo (needs Chromium).
 	$(INSTALL) --editable '.[pictures]'
