@@ -69,4 +69,4 @@ def _show_dataset(summary: "DatasetSummary", as_json: bool) -> None:
     if as_json:
         print_json(asdict(summary))
         return
-    stdout.print(str(summary))
+    stdout.print(str(summary), soft_wrap=True)

@@ -116,9 +116,11 @@ def _tell(summary: "Summary", started: dict[str, float], deployment: Deployment,
         f"seconds: Ray ready at {started['ray']:.0f}, MLflow at {started['mlflow']:.0f}, all services at "
         f"{max(started.values()):.0f}; training took {summary.seconds_training:.0f}; {summary.seconds_total:.0f} in all"
     )
-    stdout.print(f"reward curve   {deployment.outputs / 'reward.png'}")
-    stdout.print(f"run            {folder}")
-    stdout.print(f"traces         trackway ui --outputs {deployment.outputs}   then search: tags.step = '1'")
+    stdout.print(f"reward curve   {deployment.outputs / 'reward.png'}", soft_wrap=True)
+    stdout.print(f"run            {folder}", soft_wrap=True)
+    stdout.print(
+        f"traces         trackway ui --outputs {deployment.outputs}   then search: tags.step = '1'", soft_wrap=True
+    )
 
 
 def _attached(outputs: Path) -> Deployment:

@@ -51,8 +51,8 @@ def up(
     if as_json:
         print_json(deployment.model_dump(mode="json", exclude={"token", "serve_config"}))
         return
-    stdout.print(f"services  {deployment.base_url}/<rollout|tools|reward|agent|trainer>/docs")
-    stdout.print(f"MLflow    {deployment.mlflow_uri}")
+    stdout.print(f"services  {deployment.base_url}/<rollout|tools|reward|agent|trainer>/docs", soft_wrap=True)
+    stdout.print(f"MLflow    {deployment.mlflow_uri}", soft_wrap=True)
     stdout.print("next      trackway status | trackway train --config-name tiny_demo ... | trackway down")
 
 
@@ -93,7 +93,7 @@ def down(outputs: Outputs = OUTPUTS) -> None:
 
     deployment = Deployment.load(outputs.resolve())
     if deployment is None:
-        stdout.print(f"nothing runs for {outputs}")
+        stdout.print(f"nothing runs for {outputs}", soft_wrap=True)
         return
     if deployment.attached:
         take_down(deployment)
@@ -124,7 +124,7 @@ def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
             ready = "yes" if replica.ready.ready else escape(replica.ready.reason)
             table.add_row(one.service, one.status, replica.health.replica, ready, weights, str(replica.health.pid))
     stdout.print(table)
-    stdout.print(f"services {deployment.base_url}   MLflow {deployment.mlflow_uri or 'not known'}")
+    stdout.print(f"services {deployment.base_url}   MLflow {deployment.mlflow_uri or 'not known'}", soft_wrap=True)
 
 
 @app.command()

@@ -25,7 +25,7 @@ def tools_list(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
         return
     for tool in found:
         parameters = ", ".join(dict(tool.function.parameters.get("properties") or {}))  # pyright: ignore
-        stdout.print(f"{tool.function.name}({parameters})  {escape(tool.function.description)}")
+        stdout.print(f"{tool.function.name}({parameters})  {escape(tool.function.description)}", soft_wrap=True)
 
 
 @app.command("call")
@@ -41,7 +41,7 @@ def tools_call(
         arguments=_json("ARGUMENTS", arguments), create_kwargs=_json("--create-kwargs", create_kwargs)
     )
     result = run(ToolsClient(f"{load_running(outputs).base_url}/tools").one_shot(name, request))
-    print_json(result) if as_json else stdout.print(escape(result.text))
+    print_json(result) if as_json else stdout.print(escape(result.text), soft_wrap=True)
 
 
 def _json(what: str, text: str) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def traces_compare(
     if as_json:
         print_json(found)
     elif html is not None:
-        stdout.print(Text(str(html)))
+        stdout.print(Text(str(html)), soft_wrap=True)
     else:
         console = wide_enough(width)
         console.print(columns.draw(found, colours=console.color_system is not None and not console.no_color))

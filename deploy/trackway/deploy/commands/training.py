@@ -58,7 +58,7 @@ def train(
     if as_json:
         print_json(info)
         return
-    stdout.print(f"run {info.run} {info.state.value} at step {info.step}; folder {info.folder}")
+    stdout.print(f"run {info.run} {info.state.value} at step {info.step}; folder {info.folder}", soft_wrap=True)
     tell_losses(info, deployment)
 
 
