@@ -17,7 +17,7 @@ WEAVE_MAPPING := 0.53.12
 # vLLM's CPU build in an environment of its own: its pins (torch, fastapi) conflict with ours.
 VLLM := .venv-vllm
 CODE := services clients deploy k8s tests examples benchmarks docs
-# Its exit status 5: nothing was selected, which with ARGS is the case in one of two parts.
+# Its exit status 5: nothing was selected. With ARGS that may be so in one of the two parts of `test`, not in both.
 PYTEST := $(BIN)/python -m pytest
 # Named, since the other tests beside them import every service.
 MANIFEST_TESTS := $(addprefix tests/k8s/test_,check.py crd.py kuberay.py mutations.py secrets.py)
@@ -39,8 +39,10 @@ ui: $(VENV)/.cpu ## Look at the demo's traces in MLflow.
 	$(BIN)/trackway ui
 
 test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; ARGS='-k name' for a part.
-	$(PYTEST) -n 2 --dist loadfile -m 'not e2e and not vllm and not pods and not manifests' $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m e2e $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -n 2 --dist loadfile -m 'not e2e and not vllm and not pods and not manifests' $(ARGS); first=$$?; \
+	[ $$first = 0 -o $$first = 5 ] || exit $$first; \
+	$(PYTEST) -m e2e $(ARGS); second=$$?; \
+	[ $$second = 5 ] && exit $$first; exit $$second
 
 test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a training run.
 	$(PYTEST) -m 'not slow and not e2e and not vllm and not pods and not manifests' $(ARGS)

@@ -27,7 +27,7 @@ secret() { # name, then key=value; the values hold nothing that YAML would read 
 
 token=$(random) client=$(random) ray=$(random) postgres=$(random) redis=$(random)
 for value in "$token" "$client" "$ray" "$postgres" "$redis"; do
-  [[ $value =~ ^[0-9a-f]{64}$ ]] || { echo "secrets.sh: expected 32 random bytes, got '$value'" >&2; exit 1; }
+  [[ $value =~ ^[0-9a-f]{64}$ ]] || { echo "secrets.sh: expected 64 hexadecimal digits of openssl rand, got ${#value} characters that are not" >&2; exit 1; }
 done
 known=$(printf '{"services": {"sha256": "%s", "scopes": ["admin"]}, "clients": {"sha256": "%s"}}' \
   "$(digest "$token")" "$(digest "$client")")

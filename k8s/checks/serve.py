@@ -1,21 +1,18 @@
 """`serveConfigV2`: text to the API server, read here as Ray Serve reads it, and strictly."""
 
-import inspect
 from collections.abc import Iterator
 from functools import cache, lru_cache
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from pydantic import ValidationError
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
 from checks.model import Fault, Object, parsed, part, title
 from checks.render import Render
+from trackway.deploy.serve_keys import UNTYPED, unknown_keys
 
 PATH = "spec.serveConfigV2"
-_UNTYPED = {"autoscaling_config": AutoscalingConfig, "request_router_config": RequestRouterConfig}
-"""Parts of a deployment that ServeDeploySchema takes as any dict."""
 
 
 class Config(NamedTuple):
@@ -48,11 +45,11 @@ def faults(render: Render) -> Iterator[Fault]:
             for deployment in application.deployments:
                 path = f"{PATH}.applications[{application.name}].deployments[{deployment.name}]"
                 for name, wrong in _refused(deployment):
-                    expected = _UNTYPED[name].__name__
+                    expected = UNTYPED[name].__name__
                     yield Fault(title(service), f"{path}.{name}", expected, wrong, "mend the Serve config")
-        for path, known in _unknown(ServeDeploySchema, content, PATH):
+        for path, known in unknown_keys(content):
             expected, remedy = f"one of {', '.join(sorted(known))}", "Serve ignores what it does not know"
-            yield Fault(title(service), path, expected, path.rpartition(".")[2], remedy)
+            yield Fault(title(service), f"{PATH}.{path}", expected, path.rpartition(".")[2], remedy)
 
 
 def first(error: Exception) -> str:
@@ -75,37 +72,10 @@ def _read(text: str | None) -> tuple[Any, ServeDeploySchema | str]:
 
 def _refused(deployment: DeploymentSchema) -> Iterator[tuple[str, str]]:
     """(name, what is wrong) of the parts that ServeDeploySchema lets pass."""
-    for name, kind in _UNTYPED.items():
+    for name, kind in UNTYPED.items():
         given = getattr(deployment, name)
         try:
             if isinstance(given, dict):
                 kind.model_validate(given)
         except ValidationError as error:
             yield name, first(error)
-
-
-def _unknown(model: type[BaseModel], content: object, path: str) -> Iterator[tuple[str, set[str]]]:
-    """(path, known keys) of each key that the model does not have, at any depth."""
-    if not isinstance(content, dict):
-        return
-    known = {name for field, info in model.model_fields.items() for name in (field, info.alias) if name}
-    for key, value in content.items():
-        if key not in known:
-            yield f"{path}.{key}", known
-            continue
-        below = _UNTYPED.get(key) or _model_in(model.model_fields.get(key))
-        for at, entry in enumerate(value if isinstance(value, list) else [value]):
-            named = f"[{entry.get('name', at)}]" if isinstance(value, list) and isinstance(entry, dict) else ""
-            if below:
-                yield from _unknown(below, entry, f"{path}.{key}{named}")
-
-
-def _model_in(field: Any) -> type[BaseModel] | None:
-    """The model among a field's types."""
-    kinds = [getattr(field, "annotation", None)]
-    while kinds:
-        kind = kinds.pop()
-        if inspect.isclass(kind) and issubclass(kind, BaseModel):
-            return kind
-        kinds.extend(get_args(kind))
-    return None

@@ -1,9 +1,11 @@
 """Several nodes on one machine; whoever may not make network namespaces is told why these tests are skipped."""
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
 from access_tokens import OPERATOR
+from lab import Cluster, running
 from network import unavailable
 
 from trackway.clients.token import TOKEN
@@ -16,3 +18,10 @@ def allowed() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(TOKEN, OPERATOR)
         yield
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for all tests; where Redis is installed its head may be lost too."""
+    with running(tmp_path_factory.mktemp("cluster"), redis=shutil.which("redis-server") is not None) as made:
+        yield made

@@ -119,8 +119,8 @@ class Cluster:
 
 
 @contextmanager
-def running(folder: Path, entry: str = "head", redis: bool = False) -> Iterator[Cluster]:
-    """A cluster whose services are called at the host `entry`; with `redis` its head may be lost."""
+def running(folder: Path, redis: bool) -> Iterator[Cluster]:
+    """A cluster whose services are called at the host `one`; with `redis` its head may be lost."""
     network = Network(*HOSTS)
     with ExitStack() as stack:
         stack.enter_context(network.connected())
@@ -132,7 +132,7 @@ def running(folder: Path, entry: str = "head", redis: bool = False) -> Iterator[
         nodes = {
             host: Node(network, host, folder / "nodes", environment, "head", OFFERS.get(host, {})) for host in HOSTS[1:]
         }
-        cluster = Cluster(network, nodes, deployment(network, entry, environment))
+        cluster = Cluster(network, nodes, deployment(network, environment))
         for node in nodes.values():  # one after another: several at once starve one another
             stack.callback(node.kill)
             with cluster.timed(f"start of {node.host}"):
@@ -165,13 +165,13 @@ def settings(network: Network, folder: Path) -> dict[str, str]:
     }
 
 
-def deployment(network: Network, entry: str, environment: Mapping[str, str]) -> Deployment:
+def deployment(network: Network, environment: Mapping[str, str]) -> Deployment:
     """The record that the commands go by."""
     config = serve_config.load(SERVE_YAML)
     for service, count in REPLICAS.items():
         config = serve_config.with_replicas(config, service, Replicas(count, count))
     return Deployment(
-        base_url=f"http://{network.address(entry)}:8000",
+        base_url=f"http://{network.address('one')}:8000",
         dashboard_url=f"http://{network.address('head')}:{DASHBOARD_PORT}",
         token=environment["RAY_AUTH_TOKEN"],
         mlflow_uri=environment["MLFLOW_TRACKING_URI"],

@@ -32,7 +32,7 @@ HEALTH = {
 """A dead node is known after some ten seconds, not after a minute."""
 
 
-def be_urgent(process: "subprocess.Popen[bytes]", nice: int) -> None:
+def be_urgent(process: "subprocess.Popen[bytes] | subprocess.Popen[str]", nice: int) -> None:
     """The session of a process goes before what else runs here: a raylet dies when its agent takes 15 s to start."""
     group = Path(f"/proc/{process.pid}/autogroup")
     if group.exists():
@@ -95,13 +95,16 @@ class Node:
         assert self._process is not None
         [first] = psutil.Process(self._process.pid).children()
         enter = ["nsenter", f"--target={first.pid}", "--net", "--mount", "--uts", "--ipc", "--pid"]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*enter, *command],
             env={**os.environ, **self._environment()},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
+        be_urgent(process, RUNNING)
+        return process
 
     def _joined(self) -> bool:
         end = time.monotonic() + _START_S

@@ -1,15 +1,16 @@
-"""The promise: nodes die, links break and nodes are drained under a run, and it loses no trajectory.
+"""The promise: nodes and heads die, links break and nodes are drained under a run, and it loses no trajectory.
 
 The services are those of the manifests' Serve config, on three Ray nodes; what each thing took is printed.
 """
 
 import asyncio
 import itertools
+import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from lab import START_S, Cluster, running, until
+from lab import SERVICES, START_S, Cluster, until
 from lab_runs import ended, generate, generating, lost_nothing, start, step_of, trace_gaps
 
 from trackway.clients import run
@@ -17,15 +18,9 @@ from trackway.deploy.traces.verify import Gap
 
 pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.timeout(900)]
 
-STEPS = 18
+STEPS, HEAD_STEPS = 18, 12
 LONG = 900
 """Tokens that the tiny model writes for a good while."""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with running(tmp_path_factory.mktemp("cluster")) as made:
-        yield made
 
 
 def test_a_run_outlives_the_death_and_the_cut_of_a_node(cluster: Cluster) -> None:
@@ -70,6 +65,33 @@ def bring_back(cluster: Cluster, same_pod: bool = False) -> None:
 def died_with_it(gap: Gap, killed: int) -> bool:
     """Whether the trajectory began before the kill was over; what the node had not exported by then is gone."""
     return int(gap.trajectory.split("/")[1].removeprefix("val")) <= killed + 1
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="expected `redis-server` (Debian's redis-server)")
+def test_a_run_and_every_replica_outlive_the_head(cluster: Cluster) -> None:
+    before = names(cluster)
+    name = start(cluster, "head", HEAD_STEPS)
+    until(lambda: step_of(cluster, name) >= 1)
+    killed = step_of(cluster, name)
+    cluster.nodes["head"].kill()
+    with cluster.timed("kill of the head to an answered generation"):
+        run(generate(cluster, 2))
+    with cluster.timed("kill of the head to the end of two steps"):
+        until(lambda: step_of(cluster, name) >= killed + 2)
+    with cluster.timed("the head again"):
+        cluster.nodes["head"].start()
+    with cluster.timed("Serve again"):
+        until(cluster.api.answers)
+        until(cluster.complete, START_S)
+    info = ended(cluster, name)
+    lost_nothing(info, HEAD_STEPS)
+    assert names(cluster) == before
+    assert trace_gaps(cluster, info, HEAD_STEPS) == []
+
+
+def names(cluster: Cluster) -> dict[str, list[str]]:
+    """Each service's replicas, by their own names."""
+    return {service: [one.health.replica for one in cluster.replicas(service)] for service in SERVICES}
 
 
 def test_a_drained_node_ends_what_it_has_begun_and_is_empty_then(cluster: Cluster) -> None:

@@ -1,5 +1,9 @@
 """What a node that drains waits for; the rest needs a cluster, which tests/cluster has."""
 
+import socket
+import subprocess
+import sys
+
 from ray.core.generated.gcs_pb2 import ActorTableData  # pyright: ignore[reportAttributeAccessIssue]
 
 from trackway.deploy.drain import replicas_on
@@ -23,3 +27,12 @@ def test_the_replicas_of_this_node_are_waited_for_and_nothing_else() -> None:
         actor("SERVE_PROXY_ACTOR-ab"),  # it serves those that end, and goes with the pod
     ]
     assert replicas_on(HERE, actors) == ["SERVE_REPLICA::rollout#rollout#a1", "SERVE_REPLICA::tools#tools#b2"]
+
+
+def test_a_store_that_says_nothing_is_waited_for_no_longer_than_its_answer_takes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asks = f"print(drain({HERE!r}, '127.0.0.1:{silent.getsockname()[1]}', 1.0))"
+        program = [sys.executable, "-c", f"from trackway.deploy.drain import drain; {asks}"]
+        # Ray's client alone would take 40 s to give up.
+        ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=35)
+    assert (ended.returncode, ended.stdout) == (0, "['what the cluster does not tell']\n")

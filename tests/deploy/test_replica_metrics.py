@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trackway.deploy.replica_metrics import ReplicaMetrics, merged, metrics_route
 from trackway.serving import ServiceSettings, service_app
+from trackway.wire.errors import ErrorBody
 
 pytestmark = pytest.mark.anyio
 
@@ -61,9 +62,11 @@ trackway_replicas_answered 2.0
     )
 
 
-async def asked(settings: ServiceSettings, answers: Sequence[object], token: str = "") -> httpx.Response:
+async def asked(settings: ServiceSettings, answers: Sequence[object] | None, token: str = "") -> httpx.Response:
     async def each(method: str, *args: object, within_s: float) -> Sequence[object]:
         assert (method, args) == ("exposition", ())
+        if answers is None:
+            raise TimeoutError
         return answers
 
     app = service_app("reward", settings, routers=[metrics_route(each)])
@@ -80,6 +83,14 @@ async def test_replicas_that_are_late_or_gone_are_left_out_and_counted() -> None
     assert [sample.labels for sample in found["running"]] == [{"replica": "aaa"}]
     counts = [found[f"trackway_replicas_{name}"][0].value for name in ("asked", "answered")]
     assert counts == [3.0, 1.0]
+
+
+async def test_who_cannot_learn_the_replicas_in_time_is_told_to_ask_again() -> None:
+    answer = await asked(ServiceSettings(), None)
+
+    body = ErrorBody.model_validate(answer.json()["error"])
+    assert (answer.status_code, body.code, body.retryable) == (503, "unavailable", True)
+    assert body.message == "Ray Serve did not name this service's replicas within 5 s; ask again"
 
 
 async def test_the_metrics_of_all_replicas_want_a_token_as_those_of_one_do() -> None:

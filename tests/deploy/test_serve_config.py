@@ -28,10 +28,24 @@ def test_the_shipped_file_has_five_services_each_an_application_of_its_own(shipp
     assert all(one["deployments"][0]["max_ongoing_requests"] > 5 for one in shipped["applications"])
 
 
-def test_an_unknown_key_at_the_top_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("aplications: []", "aplications"),
+        (
+            "applications: [{name: a, import_path: x.y:z, deployments: [{name: b, num_replica: 2}]}]",
+            "applications[a].deployments[b].num_replica",
+        ),
+        (
+            "applications: [{name: a, import_path: x.y:z, deployments: [{name: b, autoscaling_config: {min: 1}}]}]",
+            "applications[a].deployments[b].autoscaling_config.min",
+        ),
+    ],
+)
+def test_an_unknown_key_is_refused_by_its_path(tmp_path: Path, text: str, key: str) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("aplications: []\n")
-    with pytest.raises(UserError, match="unknown key 'aplications'"):
+    file.write_text(text)
+    with pytest.raises(UserError, match=re.escape(f"unknown key {key!r}; known are ")):
         serve_config.load(file)
 
 

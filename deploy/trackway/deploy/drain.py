@@ -10,8 +10,10 @@ This process is no Ray worker and stays small. Its exit status is 0 also when th
 import argparse
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import Future
 
 from ray._private.services import canonicalize_bootstrap_address_or_die, find_node_ids
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
@@ -25,34 +27,64 @@ _PREEMPTION = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 _POLL_S = 1.0
 _ANSWER_S = 10.0
 """Longest wait for one answer of the cluster's control store."""
+_SILENT = "what the cluster does not tell"
 _REPLICA = "SERVE_REPLICA::"
 """How the names of Serve's replicas begin."""
 
 
-async def drain(timeout_s: float) -> list[str]:
-    """Drain this node and wait until no replica of Serve runs on it; those that still do when the time is up.
+def drain(node: str, cluster: str, timeout_s: float) -> list[str]:
+    """Drain a node and wait until no replica of Serve runs on it; those that still do when the time is up.
+
+    The control store may be away, with the cluster's head on its way back: it is asked until the time is up. No call of
+    it is waited for longer than that, and an answer of its own to the last.
+
+    Args:
+        node: the node's id, hexadecimal.
+        cluster: host:port of the control store.
+        timeout_s: seconds.
 
     Raises:
-        UserError: no Ray node runs here, or the cluster cannot be asked.
+        UserError: Ray refuses.
     """
-    end = time.monotonic() + timeout_s
-    node = _this_node()
-    store = GcsClient(address=_cluster())
-    until_ms = int((time.time() + timeout_s) * 1000)
-    accepted, reason = store.drain_node(node, _PREEMPTION, "its pod stops", until_ms)
+    ended: Future[list[str]] = Future()
+
+    def work() -> None:
+        try:
+            ended.set_result(asyncio.run(_drain(node, cluster, timeout_s)))
+        except BaseException as error:
+            ended.set_exception(error)
+
+    # A daemon, since what waits in Ray's client for a silent store cannot be ended: it takes 40 s to be made.
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return ended.result(timeout_s + _ANSWER_S)
+    except TimeoutError:
+        return [_SILENT]
+
+
+async def _drain(node: str, cluster: str, timeout_s: float) -> list[str]:
+    end, until_ms = time.monotonic() + timeout_s, int((time.time() + timeout_s) * 1000)
+    left, store = [_SILENT], None
+    while True:
+        try:
+            if store is None:
+                store = _draining(node, cluster, until_ms)
+            actors = await store.async_get_all_actor_info(timeout=_ANSWER_S)
+            left = replicas_on(node, actors.values())
+        except RayError as error:
+            print(f"drain: the cluster does not answer ({error}); it is asked again", file=sys.stderr)
+        if not left or time.monotonic() > end:
+            return left
+        await asyncio.sleep(_POLL_S)
+
+
+def _draining(node: str, cluster: str, until_ms: int) -> GcsClient:
+    """The control store, which has heard that the node is to be drained."""
+    store = GcsClient(address=cluster)
+    accepted, reason = store.drain_node(node, _PREEMPTION, "its pod stops", until_ms, timeout=_ANSWER_S)
     if not accepted:
         raise UserError(f"Ray does not drain node {node}: {reason}")
-    while (left := await _left(store, node)) and time.monotonic() < end:
-        await asyncio.sleep(_POLL_S)
-    return left
-
-
-async def _left(store: GcsClient, node: str) -> list[str]:
-    try:
-        actors = await store.async_get_all_actor_info(timeout=_ANSWER_S)
-    except RayError as error:  # the head may be on its way back
-        return [f"what the cluster does not tell ({type(error).__name__})"]
-    return replicas_on(node, actors.values())
+    return store
 
 
 def replicas_on(node: str, actors: Iterable[ActorTableData]) -> list[str]:
@@ -86,8 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=660.0, help="longest wait, in seconds (default: 660)")
     timeout_s, began = parser.parse_args(arguments).timeout, time.monotonic()
     try:
-        left = asyncio.run(drain(timeout_s))
-    except (UserError, RayError) as error:
+        left = drain(_this_node(), _cluster(), timeout_s)
+    except UserError as error:
         print(f"drain: {error}", file=sys.stderr)
         return 1
     how = f"the time is up, and left are {', '.join(left)}," if left else "empty"

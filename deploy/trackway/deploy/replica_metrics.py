@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from trackway.deploy.broadcast import Broadcast
+from trackway.wire.errors import ErrorCode, TrackwayError
 
 ASK_METRICS_S = 5.0
 """Longest wait for a replica's answer; half of the time that Prometheus waits for all."""
@@ -35,7 +36,11 @@ def metrics_route(ask_each: Broadcast) -> APIRouter:
     @router.get("/replicas/metrics", response_class=PlainTextResponse)
     async def replicas_metrics() -> PlainTextResponse:
         """Metrics of every replica in Prometheus' text format, with the label `replica`."""
-        answers = await ask_each("exposition", within_s=ASK_METRICS_S)
+        try:
+            answers = await ask_each("exposition", within_s=ASK_METRICS_S)
+        except TimeoutError as error:
+            message = f"Ray Serve did not name this service's replicas within {ASK_METRICS_S:.0f} s; ask again"
+            raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
         shown = {one.replica: one.text for one in answers if isinstance(one, ReplicaMetrics)}
         return PlainTextResponse(merged(shown, asked=len(answers)), media_type=TEXT)
 

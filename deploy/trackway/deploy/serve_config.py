@@ -18,14 +18,14 @@ _POLICIES = {
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The file as Ray Serve takes it; Serve itself ignores unknown keys at the top, so they are refused here."""
+    """The file as Ray Serve takes it; Serve itself ignores unknown keys, so they are refused here."""
     from ray.serve.schema import ServeDeploySchema
 
+    from trackway.deploy.serve_keys import unknown_keys
+
     content = yaml.safe_load(path.read_text())
-    known = set(ServeDeploySchema.model_fields)
-    unknown = sorted(set(content) - known)
-    if unknown:
-        raise UserError(f"{path}: unknown key {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    for key, known in unknown_keys(content):
+        raise UserError(f"{path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
     try:
         ServeDeploySchema.model_validate(content)
     except ValidationError as error:

@@ -27,6 +27,9 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
+from trackway.trainer.config import RunConfig
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import GroupRequest, RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.health import Health, Ready
@@ -264,6 +267,20 @@ def rollout() -> Callable[..., Trajectory]:
         return Trajectory.model_validate({**place, **values, **changes})
 
     return make
+
+
+@pytest.fixture
+def urls() -> ServiceUrls:
+    """Of services that nobody asks."""
+    return ServiceUrls(agent_url="http://agent", tools_url="http://tools", weights_url="/weights")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, urls: ServiceUrls) -> RunFolder:
+    """Of a run that is starting."""
+    folder = RunFolder(tmp_path / "run")
+    folder.create(RunConfig(), urls)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.config import RunConfig
 from trackway.trainer.heartbeat import DEAD_AFTER_S, EXIT_LOST, Heartbeat, Sightings
 from trackway.trainer.owner import Machine, OutputsLock, Owner, this_machine
 from trackway.trainer.run_folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-URLS = ServiceUrls(agent_url="http://agent", tools_url="http://tools", weights_url="/weights")
 ELSEWHERE = this_machine().model_copy(update={"host": "another-pod"})
 BEATING = """
 import sys, time
@@ -37,13 +34,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create(RunConfig(), URLS)
-    return folder
 
 
 @pytest.fixture

@@ -11,18 +11,8 @@ from trackway.trainer.learner import Learner, LearnerConfig
 from trackway.trainer.plan import Progress
 from trackway.trainer.resume import begin
 from trackway.trainer.run_folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
-
-URLS = ServiceUrls(agent_url="http://agent", tools_url="http://tools", weights_url="/weights")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create(RunConfig(), URLS)
-    return folder
 
 
 @pytest.fixture

@@ -11,20 +11,11 @@ from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunState
 
-URLS = ServiceUrls(agent_url="http://agent", tools_url="http://tools", weights_url="/weights")
 
-
-@pytest.fixture
-def folder(tmp_path) -> RunFolder:
-    folder = RunFolder(tmp_path / "run")
-    folder.create(RunConfig(), URLS)
-    return folder
-
-
-def test_a_new_run_is_starting_and_its_files_read_back(folder: RunFolder):
+def test_a_new_run_is_starting_and_its_files_read_back(folder: RunFolder, urls: ServiceUrls):
     assert folder.info().state is RunState.STARTING
     assert folder.config() == RunConfig()
-    assert folder.services() == URLS
+    assert folder.services() == urls
 
 
 def test_a_run_keeps_its_uid_and_another_of_the_same_name_has_another(folder: RunFolder, tmp_path: Path):
@@ -38,9 +29,9 @@ def test_a_run_keeps_its_uid_and_another_of_the_same_name_has_another(folder: Ru
     assert len(uid) == 32
 
 
-def test_a_name_that_is_taken_is_a_conflict(folder: RunFolder):
+def test_a_name_that_is_taken_is_a_conflict(folder: RunFolder, urls: ServiceUrls):
     with pytest.raises(TrackwayError) as caught:
-        folder.create(RunConfig(), URLS)
+        folder.create(RunConfig(), urls)
 
     assert caught.value.code is ErrorCode.CONFLICT
 
