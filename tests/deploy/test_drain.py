@@ -35,4 +35,4 @@ def test_a_store_that_says_nothing_is_waited_for_no_longer_than_its_answer_takes
         program = [sys.executable, "-c", f"from trackway.deploy.drain import drain; {asks}"]
         # Ray's client alone would take 40 s to give up.
         ended = subprocess.run(program, capture_output=True, text=True, check=False, timeout=35)
-    assert (ended.returncode, ended.stdout) == (0, "['what the cluster does not tell']\n")
+    assert (ended.returncode, ended.stdout) == (0, "['the cluster does not answer']\n")

@@ -4,7 +4,7 @@ The node is marked as draining, as `ray drain-node` does: Serve starts replaceme
 those here end what they have begun. Where there is no room for a replacement a replica is stopped all the same, when
 no more than its `graceful_shutdown_timeout_s` is left of the timeout; so the timeout is to be the longer of the two.
 
-This process is no Ray worker and stays small. Its exit status is 0 also when the time is up: the pod stops anyway.
+This process is no Ray worker and stays small. Its exit status is 0 also when replicas are left: the pod stops anyway.
 """
 
 import argparse
@@ -27,7 +27,9 @@ _PREEMPTION = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 _POLL_S = 1.0
 _ANSWER_S = 10.0
 """Longest wait for one answer of the cluster's control store."""
-_SILENT = "what the cluster does not tell"
+_SILENCE_S = 180.0
+"""So long a lost head may take to come back; when all pods of a cluster are deleted, it does not."""
+_SILENT = "the cluster does not answer"
 _REPLICA = "SERVE_REPLICA::"
 """How the names of Serve's replicas begin."""
 
@@ -35,8 +37,8 @@ _REPLICA = "SERVE_REPLICA::"
 def drain(node: str, cluster: str, timeout_s: float) -> list[str]:
     """Drain a node and wait until no replica of Serve runs on it; those that still do when the time is up.
 
-    The control store may be away, with the cluster's head on its way back: it is asked until the time is up. No call of
-    it is waited for longer than that, and an answer of its own to the last.
+    The control store may be away, with the cluster's head on its way back: it is asked again, until it was silent for
+    `_SILENCE_S` or the time is up. No answer is waited for longer than `_ANSWER_S` beyond that time.
 
     Args:
         node: the node's id, hexadecimal.
@@ -64,15 +66,17 @@ def drain(node: str, cluster: str, timeout_s: float) -> list[str]:
 
 async def _drain(node: str, cluster: str, timeout_s: float) -> list[str]:
     end, until_ms = time.monotonic() + timeout_s, int((time.time() + timeout_s) * 1000)
-    left, store = [_SILENT], None
+    left, heard, store = [_SILENT], time.monotonic(), None
     while True:
         try:
             if store is None:
                 store = _draining(node, cluster, until_ms)
             actors = await store.async_get_all_actor_info(timeout=_ANSWER_S)
-            left = replicas_on(node, actors.values())
+            left, heard = replicas_on(node, actors.values()), time.monotonic()
         except RayError as error:
-            print(f"drain: the cluster does not answer ({error}); it is asked again", file=sys.stderr)
+            print(f"drain: {_SILENT} ({error})", file=sys.stderr)
+            if time.monotonic() > heard + _SILENCE_S:
+                return [_SILENT]
         if not left or time.monotonic() > end:
             return left
         await asyncio.sleep(_POLL_S)
@@ -122,7 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"drain: {error}", file=sys.stderr)
         return 1
-    how = f"the time is up, and left are {', '.join(left)}," if left else "empty"
+    how = f"not empty ({', '.join(left)})" if left else "empty"
     print(f"drain: {how} after {time.monotonic() - began:.0f} s")
     return 0
 
