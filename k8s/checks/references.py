@@ -46,6 +46,8 @@ def _references(one: Object) -> Iterator[Reference]:
         match key, value:
             case (("secretKeyRef" | "configMapKeyRef"), {"name": name, "key": wanted}):
                 yield Reference(path, "Secret" if key == "secretKeyRef" else "ConfigMap", name, (wanted,))
+            case "credentials", {"name": name, "key": wanted}:  # of a ScrapeConfig
+                yield Reference(path, "Secret", name, (wanted,))
             case (("secretRef" | "configMapRef"), {"name": name}):
                 yield Reference(path, "Secret" if key == "secretRef" else "ConfigMap", name)
             case "secret", {"secretName": name} | {"name": name}:

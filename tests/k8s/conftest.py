@@ -1,4 +1,4 @@
-"""The overlays, rendered once."""
+"""The base, every overlay, and the base with the component for Prometheus' operator, rendered once."""
 
 from pathlib import Path
 
@@ -8,12 +8,13 @@ from checks.render import Render, folders, rendered
 from checks.secrets import made_by
 
 K8S = Path(__file__).parents[2] / "k8s"
+MONITORED = Path(__file__).parent / "monitored"
 
 
 @pytest.fixture(scope="session")
 def renders() -> dict[str, Render]:
-    """The base and every overlay, by name."""
+    """By name."""
     secrets = made_by(K8S / "secrets.sh")
-    made = [rendered(folder, secrets) for folder in folders(K8S)]
+    made = [rendered(folder, secrets) for folder in (*folders(K8S), MONITORED)]
     assert all(isinstance(one, Render) for one in made), made
     return {one.name: one for one in made if isinstance(one, Render)}

@@ -20,7 +20,7 @@ PLACES: dict[str, str] = MUTATIONS.pop("places")
 CASES = [(check, name, how) for check, cases in MUTATIONS.items() for name, how in cases.items()]
 
 
-@pytest.mark.parametrize("overlay", [folder.name for folder in folders(ROOT / "k8s")])
+@pytest.mark.parametrize("overlay", [*(folder.name for folder in folders(ROOT / "k8s")), "monitored"])
 def test_nothing_is_wrong_with_what_we_ship(renders: dict[str, Render], overlay: str) -> None:
     assert [str(one) for one in found(renders[overlay])] == []
 
