@@ -15,6 +15,7 @@ from trackway.tracing import local_mlflow
 from trackway.tracing.batch import Batch
 from trackway.tracing.endpoint import Answer, Endpoint, Verdict, answer_of
 from trackway.tracing.settings import TracingSettings
+from trackway.wire.tracing import TraceBackend
 
 _BY_NAME = "name:"
 
@@ -29,13 +30,19 @@ def experiment_by_name(name: str) -> str:
 
 
 class MlflowEndpoint(Endpoint):
-    """Sends batches to the server behind `settings.mlflow_uri`; makes the experiments that they name."""
+    """Sends batches to the server behind `settings.mlflow_uri`; makes the experiments that they name.
+
+    Where MLflow is `settings.collected` the batches themselves go to the OTLP receiver.
+    """
 
     def __init__(self, settings: TracingSettings) -> None:
         self._server = lambda: local_mlflow.server_uri(settings.mlflow_uri or "")
         self._credentials = credentials()
         self._experiments: dict[str, str] = {}
-        super().__init__(lambda: f"{self._server()}/v1/traces", self._credentials, settings.export_timeout_s)
+        url, headers = (lambda: f"{self._server()}/v1/traces"), self._credentials
+        if TraceBackend.MLFLOW in settings.collected:
+            url, headers = (lambda: settings.otlp_endpoint or ""), settings.otlp_headers
+        super().__init__(url, headers, settings.export_timeout_s)
         if not (settings.mlflow_uri or "").startswith("http"):
             self._http.close()
             self._http = httpx.Client(timeout=settings.export_timeout_s, trust_env=False)  # no proxy on this machine

@@ -126,7 +126,7 @@ class Pipeline(SpanProcessor):
                 logger.exception("the exporter raised; %d spans are not in it", len(taken))
 
     def _send(self, spans: list[ReadableSpan], target: TraceTarget) -> None:
-        backends = target.backends or self._settings.default_backends
+        backends = self._settings.sent_to(target.backends or self._settings.default_backends)
         payload = encoded(spans) if any(backend in self._senders for backend in backends) else b""
         for backend in backends:
             sender = self._senders.get(backend)

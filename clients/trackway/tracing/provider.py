@@ -103,7 +103,7 @@ class Tracing:
         self.settings = settings
         self.redact: Redact | None = redact or load_redaction(settings.redact)
         self.root_operations = root_operations
-        self._senders = {backend: _sender(backend, service, settings) for backend in settings.usable}
+        self._senders = {backend: _sender(backend, service, settings) for backend in settings.sent_to(settings.usable)}
         self._pipeline = Pipeline(service, settings, self._senders, exporter)
         self._provider = TracerProvider(
             sampler=ParentBased(root=KeptRoots()),
@@ -151,5 +151,5 @@ def _sender(backend: TraceBackend, service: str, settings: TracingSettings) -> S
     spool = None
     if settings.spool_dir is not None:
         spool = Spool(Path(settings.spool_dir) / backend.value, service, settings.max_spool_bytes)
-    to = MlflowEndpoint(settings) if backend is TraceBackend.MLFLOW else endpoint(backend, settings)
-    return Sender(backend.value, to, spool)
+    by_name = settings.mlflow_uri and backend in settings.sent_to([TraceBackend.MLFLOW])
+    return Sender(backend.value, MlflowEndpoint(settings) if by_name else endpoint(backend, settings), spool)

@@ -1,8 +1,9 @@
 """Where spans may go and how much they carry; the usual variables of MLflow, W&B and OpenTelemetry are defaults."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 from opentelemetry.util.re import parse_env_headers
 from pydantic import BaseModel, Field, SecretStr, field_validator
@@ -57,6 +58,8 @@ class TracingSettings(BaseModel):
     """Full OTLP/HTTP URL of a collector; from OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT."""
     otlp_headers: dict[str, str] = Field(default_factory=_headers_in_env)
     """Sent with every OTLP export, e.g. an API key; from OTEL_EXPORTER_OTLP_HEADERS."""
+    collected: list[Literal[TraceBackend.MLFLOW, TraceBackend.WEAVE]] = Field(default_factory=list)
+    """Backends behind that receiver: traces for them are sent to it, once, and never past it."""
     token2text: bool = True
     """Put decoded text on the spans of traces whose run does not say; False leaves counts only."""
     redact: str | None = None
@@ -88,8 +91,18 @@ class TracingSettings(BaseModel):
             TraceBackend.WEAVE: (self.weave_api_key, "W&B's API key: set WANDB_API_KEY"),
             TraceBackend.OTLP: (self.otlp_endpoint, "a receiver: set OTEL_EXPORTER_OTLP_ENDPOINT"),
         }
-        present, sentence = wants[backend]
+        [way] = self.sent_to([backend])
+        present, sentence = wants[way]
         return None if present else f"trace backend {backend.value} needs {sentence}"
+
+    def sent_to(self, backends: Iterable[TraceBackend]) -> tuple[TraceBackend, ...]:
+        """Who gets what is meant for these backends: the OTLP receiver for all those behind it."""
+        return tuple(dict.fromkeys(TraceBackend.OTLP if one in self.collected else one for one in backends))
+
+    def kept_by(self, backends: Iterable[TraceBackend]) -> set[TraceBackend]:
+        """These backends, and those behind the OTLP receiver when it is one of them."""
+        named = set(backends)
+        return named | set(self.collected) if TraceBackend.OTLP in named else named
 
     @property
     def usable(self) -> list[TraceBackend]:

@@ -4,6 +4,9 @@ The node is marked as draining, as `ray drain-node` does: Serve starts replaceme
 those here end what they have begun. Where there is no room for a replacement a replica is stopped all the same, when
 no more than its `graceful_shutdown_timeout_s` is left of the timeout; so the timeout is to be the longer of the two.
 
+Not waited for: what another node answers to a request that came in by this node's proxy. Its client asks again, under
+the same key.
+
 This process is no Ray worker and stays small. Its exit status is 0 also when replicas are left: the pod stops anyway.
 """
 

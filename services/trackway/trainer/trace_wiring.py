@@ -61,10 +61,11 @@ def _counts(tracing: Tracing | None) -> SpanCounts:
 def _feedback(
     config: RunConfig, target: TraceTarget, settings: TracingSettings, tracking: Tracking
 ) -> list[TraceFeedback]:
-    """MLflow when the run is there and its traces are, Weave when they go there."""
+    """MLflow when the run is there and its traces are, Weave when they go there and its key is here."""
     found: list[TraceFeedback] = []
     patience_s = config.trackway.feedback_deadline_s
-    if tracking.run is not None and (not target.backends or TraceBackend.MLFLOW in target.backends):
+    is_there = not target.backends or TraceBackend.MLFLOW in settings.kept_by(target.backends)
+    if tracking.run is not None and is_there:
         found.append(MlflowFeedback(tracking.run.uri, tracking.mlflow, patience_s))
     key, project = settings.weave_api_key, target.weave_project
     if TraceBackend.WEAVE in target.backends and key is not None and project is not None:

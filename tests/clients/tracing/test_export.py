@@ -71,6 +71,27 @@ def test_one_trace_goes_to_each_of_its_backends_under_that_backends_headers() ->
     assert sorted(mlflow.spans) == sorted(weave.spans) == sorted(collector.spans) == ["trajectory", "turn 0"]
 
 
+def test_what_is_meant_for_backends_behind_a_collector_is_sent_to_it_once_and_not_past_it(sink: Sink) -> None:
+    with running_sink() as mlflow, running_sink() as weave:
+        changes = {
+            "weave_url": weave.url,
+            "weave_api_key": "k" * 40,
+            "otlp_endpoint": f"{sink.url}/collected",
+            "otlp_headers": {"x-team": "rl"},
+            "collected": ["mlflow", "weave"],
+        }
+        tracing = Tracing("agent", settings(mlflow.url, **changes))
+        trajectory(tracing, target=EVERYWHERE)
+        assert tracing.shutdown(5)
+    assert (mlflow.asked, weave.asked, sink.spans) == (0, 0, ["turn 0", "trajectory"])
+    [one] = sink.arrived
+    headers = {name: one.headers[name] for name in ("x-mlflow-experiment-id", "project_id", "x-team")}
+    assert (one.path, headers) == (
+        "/collected",
+        {"x-mlflow-experiment-id": "7", "project_id": "team/gsm8k", "x-team": "rl"},
+    )
+
+
 def test_traces_of_two_runs_in_one_process_go_to_their_own_experiments(sink: Sink) -> None:
     tracing = Tracing("rollout", settings(sink.url))
     for experiment in ("7", "8", None):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from mlflow import MlflowClient
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from otlp_sink import running_sink
 
 from trackway.tracing import Tracing, TracingSettings, rollout_trace_attr
 from trackway.tracing.batch import Batch, encoded
@@ -44,6 +45,18 @@ def test_many_workers_that_name_a_new_experiment_at_once_make_one(mlflow_server:
     assert [answer.verdict for answer in answers] == [Verdict.TAKEN] * 16, answers
     found = MlflowClient(mlflow_server).search_experiments(filter_string=f"name = '{name}'")
     assert len(found) == 1
+
+
+def test_a_collector_before_mlflow_is_told_the_id_of_an_experiment_that_was_named(mlflow_server: str) -> None:
+    name = f"collected-{uuid.uuid4().hex}"
+    with running_sink() as collector:
+        changes = {"mlflow_uri": mlflow_server, "otlp_endpoint": collector.url, "collected": ["mlflow"]}
+        endpoint = MlflowEndpoint(TracingSettings.model_validate(changes))
+        assert endpoint.post(batch(name)).verdict is Verdict.TAKEN
+        endpoint.close()
+    [one] = collector.arrived
+    experiment = MlflowClient(mlflow_server).get_experiment_by_name(name)
+    assert experiment is not None and one.headers["x-mlflow-experiment-id"] == experiment.experiment_id
 
 
 def test_an_experiment_that_is_gone_is_looked_up_again(endpoint: MlflowEndpoint) -> None:

@@ -29,6 +29,15 @@ def test_the_usual_variables_switch_backends_on_and_a_wandb_key_alone_does_not(
     assert (settings.usable, settings.default_backends) == (usable, default)
 
 
+def test_backends_behind_a_collector_need_its_address_and_nothing_of_their_own() -> None:
+    settings = TracingSettings.model_validate({"collected": ["weave"], "otlp_endpoint": "http://c/v1/traces"})
+    assert settings.usable == [WEAVE, OTLP]
+    assert settings.sent_to([MLFLOW, WEAVE, OTLP]) == (MLFLOW, OTLP)
+    assert settings.kept_by([OTLP]) == {OTLP, WEAVE}
+    missing = TracingSettings.model_validate({"collected": ["weave"], "weave_api_key": "k"}).missing(WEAVE)
+    assert missing == "trace backend weave needs a receiver: set OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
 @pytest.mark.parametrize(
     ("environment", "endpoint"),
     [

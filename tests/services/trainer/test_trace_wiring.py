@@ -34,11 +34,11 @@ def opened(tmp_path: Path) -> Iterator:
     """Builds the traces of a run without MLflow; what it opened is closed after the test."""
     made: list[tuple[RunTraces, Tracking]] = []
 
-    def build(config: RunConfig, run: MlflowRun | None = None) -> RunTraces:
+    def build(config: RunConfig, run: MlflowRun | None = None, settings: TracingSettings = SETTINGS) -> RunTraces:
         folder = RunFolder(tmp_path / "outputs" / "run")
         folder.create(config, ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="/w"))
         tracking = Tracking(run, Background("mlflow"), Background("weave"))
-        traces = open_traces(folder, config, run_target(config, run), SETTINGS, tracking)
+        traces = open_traces(folder, config, run_target(config, run), settings, tracking)
         made.append((traces, tracking))
         return traces
 
@@ -95,6 +95,18 @@ def test_feedback_goes_where_the_traces_go(opened, mlflow_server: str, backend: 
 
     assert [type(one) for one in traces.feedback] == expected
     assert traces.tracing.settings.mlflow_uri == mlflow_server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["otlp", "mlflow"])
+def test_feedback_goes_to_the_mlflow_behind_a_collector(opened, mlflow_server: str, backend: str):
+    collector = {"otlp_endpoint": "http://127.0.0.1:9", "collected": [TraceBackend.MLFLOW]}
+    settings = SETTINGS.model_copy(update=collector)
+
+    traces = opened(configured(backend), MlflowRun(mlflow_server, "wiring", "run"), settings)
+
+    assert [type(one) for one in traces.feedback] == [MlflowFeedback]
+    assert traces.tracing.settings.sent_to([TraceBackend.MLFLOW]) == (TraceBackend.OTLP,)
 
 
 @pytest.mark.slow
