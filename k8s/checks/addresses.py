@@ -12,7 +12,11 @@ from checks.pods import Container, Pod
 from checks.render import Render
 from checks.selectors import matches
 
-_PORTS = {"http": 80, "https": 443, "postgresql": 5432, "redis": 6379, "grpc": 4317, "ws": 80}
+_PORTS = {
+    **{"http": 80, "https": 443, "ws": 80, "wss": 443, "grpc": 4317, "ray": 10001},
+    **{"postgres": 5432, "postgresql": 5432, "mysql": 3306, "redis": 6379, "rediss": 6379},
+}
+"""By scheme; in other URLs, such as s3://bucket/weights, the first word is no host."""
 _URL = re.compile(r"\b([a-z][a-z0-9+]*)://(?:[^/@\s\"']*@)?(\[[0-9a-f:]+\]|[A-Za-z0-9.-]+)(?::(\d+|\$\S*))?")
 _HOST_AND_PORT = re.compile(r"([a-z][a-z0-9.-]*):(\d{2,5})")
 _HOST = re.compile(r"[a-z][a-z0-9.-]*")
@@ -38,10 +42,13 @@ class Address(NamedTuple):
     @property
     def service(self) -> str | None:
         """The name of the Service that it means; None for what lies outside of the namespace."""
-        name, _, rest = self.host.partition(".")
-        space = self.pod.namespace
-        inside = ("", space, f"{space}.svc", f"{space}.svc.cluster.local")
-        return name if rest in inside and self.host not in LOOPBACK else None
+        return None if self.host in LOOPBACK else within(self.pod.namespace, self.host)
+
+
+def within(space: str | None, host: str) -> str | None:
+    """The name of the Service of a namespace that a host means; None for what lies outside of it."""
+    name, _, rest = host.partition(".")
+    return name if rest in ("", space, f"{space}.svc", f"{space}.svc.cluster.local") else None
 
 
 def faults(render: Render) -> Iterator[Fault]:
@@ -71,7 +78,7 @@ def service_of(render: Render, address: Address) -> Object | None:
 def behind(render: Render, service: Object, port: int | None) -> list[tuple[Pod, int | None]]:
     """(pod, its own port) of all pods that a port of a Service leads to; None where the pod has no such port."""
     selector = {"matchLabels": part(service, "spec.selector") or {}}
-    entry = next((one for one in part(service, "spec.ports") if port in (None, one["port"])), {})
+    entry = next((one for one in part(service, "spec.ports") or [] if port in (None, one["port"])), {})
     chosen = [pod for pod in render.pods if selector["matchLabels"] and matches(selector, pod.labels)]
     return [(pod, pod.port(entry.get("targetPort", entry.get("port")))) for pod in chosen]
 
@@ -83,14 +90,15 @@ def _leads_nowhere(render: Render, address: Address) -> Iterator[Fault]:
         yield address.fault(f"a Service of the overlay ({names})", "name one of those")
         return
     ports = {one["port"] for one in part(service, "spec.ports") or []}
-    if address.port is not None and address.port not in ports:
+    elsewhere = part(service, "spec.type") == "ExternalName"  # no more than another name: it has no ports
+    if address.port is not None and address.port not in ports and not elsewhere:
         yield address.fault(f"a port of {title(service)} ({_said(ports)})", "name one of those")
 
 
 def _told(render: Render, pod: Pod, container: Container) -> Iterator[Address]:
     for path, text in _texts(render, pod, container):
         for scheme, host, port in _URL.findall(text):
-            if host not in _ANY and not port.startswith("$"):
+            if scheme.partition("+")[0] in _PORTS and host not in _ANY and not port.startswith("$"):
                 yield Address(pod, path, f"{scheme}://{host}:{port}".rstrip(":"), host, _number(scheme, port))
         for host, port in [found.groups() for word in text.split() if (found := _HOST_AND_PORT.fullmatch(word))]:
             yield Address(pod, path, f"{host}:{port}", host, int(port))

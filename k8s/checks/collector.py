@@ -1,11 +1,14 @@
 """The OpenTelemetry collector's configuration, as its arguments put it together, beside the pod that it runs in."""
 
+import contextlib
 import copy
 import json
 import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
+
+import yaml
 
 from checks.environment import environment, filled, mounted_files
 from checks.model import Fault, Object, parsed, part, walk
@@ -21,6 +24,11 @@ def faults(render: Render) -> Iterator[Fault]:
     """Missing parts, variables without a value, ports that the pod does not open, folders that it may not write."""
     for pod in render.pods:
         for container in pod.containers:
+            files = mounted_files(render, pod, container)
+            for file in files.keys() & set(_sources(container)):
+                if not isinstance(_read(files[file]), dict):
+                    path, got = f"{container.path}.args[--config]", file
+                    yield Fault(pod.owner, path, "a file with a mapping in YAML", got, "mend its ConfigMap")
             config = in_use(render, pod, container)
             if config:
                 yield from _of_container(render, pod, container, config)
@@ -32,12 +40,13 @@ def in_use(render: Render, pod: Pod, container: Container) -> Object | None:
     for source in _sources(container):
         if source.startswith("yaml:"):
             path, _, value = source.removeprefix("yaml:").rpartition(": ")
-            laid: Any = parsed(value)
+            laid: Any = _read(value)
             for key in reversed(path.split("::")):
                 laid = {key: laid}
             config = _merged(config, laid)
         elif source in (files := mounted_files(render, pod, container)):
-            config = _merged(config, parsed(files[source]))
+            content = _read(files[source])
+            config = _merged(config, content if isinstance(content, dict) else {})
     return _used(config) if "pipelines" in config.get("service", {}) else None
 
 
@@ -73,6 +82,12 @@ def _sources(container: Container) -> list[str]:
     joined = [one.removeprefix("--config=") for one in arguments if one.startswith("--config=")]
     apart = [after for before, after in pairwise(arguments) if before == "--config"]
     return joined + apart
+
+
+def _read(text: str) -> Any:
+    """None for what is no YAML."""
+    with contextlib.suppress(yaml.YAMLError):
+        return parsed(text)
 
 
 def _merged(below: Object, above: Object) -> Object:

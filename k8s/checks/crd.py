@@ -76,7 +76,7 @@ def _distinct(_: Validator, keys: list[str], entries: object, __: object) -> Ite
     """No two entries are the same in the keys by which the server merges them."""
     seen = set()
     for entry in entries if isinstance(entries, list) else []:
-        same = tuple((key, entry.get(key, _DEFAULTS.get(key))) for key in keys) if isinstance(entry, dict) else ()
+        same = tuple((key, str(entry.get(key, _DEFAULTS.get(key)))) for key in keys) if isinstance(entry, dict) else ()
         if same in seen:
             said = ", ".join(f"{key} {value}" for key, value in same)
             yield ValidationError(f"two entries have {said}")

@@ -58,9 +58,12 @@ def _value(render: Render, entry: Object) -> str | None:
         return str(entry.get("value") or "")
     wanted = source.get("configMapKeyRef") or {}
     if wanted:
-        return (part(render.find("ConfigMap", wanted["name"]), "data") or {}).get(wanted["key"])
+        return (part(render.find("ConfigMap", wanted.get("name", "")), "data") or {}).get(wanted["key"])
     secret = source.get("secretKeyRef")
-    return f"{secret['name']}-{secret['key']}" if secret else None
+    if not secret:
+        return None
+    name, key = secret.get("name", ""), secret["key"]
+    return None if secret.get("optional") and key not in render.secrets.get(name, ()) else f"{name}-{key}"
 
 
 def _expanded(text: str, known: dict[str, str]) -> str:

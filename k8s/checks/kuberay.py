@@ -109,8 +109,8 @@ def capacity(group: Object) -> dict[str, float]:
     if "resources" in params:
         words = shlex.split(params["resources"])  # bash reads it before Ray does
         custom = json.loads(words[0]) if len(words) == 1 else None
-        if not isinstance(custom, dict):
-            raise ValueError(f"expected one JSON object in quotes for bash, got {params['resources']!r}")
+        if not isinstance(custom, dict) or not all(isinstance(value, int | float) for value in custom.values()):
+            raise ValueError(f"expected one JSON object of numbers in quotes for bash, got {params['resources']!r}")
         offered |= {name: float(value) for name, value in custom.items()}
     return offered
 

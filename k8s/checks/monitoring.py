@@ -1,13 +1,17 @@
 """What the Prometheus operator is told to scrape is there: Services and their ports, services' routes, pods' ports."""
 
+import re
 from collections.abc import Iterator
 
+from checks.addresses import LOOPBACK, within
 from checks.model import Fault, Object, part, title
 from checks.render import Render
 from checks.selectors import matches
 from checks.serve import configs
 
 _ALL_REPLICAS = "/replicas/metrics"
+_OF_A_NAMESPACE = re.compile(r"[a-z0-9-]+(\.svc(\.cluster\.local)?)?")
+"""What follows a Service's name in a name of the cluster."""
 
 
 def faults(render: Render) -> Iterator[Fault]:
@@ -30,10 +34,16 @@ def _no_such_route(render: Render, one: Object) -> Iterator[Fault]:
 
 
 def _leads_nowhere(render: Render, one: Object, path: str, target: str) -> Iterator[Fault]:
-    host, _, port = target.rpartition(":")
-    service = next((found for found in render.services if part(found, "metadata.name") == host.partition(".")[0]), {})
+    host, _, port = target.partition(":")
+    name, _, rest = host.partition(".")
+    space = part(one, "metadata.namespace")
+    service = next((found for found in render.services if part(found, "metadata.name") == name), {})
     ports = {str(entry["port"]) for entry in part(service, "spec.ports") or []}
-    if not service:
+    if within(space, host) is None or host in LOOPBACK:
+        if service and _OF_A_NAMESPACE.fullmatch(rest):
+            expected = f"{name}.{space}.svc, which the Service is called"
+            yield Fault(title(one), path, expected, target, "name the overlay's namespace")
+    elif not service:
         names = ", ".join(sorted(part(found, "metadata.name") for found in render.services))
         yield Fault(title(one), path, f"a Service of the overlay ({names})", target, "name one of those")
     elif port not in ports:

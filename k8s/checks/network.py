@@ -8,7 +8,7 @@ from checks.addresses import addresses, behind, service_of
 from checks.model import Fault, Object, part, title
 from checks.pods import Pod
 from checks.render import Render
-from checks.selectors import matches
+from checks.selectors import FOR_PODS_OF_YOURS, matches
 from checks.serve import Config, configs
 
 _RAY_PORTS = (1024, 6379, 10002, 43210, 65535)
@@ -65,8 +65,9 @@ def ways(render: Render) -> Iterator[Way]:
         for pod, port in behind(render, service, address.port) if service else []:
             if port is not None:
                 yield Way(address.pod, pod, port, address.text)
-        if address.service is None and "." in address.host and not address.host[0].isdigit() and address.port:
-            yield Way(address.pod, Elsewhere(address.host), address.port, address.text)
+        host = part(service, "spec.externalName") or (address.host if address.service is None else "")
+        if "." in host and not host[0].isdigit() and address.port:
+            yield Way(address.pod, Elsewhere(host), address.port, address.text)
     for pod in render.pods:
         yield Way(pod, DNS, 53, "names", "UDP")
         metrics = pod.port("metrics")
@@ -83,6 +84,7 @@ def _of_ray(config: Config, pods: list[Pod]) -> Iterator[Way]:
     for pod in pods:
         if pod.labels["ray.io/serve"] == "true":
             yield Way(CLIENT, pod, config.schema.http_options.port, "the services' clients")
+            yield Way(PROMETHEUS, pod, config.schema.http_options.port, "the services' metrics")
         if pod.group == kuberay.HEAD:
             yield Way(OPERATOR, pod, _DASHBOARD, "the operator that deploys and watches the Serve applications")
             if kuberay.autoscales(config.service):
@@ -115,8 +117,9 @@ def _is(peer: Object, end: End, policy: Object) -> bool:
     namespaces, pods = peer.get("namespaceSelector"), peer.get("podSelector")
     if end.labels is None or (pods is not None and not matches(pods, end.labels)):
         return False
-    if isinstance(end, Elsewhere):  # which namespace it has is the cluster's affair
-        return namespaces is not None
+    if isinstance(end, Elsewhere):  # which namespace it has is the cluster's affair, unless that is one of yours
+        yours = (part(namespaces, "matchLabels") or {}).keys() & FOR_PODS_OF_YOURS
+        return namespaces is not None and yours <= end.labels.keys()
     own = {"kubernetes.io/metadata.name": part(policy, "metadata.namespace")}
     return namespaces is None or matches(namespaces, own)
 

@@ -49,12 +49,14 @@ def _rights(pod: Pod, container: Container) -> Iterator[Fault]:
     of_pod, own = pod.spec.get("securityContext") or {}, container.spec.get("securityContext") or {}
     both = {**of_pod, **own}
     dropped = part(own, "capabilities.drop") or []
+    seccomp = part(both, "seccompProfile.type")
+    profile = seccomp == "RuntimeDefault" or (seccomp == "Localhost" and part(both, "seccompProfile.localhostProfile"))
     wanted = (
         ("runAsNonRoot", both.get("runAsNonRoot"), True),
         ("readOnlyRootFilesystem", own.get("readOnlyRootFilesystem"), True),
         ("allowPrivilegeEscalation", own.get("allowPrivilegeEscalation"), False),
         ("privileged", own.get("privileged", False), False),
-        ("seccompProfile.type", part(both, "seccompProfile.type"), "RuntimeDefault"),
+        ("seccompProfile.type", seccomp, seccomp if profile else "RuntimeDefault, or Localhost and its profile"),
         ("capabilities.drop", "ALL" if "ALL" in dropped else dropped, "ALL"),
         ("capabilities.add", part(own, "capabilities.add") or "none", "none"),
         ("runAsUser", both.get("runAsUser") or "root", both.get("runAsUser") or "a user other than root"),

@@ -9,7 +9,7 @@ from checks.pods import Container, Pod
 from checks.render import Render
 
 _AGENT = 52365
-_PORT_IN_A_COMMAND = re.compile(r"(?<![\d.])(\d{4,5})/")
+_PORT_IN_A_COMMAND = re.compile(r"(?<![\w./-])(\d{2,})/")
 
 
 def faults(render: Render) -> Iterator[Fault]:
@@ -30,12 +30,11 @@ def _ready(render: Render) -> Iterator[Fault]:
     """Each worker pod is ready when the services are that it may hold."""
     for pod in render.pods:
         if pod.ray:
-            routes = [(application.route_prefix or "").strip("/") for application, _ in held(render, pod)]
+            routes = [f"{(one.route_prefix or '').rstrip('/')}/ready" for one, _ in held(render, pod)]
             probe = _said(pod.ray.spec.get("readinessProbe") or {})
-            words = set(re.split(r"[\s,;\"'/]+", probe))
-            missing = [route for route in routes if route not in words or "/ready" not in probe]
+            missing = [route for route in routes if not re.search(rf"{re.escape(route)}(?![\w-])", probe)]
             if missing:
-                expected = f"a probe of {', '.join(f'/{route}/ready' for route in missing)} on the Serve port"
+                expected = f"a probe of {', '.join(missing)} on the Serve port"
                 remedy = "ask each service that the group's resources admit"
                 yield Fault(pod.owner, f"{pod.ray.path}.readinessProbe", expected, probe or "KubeRay's own", remedy)
 

@@ -1,5 +1,6 @@
 """What KubeRay v1.7.0 refuses of a RayService though its schema allows it, and what we ask of ours."""
 
+import contextlib
 from collections.abc import Iterator
 
 from checks import kuberay
@@ -72,9 +73,10 @@ def _gpus(service: Object, path: str, group: Object) -> Iterator[Fault]:
         remedy = "GPU pods go to GPU nodes, and others stay off them"
         yield Fault(title(service), f"{path}.template.spec.tolerations", expected, got, remedy)
     offered = part(group, "resources.GPU")
-    if offered and quantity(offered) != sum(gpus.values()):
-        expected = f"GPU {sum(gpus.values()):g}, as the container's limits"
-        yield Fault(title(service), f"{path}.resources", expected, offered, "change one of them")
+    with contextlib.suppress(ValueError):  # which `placement` finds
+        if offered and quantity(offered) != sum(gpus.values()):
+            expected = f"GPU {sum(gpus.values()):g}, as the container's limits"
+            yield Fault(title(service), f"{path}.resources", expected, offered, "change one of them")
 
 
 def _any_group(service: Object, path: str, group: Object) -> Iterator[Fault]:
@@ -88,10 +90,17 @@ def _any_group(service: Object, path: str, group: Object) -> Iterator[Fault]:
     if part(service, f"{_CLUSTER}.autoscalerOptions.version") == "v2" and restart != "Never":
         expected = "Never or nothing, under autoscaler v2"
         yield Fault(title(service), f"{path}.template.spec.restartPolicy", expected, restart, "leave it out")
-    store, shared = params.get("object-store-memory"), _shared_memory(group)
-    if store and shared is not None and float(store) > shared:
+    yield from _object_store(service, path, group)
+
+
+def _object_store(service: Object, path: str, group: Object) -> Iterator[Fault]:
+    below, shared = "rayStartParams.object-store-memory", _shared_memory(group)
+    store = part(group, below)
+    if store and not store.isdecimal():
+        yield Fault(title(service), f"{path}.{below}", "bytes, a whole number", store, "`ray start` reads no units")
+    elif store and shared is not None and int(store) > shared:
         expected = f"at most what /dev/shm has ({shared:g})"
-        yield Fault(title(service), f"{path}.rayStartParams.object-store-memory", expected, store, "lower it")
+        yield Fault(title(service), f"{path}.{below}", expected, store, "lower it")
 
 
 def _shared_memory(group: Object) -> float | None:

@@ -1,4 +1,4 @@
-"""Whatever one object names exists: ConfigMaps, Secrets and their keys, claims, accounts, volumes, mounted files."""
+"""Whatever one object names exists: ConfigMaps, Secrets, Services, their keys and ports, claims, accounts, files."""
 
 from collections.abc import Iterator, Set
 from typing import NamedTuple
@@ -9,6 +9,8 @@ from checks.pods import Container, Pod
 from checks.render import Render
 
 _IN_EVERY_NAMESPACE = {("ServiceAccount", "default"): frozenset(), ("ConfigMap", "kube-root-ca.crt"): {"ca.crt"}}
+_CERTIFIED = {"cert-manager.io/issuer", "cert-manager.io/cluster-issuer", "kubernetes.io/tls-acme"}
+"""Annotations of an Ingress for which cert-manager makes the Secrets."""
 
 
 class Reference(NamedTuple):
@@ -32,28 +34,34 @@ def faults(render: Render) -> Iterator[Fault]:
 
 
 def keys_of(render: Render, kind: str, name: str) -> Set[str] | None:
-    """The keys of a ConfigMap, or of a Secret that the user makes; None when there is none."""
+    """The keys of a ConfigMap or of a Secret that the user makes, a Service's ports; None when there is none."""
     if kind == "Secret" and name in render.secrets:
         return render.secrets[name]
-    one = render.find(kind, name)
+    one = next((one for one in _all(render, kind) if part(one, "metadata.name") == name), None)
     if one is None:
         return _IN_EVERY_NAMESPACE.get((kind, name))
+    if kind == "Service":
+        return {str(word) for port in part(one, "spec.ports") or [] for word in (port["port"], port.get("name", "-"))}
     return {*(one.get("data") or {}), *(one.get("binaryData") or {}), *(one.get("stringData") or {})}
+
+
+def _all(render: Render, kind: str) -> list[Object]:
+    return render.services if kind == "Service" else render.of(kind)
 
 
 def _references(one: Object) -> Iterator[Reference]:
     for path, key, value in walk(one):
         match key, value:
-            case (("secretKeyRef" | "configMapKeyRef"), {"name": name, "key": wanted}):
-                yield Reference(path, "Secret" if key == "secretKeyRef" else "ConfigMap", name, (wanted,))
+            case _, {"optional": True}:
+                continue
+            case (("secretKeyRef" | "configMapKeyRef"), {"key": wanted}):
+                yield Reference(path, "Secret" if key == "secretKeyRef" else "ConfigMap", _name(value), (wanted,))
             case "credentials", {"name": name, "key": wanted}:  # of a ScrapeConfig
                 yield Reference(path, "Secret", name, (wanted,))
-            case (("secretRef" | "configMapRef"), {"name": name}):
-                yield Reference(path, "Secret" if key == "secretRef" else "ConfigMap", name)
-            case "secret", {"secretName": name} | {"name": name}:
-                yield Reference(path, "Secret", name, _items(value))
-            case "configMap", {"name": name}:
-                yield Reference(path, "ConfigMap", name, _items(value))
+            case (("secretRef" | "configMapRef"), dict()):
+                yield Reference(path, "Secret" if key == "secretRef" else "ConfigMap", _name(value))
+            case (("secret" | "configMap"), dict()):
+                yield Reference(path, "Secret" if key == "secret" else "ConfigMap", _name(value), _items(value))
             case "persistentVolumeClaim", {"claimName": name}:
                 yield Reference(path, "PersistentVolumeClaim", name)
             case "serviceAccountName", str(name):
@@ -64,6 +72,11 @@ def _references(one: Object) -> Iterator[Reference]:
                 yield Reference(f"{path}.secretName", "Secret", name, ("auth_token",))
             case "serviceName", str(name) if one["kind"] == "StatefulSet":
                 yield Reference(path, "Service", name)
+            case "service", {"name": name, "port": {"number": port} | {"name": port}} if one["kind"] == "Ingress":
+                yield Reference(path, "Service", name, (str(port),))
+            case "tls", list(entries) if one["kind"] == "Ingress" and not _CERTIFIED & _annotations(one):
+                names = [entry["secretName"] for entry in entries if "secretName" in entry]
+                yield from (Reference(path, "Secret", name, ("tls.crt", "tls.key")) for name in names)
             case "subjects", list(subjects):
                 yield from (Reference(path, who["kind"], who["name"]) for who in subjects)
             case (("roleRef" | "scaleTargetRef"), {"kind": kind, "name": name}):
@@ -72,21 +85,35 @@ def _references(one: Object) -> Iterator[Reference]:
                 yield Reference(path, "Namespace", name)
 
 
+def _name(value: Object) -> str:
+    return value.get("secretName") or value.get("name") or ""
+
+
 def _items(volume: Object) -> tuple[str, ...]:
     return tuple(item["key"] for item in volume.get("items") or [])
 
 
+def _annotations(one: Object) -> Set[str]:
+    return (part(one, "metadata.annotations") or {}).keys()
+
+
 def _missing(render: Render, one: Object, reference: Reference) -> Iterator[Fault]:
     path, kind, name, wanted = reference
+    if kind == "Namespace" and not render.of(kind):  # it is made elsewhere
+        return
     has = keys_of(render, kind, name)
     if has is None:
-        exist = sorted({part(other, "metadata.name") for other in render.of(kind)} | _others(render, kind))
+        exist = sorted({part(other, "metadata.name") for other in _all(render, kind)} | _others(render, kind))
         remedy = "have k8s/secrets.sh make it" if kind == "Secret" else "add it, or name one of those"
-        yield Fault(title(one), path, f"a {kind} of the overlay ({', '.join(exist) or 'it has none'})", name, remedy)
+        known = f"a {kind} of the overlay ({', '.join(exist) or 'it has none'})"
+        yield Fault(title(one), path, known, name or "no name", remedy)
         return
     for key in wanted:
         if key not in has:
-            yield Fault(title(one), path, f"a key of {kind} {name} ({', '.join(sorted(has))})", key, "add the key")
+            word = "port" if kind == "Service" else "key"
+            yield Fault(
+                title(one), path, f"a {word} of {kind} {name} ({', '.join(sorted(has))})", key, f"add the {word}"
+            )
 
 
 def _others(render: Render, kind: str) -> Set[str]:
@@ -97,7 +124,7 @@ def _unmounted(render: Render, pod: Pod, container: Container) -> Iterator[Fault
     owner_kind, _, owner = pod.owner.partition("/")
     templates = part(render.find(owner_kind, owner), "spec.volumeClaimTemplates") or []
     volumes = {volume["name"] for volume in pod.spec.get("volumes") or []}
-    volumes |= {template["metadata"]["name"] for template in templates}
+    volumes |= {part(template, "metadata.name") or "" for template in templates}
     for mount in container.spec.get("volumeMounts") or []:
         if mount["name"] not in volumes:
             path, known = f"{container.path}.volumeMounts[{mount['name']}]", ", ".join(sorted(volumes))
@@ -123,8 +150,8 @@ def _no_such_file(render: Render, pod: Pod, container: Container) -> Iterator[Fa
 def _files(render: Render, pod: Pod, volume: str) -> Set[str] | None:
     """The files of a volume that is a ConfigMap or a Secret."""
     spec = next((one for one in pod.spec.get("volumes") or [] if one["name"] == volume), {})
-    for source, kind, key in (("configMap", "ConfigMap", "name"), ("secret", "Secret", "secretName")):
+    for source, kind in (("configMap", "ConfigMap"), ("secret", "Secret")):
         if source in spec:
             items = spec[source].get("items")
-            return {item["path"] for item in items} if items else keys_of(render, kind, spec[source][key])
+            return {item["path"] for item in items} if items else keys_of(render, kind, _name(spec[source]))
     return None

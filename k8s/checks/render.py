@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from checks import kuberay
+from checks.crd import without_nulls
 from checks.model import Fault, Object, part
 from checks.pods import Pod, own_pods
 
@@ -59,4 +60,4 @@ def rendered(folder: Path, secrets: Mapping[str, Set[str]]) -> Render | Fault:
         remedy = f"see `kubectl kustomize {folder}`"
         return Fault("kustomization.yaml", str(folder), "a folder that kustomize renders", said, remedy)
     documents = yaml.load_all(made.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return Render(folder.name, [one for one in documents if one], secrets)
+    return Render(folder.name, [without_nulls(one) for one in documents if one], secrets)

@@ -2,23 +2,29 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jsonschema.protocols import Validator
 from kubernetes_validate.utils import schema_contents
 from referencing import Registry, Resource
 
-from checks.crd import Strict, without_nulls
-from checks.model import Fault, Object, called, title
+from checks import kuberay
+from checks.crd import Strict
+from checks.model import Fault, Object, called, title, walk
 from checks.render import Render
 
-KUBERNETES = "1.34"
-"""The oldest release that the manifests are written for."""
+Errors = tuple[tuple[str, str], ...]
+"""A path and what is wrong there, each."""
 
-_CORE = f"kubernetes-json-schema/v{KUBERNETES}.0-local-strict"
-_META = "/api/_definitions.json#/$defs/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
+KUBERNETES = ("1.27", "1.34")
+"""The oldest release that the manifests are written for, and a newer one: what both of them have is taken."""
+
+_DEFINITIONS = "/api/_definitions.json#/$defs"
+_META = f"{_DEFINITIONS}/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
+_POD = f"{_DEFINITIONS}/io.k8s.api.core.v1.PodSpec"
 _OURS = Path(__file__).parents[1] / "schemas"
 
 
@@ -26,45 +32,86 @@ def faults(render: Render) -> Iterator[Fault]:
     """Fields that the API server would refuse."""
     for one in render.objects:
         version, kind = one.get("apiVersion", ""), one.get("kind", "")
-        if not _validators(version, kind):
-            expected, remedy = f"a kind of Kubernetes {KUBERNETES}, or one with a schema", "see k8s/schemas/README.md"
-            yield Fault(title(one), "apiVersion, kind", expected, f"{version} {kind}", remedy)
+        lacking = [release for release in KUBERNETES if not _validators(version, kind, release)]
+        if lacking:
+            expected = f"a kind of Kubernetes {' and '.join(lacking)}, or one with a schema"
+            yield Fault(title(one), "apiVersion, kind", expected, f"{version} {kind}", "see k8s/schemas/README.md")
             continue
-        for path, message in _errors(json.dumps(without_nulls(one))):
-            yield Fault(title(one), path or "(top)", "what its schema allows", message, "mend the field")
+        text, releases = json.dumps(one), KUBERNETES[:1] if _own(version, kind).is_file() else KUBERNETES
+        for path, _, value in walk(one) if "null" in text else ():
+            if isinstance(value, list) and None in value:
+                yield Fault(title(one), path, "something behind each dash", "nothing", "fill it in, or leave it out")
+        found = {release: _errors(text, release) for release in releases}
+        yield from _wrong(title(one), found)
+        if not any(found.values()):
+            yield from _pods_of_ray(one)
+
+
+def _pods_of_ray(one: Object) -> Iterator[Fault]:
+    """KubeRay's own schema has the pods' fields of whichever release it was made with."""
+    for pod in kuberay.pods(one):
+        for path, message in _errors_of_a_pod(json.dumps(pod.spec)):
+            expected = f"what a pod's schema allows in Kubernetes {KUBERNETES[0]}"
+            yield Fault(title(one), f"{pod.path}.spec.{path}", expected, message, "mend the field")
+
+
+def _wrong(where: str, found: Mapping[str, Errors]) -> Iterator[Fault]:
+    for path, message in dict.fromkeys(error for errors in found.values() for error in errors):
+        releases = [release for release, errors in found.items() if (path, message) in errors]
+        expected = "what its schema allows" + (f" in Kubernetes {releases[0]}" if len(releases) < len(found) else "")
+        yield Fault(where, path or "(top)", expected, message, "mend the field")
 
 
 @cache
-def _errors(manifest: str) -> tuple[tuple[str, str], ...]:
+def _errors(manifest: str, release: str) -> Errors:
     one: Object = json.loads(manifest)
     return tuple(
         (_path(one, [*below, *error.absolute_path]), error.message[:200])
-        for below, validator in _validators(one["apiVersion"], one["kind"])
+        for below, validator in _validators(one["apiVersion"], one["kind"], release)
         for error in validator.iter_errors(_at(one, below))
     )
 
 
 @cache
-def _validators(version: str, kind: str) -> list[tuple[list[str], Validator]]:
-    """Validators, each for what stands at its path."""
-    group, _, release = version.rpartition("/")
-    own = _OURS / f"{kind.lower()}-{group}-{release}.json.gz"
-    if own.is_file():
-        schema = json.loads(gzip.decompress(own.read_bytes()))
-        metadata = {"$id": "https://kubernetes.io/api/metadata", "$ref": _META}
-        return [([], Strict(schema)), (["metadata"], Strict(metadata, registry=_registry()))]
-    name = "-".join(part for part in (kind.lower(), group.split(".")[0], release) if part)
-    try:
-        schema = schema_contents(f"{_CORE}/{name}.json", KUBERNETES)
-    except FileNotFoundError:
-        return []
-    return [([], Strict(schema, registry=_registry()))]
+def _errors_of_a_pod(spec: str) -> Errors:
+    one: Object = json.loads(spec)
+    errors = _referring(_POD, KUBERNETES[0]).iter_errors(one)
+    return tuple((_path(one, [*error.absolute_path]), error.message[:200]) for error in errors)
 
 
 @cache
-def _registry() -> Registry:
-    definitions = Resource.from_contents(schema_contents(f"{_CORE}/_definitions.json", KUBERNETES))
-    return definitions @ Registry()
+def _validators(version: str, kind: str, release: str) -> list[tuple[list[str], Validator]]:
+    """Validators, each for what stands at its path."""
+    own = _own(version, kind)
+    if own.is_file():
+        schema = json.loads(gzip.decompress(own.read_bytes()))
+        return [([], Strict(schema)), (["metadata"], _referring(_META, release))]
+    group, _, number = version.rpartition("/")
+    name = "-".join(part for part in (kind.lower(), group.split(".")[0], number) if part)
+    try:
+        schema = _contents(name, release)
+    except FileNotFoundError:
+        return []
+    return [([], Strict(schema, registry=_registry(release)))]
+
+
+def _own(version: str, kind: str) -> Path:
+    return _OURS / f"{kind.lower()}-{version.replace('/', '-')}.json.gz"
+
+
+@cache
+def _referring(definition: str, release: str) -> Validator:
+    schema = {"$id": "https://kubernetes.io/api/part", "$ref": definition}
+    return Strict(schema, registry=_registry(release))
+
+
+@cache
+def _registry(release: str) -> Registry:
+    return Resource.from_contents(_contents("_definitions", release)) @ Registry()
+
+
+def _contents(name: str, release: str) -> Any:
+    return schema_contents(f"kubernetes-json-schema/v{release}.0-local-strict/{name}.json", release)
 
 
 def _at(one: Object, path: list[str]) -> Object:

@@ -7,8 +7,8 @@ from checks.model import Fault, Object, part, title
 from checks.pods import Pod, own_pods
 from checks.render import Render
 
-FOR_PODS_OF_YOURS = {"trackway.io/client", "trackway.io/operator"}
-"""Labels by which a user's pods are let in; see networkpolicy.yaml."""
+FOR_PODS_OF_YOURS = {"trackway.io/client", "trackway.io/mlflow", "trackway.io/operator"}
+"""Labels by which a user's pods and namespaces are let in; see networkpolicy.yaml."""
 
 
 def faults(render: Render) -> Iterator[Fault]:
@@ -59,7 +59,7 @@ def _selectors(render: Render, one: Object) -> Iterator[tuple[str, Object, list[
             yield "spec.podSelector", part(one, "spec.podSelector") or {}, render.pods
             yield from ((path, selector, render.pods) for path, selector in _peers(one))
         case "Deployment" | "StatefulSet" | "DaemonSet" | "ReplicaSet":
-            yield "spec.selector", one["spec"]["selector"], list(own_pods(one))
+            yield "spec.selector", part(one, "spec.selector") or {}, list(own_pods(one))
     for pod in render.pods:
         if pod.owner == title(one):
             yield from _placement(render, pod)

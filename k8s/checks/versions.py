@@ -13,7 +13,8 @@ from checks.model import Fault, part, title
 from checks.render import Render
 
 _ROOT = Path(__file__).parents[2]
-_OURS = re.compile(r"(?:.*/)?(trackway-[a-z-]+)(?::([^@]*))?(?:@.*)?")
+_OURS = re.compile(r"(trackway-[a-z-]+)(?::([^@]*))?(?:@.*)?")
+"""As `make image` calls them; the tags in a registry of yours are yours."""
 _RAY = "spec.rayClusterConfig.rayVersion"
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 import pytest
 from access_tokens import OPERATOR
 from lab import Cluster, running
+from lab_runs import stop_all
 from network import unavailable
 
 from trackway.clients.token import TOKEN
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def allowed() -> Iterator[None]:
     if reason := unavailable():
         pytest.skip(reason)
@@ -20,8 +21,16 @@ def allowed() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="package")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One for all tests; where Redis is installed its head may be lost too."""
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One for all tests of a module; where Redis is installed its head may be lost too."""
     with running(tmp_path_factory.mktemp("cluster"), redis=shutil.which("redis-server") is not None) as made:
         yield made
+
+
+@pytest.fixture
+def cluster(shared: Cluster) -> Cluster:
+    """Complete and without a run, whatever the test before has left."""
+    shared.mend()
+    stop_all(shared)
+    return shared

@@ -7,11 +7,8 @@ two     a worker pod of every group but the trainer's
 """
 
 import contextlib
-import os
 import secrets
-import signal
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +19,8 @@ from pathlib import Path
 import httpx
 from access_tokens import OPERATOR, tokens_file
 from network import Network
-from nodes import DASHBOARD_PORT, REDIS, RUNNING, Node, be_urgent
+from nodes import DASHBOARD_PORT, REDIS, Node
+from processes import started
 
 from trackway.clients.token import TOKEN
 from trackway.deploy import serve_config
@@ -40,8 +38,8 @@ REPLICAS = {"rollout": 2, "tools": 2, "reward": 2, "agent": 2, "trainer": 1}
 ALL = {f"trackway_{pod}": 1 for pod in ("tools", "agent", "rollout")}
 OFFERS = {"one": {**ALL, "trackway_trainer": 1}, "two": ALL}
 MLFLOW_PORT, REDIS_PORT = 5000, 6379
-START_S = 240.0
-"""Longest wait until services run."""
+PATIENCE_S = 240.0
+"""Longest wait for what takes a minute where nothing else runs."""
 PACED = {
     "PYTHONPATH": str(Path(__file__).parent),
     "TRACKWAY_TOOLS": "[]",
@@ -66,6 +64,18 @@ class Cluster:
     def api(self) -> ServeApi:
         """Serve's REST API on the head."""
         return ServeApi(self.deployment.dashboard_url, self.deployment.token)
+
+    def mend(self) -> None:
+        """Bring back every node and every replica that a test has lost."""
+        if not self.nodes["head"].alive:
+            self.nodes["head"].start()
+        until(self.api.answers)
+        for host, node in self.nodes.items():
+            self.network.heal(host)
+            if not node.alive or host not in self.known_alive():
+                node.kill()
+                node.start()
+        until(self.complete)
 
     def complete(self) -> bool:
         """Whether every replica that the config asks for is there and ready."""
@@ -141,7 +151,7 @@ def running(folder: Path, redis: bool) -> Iterator[Cluster]:
         with cluster.timed("deploy"):
             until(cluster.api.answers)
             cluster.api.deploy(cluster.deployment.serve_config)
-            until(cluster.complete, START_S)
+            until(cluster.complete)
         yield cluster
 
 
@@ -157,7 +167,7 @@ def settings(network: Network, folder: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "TRACKWAY_MODEL_PATH": str(bundled("examples/tiny/checkpoint")),
-        "TRACKWAY_TRACING__BACKENDS": '["mlflow"]',  # without a collector between
+        "TRACKWAY_TRACING__OTLP_ENDPOINT": f"{mlflow}/v1/traces",  # without a collector between
         "TRACKWAY_TRACING__SPOOL_DIR": str(folder / "spool"),
         "TRACKWAY_AUTH__TOKENS_FILE": str(tokens_file(folder)),
         TOKEN: OPERATOR,
@@ -189,21 +199,16 @@ def mlflow_server(folder: Path, address: str) -> Iterator[None]:
         database.execute("PRAGMA journal_mode=WAL")
     where = ["--host", address, "--port", str(MLFLOW_PORT), "--allowed-hosts", f"{address}:{MLFLOW_PORT}"]
     stores = ["--backend-store-uri", f"sqlite:///{database_file}", "--artifacts-destination", f"{folder / 'artifacts'}"]
-    with (folder / "mlflow.log").open("wb") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", "--workers", "1", *where, *stores],
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            start_new_session=True,
-        )
-    be_urgent(server, RUNNING)
+    server = started(
+        [sys.executable, "-m", "mlflow", "server", "--workers", "1", *where, *stores],
+        folder / "mlflow.log",
+        {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+    )
     try:
         until(lambda: answers(f"http://{address}:{MLFLOW_PORT}/health"))
         yield
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        server.kill()
         server.wait(30)
 
 
@@ -213,8 +218,7 @@ def redis_server(folder: Path, address: str) -> Iterator[dict[str, str]]:
     password = secrets.token_hex(16)
     options = {"--bind": address, "--port": REDIS_PORT, "--requirepass": password, "--save": "", "--dir": folder}
     words = [str(word) for option in options.items() for word in option]
-    with (folder / "redis.log").open("wb") as log:
-        server = subprocess.Popen(["redis-server", *words], stdout=log, stderr=log)
+    server = started(["redis-server", *words], folder / "redis.log", {})
     try:
         yield {"RAY_REDIS_ADDRESS": f"{address}:{REDIS_PORT}", REDIS: password}
     finally:
@@ -222,7 +226,7 @@ def redis_server(folder: Path, address: str) -> Iterator[dict[str, str]]:
         server.wait(30)
 
 
-def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
+def until(condition: Callable[[], bool], deadline_s: float = PATIENCE_S) -> None:
     """Return once the condition holds; the head's dashboard may not answer while a node goes or comes."""
     end = time.monotonic() + deadline_s
     while not _holds(condition):

@@ -5,13 +5,16 @@ Nothing is added to the machine's own network, so two of these do not meet. Need
 
 import ctypes
 import os
+import re
 import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _CLONE_NEWNET = 0x40000000
+_NAMESPACES = Path("/run/netns")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -31,7 +34,7 @@ class Network:
     """A switch and its hosts, by name."""
 
     def __init__(self, *hosts: str) -> None:
-        self._name = f"tw{secrets.token_hex(3)}"
+        self._name = f"tw{os.getpid()}-{secrets.token_hex(3)}"
         self._hosts = hosts
 
     def address(self, host: str) -> str:
@@ -45,6 +48,7 @@ class Network:
     @contextmanager
     def connected(self) -> Iterator[None]:
         """The network as long as this lasts."""
+        _remove_orphans()
         try:
             self._connect()
             yield
@@ -80,7 +84,7 @@ class Network:
     def inside(self, host: str) -> Iterator[None]:
         """This thread, and the threads and processes that it starts, are on that host."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        there = os.open(f"/run/netns/{self.namespace(host)}", os.O_RDONLY)
+        there = os.open(_NAMESPACES / self.namespace(host), os.O_RDONLY)
         try:
             _enter(there)
             yield
@@ -88,6 +92,14 @@ class Network:
             _enter(before)
             os.close(before)
             os.close(there)
+
+
+def _remove_orphans() -> None:
+    """Delete the networks of processes that were killed."""
+    for place in _NAMESPACES.glob("tw*"):
+        owner = re.match(r"tw(\d+)-", place.name)
+        if owner and not Path("/proc", owner[1]).exists():
+            _ip(f"netns del {place.name}")
 
 
 def _enter(namespace: int) -> None:

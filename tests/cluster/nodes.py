@@ -15,13 +15,12 @@ from pathlib import Path
 
 import psutil
 from network import Network
+from processes import RUNNING, STARTING, be_urgent, started
 
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
 REDIS = "REDIS_PASSWORD"
 _SPOOL = "TRACKWAY_TRACING__SPOOL_DIR"
 _START_S = 60.0
-_STARTING, RUNNING = -18, -12
-"""Niceness of a node's processes together; one that starts goes before those that run."""
 
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "10000",
@@ -30,13 +29,6 @@ HEALTH = {
     "RAY_health_check_failure_threshold": "8",
 }
 """A dead node is known after some ten seconds, not after a minute."""
-
-
-def be_urgent(process: "subprocess.Popen[bytes] | subprocess.Popen[str]", nice: int) -> None:
-    """The session of a process goes before what else runs here: a raylet dies when its agent takes 15 s to start."""
-    group = Path(f"/proc/{process.pid}/autogroup")
-    if group.exists():
-        group.write_text(f"{nice}")
 
 
 @dataclass
@@ -126,18 +118,8 @@ class Node:
         binds = [f"mount --bind {folder} {place}" for place, folder in mounts.items()]
         shared_memory = "mount -t tmpfs -o size=1g tmpfs /dev/shm"
         script = " && ".join([f"hostname {self.host}", shared_memory, *binds, f"exec {' '.join(self._ray_start())}"])
-        namespaces = ["unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child=SIGKILL"]
-        with self.log.open("wb") as output, self.network.inside(self.host):
-            process = subprocess.Popen(
-                [*namespaces, "bash", "-c", script],
-                env={**os.environ, **self._environment()},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        be_urgent(process, _STARTING)
-        return process
+        with self.network.inside(self.host):
+            return started(["bash", "-c", script], self.log, self._environment(), STARTING, own=("--uts", "--ipc"))
 
     def _ray_start(self) -> list[str]:
         is_head = self.host == self.head

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trackway.agent.app import create_app as agent_app
 from trackway.agent.settings import AgentSettings
 from trackway.clients.token import TOKEN
-from trackway.deploy.settings import bundled
+from trackway.deploy.settings import Deployment, bundled
 from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.app import create_app as rollout_app
@@ -23,7 +24,11 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.tools.app import create_app as tools_app
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.app import create_app as trainer_app
-from trackway.trainer.settings import TrainerSettings
+from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.owner import Owner
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.settings import ServiceUrls, TrainerSettings
+from trackway.wire.trainer import RunState
 
 OPERATOR = "operator-0123456789abcdef"
 
@@ -73,6 +78,15 @@ class Elsewhere:
             return
         await self._apps[name]({**scope, "root_path": f"/{name}"}, receive, send)
 
+    def hold(self, name: str, config: RunConfig, *states: RunState) -> RunFolder:
+        """A run of the trainer service that went through these states, held by this process as by a learner's."""
+        made = RunFolder(self.volume / name)
+        made.create(config, ServiceUrls.model_construct())
+        made.write_owner(Owner.of(os.getpid()))
+        for state in states:
+            made.move(state)
+        return made
+
     @property
     def url(self) -> str:
         """Where it answers."""
@@ -108,3 +122,22 @@ def elsewhere(five_services: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> Else
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     five_services.away, five_services.failing = set(), 0
     return five_services
+
+
+@pytest.fixture
+def there(elsewhere: Elsewhere, tmp_path: Path) -> Deployment:
+    """A record of them."""
+    outputs = tmp_path / "outputs"
+    made = Deployment(base_url=elsewhere.url, dashboard_url="", mlflow_uri="", outputs=outputs, attached=True)
+    made.save()
+    return made
+
+
+@pytest.fixture
+def folder(elsewhere: Elsewhere, request: pytest.FixtureRequest) -> Iterator[RunFolder]:
+    """A run that starts there, named like the test; it has ended when the test has. Parameters are overrides."""
+    words = ["actor_rollout_ref.model.path=/models/tiny", *getattr(request, "param", [])]
+    made = elsewhere.hold(request.node.originalname, compose(words, config_name="tiny_demo"))
+    yield made
+    if not made.ended():
+        made.move(RunState.FAILED)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from typer.testing import CliRunner
 
 from trackway.clients.token import TOKEN
@@ -15,9 +17,10 @@ from trackway.deploy.cli import app
 from trackway.deploy.errors import UserError
 from trackway.deploy.processes import ProcessRecord
 from trackway.deploy.ray_cluster import ServeApi, environments_token
-from trackway.deploy.running import NothingRuns, find_running, load_running
+from trackway.deploy.running import NothingRuns, find_running, load_running, unanswered
 from trackway.deploy.settings import Deployment, UpSettings
 from trackway.deploy.traces import store_uri
+from trackway.serving.middleware import LastResort
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 
@@ -63,6 +66,29 @@ def test_who_does_not_answer_is_named_and_nothing_is_written(elsewhere, outputs:
     with pytest.raises(UserError, match=f"{elsewhere.url} to answer /health, got no answer from {reasons}; see to it"):
         attach(elsewhere.url, None, None, outputs, 0.0, quiet)
     assert Deployment.load(outputs) is None
+
+
+async def defect(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ValueError("no vocabulary")
+
+
+async def stranger(scope: Scope, receive: Receive, send: Send) -> None:
+    await PlainTextResponse("welcome")(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (LastResort(defect), "ValueError: no vocabulary; this is a defect of the service, its log has the traceback"),
+        (stranger, "what answers at {url}/rollout is no service of ours"),
+    ],
+    ids=["a service of ours that fails", "somebody else's"],
+)
+def test_a_service_that_fails_is_not_taken_for_a_stranger(
+    other: ASGIApp, reason: str, elsewhere, outputs: Path, monkeypatch
+) -> None:
+    monkeypatch.setitem(elsewhere._apps, "rollout", other)
+    assert unanswered(record(outputs, elsewhere.url)) == {"rollout": reason.format(url=elsewhere.url)}
 
 
 def test_services_that_come_later_are_waited_for(elsewhere, outputs: Path) -> None:

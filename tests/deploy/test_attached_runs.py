@@ -1,50 +1,28 @@
-"""Runs on services that run elsewhere: whose paths they have, how they are followed, what the demo makes of them."""
+"""Runs on services that run elsewhere: whose paths they have, how they are followed and resumed."""
 
-import os
-import time
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from trackway.deploy import attached_demo, demo, train
-from trackway.deploy.attach import folder_here, runs_folder
-from trackway.deploy.attached_demo import AttachedDemo, newest_of, summarise
-from trackway.deploy.demo import Clock
+from trackway.deploy import train
+from trackway.deploy.attach import folder_here
+from trackway.deploy.cli import app
+from trackway.deploy.console import RunBar
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import Deployment
 from trackway.deploy.train import elsewhere as paths_there
 from trackway.deploy.train import localised, placed
-from trackway.trainer.config import RunConfig, compose
-from trackway.trainer.dump import write_trajectories
-from trackway.trainer.owner import Owner
+from trackway.trainer.config import compose
 from trackway.trainer.run_folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.trainer import MetricsRow, RunInfo, RunState
-from trackway.wire.trajectory import StopReason, Tags, Trajectory
+from trackway.wire.trainer import RunInfo, RunState
 
 pytestmark = pytest.mark.slow  # five real services
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 MODEL = "actor_rollout_ref.model.path"
-ACCURACY = "val-core/trackway/tiny_math/acc/mean@1"
-
-
-@pytest.fixture
-def there(elsewhere, tmp_path: Path) -> Deployment:
-    outputs = tmp_path / "outputs"
-    made = Deployment(base_url=elsewhere.url, dashboard_url="", mlflow_uri="", outputs=outputs, attached=True)
-    made.save()
-    return made
-
-
-@pytest.fixture
-def folder(elsewhere, request: pytest.FixtureRequest) -> RunFolder:
-    """A run of the trainer service, held by this process as by a learner's."""
-    made = RunFolder(elsewhere.volume / request.node.originalname)
-    made.create(compose([f"{MODEL}=/models/tiny"], config_name="tiny_demo"), ServiceUrls.model_construct())
-    made.write_owner(Owner.of(os.getpid()))
-    return made
 
 
 def advance(folder: RunFolder, *states: RunState, **changes: object) -> None:
@@ -55,6 +33,11 @@ def advance(folder: RunFolder, *states: RunState, **changes: object) -> None:
 
 def quiet(info: RunInfo) -> None:
     """Nobody looks."""
+
+
+def here(there: Deployment) -> Deployment:
+    """As if its services had been started on this machine."""
+    return there.model_copy(update={"attached": False})
 
 
 def test_paths_of_the_services_volume_stay_as_they_are(there: Deployment, tmp_path: Path, monkeypatch) -> None:
@@ -99,11 +82,24 @@ def test_an_interrupted_run_is_waited_for_elsewhere_and_an_error_here(there: Dep
         if info.state is RunState.FAILED:  # the service goes on with it
             advance(folder, RunState.STARTING, RunState.RUNNING, RunState.FINISHED, interrupted=False)
 
-    here = there.model_copy(update={"attached": False})
-    with pytest.raises(UserError, match=f"run {folder.name} failed"):
-        train.follow(here, folder.name, quiet)
+    with pytest.raises(UserError, match=f"`trackway train --resume {folder.name}` goes on with it"):
+        train.follow(here(there), folder.name, quiet)
     assert train.follow(there, folder.name, show).state is RunState.FINISHED
     assert seen == [RunState.FAILED, RunState.FINISHED]
+
+
+def test_an_interrupted_run_that_stays_away_is_no_success(there: Deployment, folder: RunFolder, monkeypatch) -> None:
+    monkeypatch.setattr(train, "PATIENCE_S", 0.0)
+    advance(folder, RunState.RUNNING, RunState.STOPPING)
+    folder.move(RunState.STOPPED, "interrupted after step 5; it can be resumed", interrupted=True)
+    with pytest.raises(UserError) as away:
+        train.follow(there, folder.name, quiet)
+    assert str(away.value) == (
+        f"run {folder.name} was interrupted and has not gone on by itself (interrupted after step 5; it can be "
+        f"resumed); `trackway train --resume {folder.name}` goes on with it; its log is {folder.log}"
+    )
+    folder.update(interrupted=False)
+    assert train.follow(there, folder.name, quiet).state is RunState.STOPPED
 
 
 def test_a_service_that_moves_is_waited_for(elsewhere, there: Deployment, folder: RunFolder, monkeypatch) -> None:
@@ -128,138 +124,52 @@ def test_resuming_an_active_run_follows_it(there: Deployment, folder: RunFolder)
     assert train.resume_run(there, folder.name) == folder.info()
 
 
-def test_the_demos_runs_are_numbered_by_their_seed() -> None:
-    def known(*names: str) -> list[RunInfo]:
-        return [RunInfo(run=name, state=RunState.FINISHED) for name in names]
-
-    def found(seed: int, *names: str) -> tuple[str | None, str]:
-        newest, free = newest_of(seed, known(*names))
-        return newest and newest.run, free
-
-    assert found(0) == (None, "seed0")
-    assert found(0, "seed01", "seed1", "seed0-x", "other") == (None, "seed0")
-    assert found(0, "seed0") == ("seed0", "seed0-2")
-    assert found(0, "seed0-10", "seed0-9", "seed0", "seed01-20") == ("seed0-10", "seed0-11")
-
-
-def wanted(there: Deployment, seed: int, data_dir: Path | None, *overrides: str) -> AttachedDemo:
-    return AttachedDemo(there, seed, data_dir, "/models/tiny", list(overrides))
-
-
-def run_of(elsewhere, demo_run: AttachedDemo, name: str, *states: RunState) -> RunFolder:
-    """The demo's run of that name as the services would have it."""
-    made = RunFolder(elsewhere.volume / name)
-    made.create(demo_run._config(name), ServiceUrls.model_construct())
-    made.write_owner(Owner.of(os.getpid()))
-    advance(made, *states)
-    return made
-
-
-def test_an_active_demo_is_followed_and_no_rows_are_written(elsewhere, there: Deployment, tmp_path: Path) -> None:
-    ours = wanted(there, 11, tmp_path / "data")
-    active = run_of(elsewhere, ours, "seed11", RunState.RUNNING)
-    info, told = ours.start()
-    assert (info.run, told) == ("seed11", "run seed11 is running already: following it")
-    assert not (tmp_path / "data").exists()
-    advance(active, RunState.FINISHED)
-
-
-def test_a_stopped_demo_goes_on_only_if_it_is_the_same(elsewhere, there: Deployment, tmp_path: Path) -> None:
-    ours = wanted(there, 12, tmp_path / "data")
-    other = wanted(there, 12, tmp_path / "data", "trainer.total_training_steps=5")
-    run_of(elsewhere, ours, "seed12", RunState.RUNNING, RunState.STOPPING, RunState.STOPPED)
-    newest, free = newest_of(12, attached_demo.runs(there))
-    assert newest is not None and free == "seed12-2"
-    assert (ours._may_go_on(newest), other._may_go_on(newest)) == (True, False)
-    finished = newest.model_copy(update={"state": RunState.FINISHED})
-    hidden = newest.model_copy(update={"folder": "/nowhere/seed12"})
-    assert (ours._may_go_on(finished), ours._may_go_on(hidden)) == (False, False)
-
-
-def test_a_demo_that_somebody_stopped_is_no_success(there: Deployment, folder: RunFolder) -> None:
-    advance(folder, RunState.RUNNING, step=3, total_steps=30)
+@pytest.mark.parametrize(
+    "folder", [["actor_rollout_ref.rollout.trace.backend=null", "trainer.logger=[console]"]], indirect=True
+)
+def test_a_run_that_is_stopping_is_resumed_once_it_has_stopped(there: Deployment, folder: RunFolder) -> None:
+    advance(folder, RunState.RUNNING, RunState.STOPPING)
+    seen: list[RunState] = []
 
     def stop(info: RunInfo) -> None:
-        if info.state is RunState.RUNNING:
-            advance(folder, RunState.STOPPING, RunState.STOPPED)
+        seen.append(info.state)
+        if info.state is RunState.STOPPING:
+            advance(folder, RunState.STOPPED)
 
-    with pytest.raises(UserError, match="was stopped at step 3 of 30; the same command goes on with it"):
-        wanted(there, 15, None).follow(folder.info(), stop)
-
-
-def test_what_the_demo_lacks_is_said_before_anything_is_written(there: Deployment, tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(UserError, match="--data-dir: expected a folder of the services' volume for the demo's rows"):
-        wanted(there, 13, None).start()
-    with pytest.raises(UserError, match="--model-path: expected the services' model as they know it, got none"):
-        AttachedDemo(there, 13, tmp_path, None, []).start()
-    with pytest.raises(UserError, match=r"data.train_files: expected an absolute path on the services' volume"):
-        wanted(there, 13, Path("data")).start()
-    assert list(tmp_path.glob("tiny*")) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"--data-dir: expected a folder .* that can be written from here, got .*/file"):
-        wanted(there, 13, tmp_path / "file").start()
-
-
-def test_rows_that_are_there_already_are_named_instead(there: Deployment) -> None:
-    words = ["+data.train_files=/volume/train.parquet", "data.val_files=/volume/test.parquet", f"{MODEL}=/volume/model"]
-    config: RunConfig = AttachedDemo(there, 14, None, None, words)._config("seed14")
-    assert (config.data.train_files, config.data.val_files) == (["/volume/train.parquet"], ["/volume/test.parquet"])
-    assert (config.actor_rollout_ref.model.path, config.trackway.seed) == ("/volume/model", 14)
-
-
-def trajectory(number: int) -> Trajectory:
-    """A traced one that did not fail."""
-    return Trajectory(
-        id=f"run/1/0/{number}",
-        session_id="one",
-        tags=Tags(experiment_name="run", step=1, sample_index=0, rollout_n=number),
-        agent_name="tool_agent",
-        data_source="tiny",
-        stop_reason=StopReason.ANSWERED,
-        trace_id=f"{number:032x}",
+    resumed = train.resume_run(there, folder.name, stop)
+    ended = train.stop_run(there, folder.name, quiet)  # its learner, which the service has started
+    assert (seen, resumed.state, ended.state) == (
+        [RunState.STOPPING, RunState.STOPPED],
+        RunState.STARTING,
+        RunState.STOPPED,
     )
 
 
-def made_run(folder: RunFolder) -> RunInfo:
-    """Two steps and two validations, with one failure, and nothing in MLflow."""
-    counts = {"training/trajectories": 3.0, "training/left_out/error": 1.0}
-    failed = {"training/rollout_failure/failed_trajectories": 1.0}
-    for row in (
-        MetricsRow(step=0, data={ACCURACY: 0.25, "val-aux/failed_trajectories": 0.0}),
-        MetricsRow(step=1, data={**counts, **failed, "critic/score/mean": 0.5}),
-        MetricsRow(step=2, data={**counts, **failed, ACCURACY: 0.75, "critic/score/mean": 0.6}),
-    ):
-        folder.append_row(row)
-    write_trajectories(folder.path / "trajectories" / "step_1.parquet", [trajectory(n) for n in range(3)])
-    advance(folder, RunState.RUNNING, RunState.FINISHED, step=2)
-    return folder.info()
+def test_a_run_that_is_interrupted_goes_on_by_itself(there: Deployment, folder: RunFolder) -> None:
+    advance(folder, RunState.RUNNING, RunState.STOPPING, interrupted=True)
+    assert train.resume_run(there, folder.name) == folder.info()
 
 
-def test_the_summary_counts_what_the_volume_or_else_the_trainer_shows(
-    elsewhere, there: Deployment, folder: RunFolder
-) -> None:
-    info, clock = made_run(folder), Clock(time.monotonic())
+def test_a_run_that_finishes_while_it_stops_is_done(there: Deployment, folder: RunFolder, monkeypatch) -> None:
+    advance(folder, RunState.RUNNING, RunState.STOPPING)
 
-    near, [no_mlflow] = summarise(there, info, clock)
-    far, [not_here] = summarise(there, info.model_copy(update={"folder": "/nowhere"}), clock)
+    def finish(bar: RunBar, info: RunInfo) -> None:
+        if info.state is RunState.STOPPING:
+            advance(folder, RunState.FINISHED)
 
-    assert (near.trajectories, near.traced, near.complete_traces, near.failed_trajectories) == (3, 3, None, 0)
-    assert (far.trajectories, far.traced, far.complete_traces, far.failed_trajectories) == (8, 0, None, 2)
-    assert "not in an MLflow that is known here" in no_mlflow and "/nowhere is not visible from here" in not_here
-    assert {(one.accuracy_before, one.accuracy_after, one.steps) for one in (near, far)} == {(0.25, 0.75, 2)}
-    assert demo.sentence(far) == (
-        "accuracy on held-out problems 0.25 -> 0.75 in 2 steps; 8 trajectories, 2 failed; 0 traced"
-    )
-    assert (there.outputs / "summary.json").read_text() == far.model_dump_json(indent=2)
-    assert runs_folder(there.outputs) == elsewhere.volume
+    monkeypatch.setattr(RunBar, "show", finish)
+    told = CliRunner().invoke(app, ["train", "--resume", folder.name, "--outputs", str(there.outputs), "--json"])
+    assert (told.exit_code, json.loads(told.stdout)["state"]) == (0, "finished")
 
 
-def test_an_mlflow_that_does_not_answer_costs_the_count_only(there: Deployment, folder: RunFolder, monkeypatch) -> None:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    info = made_run(folder).model_copy(update={"experiment_id": "1", "mlflow_uri": "http://127.0.0.1:1"})
-    summary, [note] = summarise(there, info, Clock(time.monotonic()))
-    assert summary.complete_traces is None
-    assert note.startswith("no trace was looked at: MLflow at http://127.0.0.1:1 refused, or did not answer")
+def test_a_run_that_does_not_end_says_what_helps(there: Deployment, folder: RunFolder, monkeypatch) -> None:
+    monkeypatch.setattr(train, "STOP_DEADLINE_S", -1.0)
+    advance(folder, RunState.RUNNING, RunState.STOPPING)
+    again = f"`trackway train --resume {folder.name}` waits again, then goes on with it"
+    with pytest.raises(UserError, match=f"asked to stop and has not ended within .* s; {again}$"):
+        train.resume_run(there, folder.name)
+    with pytest.raises(UserError, match=f"{again}; `trackway down` ends it with its services$"):
+        train.resume_run(here(there), folder.name)
 
 
 def test_another_run_in_a_folder_of_that_name_is_not_taken_for_it(folder: RunFolder) -> None:

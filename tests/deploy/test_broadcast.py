@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
 from replica_group import Group
 
 from trackway.clients import Deadline
@@ -27,6 +28,13 @@ PARTS = ["kv_cache", "weights"]
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     return Group(monkeypatch)
+
+
+def raised_there(cause: Exception) -> Exception:
+    """What Ray makes of an exception of a replica."""
+    return RayTaskError(
+        "describe", "the replica's own traceback", cause, "replica", 1, "127.0.0.1"
+    ).as_instanceof_cause()
 
 
 async def running_at(http: httpx.AsyncClient) -> bool:
@@ -123,7 +131,7 @@ async def test_steering_all_is_an_operators(group: Group) -> None:
 
 
 def test_a_replica_that_died_is_a_reason_to_ask_again_and_one_that_refuses_is_none() -> None:
-    awake, died = SleepReply(is_sleeping=False, replica="a"), RuntimeError("the actor died")
+    awake, died = SleepReply(is_sleeping=False, replica="a"), ActorDiedError()
     refused = Refusal(replica="b", error=ErrorBody(code=ErrorCode.WEIGHTS_CORRUPT, message="wrong", retryable=False))
     with pytest.raises(TrackwayError) as lost:
         agreed("POST /wake_up", [awake, died])
@@ -131,16 +139,42 @@ def test_a_replica_that_died_is_a_reason_to_ask_again_and_one_that_refuses_is_no
         agreed("POST /wake_up", [died, refused])
     assert (lost.value.code, lost.value.detail) == (ErrorCode.UNAVAILABLE, {"retry_after_s": 1.0})
     assert (corrupt.value.code, corrupt.value.detail) == (ErrorCode.WEIGHTS_CORRUPT, {})
-    assert corrupt.value.message.endswith("2 of 2 rollout replicas: b: wrong; lost: RuntimeError: the actor died")
+    said = f"2 of 2 rollout replicas: b: wrong; lost: ActorDiedError: {ActorDiedError()}"
+    assert corrupt.value.message.endswith(said)
 
 
-async def test_a_replica_that_dies_while_all_are_asked_is_a_503_that_says_so() -> None:
+async def replicas_when(answer: BaseException) -> tuple[int, str, str]:
+    """What `/replicas` says when a replica's answer is that exception: status, code, message."""
+
     async def broadcast(method: str, *args: object, within_s: float) -> list[object]:
-        return [ConnectionError("gone")]
+        return [answer]
 
     app = service_app("tools", ServiceSettings(), routers=[replicas_route("tools", broadcast)])
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-        answer = await http.get("/replicas")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
-    assert answer.json()["error"]["message"] == "a tools replica did not answer (ConnectionError: gone); ask again"
+        told = await http.get("/replicas")
+    error = told.json()["error"]
+    return told.status_code, error["code"], error["message"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (ActorDiedError(), f"ActorDiedError: {ActorDiedError()}"),
+        (raised_there(TimeoutError("late")), "TimeoutError: late"),
+        (asyncio.CancelledError("it stops"), "CancelledError: it stops"),
+    ],
+    ids=["it died", "it was late", "it stops"],
+)
+async def test_a_replica_that_is_lost_while_all_are_asked_is_a_503_that_says_so(
+    answer: BaseException, reason: str
+) -> None:
+    assert await replicas_when(answer) == (503, "unavailable", f"a tools replica did not answer ({reason}); ask again")
+
+
+async def test_a_defect_of_a_replica_is_a_500_and_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    message = "ValueError: wrong; this is a defect of the service, its log has the traceback"
+    assert await replicas_when(raised_there(ValueError("wrong"))) == (500, "internal", message)
+    assert "the replica's own traceback" in caplog.text
+    with pytest.raises(ValueError, match="wrong"):
+        agreed("POST /wake_up", [raised_there(ValueError("wrong"))])

@@ -18,20 +18,20 @@ RAY_SERVICE = "RayService/trackway"
 
 def broken(render: Render, how: Mapping[str, Any], places: Mapping[str, str]) -> Render:
     """A copy, broken."""
-    objects = copy.deepcopy(render.objects)
+    objects = list(render.objects)
     match how:
         case {"remove": where}:
             objects.remove(_find(objects, where))
         case {"object": one}:
             objects.append(one)
         case {"serve": path}:
-            spec = _find(objects, RAY_SERVICE)["spec"]
+            spec = _copied(objects, RAY_SERVICE)["spec"]
             config = yaml.safe_load(spec["serveConfigV2"])
             _apply(config, how, _spelt_out(path, places))
             spec["serveConfigV2"] = yaml.safe_dump(config)
         case _:
             path = next(how[kind] for kind in ("change", "drop", "rename", "add", "respell") if kind in how)
-            _apply(_find(objects, how.get("in", RAY_SERVICE)), how, _spelt_out(path, places))
+            _apply(_copied(objects, how.get("in", RAY_SERVICE)), how, _spelt_out(path, places))
     return Render(render.name, objects, render.secrets)
 
 
@@ -57,6 +57,13 @@ def _apply(one: Object, how: Mapping[str, Any], path: str) -> None:
             node[key] = value
         case _:
             del node[key]
+
+
+def _copied(objects: list[Object], where: str) -> Object:
+    """A copy of that object, in its place."""
+    at = objects.index(_find(objects, where))
+    objects[at] = copy.deepcopy(objects[at])
+    return objects[at]
 
 
 def _find(objects: list[Object], where: str) -> Object:

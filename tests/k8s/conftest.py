@@ -1,4 +1,4 @@
-"""The base, every overlay, and the base with the component for Prometheus' operator, rendered once."""
+"""The base, every overlay, and the base with what else lies in k8s/ and an Ingress, rendered once."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ from checks.render import Render, folders, rendered
 from checks.secrets import made_by
 
 K8S = Path(__file__).parents[2] / "k8s"
-MONITORED = Path(__file__).parent / "monitored"
+EXTENDED = Path(__file__).parent / "extended"
 
 
 @pytest.fixture(scope="session")
 def renders() -> dict[str, Render]:
     """By name."""
     secrets = made_by(K8S / "secrets.sh")
-    made = [rendered(folder, secrets) for folder in (*folders(K8S), MONITORED)]
+    made = [rendered(folder, secrets) for folder in (*folders(K8S), EXTENDED)]
     assert all(isinstance(one, Render) for one in made), made
     return {one.name: one for one in made if isinstance(one, Render)}

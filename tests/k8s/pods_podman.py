@@ -13,15 +13,17 @@ from checks.model import Object
 
 PODMAN = Path(__file__).resolve().parents[2] / "deploy" / "docker" / "podman.sh"
 SUBNET = "198.51.100.0/24"
+_LABEL = "trackway.io/made-by=test-pods"
+"""Of the network and the pods. Names and addresses are fixed, so there is one such set on a machine."""
 
 
 class Podman:
-    """Pods on one network; `remove` ends them and the network."""
+    """Pods on one network; `remove` ends them and the network, and so does the start of the next such test."""
 
     def __init__(self, network: str) -> None:
         self._network = network
-        self._pods: list[str] = []
-        self._run("network", "create", "--subnet", SUBNET, network)
+        self.remove()
+        self._run("network", "create", "--label", _LABEL, "--subnet", SUBNET, network)
 
     def play(self, pod: Object, address: str, init_s: float = 300.0) -> None:
         """Start a pod. Its init containers run before, each as a pod of its own: podman 4.3 does not wait for them."""
@@ -40,7 +42,9 @@ class Podman:
         return self.inspect(container)["State"]["ExitCode"]
 
     def _play(self, pod: Object, address: str) -> None:
-        self._pods.append(pod["metadata"]["name"])
+        name, value = _LABEL.split("=")
+        metadata = {**pod["metadata"], "labels": {**pod["metadata"].get("labels", {}), name: value}}
+        pod = {**pod, "metadata": metadata}
         self._run("kube", "play", "--network", self._network, "--ip", address, "-", stdin=yaml.safe_dump(pod))
 
     def exec(self, container: str, command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
@@ -74,10 +78,10 @@ class Podman:
         self._run("pod", "stop", "--time", str(seconds), pod)
 
     def remove(self) -> None:
-        """End the pods, the last first, and the network."""
-        for pod in reversed(self._pods):
-            subprocess.run([PODMAN, "pod", "rm", "--force", "--time", "5", pod], capture_output=True, check=False)
-        subprocess.run([PODMAN, "network", "rm", "--force", self._network], capture_output=True, check=False)
+        """End the pods and the network, those of a test that was killed too."""
+        for kind, force in (("pod", ["--force", "--time", "5"]), ("network", ["--force"])):
+            for name in self._run(kind, "ls", "--quiet", "--filter", f"label={_LABEL}").split():
+                subprocess.run([PODMAN, kind, "rm", *force, name], capture_output=True, check=False)
 
     def _run(self, *arguments: str, stdin: str | None = None) -> str:
         done = subprocess.run([PODMAN, *arguments], input=stdin, capture_output=True, text=True, check=False)

@@ -172,7 +172,7 @@ def test_both_ways_to_prometheus_scrape_every_service_with_the_token():
 
     assert by_label == by_operator == {name: f"/{name}/replicas/metrics" for name in SERVICES}
     assert {one["staticConfigs"][0]["targets"][0] for one in specs} == {"trackway-serve-svc.trackway.svc:8000"}
-    assert trackway["authorization"]["credentials_file"].endswith("/trackway-tokens/token")
+    assert trackway["authorization"]["credentials_file"].endswith("/trackway-tokens/client-token")
     assert {(s["authorization"]["credentials"]["name"], s["authorization"]["credentials"]["key"]) for s in specs} == {
-        ("trackway-tokens", "token")
+        ("trackway-tokens", "client-token")
     }

@@ -43,9 +43,9 @@ def test_a_pod_offers_ray_what_kuberay_tells_it(spec: dict[str, Any], offered: d
     assert kuberay.capacity(spec) == offered
 
 
-@pytest.mark.parametrize("said", ['{"x": 2}', "'{x: 2}'", "'[1]'"])
+@pytest.mark.parametrize("said", ['{"x": 2}', "'{x: 2}'", "'[1]'", """'{"x": null}'"""])
 def test_resources_that_bash_or_ray_would_not_read_are_an_error(said: str) -> None:
-    with pytest.raises(ValueError, match=r"one JSON object in quotes for bash|Expecting property name"):
+    with pytest.raises(ValueError, match=r"one JSON object of numbers in quotes for bash|Expecting property name"):
         kuberay.capacity(group(rayStartParams={"resources": said}))
 
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import socket
+import ssl
 import weakref
 from collections.abc import Coroutine
+from functools import partial
 from typing import TypeVar
 
 import aiohttp
@@ -15,7 +17,8 @@ T = TypeVar("T")
 
 _SILENCE_S = 120.0
 _GONE_S = 20
-"""A connection breaks after so long without a sign of life from the other machine, not the service."""
+"""A connection breaks after so long without a sign of life from the other machine. A silent service breaks none, unless
+it reads nothing for so long and the body is larger than what the two systems keep for it: some megabytes at most."""
 _ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": _GONE_S * 1000}
 """Of each connection, where the system has the option; the last bounds all and is Linux's."""
 
@@ -30,13 +33,13 @@ def shared_http() -> httpx.AsyncClient:
     loop = asyncio.get_running_loop()
     client = _shared.get(loop)
     if client is None or client.is_closed:
-        transport = AiohttpTransport(client=_session)
+        tls = httpx.create_ssl_context()
+        transport = AiohttpTransport(verify=tls, client=partial(_session, tls))
         client = _shared[loop] = httpx.AsyncClient(transport=transport, timeout=_SILENCE_S)
     return client
 
 
-def _session() -> aiohttp.ClientSession:
-    tls = httpx.create_ssl_context()
+def _session(tls: ssl.SSLContext) -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=512, keepalive_timeout=5.0, ssl=tls, socket_factory=_watched)
     return aiohttp.ClientSession(connector=connector)
 

@@ -44,10 +44,10 @@ class AttachedDemo:
         """The run, and what was done: followed, resumed or started. Raises UserError and TrackwayError."""
         newest, free = newest_of(self.seed, runs(self.deployment))
         config = self._config(free)
-        if newest and newest.state not in ENDED:
-            return newest, f"run {newest.run} is {newest.state} already: following it"
         if newest and self._may_go_on(newest):
             return train.resume_run(self.deployment, newest.run), f"run {newest.run} goes on from its last checkpoint"
+        if newest and newest.state not in ENDED:
+            return newest, f"run {newest.run} is {newest.state} already: following it"
         if not self._given("data.train_files"):
             self._write_rows()
         return train.start_run(self.deployment, config, free), f"run {free} starts"
@@ -98,7 +98,8 @@ class AttachedDemo:
             ) from error
 
     def _may_go_on(self, info: RunInfo) -> bool:
-        folder = folder_here(info) if info.state is RunState.STOPPED or info.interrupted else None
+        stopped = info.interrupted or info.state in (RunState.STOPPING, RunState.STOPPED)
+        folder = folder_here(info) if stopped else None
         return folder is not None and not changed_since(folder, self._config(info.run))
 
 

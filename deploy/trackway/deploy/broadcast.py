@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple, Protocol, TypeVar
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 from ray import serve
+from ray.exceptions import RayActorError, RayTaskError
 
 from trackway.serving import needs_admin
 from trackway.serving.auth import presented
@@ -98,7 +99,7 @@ def replicas_route(service: ServiceName, broadcast: Broadcast) -> APIRouter:
             raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
         for one in answers:
             if isinstance(one, BaseException):
-                message = f"a {service} replica did not answer ({type(one).__name__}: {one}); ask again"
+                message = f"a {service} replica did not answer ({_how_lost(one)}); ask again"
                 raise TrackwayError(ErrorCode.UNAVAILABLE, message) from one
         return [one for one in answers if isinstance(one, reply)]
 
@@ -164,5 +165,13 @@ def _refusal(answer: object) -> Refusal | None:
     """None for a replica that did it; one that died meanwhile is named as Ray names it."""
     if not isinstance(answer, BaseException):
         return answer if isinstance(answer, Refusal) else None
-    text = f"{type(answer).__name__}: {answer}"
-    return Refusal(replica="lost", error=ErrorBody(code=ErrorCode.UNAVAILABLE, message=text, retryable=True))
+    error = ErrorBody(code=ErrorCode.UNAVAILABLE, message=_how_lost(answer), retryable=True)
+    return Refusal(replica="lost", error=error)
+
+
+def _how_lost(answer: BaseException) -> str:
+    """Of a replica that went away or was late; whatever else a replica raised is a defect, and raised here."""
+    error = answer.cause if isinstance(answer, RayTaskError) else answer
+    if not isinstance(error, RayActorError | TimeoutError | asyncio.CancelledError):
+        raise error from (None if error is answer else answer)  # which has the replica's traceback
+    return f"{type(error).__name__}: {error}"

@@ -99,7 +99,10 @@ class Replica:
 
     async def exposition(self) -> ReplicaMetrics:
         """What this replica shows Prometheus."""
-        return ReplicaMetrics(self._app.state.settings.replica, (await self._request("GET", "/metrics")).text)
+        answer = await self._request("GET", "/metrics")
+        if not answer.is_success:  # not httpx's own error, which cannot travel between processes
+            raise RuntimeError(f"/metrics answered {answer.status_code}: {answer.text}")
+        return ReplicaMetrics(self._app.state.settings.replica, answer.text)
 
     async def admit(self, digest: bytes) -> ReplicaPass:
         """What whoever has the token with this sha256 may send to this replica's own port instead of it."""

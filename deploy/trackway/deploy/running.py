@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from trackway.clients import CallPolicy, ServiceClient, run
 from trackway.deploy.errors import UserError
@@ -75,7 +75,7 @@ async def _reason(url: str, path: str, reply: type[BaseModel]) -> str:
     except TrackwayError as error:
         if error.code in (ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN):
             raise
-        if error.code is ErrorCode.INTERNAL:
+        if isinstance(error.__cause__, ValidationError):
             return f"what answers at {url} is no service of ours"
         return str(error.__cause__ or "").strip() or error.message
     return ""

@@ -127,13 +127,19 @@ def check_backends_here(config: RunConfig) -> None:
     require(wanted, [TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
 
 
-def resume_run(deployment: Deployment, name: str) -> RunInfo:
-    """Go on from a run's last checkpoint; a run that is active, by now perhaps by itself, needs nothing."""
+def resume_run(deployment: Deployment, name: str, show: Show = lambda info: None) -> RunInfo:
+    """Go on from a run's last checkpoint; a run that is active, by now perhaps by itself, needs nothing.
+
+    One that is being stopped is waited for. If it finishes for all that, there is nothing to go on with.
+    """
 
     async def resume() -> RunInfo:
         client = _client(deployment)
         info = await client.run(name)
-        if info.state not in ENDED:
+        was_stopping = info.state is RunState.STOPPING and not info.interrupted
+        if was_stopping:
+            info = await _until_ended(deployment, name, show, STOP_DEADLINE_S)
+        if info.state not in ENDED or (was_stopping and info.state is RunState.FINISHED):
             return info
         try:
             return await client.resume(name)
@@ -150,7 +156,8 @@ def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
     """Show a run until it ends; Ctrl-C asks it to save and stop, waits for that, and is raised again.
 
     Raises:
-        UserError: the run failed, or attached services stay away; the run may go on then.
+        UserError: the run failed, or was interrupted and did not go on by itself; or attached services stay away, and
+            the run may go on.
     """
     try:
         info = run(_until_ended(deployment, name, show, deadline_s=None))
@@ -162,8 +169,14 @@ def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
             raise
         again = f"trackway train --resume {name}"
         raise UserError(f"{error.message}; the run goes on if it can: `{again}` follows it") from error
+    log = Path(info.folder) / "worker.log"
+    if info.interrupted:
+        raise UserError(
+            f"run {name} was interrupted and has not gone on by itself ({info.message}); `trackway train --resume "
+            f"{name}` goes on with it; its log is {log}"
+        )
     if info.state is RunState.FAILED:
-        raise UserError(f"run {name} failed: {info.message}; its log is {Path(info.folder) / 'worker.log'}")
+        raise UserError(f"run {name} failed: {info.message}; its log is {log}")
     return info
 
 
@@ -214,7 +227,11 @@ async def _until_ended(deployment: Deployment, name: str, show: Show, deadline_s
                 return info
             lived = lived if info.interrupted else now
         if deadline_s is not None and now - started > deadline_s:
-            raise UserError(f"run {name} has not ended {deadline_s:.0f} s after it was asked to; `trackway status`")
+            down = "" if deployment.attached else "; `trackway down` ends it with its services"
+            raise UserError(
+                f"run {name} was asked to stop and has not ended within {deadline_s:.0f} s; `trackway train --resume "
+                f"{name}` waits again, then goes on with it{down}"
+            )
         await asyncio.sleep(_POLL_S)
 
 

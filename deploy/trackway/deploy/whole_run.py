@@ -92,7 +92,10 @@ class WholeRun:
     def train(self, deployment: Deployment, show: train.Show) -> RunInfo:
         """Start the run, or go on with one that was stopped or failed, and follow it to its end."""
         folder = self.left_off()
-        info = train.start_run(deployment, self.config) if folder is None else train.resume_run(deployment, folder.name)
+        if folder is None:
+            info = train.start_run(deployment, self.config)
+        else:
+            info = train.resume_run(deployment, folder.name, show)
         return train.follow(deployment, info.run, show)
 
     def take_down(self, deployment: Deployment, report: Report) -> None:

@@ -12,8 +12,9 @@ from fastapi.responses import StreamingResponse
 
 from trackway.serving import needs_admin, service_app
 from trackway.trainer.interruptions import resume_for_ever
+from trackway.trainer.known_runs import RUN_NAME
 from trackway.trainer.run_gauges import RunGauges
-from trackway.trainer.runs import RUN_NAME, Runs
+from trackway.trainer.runs import Runs
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import RunInfo, RunList, RunRequest
 

@@ -2,7 +2,8 @@
 
 On its own machine /proc knows. Elsewhere a pid means nothing: there a reader sees whether the beat in `worker.json`
 goes on, by the reader's own clock, as no two machines' clocks are compared. A process that stood still for so long that
-it was taken for dead finds another one's name in the file, and ends before it does anything else.
+it was taken for dead finds another one's name in the file, or no file, and ends. It looks before every change of the
+run's state and rows, and at every beat: until that, 3 s at most, it may compute, and write rollouts or a checkpoint.
 """
 
 import logging
@@ -15,13 +16,14 @@ from typing import NamedTuple
 
 from trackway.trainer.owner import Machine, Owner, this_machine
 from trackway.trainer.run_folder import RunFolder
+from trackway.wire.trainer import MetricsRow, RunInfo
 
 BEAT_S = 3.0
 """Pause between two beats."""
 DEAD_AFTER_S = 30.0
 """A process on another machine whose beat has not changed for so long is dead."""
 EXIT_LOST = 4
-"""Exit status of a process whose run another one has taken."""
+"""Exit status of a process whose run was given up as dead, or another one has taken."""
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -41,15 +43,44 @@ class Sightings:
 
     def alive(self, folder: RunFolder) -> bool:
         """Whether the run's process lives; one elsewhere that was never looked at before counts as alive."""
+        now = self._clock()  # before the look: a file server that stands still is no silence of the process
         owner = folder.owner()
         if owner is None:
             return False
         if owner.machine == self.machine:
             return owner.lives_here
-        now, last = self._clock(), self._seen.get(folder.name)
+        last = self._seen.get(folder.name)
         if last is None or last.owner != owner:
             self._seen[folder.name] = last = _Seen(owner, now)
         return now - last.at < DEAD_AFTER_S
+
+
+class OwnFolder(RunFolder):
+    """A run's folder in the run's own process, which ends instead of writing when it has lost the run."""
+
+    def append_row(self, row: MetricsRow) -> None:
+        """Add the metrics of a step."""
+        end_if_lost(self)
+        super().append_row(row)
+
+    def rewind(self, row: MetricsRow | None) -> None:
+        """Make `row` the last one."""
+        end_if_lost(self)
+        super().rewind(row)
+
+    def _write(self, info: RunInfo) -> RunInfo:
+        end_if_lost(self)
+        return super()._write(info)
+
+
+def end_if_lost(folder: RunFolder) -> None:
+    """End this process unless the folder names it as the one that has the run."""
+    found = folder.owner()
+    if Owner.of(os.getpid()).is_same(found):
+        return
+    logger.error("this process was taken for dead and has the run no more, it ends; by now the run has: %s", found)
+    logging.shutdown()
+    os._exit(EXIT_LOST)
 
 
 class Heartbeat:
@@ -79,10 +110,6 @@ class Heartbeat:
                 logger.warning("no sign of life could be written to %s", self._folder.path, exc_info=True)
 
     def _beat(self) -> None:
-        found = self._folder.owner()
-        if not self._owner.is_same(found):
-            logger.error("another process has this run by now, this one ends: %s", found)
-            logging.shutdown()
-            os._exit(EXIT_LOST)
+        end_if_lost(self._folder)
         self._owner = self._owner.model_copy(update={"beat": self._owner.beat + 1})
         self._folder.write_owner(self._owner)

@@ -36,14 +36,24 @@ async def resume_for_ever(runs: Runs, token: SecretStr | None = None, every_s: f
 
 
 async def resume_interrupted(runs: Runs, token: SecretStr | None = None) -> RunInfo | None:
-    """Resume a run that may go on; None when there is none. TrackwayError while its services are not ready."""
-    folder = runs.interrupted()
-    if folder is None:
+    """Resume the newest run that may go on and can; None when no run may.
+
+    TrackwayError while the services are not ready; the newest run's own error when none of them can.
+    """
+    names = runs.interrupted()
+    if not names:
         return None
     await _services_ready(runs.services, token)
-    info = await runs.resume(folder.name, restarts=folder.info().restarts + 1)
-    logger.warning("run %s was interrupted and goes on by itself (restart %s)", info.run, info.restarts)
-    return info
+    errors: list[Exception] = []
+    for name in names:
+        try:
+            info = await runs.resume(name, by_itself=True)
+        except Exception as error:
+            errors.append(error)
+        else:
+            logger.warning("run %s was interrupted and goes on by itself (restart %s)", name, info.restarts)
+            return info
+    raise errors[0]
 
 
 async def _services_ready(services: ServiceUrls, token: SecretStr | None) -> None:

@@ -135,6 +135,10 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
+    def disown(self) -> None:
+        """Nobody has the run any more; a process that still believes it does sees that and ends."""
+        (self.path / "worker.json").unlink(missing_ok=True)
+
     def ended(self) -> bool:
         """Whether nothing more will be written."""
         return self.info().state in ENDED

@@ -13,7 +13,7 @@ _OF_A_STEP = {
     "score": ("critic/score/mean", "Mean score of the newest step"),
     "response_tokens": ("response_length/mean", "Mean tokens of a response of the newest step"),
     "step_seconds": ("timing_s/step", "Seconds of the newest step"),
-    "tokens_per_second": ("perf/throughput", "Tokens trained on per second of the newest step"),
+    "tokens_per_second_per_gpu": ("perf/throughput", "Prompt and response tokens per second and GPU, newest step"),
     "failed_trajectories": ("training/rollout_failure/failed_trajectories", "Of the newest step"),
 }
 _ACCURACY = re.compile("val-core/(.+)/acc/mean@[0-9]+")

@@ -2,7 +2,7 @@
 
     exit 0: as the process says                     exit 3: FAILED, as the process says
     died:   RESTARTING from the last checkpoint, then FAILED
-    exit 4: another service's process has the run, which is no longer ours
+    exit 4: the run was given up as dead, or another service's process has it: it is no longer ours
 
 The process holds a pipe from this one as its standard input: when the service goes, however it goes, the pipe closes,
 and the process saves and ends.
@@ -42,7 +42,11 @@ class Supervised:
             status = await self._process.wait()
             if not self._settle(status):
                 return
-            await self.start()
+            try:
+                await self.start()
+            except OSError as error:
+                self._folder.move(RunState.FAILED, f"its process could not be started again: {error}; resume it")
+                return
 
     async def start(self) -> None:
         """Start the process, which has the run from now on. OSError when there is no room for one."""
@@ -58,7 +62,11 @@ class Supervised:
                 start_new_session=True,
             )
         self._owner = Owner.of(self._process.pid)
-        folder.write_owner(self._owner)
+        try:
+            folder.write_owner(self._owner)
+        except OSError:
+            self._process.kill()
+            raise
         if self.stopping:  # asked for while nothing was there to be stopped
             self._signal(self._process)
 

@@ -3,7 +3,7 @@
 SIGTERM and SIGINT abandon the rollouts in flight, save a checkpoint and end with 0; so does SIGUSR1, by which the
 service says that it goes though nobody wanted the run to end. How it ended stands in state.json; the exit status tells
 the supervisor what a file cannot: 0 the state is final, 3 the run failed and starting it again would fail again, 4
-another process has the run, anything else the process died and may be started again from the last checkpoint.
+the run was taken from this process, anything else the process died and may be started again from the last checkpoint.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from trackway.clients import run
 from trackway.trainer.config import no_effect
-from trackway.trainer.heartbeat import Heartbeat
+from trackway.trainer.heartbeat import Heartbeat, OwnFolder
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.settings import check_installation
 from trackway.wire.errors import TrackwayError
@@ -53,9 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    folder = RunFolder(given.folder)
+    folder = OwnFolder(given.folder)
     try:
-        check_installation()
         run(_work(folder, given.lifeline))
     except TrackwayError as error:
         logger.exception("the run failed")
@@ -66,9 +65,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def _work(folder: RunFolder, lifeline: bool) -> None:
     stop = asyncio.Event()
-    _stop_on_request(folder, stop, lifeline)
-    _tell_what_has_no_effect(folder)
     with Heartbeat(folder):
+        check_installation()
+        _stop_on_request(folder, stop, lifeline)
+        _tell_what_has_no_effect(folder)
         state, step = await _train(folder, stop)
     how = "interrupted" if folder.info().interrupted else "stopped"
     if state is RunState.FINISHED:

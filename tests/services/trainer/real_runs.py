@@ -6,6 +6,8 @@ from pathlib import Path
 
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.heartbeat import Sightings
+from trackway.trainer.owner import this_machine
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.runs import Runs
 from trackway.trainer.settings import ServiceUrls
@@ -13,6 +15,15 @@ from trackway.wire.agent import Sample
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest
 
 STEPS = 4
+
+
+class Pod:
+    """What `Runs` on another machine would see, by a clock that is set by hand."""
+
+    def __init__(self, outputs: Path, services: ServiceUrls) -> None:
+        self.now = 0.0
+        machine = this_machine().model_copy(update={"host": "another-pod"})
+        self.runs = Runs(outputs, services, 60.0, sightings=Sightings(machine, lambda: self.now))
 
 
 def run_request(model: Path, folder: Path, sample: Callable[[int], Sample], name: str, *overrides: str) -> RunRequest:
@@ -62,3 +73,20 @@ def pid_of(runs: Runs, name: str) -> int:
     owner = RunFolder(Path(runs.info(name).folder)).owner()
     assert owner is not None
     return owner.pid
+
+
+def beat_of(folder: RunFolder) -> int:
+    """How often its process has said that it lives."""
+    found = folder.owner()
+    assert found is not None
+    return found.beat
+
+
+def on_disk(outputs: Path, name: str, **state: object) -> RunFolder:
+    """A run of an earlier service, without a process."""
+    folder = RunFolder(outputs / name)
+    nowhere = ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="/w")
+    info = folder.create(compose([]), nowhere)
+    (folder.path / "state.json").write_text(RunInfo.model_validate({**info.model_dump(), **state}).model_dump_json())
+    (folder.path / "worker.json").unlink()
+    return folder

@@ -14,6 +14,7 @@ from trackway.trainer.heartbeat import DEAD_AFTER_S, EXIT_LOST, Heartbeat, Sight
 from trackway.trainer.owner import Machine, OutputsLock, Owner, this_machine
 from trackway.trainer.run_folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import MetricsRow
 
 ELSEWHERE = this_machine().model_copy(update={"host": "another-pod"})
 BEATING = """
@@ -23,6 +24,17 @@ from trackway.trainer.heartbeat import Heartbeat
 from trackway.trainer.run_folder import RunFolder
 with Heartbeat(RunFolder(Path(sys.argv[1])), every_s=0.1):
     sys.stdin.read()
+"""
+
+WRITING = """
+import os, sys
+from pathlib import Path
+from trackway.trainer.heartbeat import Heartbeat, OwnFolder
+from trackway.wire.trainer import MetricsRow, RunState
+folder = OwnFolder(Path(sys.argv[1]))
+with Heartbeat(folder, every_s=3600):
+    print("ready", flush=True)
+    exec(sys.stdin.readline())
 """
 
 
@@ -143,6 +155,47 @@ def test_a_process_that_stood_still_and_lost_its_run_ends_when_it_moves_again(fo
     beating.send_signal(signal.SIGCONT)
 
     assert (beating.wait(120), folder.owner()) == (EXIT_LOST, taken)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "folder.move(RunState.RUNNING)",
+        "folder.update(step=7)",
+        "folder.append_row(MetricsRow(step=7, data={}))",
+        "folder.rewind(None)",
+    ],
+)
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_process_that_lost_its_run_ends_before_it_changes_anything(folder: RunFolder, change: str, is_lost: bool):
+    folder.append_row(MetricsRow(step=1, data={}))
+    before = folder.info(), folder.rows()
+    command = [sys.executable, "-c", WRITING, str(folder.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        if is_lost:
+            folder.disown()
+        process.stdin.write(change.encode() + b"\n")
+        process.stdin.close()
+        status = process.wait(60)
+
+    changed = (folder.info(), folder.rows()) != before
+    assert (status, changed) == ((EXIT_LOST, False) if is_lost else (0, True))
+
+
+def test_a_file_server_that_stands_still_is_no_silence_of_the_process(folder: RunFolder):
+    clock = Clock()
+
+    class SlowFolder(RunFolder):
+        def owner(self) -> Owner | None:
+            clock.now += 2 * DEAD_AFTER_S
+            return super().owner()
+
+    elsewhere = Sightings(ELSEWHERE, clock)
+    first = elsewhere.alive(folder)
+
+    assert (first, elsewhere.alive(SlowFolder(folder.path))) == (True, True)
 
 
 def test_one_service_at_a_time_decides_over_an_outputs_folder(tmp_path: Path):

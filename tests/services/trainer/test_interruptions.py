@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_runs import held_at, pid_of, run_request, until
+from real_runs import Pod, beat_of, held_at, on_disk, pid_of, run_request, until
 
 from trackway.clients import TrainerClient
-from trackway.trainer.config import compose
-from trackway.trainer.heartbeat import DEAD_AFTER_S, Sightings
+from trackway.trainer.heartbeat import DEAD_AFTER_S
 from trackway.trainer.interruptions import resume_interrupted
 from trackway.trainer.owner import this_machine
 from trackway.trainer.run_folder import RunFolder
@@ -25,15 +24,6 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import RunInfo, RunRequest, RunState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
-
-
-class Pod:
-    """What `Runs` on another machine would see, by a clock that is set by hand."""
-
-    def __init__(self, outputs: Path, services: ServiceUrls) -> None:
-        self.now = 0.0
-        machine = this_machine().model_copy(update={"host": "another-pod"})
-        self.runs = Runs(outputs, services, 60.0, sightings=Sightings(machine, lambda: self.now))
 
 
 @pytest.fixture
@@ -82,19 +72,11 @@ def service(port: int, services: ServiceUrls, outputs: Path, log: Path) -> Itera
     with log.open("ab") as out:
         command = [sys.executable, "-m", "uvicorn", "--factory", "trackway.trainer.app:create_app", "--port", str(port)]
         process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=out, stderr=out)
-    yield process
-    process.kill()
-    process.wait()
-
-
-def on_disk(outputs: Path, name: str, **state: object) -> RunFolder:
-    """A run of an earlier service, without a process."""
-    folder = RunFolder(outputs / name)
-    nowhere = ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="/w")
-    info = folder.create(compose([]), nowhere)
-    (folder.path / "state.json").write_text(RunInfo.model_validate({**info.model_dump(), **state}).model_dump_json())
-    (folder.path / "worker.json").unlink()
-    return folder
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +96,7 @@ def on_disk(outputs: Path, name: str, **state: object) -> RunFolder:
 async def test_only_a_run_that_neither_somebody_nor_an_error_ended_goes_on(runs: Runs, tmp_path: Path, state, goes_on):
     folder = on_disk(tmp_path / "outputs", "old", **state)
 
-    assert (runs.interrupted() == folder) is goes_on
+    assert runs.interrupted() == ([folder.name] if goes_on else [])
     assert (folder.info().interrupted, folder.info().state in ("stopped", "failed", "finished")) == (goes_on, True)
 
 
@@ -130,7 +112,7 @@ async def test_an_interrupted_run_that_somebody_stops_does_not_go_on(runs: Runs,
 
     stopped = await runs.stop("old")
 
-    assert (stopped.state, stopped.interrupted, runs.interrupted()) == (RunState.STOPPED, False, None)
+    assert (stopped.state, stopped.interrupted, runs.interrupted()) == (RunState.STOPPED, False, [])
 
 
 async def test_an_interrupted_run_waits_until_its_services_are_ready(tmp_path: Path):
@@ -215,10 +197,12 @@ async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goe
         await until(lambda: len(agent.requests) > asked)
         resumed = folder.info()
         learner = pid_of(pod.runs, "killed")
-        os.kill(learner, signal.SIGSTOP)  # a machine takes both with it
-        second.kill()
-        second.wait()
-        os.kill(learner, signal.SIGKILL)
+        try:
+            os.kill(learner, signal.SIGSTOP)  # a machine takes both with it
+            second.kill()
+            second.wait()
+        finally:
+            os.kill(learner, signal.SIGKILL)
 
     first_look = pod.runs.info("killed")
     pod.now += DEAD_AFTER_S
@@ -233,9 +217,3 @@ async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goe
     assert (lost.state, lost.interrupted, lost.restarts) == (RunState.FAILED, True, 1)
     assert (folder.info().state, folder.info().restarts) == (RunState.FINISHED, 2)
     assert [row.step for row in folder.rows()] == [0, 1, 2, 3, 4]
-
-
-def beat_of(folder: RunFolder) -> int:
-    found = folder.owner()
-    assert found is not None
-    return found.beat

@@ -57,7 +57,7 @@ async def test_the_active_run_and_its_newest_step_are_shown_in_a_few_numbers(run
         'trackway_run_score{run="active"} 0.25',
         'trackway_run_response_tokens{run="active"} 20.0',
         'trackway_run_step_seconds{run="active"} 2.0',
-        'trackway_run_tokens_per_second{run="active"} 100.0',
+        'trackway_run_tokens_per_second_per_gpu{run="active"} 100.0',
         'trackway_run_failed_trajectories{run="active"} 1.0',
         'trackway_run_accuracy{data_source="openai/gsm8k",run="active"} 0.75',
     ]

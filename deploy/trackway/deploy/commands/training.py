@@ -44,17 +44,18 @@ def train(
         _tell_plan(run_config, known)
         return
     deployment = load_running(outputs)
-    if run_config is None:
-        info = training.resume_run(deployment, resume or "")
-    else:
+    name = resume or ""
+    if run_config is not None:
         _tell_settings(run_config)
-        info = training.start_run(deployment, run_config, run)
-    try:
-        with run_bar(as_json) as bar:
-            info = training.follow(deployment, info.run, bar.show)
-    except KeyboardInterrupt:
-        stderr.print(f"saved; go on with: trackway train --resume {info.run}")
-        raise
+        name = training.start_run(deployment, run_config, run).run
+    with run_bar(as_json) as bar:
+        if run_config is None:
+            training.resume_run(deployment, name, bar.show)
+        try:
+            info = training.follow(deployment, name, bar.show)
+        except KeyboardInterrupt:
+            stderr.print(f"saved; go on with: trackway train --resume {name}")
+            raise
     if as_json:
         print_json(info)
         return
