@@ -14,7 +14,7 @@ UNTYPED = {"autoscaling_config": AutoscalingConfig, "request_router_config": Req
 
 def unknown_keys(content: object) -> Iterator[tuple[str, set[str]]]:
     """(path, known keys) of each key that Serve does not have, at any depth."""
-    yield from _unknown(ServeDeploySchema, content, "")
+    return _unknown(ServeDeploySchema, content, "")
 
 
 def _unknown(model: type[BaseModel], content: object, path: str) -> Iterator[tuple[str, set[str]]]:

@@ -44,16 +44,18 @@ async def resume_interrupted(runs: Runs, token: SecretStr | None = None) -> RunI
     if not names:
         return None
     await _services_ready(runs.services, token)
-    errors: list[Exception] = []
+    refused: dict[str, Exception] = {}
     for name in names:
         try:
             info = await runs.resume(name, by_itself=True)
         except Exception as error:
-            errors.append(error)
+            refused[name] = error
         else:
+            for newer, error in refused.items():
+                logger.warning("run %s was interrupted and cannot go on: %s", newer, error)
             logger.warning("run %s was interrupted and goes on by itself (restart %s)", name, info.restarts)
             return info
-    raise errors[0]
+    raise refused[names[0]]
 
 
 async def _services_ready(services: ServiceUrls, token: SecretStr | None) -> None:

@@ -222,9 +222,12 @@ async def test_a_learner_that_cannot_be_started_again_fails_the_run_with_the_rea
     assert runs.info("dying") == info
 
 
-async def test_the_newest_interrupted_run_goes_on_and_when_it_cannot_the_next(runs: Runs, outputs: Path):
-    for name in ("a", "b"):
-        on_disk(outputs, name, state="stopped", interrupted=True)
+async def test_the_newest_interrupted_run_goes_on_and_when_it_cannot_the_next(
+    runs: Runs, outputs: Path, caplog: pytest.LogCaptureFixture
+):
+    for seconds, name in enumerate(("a", "b")):
+        folder = on_disk(outputs, name, state="stopped", interrupted=True)
+        os.utime(folder.path / "state.json", (seconds, seconds))
     before = runs.interrupted()
     (outputs / "b" / "services.json").unlink()
     (outputs / "b" / "services.json").mkdir()
@@ -234,6 +237,7 @@ async def test_the_newest_interrupted_run_goes_on_and_when_it_cannot_the_next(ru
     assert before == ["b", "a"]
     assert resumed is not None and (resumed.run, resumed.restarts) == ("a", 1)
     assert runs.info("b").interrupted
+    assert "run b was interrupted and cannot go on: [Errno 21] Is a directory" in caplog.text
 
 
 async def test_whoever_starts_a_run_keeps_an_interrupted_one_from_going_on(runs: Runs, request_of, outputs: Path):
