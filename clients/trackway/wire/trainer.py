@@ -26,9 +26,9 @@ RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     RunState.RUNNING: frozenset({RunState.FINISHED, RunState.RESTARTING, RunState.STOPPING, RunState.FAILED}),
     RunState.RESTARTING: frozenset({RunState.RUNNING, RunState.RESTARTING, RunState.STOPPING, RunState.FAILED}),
     RunState.STOPPING: frozenset({RunState.STOPPED, RunState.FINISHED, RunState.FAILED}),
-    RunState.STOPPED: frozenset({RunState.STARTING}),
+    RunState.STOPPED: frozenset({RunState.STARTING, RunState.FAILED}),
     RunState.FINISHED: frozenset(),
-    RunState.FAILED: frozenset({RunState.STARTING}),
+    RunState.FAILED: frozenset({RunState.STARTING, RunState.FAILED}),
 }
 
 ENDED = frozenset({RunState.STOPPED, RunState.FINISHED, RunState.FAILED})

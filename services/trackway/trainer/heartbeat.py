@@ -1,6 +1,6 @@
 """Whether the process that has a run lives, told across machines by nothing but the run's folder.
 
-On its own machine /proc knows. Elsewhere a pid means nothing: there a reader sees whether the beat in `worker.json`
+On its own machine /proc knows. Elsewhere a pid means nothing: there a reader sees whether its beat in `heartbeat.json`
 goes on, by the reader's own clock, as no two machines' clocks are compared. A process that stood still for so long that
 it was taken for dead finds another one's name in the file, or no file, and ends. It looks before every change of the
 run's state and rows, and at every beat: until that, 3 s at most, it may compute, and write rollouts or a checkpoint.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
 
-from trackway.trainer.owner import Machine, Owner, this_machine
+from trackway.trainer.owner import Beat, Machine, Owner, this_machine
 from trackway.trainer.run_folder import RunFolder
 from trackway.wire.trainer import MetricsRow, RunInfo
 
@@ -30,6 +30,7 @@ logger = logging.getLogger("trackway.trainer")
 
 class _Seen(NamedTuple):
     owner: Owner
+    beats: int
     at: float
 
 
@@ -49,9 +50,10 @@ class Sightings:
             return False
         if owner.machine == self.machine:
             return owner.lives_here
+        beats = folder.beats(owner)
         last = self._seen.get(folder.name)
-        if last is None or last.owner != owner:
-            self._seen[folder.name] = last = _Seen(owner, now)
+        if last is None or last.owner != owner or beats > last.beats:
+            self._seen[folder.name] = last = _Seen(owner, beats, now)
         return now - last.at < DEAD_AFTER_S
 
 
@@ -76,7 +78,7 @@ class OwnFolder(RunFolder):
 def end_if_lost(folder: RunFolder) -> None:
     """End this process unless the folder names it as the one that has the run."""
     found = folder.owner()
-    if Owner.of(os.getpid()).is_same(found):
+    if Owner.of(os.getpid()) == found:
         return
     logger.error("this process was taken for dead and has the run no more, it ends; by now the run has: %s", found)
     logging.shutdown()
@@ -89,12 +91,12 @@ class Heartbeat:
     def __init__(self, folder: RunFolder, every_s: float = BEAT_S) -> None:
         self._folder = folder
         self._every_s = every_s
-        self._owner = Owner.of(os.getpid())
+        self._beat = Beat(owner=Owner.of(os.getpid()), count=0)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="heartbeat", daemon=True)
 
     def __enter__(self) -> None:
-        self._folder.write_owner(self._owner)
+        self._folder.write_owner(self._beat.owner)
         self._thread.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -105,11 +107,11 @@ class Heartbeat:
     def _go_on(self) -> None:
         while not self._stop.wait(self._every_s):
             try:
-                self._beat()
+                self._live()
             except OSError:
                 logger.warning("no sign of life could be written to %s", self._folder.path, exc_info=True)
 
-    def _beat(self) -> None:
+    def _live(self) -> None:
         end_if_lost(self._folder)
-        self._owner = self._owner.model_copy(update={"beat": self._owner.beat + 1})
-        self._folder.write_owner(self._owner)
+        self._beat = self._beat.model_copy(update={"count": self._beat.count + 1})
+        self._folder.write_beat(self._beat)

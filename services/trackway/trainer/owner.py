@@ -35,22 +35,27 @@ class Owner(BaseModel):
     pid: int
     started: int
     """Clock ticks between the machine's start and the process's: pids are used again."""
-    beat: int = 0
-    """Grows every few seconds while the process lives."""
 
     @classmethod
     def of(cls, pid: int, machine: Machine | None = None) -> Self:
         """A process of this machine."""
         return cls(machine=machine or this_machine(), pid=pid, started=_started(pid) or 0)
 
-    def is_same(self, other: "Owner | None") -> bool:
-        """Whether both are one process, whenever it was seen."""
-        return other is not None and other.model_copy(update={"beat": self.beat}) == self
-
     @property
     def lives_here(self) -> bool:
         """Whether this machine has the process; for an owner of this machine."""
         return _started(self.pid) == self.started
+
+
+class Beat(BaseModel):
+    """A sign of life; `heartbeat.json` in the run's folder."""
+
+    model_config = ConfigDict(frozen=True)
+
+    owner: Owner
+    """Who lives: one that has lost the run may beat once more."""
+    count: int
+    """Grows every few seconds."""
 
 
 @cache

@@ -2,8 +2,9 @@
 
     config.json     the resolved configuration          state.json      where it stands (RunInfo)
     services.json   URLs of the services                metrics.jsonl   one MetricsRow per line
-    worker.json     the process that has the run        worker.log      its output and traceback
-    checkpoints/    to resume from                      trajectories/   step_<n>.parquet, val_step_<n>.parquet
+    worker.json     the process that has the run        heartbeat.json  its newest sign of life
+    worker.log      its output and traceback            checkpoints/    to resume from
+    trajectories/   step_<n>.parquet, val_step_<n>.parquet
     wandb/          what W&B keeps here                 tensorboard/    event files
 
 Every file is replaced whole (`metrics.jsonl` is appended to). state.json has one writer at a time: the run's process
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trackway.trainer.config import RunConfig
-from trackway.trainer.owner import Owner
+from trackway.trainer.owner import Beat, Owner
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunInfo, RunState
@@ -134,6 +135,18 @@ class RunFolder:
             return Owner.model_validate_json(self._read("worker.json"))
         except FileNotFoundError:
             return None
+
+    def write_beat(self, beat: Beat) -> None:
+        """Say that a process lives; whose run this is stays as it is."""
+        self._replace("heartbeat.json", beat.model_dump_json())
+
+    def beats(self, owner: Owner) -> int:
+        """The newest beat of this process; 0 before the first one."""
+        try:
+            beat = Beat.model_validate_json(self._read("heartbeat.json"))
+        except FileNotFoundError:
+            return 0
+        return beat.count if beat.owner == owner else 0
 
     def disown(self) -> None:
         """Nobody has the run any more; a process that still believes it does sees that and ends."""

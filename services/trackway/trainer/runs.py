@@ -108,7 +108,7 @@ class Runs(KnownRuns):
                 if info.restarts < folder.config().trackway.max_restarts:
                     found.append(info.run)
                 else:
-                    self._leave(folder, f"; it went on by itself {info.restarts} times and does so no more: resume it")
+                    self._fail(folder, f"it went on by itself {info.restarts} times and does so no more: resume it")
         return found
 
     async def stop(self, name: str) -> RunInfo:
@@ -121,9 +121,10 @@ class Runs(KnownRuns):
         if info.state in ENDED and info.interrupted:
             if active is not None:  # given up by another service while this one stood still
                 active[0].stop()
-            info = self._leave(self._folder(name))
-            if info.state in ENDED:
-                return info
+            with self._ours.held():
+                info = self._folder(name).info()
+                if info.state in ENDED:
+                    return self._folder(name).update(interrupted=False)
         if info.state in ENDED or active is None:
             message = f"expected an active run to stop, got run {name!r}, which is {self._standing(info)}"
             raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
@@ -172,19 +173,18 @@ class Runs(KnownRuns):
             message = f"the last process of run {folder.name!r} has not ended yet; ask again"
             raise TrackwayError(ErrorCode.CONFLICT, message, run=folder.name)
 
-    def _leave(self, folder: RunFolder, note: str = "") -> RunInfo:
-        """An interrupted run goes on by itself no more."""
+    def _fail(self, folder: RunFolder, reason: str) -> None:
+        """An interrupted run goes on by itself no more, though nobody has stopped it."""
         with self._ours.held():
             info = folder.info()
-            if info.state not in ENDED:
-                return info
-            return folder.update(interrupted=False, message=info.message + note)
+            if info.state in ENDED and info.interrupted:
+                folder.move(RunState.FAILED, f"{info.message}; {reason}", interrupted=False)
 
     def _supersede(self, name: str) -> None:
         """Whoever starts a run does not want an interrupted one to begin, unasked, after it."""
         for info in self.list():
             if info.state in ENDED and info.interrupted:
-                self._leave(self._folder(info.run), f"; run {name!r} was started instead of it: resume it")
+                self._fail(self._folder(info.run), f"run {name!r} was started instead of it: resume it")
 
     def _require_idle(self) -> None:
         busy = [info for info in self.list() if info.state not in ENDED]

@@ -87,7 +87,7 @@ class Supervised:
     def _settle(self, status: int) -> bool:
         """Say how the run stands after its process has ended; whether to start the next one."""
         folder = self._folder
-        if not self._owner.is_same(folder.owner()):
+        if folder.owner() != self._owner:
             logger.warning("run %s: its process ended with %s; another one has the run", folder.name, status)
         elif folder.ended():
             pass  # the process said how; what it died of afterwards, a SIGTERM at its very end for example, is nothing

@@ -77,9 +77,9 @@ def pid_of(runs: Runs, name: str) -> int:
 
 def beat_of(folder: RunFolder) -> int:
     """How often its process has said that it lives."""
-    found = folder.owner()
-    assert found is not None
-    return found.beat
+    owner = folder.owner()
+    assert owner is not None
+    return folder.beats(owner)
 
 
 def on_disk(outputs: Path, name: str, **state: object) -> RunFolder:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trackway.trainer.heartbeat import DEAD_AFTER_S, EXIT_LOST, Heartbeat, Sightings
-from trackway.trainer.owner import Machine, OutputsLock, Owner, this_machine
+from trackway.trainer.owner import Beat, Machine, OutputsLock, Owner, this_machine
 from trackway.trainer.run_folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
@@ -60,7 +60,7 @@ def beating(folder: RunFolder) -> Iterator[subprocess.Popen[bytes]]:
 def beats(folder: RunFolder) -> int:
     owner = folder.owner()
     assert owner is not None
-    return owner.beat
+    return folder.beats(owner)
 
 
 def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
@@ -110,6 +110,24 @@ def test_on_another_machine_a_process_is_dead_when_its_beat_has_not_changed_for_
     clock.now += 0.2
 
     assert (first, changed, last_beat, patient, elsewhere.alive(folder)) == (True, True, True, True, False)
+
+
+def test_a_beat_of_a_process_that_has_lost_the_run_is_no_life_of_its_owner_and_gives_it_nothing_back(folder: RunFolder):
+    owner, lost = Owner(machine=ELSEWHERE, pid=7, started=7), Owner(machine=ELSEWHERE, pid=8, started=8)
+    folder.write_owner(owner)
+    folder.write_beat(Beat(owner=owner, count=5))
+    clock = Clock()
+    sightings = Sightings(clock=clock)
+    before = sightings.alive(folder)
+
+    clock.now += DEAD_AFTER_S - 1
+    folder.write_beat(Beat(owner=lost, count=6))
+    after_a_foreign_beat = sightings.alive(folder)
+    clock.now += DEAD_AFTER_S - 1
+    folder.write_beat(Beat(owner=lost, count=7))
+
+    assert (before, after_a_foreign_beat, sightings.alive(folder)) == (True, True, False)
+    assert folder.owner() == owner
 
 
 def test_the_same_host_name_in_another_container_is_another_machine(folder: RunFolder):

@@ -104,6 +104,7 @@ async def test_a_run_that_went_on_too_often_says_so_and_is_left_alone(runs: Runs
     folder = on_disk(tmp_path / "outputs", "old", state="stopped", interrupted=True, restarts=2, message="interrupted")
 
     assert await resume_interrupted(runs) is None
+    assert (folder.info().state, folder.info().interrupted) == (RunState.FAILED, False)
     assert folder.info().message == "interrupted; it went on by itself 2 times and does so no more: resume it"
 
 

@@ -240,7 +240,9 @@ async def test_the_newest_interrupted_run_goes_on_and_when_it_cannot_the_next(
     assert "run b was interrupted and cannot go on: [Errno 21] Is a directory" in caplog.text
 
 
-async def test_whoever_starts_a_run_keeps_an_interrupted_one_from_going_on(runs: Runs, request_of, outputs: Path):
+async def test_whoever_starts_a_run_fails_an_interrupted_one_which_nobody_has_stopped(
+    runs: Runs, request_of, outputs: Path
+):
     for name in ("old", "older"):
         on_disk(outputs, name, state="stopped", interrupted=True, message="interrupted after step 2")
 
@@ -251,8 +253,8 @@ async def test_whoever_starts_a_run_keeps_an_interrupted_one_from_going_on(runs:
     by_start = runs.info("old")
 
     left = "interrupted after step 2; run 'old' was started instead of it: resume it"
-    assert (by_resume.interrupted, by_resume.message) == (False, left)
-    assert (by_start.interrupted, by_start.state in ("stopped", "failed")) == (False, True)
+    assert (by_resume.state, by_resume.interrupted, by_resume.message) == (RunState.FAILED, False, left)
+    assert (by_start.state, by_start.interrupted) == (RunState.FAILED, False)
 
 
 async def test_one_state_that_cannot_be_read_hides_no_other_run_and_is_named_once(

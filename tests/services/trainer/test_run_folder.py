@@ -49,9 +49,11 @@ def test_a_state_follows_another_only_as_the_table_says(folder: RunFolder, befor
         assert folder.info().state is before
 
 
-def test_a_finished_run_is_final_and_a_stopped_or_failed_one_can_start_again():
+def test_a_finished_run_is_final_and_a_stopped_or_failed_one_can_start_again_or_be_given_up():
+    after = {RunState.STARTING, RunState.FAILED}
+
     assert RUN_TRANSITIONS[RunState.FINISHED] == frozenset()
-    assert all(RUN_TRANSITIONS[state] == {RunState.STARTING} for state in ENDED - {RunState.FINISHED})
+    assert all(RUN_TRANSITIONS[state] == after for state in ENDED - {RunState.FINISHED})
 
 
 def test_rows_after_a_checkpoint_are_removed_and_its_own_is_kept(folder: RunFolder):
