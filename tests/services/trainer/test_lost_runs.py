@@ -14,6 +14,7 @@ from real_runs import Pod, beat_of, ended, held_at, on_disk, pid_of, run_request
 
 from trackway.trainer.heartbeat import DEAD_AFTER_S
 from trackway.trainer.interruptions import resume_interrupted
+from trackway.trainer.owner import Owner, this_machine
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.runs import Runs
 from trackway.trainer.settings import ServiceUrls
@@ -126,6 +127,22 @@ async def test_a_stop_of_a_run_that_was_given_up_ends_its_learner_too(runs: Runs
     await until(lambda: not lives(frozen), 30)
 
     assert (stopped.state, stopped.interrupted, runs.interrupted()) == (RunState.FAILED, False, [])
+
+
+async def test_a_run_that_another_service_trains_by_now_is_left_to_it(runs: Runs, agent, frozen: int, outputs: Path):
+    folder = RunFolder(outputs / "frozen")
+    machine = this_machine().model_copy(update={"host": "another-pod"})
+    folder.move(RunState.STARTING)
+    folder.write_owner(Owner(machine=machine, pid=7, started=7))
+    taken = folder.move(RunState.RUNNING)
+    agent.released.set()
+
+    os.kill(frozen, signal.SIGCONT)
+    await until(lambda: not lives(frozen), 30)
+    await asyncio.wait_for(runs.close(), 60)
+
+    assert folder.info() == taken
+    assert learners(folder) == []
 
 
 async def test_a_service_that_closes_ends_a_run_that_began_meanwhile(runs: Runs, agent, frozen: int, request_of):
