@@ -1,7 +1,10 @@
 """Processes that code leaves behind: none lives longer than the instance, the call or the server they belong to."""
 
 import asyncio
+import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -9,6 +12,7 @@ import pytest
 from python_rig import Run, leaving, processes_with, served
 from tools_rig import eventually
 
+from trackway.tools.sandbox.process import SandboxedProcess
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("isolation")]
@@ -50,6 +54,25 @@ async def test_they_end_with_the_interpreter(running: Run) -> None:
         session = await server.session()
         await session(leaving("left-by-exit") + "os._exit(0)")
         assert processes_with("left-by-exit") == []
+
+
+def test_a_sandbox_has_ended_when_its_first_process_has_and_not_when_bubblewrap_has() -> None:
+    bwrap, first = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "600"])
+    bwrap.wait(10)
+    info, info_end = os.pipe()
+    os.write(info_end, json.dumps({"child-pid": first.pid}).encode())
+    os.close(info_end)
+    ours, theirs = socket.socketpair()
+    process = SandboxedProcess(bwrap, ours, os.fdopen(info, "rb", buffering=0))
+    process.ready()
+
+    before = process.ended
+    process.kill()
+    first.wait(10)
+
+    assert (before, process.ended) == (False, True)
+    process.close()
+    theirs.close()
 
 
 async def test_they_end_with_an_abandoned_instance(running: Run) -> None:

@@ -171,9 +171,9 @@ def _drain(process: InterpreterProcess, output: BoundedOutput) -> None:
 
 
 async def _gone(process: InterpreterProcess, timeout_s: float) -> int | None:
-    """The exit status, or None when it lives on."""
+    """The exit status, once nothing of it lives; None when it lives on."""
     end = asyncio.get_running_loop().time() + timeout_s
-    while process.popen.poll() is None and asyncio.get_running_loop().time() < end:
+    while not process.ended and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(_POLL_S)
     return process.popen.returncode
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -39,6 +40,11 @@ class InterpreterProcess:
         assert self.popen.stdout is not None
         return self.popen.stdout.fileno()
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it lives any more; `popen` has its exit status then."""
+        return self.popen.poll() is not None
+
     def ready(self) -> None:
         """The interpreter has spoken for the first time."""
         return None
@@ -48,7 +54,7 @@ class InterpreterProcess:
         return None
 
     def kill(self) -> None:
-        """End everything; the channel closes at once, `popen` ends after the last process."""
+        """End everything; the channel closes at once."""
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(ProcessLookupError):
@@ -74,6 +80,13 @@ class SandboxedProcess(InterpreterProcess):
         self._info = info
         self._first: tuple[int, int] | None = None
 
+    @property
+    def ended(self) -> bool:
+        """bubblewrap ends with the interpreter, the sandbox's first process after everything else in there."""
+        if self.popen.poll() is None:
+            return False
+        return self._first is None or _is_readable(self._first[1])
+
     def ready(self) -> None:
         """From here on the sandbox can be looked into."""
         pid = int(json.loads(self._info.read(4096))["child-pid"])
@@ -89,7 +102,7 @@ class SandboxedProcess(InterpreterProcess):
             return None  # it has just ended
 
     def kill(self) -> None:
-        """The kernel ends a process namespace with its first process, and only then lets bubblewrap know."""
+        """The kernel ends a process namespace with its first process, which has ended when all others have."""
         if self._first is None:
             super().kill()
             return
@@ -104,6 +117,13 @@ class SandboxedProcess(InterpreterProcess):
         self._info.close()
         if self._first is not None:
             os.close(self._first[1])
+
+
+def _is_readable(pidfd: int) -> bool:
+    """So the kernel says that the process has ended."""
+    look = select.poll()
+    look.register(pidfd, select.POLLIN)
+    return bool(look.poll(0))
 
 
 def _excess(root: str, settings: SandboxSettings) -> str | None:
