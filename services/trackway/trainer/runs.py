@@ -2,7 +2,7 @@
 
     start, resume -> STARTING -> (the process: RUNNING ...) -> its end, as supervision.py settles it
     stop          -> SIGTERM, a deadline, SIGKILL -> STOPPED
-    the service goes -> SIGUSR1, a deadline, SIGKILL -> STOPPED, interrupted
+    the service goes -> SIGUSR1, a deadline, SIGKILL -> STOPPED, interrupted -> goes on by itself, or FAILED
 
 Where a run stands says known_runs.py.
 """
@@ -95,7 +95,7 @@ class Runs(KnownRuns):
     def interrupted(self) -> list[str]:
         """The runs to go on with, newest first, whose service or machine went; none while a run is active.
 
-        One that went on by itself as often as `trackway.max_restarts` allows is left to whoever resumes it.
+        One that went on by itself as often as `trackway.max_restarts` allows is failed, and left to whoever resumes it.
         """
         found: list[str] = []
         for info in self._newest_first():
@@ -122,9 +122,10 @@ class Runs(KnownRuns):
             if active is not None:  # given up by another service while this one stood still
                 active[0].stop()
             with self._ours.held():
-                info = self._folder(name).info()
+                folder = self._folder(name)
+                info = folder.info()
                 if info.state in ENDED:
-                    return self._folder(name).update(interrupted=False)
+                    return folder.update(interrupted=False)
         if info.state in ENDED or active is None:
             message = f"expected an active run to stop, got run {name!r}, which is {self._standing(info)}"
             raise TrackwayError(ErrorCode.CONFLICT, message, run=name)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from real_runs import beat_of
 
 from trackway.trainer.heartbeat import DEAD_AFTER_S, EXIT_LOST, Heartbeat, Sightings
 from trackway.trainer.owner import Beat, Machine, OutputsLock, Owner, this_machine
@@ -52,15 +53,9 @@ class Clock:
 def beating(folder: RunFolder) -> Iterator[subprocess.Popen[bytes]]:
     """Another process that has the run and says so every 100 ms."""
     with subprocess.Popen([sys.executable, "-c", BEATING, str(folder.path)], stdin=subprocess.PIPE) as process:
-        until(lambda: beats(folder) > 0)
+        until(lambda: beat_of(folder) > 0)
         yield process
         process.kill()
-
-
-def beats(folder: RunFolder) -> int:
-    owner = folder.owner()
-    assert owner is not None
-    return folder.beats(owner)
 
 
 def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
@@ -97,8 +92,8 @@ def test_on_another_machine_a_process_is_dead_when_its_beat_has_not_changed_for_
     clock = Clock()
     elsewhere = Sightings(ELSEWHERE, clock)
     first = elsewhere.alive(folder)
-    seen = beats(folder)
-    until(lambda: beats(folder) > seen)
+    seen = beat_of(folder)
+    until(lambda: beat_of(folder) > seen)
     clock.now += 10 * DEAD_AFTER_S
     changed = elsewhere.alive(folder)
 
@@ -145,17 +140,17 @@ def test_the_beat_goes_on_while_torch_computes(folder: RunFolder):
 
     matrix = torch.rand(1500, 1500)
     with Heartbeat(folder, every_s=0.01):
-        until(lambda: beats(folder) > 0)
-        before = beats(folder)
+        until(lambda: beat_of(folder) > 0)
+        before = beat_of(folder)
         torch.linalg.matrix_power(matrix, 20)  # one call into C++
-        during = beats(folder) - before
+        during = beat_of(folder) - before
 
     assert during > 5
 
 
 def test_after_its_end_a_heartbeat_writes_nothing(folder: RunFolder):
     with Heartbeat(folder, every_s=0.001):
-        until(lambda: beats(folder) > 3)
+        until(lambda: beat_of(folder) > 3)
     other = Owner.of(1)
     folder.write_owner(other)
 
@@ -163,8 +158,8 @@ def test_after_its_end_a_heartbeat_writes_nothing(folder: RunFolder):
 
 
 def test_a_process_that_stood_still_and_lost_its_run_ends_when_it_moves_again(folder: RunFolder, beating):
-    seen = beats(folder)
-    until(lambda: beats(folder) > seen)  # the next one is due in 100 ms
+    seen = beat_of(folder)
+    until(lambda: beat_of(folder) > seen)  # the next one is due in 100 ms
     beating.send_signal(signal.SIGSTOP)
     until(lambda: Path(f"/proc/{beating.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     taken = Owner(machine=Machine(host="b", boot="b", processes="b"), pid=7, started=7)

@@ -171,7 +171,7 @@ def _drain(process: InterpreterProcess, output: BoundedOutput) -> None:
 
 
 async def _gone(process: InterpreterProcess, timeout_s: float) -> int | None:
-    """The exit status, once nothing of it lives; None when it lives on."""
+    """The exit status, None while it has none; waits until nothing of it lives, or for `timeout_s`."""
     end = asyncio.get_running_loop().time() + timeout_s
     while not process.ended and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(_POLL_S)

@@ -42,7 +42,7 @@ class InterpreterProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it lives any more; `popen` has its exit status then."""
+        """Whether it has ended; `popen` has its exit status then."""
         return self.popen.poll() is not None
 
     def ready(self) -> None:
@@ -82,7 +82,7 @@ class SandboxedProcess(InterpreterProcess):
 
     @property
     def ended(self) -> bool:
-        """bubblewrap ends with the interpreter, the sandbox's first process after everything else in there."""
+        """Whether nothing in the sandbox lives: its first process ends last, and bubblewrap may end before it."""
         if self.popen.poll() is None:
             return False
         return self._first is None or _is_readable(self._first[1])
