@@ -18,8 +18,6 @@ WEAVE_MAPPING := 0.53.12
 VLLM := .venv-vllm
 CODE := services clients deploy k8s tests examples benchmarks docs
 PYTEST := $(BIN)/python -m pytest
-# Its exit status when no test was selected; with ARGS that may be so in one of the two parts of `test`, not in both.
-FORGIVEN := $(if $(strip $(ARGS)),5,0)
 # The files that have the mark alone, since others beside them import every service.
 MANIFEST_TESTS = $(sort $(shell grep -rlE --include='test_*.py' 'mark\.manifests\b' tests))
 # A machine that keeps wheels of its own (PIP_FIND_LINKS) has its CPU torch there; others take it from PyTorch's index.
@@ -28,7 +26,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast test-vllm test-pods test-all check check-manifests format lock image picture clean
+.PHONY: help demo ui bench test test-fast test-vllm test-pods test-chaos test-mutants test-all check check-manifests format lock image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -40,13 +38,11 @@ ui: $(VENV)/.cpu ## Look at the demo's traces in MLflow.
 	$(BIN)/trackway ui
 
 test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; ARGS='-k name' for a part.
-	$(PYTEST) -n 2 --dist loadfile -m 'not e2e and not vllm and not pods and not manifests' $(ARGS); first=$$?; \
-	[ $$first = 0 -o $$first = $(FORGIVEN) ] || exit $$first; \
-	$(PYTEST) -m e2e $(ARGS); second=$$?; \
-	[ $$second = $(FORGIVEN) ] && exit $$first; exit $$second
+	@$(BIN)/python tests/programs.py
+	$(BIN)/python tests/run_all.py $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a training run.
-	$(PYTEST) -m 'not slow and not e2e and not vllm and not pods and not manifests' $(ARGS)
+	$(PYTEST) -m 'not slow and not e2e and not vllm and not pods and not manifests and not chaos' $(ARGS)
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(PYTEST) -m vllm tests/vllm $(ARGS)
@@ -55,6 +51,13 @@ test-pods: $(VENV)/.dev ## Start the quick start's pods with podman (root; build
 	@[ "$$(id -u)" = 0 ] && command -v podman >/dev/null || { echo "expected root and podman, got $$(id -un) and podman at '$$(command -v podman)'; run it as root where podman is installed" >&2; exit 2; }
 	@$(MAKE) --no-print-directory image
 	$(PYTEST) -m pods tests/k8s/test_pods.py $(ARGS)
+
+test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes of a whole deployment during runs, ten schedules (minutes; on demand).
+	$(PYTEST) -m chaos tests/e2e/test_chaos.py $(ARGS)
+
+test-mutants: $(VENV)/.dev ## Change the pure modules one place at a time: do their tests fail? ARGS='--minutes 5 loss'.
+	$(INSTALL) --editable '.[mutants]'
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 test-all: test test-vllm ## Run both, as CI does.
 
@@ -75,7 +78,7 @@ format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
 	$(BIN)/ruff format $(CODE)
 
 lock: $(VENV)/.uv ## Resolve constraints.txt anew.
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --extra mutants --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
 	$(BIN)/uv pip compile tests/weave/requirements.in --python-version 3.11 --no-annotate --no-header --quiet --upgrade -o tests/weave/constraints.txt
 	$(BIN)/uv pip compile tests/vllm/requirements.in --override tests/vllm/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/vllm/constraints.txt
 	$(BIN)/uv pip compile deploy/docker/inside/vllm.in --python-version 3.11 --python-platform x86_64-manylinux_2_36 --no-annotate --no-header --quiet --upgrade -o deploy/docker/inside/vllm.txt

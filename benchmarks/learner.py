@@ -42,7 +42,8 @@ class WholeRow(Policy):
     def logits(self, batch: TrainingBatch, temperature: float) -> torch.Tensor:
         """As the base's."""
         row = PackedRow.of(batch)
-        return self._forward(row.response_mask, input_ids=row.input_ids, position_ids=row.position_ids) / temperature
+        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids}
+        return self._forward(row.response_mask, inputs) / temperature
 
 
 class Cost(NamedTuple):

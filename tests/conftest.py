@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -101,6 +101,29 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a small file system needs the right to mount: {mounted.stderr.decode().strip()}")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def fill() -> Callable[..., Path]:
+    """`fill(small_disk, leave=0)`: take all but `leave` bytes; the file that has them."""
+
+    def filled(folder: Path, leave: int = 0) -> Path:
+        filler, status = folder / "filler", os.statvfs(folder)
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, status.f_bavail * status.f_frsize - leave)
+        return filler
+
+    return filled
+
+
+@pytest.fixture
+def remount() -> Callable[[Path, str], None]:
+    """`remount(small_disk, "ro")`: the same file system with other options, such as `ro` or `size=4m`."""
+
+    def remounted(folder: Path, options: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True, capture_output=True)
+
+    return remounted
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import ctypes
 import os
 import re
 import secrets
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def unavailable() -> str | None:
     """Why there can be no such network here; None when there can."""
-    if shutil.which("ip") is None:
-        return "expected `ip` (Debian's iproute2), got none"
     probe = f"tw{secrets.token_hex(3)}"
     tried = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if tried.returncode:

@@ -11,7 +11,7 @@ from network import Network
 from trackway.clients import CallPolicy, ServiceClient, close_shared_http
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.anyio]
+pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.program("ip"), pytest.mark.anyio]
 
 PATIENT = CallPolicy(read_s=120.0, total_s=300.0, attempts=1)
 

@@ -5,7 +5,6 @@ The services are those of the manifests' Serve config, on three Ray nodes; what 
 
 import asyncio
 import itertools
-import shutil
 import sys
 from collections.abc import Callable
 
@@ -16,7 +15,13 @@ from lab_runs import generate, generating, goes_on, lost_nothing, start, step_of
 from trackway.clients import run
 from trackway.deploy.traces.verify import Gap
 
-pytestmark = [pytest.mark.e2e, pytest.mark.cluster, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.cluster,
+    pytest.mark.program("ip"),
+    pytest.mark.program("redis-server", optional=True),
+    pytest.mark.timeout(1800),
+]
 
 LONG = 900
 """Tokens that the tiny model writes for a good while."""
@@ -65,7 +70,7 @@ def died_with_it(gap: Gap, killed: int) -> bool:
     return int(gap.trajectory.split("/")[1].removeprefix("val")) <= killed + 1
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="expected `redis-server` (Debian's redis-server)")
+@pytest.mark.program("redis-server")
 def test_a_run_and_every_replica_outlive_the_head(cluster: Cluster) -> None:
     before = names(cluster)
     name = start(cluster, "head")

@@ -12,12 +12,13 @@ from trackway.deploy.cli import app
 from trackway.deploy.console import RunBar
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import Deployment
+from trackway.deploy.status import run_notes
 from trackway.deploy.train import elsewhere as paths_there
 from trackway.deploy.train import localised, placed
 from trackway.trainer.config import compose
 from trackway.trainer.run_folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.trainer import RunInfo, RunState
+from trackway.wire.trainer import BackendSummary, RunInfo, RunState
 
 pytestmark = pytest.mark.slow  # five real services
 
@@ -102,6 +103,19 @@ def test_an_interrupted_run_that_stays_away_is_no_success(there: Deployment, fol
     assert train.follow(there, folder.name, quiet).state is RunState.STOPPED
 
 
+def test_status_says_what_a_backend_lacks_of_each_run(there: Deployment, folder: RunFolder) -> None:
+    lacking = BackendSummary(
+        backend="mlflow", rows_waiting=2, waits_for="HTTP 503", feedback_lost=1, lost_because="401"
+    )
+    advance(folder, RunState.RUNNING, RunState.FINISHED, tracking=[lacking])
+
+    name = folder.name
+    assert [note for note in run_notes(there) if name in note] == [
+        f"run {name}: 2 rows of metrics not yet in MLflow (HTTP 503): kept on disk and sent later",
+        f"run {name}: 1 value of feedback lost for MLflow: 401",
+    ]
+
+
 def test_a_service_that_moves_is_waited_for(elsewhere, there: Deployment, folder: RunFolder, monkeypatch) -> None:
     def move(info: RunInfo) -> None:
         if info.state is RunState.STARTING:
@@ -136,13 +150,15 @@ def test_a_run_that_is_stopping_is_resumed_once_it_has_stopped(there: Deployment
         if info.state is RunState.STOPPING:
             advance(folder, RunState.STOPPED)
 
-    resumed = train.resume_run(there, folder.name, stop)
+    resumed = train.resume_run(there, folder.name, stop, skip_damaged=True)
+    command = Path(f"/proc/{folder.owner().pid}/cmdline").read_text()
     ended = train.stop_run(there, folder.name, quiet)  # its learner, which the service has started
     assert (seen, resumed.state, ended.state) == (
         [RunState.STOPPING, RunState.STOPPED],
         RunState.STARTING,
         RunState.STOPPED,
     )
+    assert command.endswith("\0--skip-damaged\0")
 
 
 def test_a_run_that_is_interrupted_goes_on_by_itself(there: Deployment, folder: RunFolder) -> None:

@@ -73,9 +73,11 @@ def test_a_key_is_explained_with_what_a_preset_says_of_it(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_dry_run_on_running_services_needs_none(tmp_path: Path) -> None:
-    told = trackway("train", "--dry-run", "trainer.total_training_steps=7", cwd=tmp_path)
+    words = ["data.train_files=nowhere.parquet", "actor_rollout_ref.model.path=Some/Model"]
+    told = trackway("train", "--dry-run", "trainer.total_training_steps=7", *words, cwd=tmp_path)
 
-    assert told.returncode == 0
+    assert told.returncode == 0, told.stderr
+    assert "services: nothing runs for outputs; start them with `trackway up`" in told.stdout
     assert {"steps 7 in all", "rollout as the running services are"} <= {
         " ".join(line.split()) for line in told.stdout.splitlines()
     }

@@ -1,6 +1,8 @@
 """`trackway data`: options under our names and verl's, and what is written where."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -54,3 +56,13 @@ def test_without_a_folder_the_files_are_where_the_reproduce_script_looks(
     assert result.exit_code == 0, result.output
     written = sorted(path.name for path in (tmp_path / "data" / "gsm8k").iterdir())
     assert written == ["test.parquet", "train.parquet"]
+
+
+def test_rows_without_room_are_one_line_that_names_the_disk_and_leave_nothing(small_disk: Path) -> None:
+    words = [sys.executable, "-m", "trackway.deploy.cli", "data", "make-tiny", str(small_disk), "--train-size", "90000"]
+
+    made = subprocess.run(words, capture_output=True, text=True)
+
+    assert (made.returncode, made.stderr.count("\n")) == (2, 1)
+    assert made.stderr.startswith(f"error: expected to write 90000 rows to {small_disk}/train.parquet, got 'No space ")
+    assert list(small_disk.iterdir()) == []

@@ -55,5 +55,6 @@ def test_a_running_deployment_is_not_started_twice(tmp_path: Path) -> None:
         serve_config={},
     ).save()
     assert Deployment.path(tmp_path / "out").stat().st_mode & 0o077 == 0
-    with pytest.raises(UserError, match="run already at http://here; stop them with `trackway down`"):
+    remedy = rf"run already at http://here; stop them with `trackway down`.* \(ray: process {os.getpid()}\)"
+    with pytest.raises(UserError, match=remedy):
         preflight.check(settings(tmp_path))

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from trackway.deploy.train import check_backends_here, localised, refusals, trace_losses
+from trackway.deploy.cli import app
+from trackway.deploy.errors import UserError
+from trackway.deploy.train import check_backends_here, localised, trace_losses, tracking_losses
 from trackway.trainer.config import compose
 from trackway.wire.errors import TrackwayError
-from trackway.wire.trainer import RunInfo, RunState, TraceSummary
+from trackway.wire.trainer import BackendSummary, RunInfo, RunState, TraceSummary
 
 TRACE = "actor_rollout_ref.rollout.trace"
 
@@ -49,6 +52,18 @@ def test_what_was_on_its_way_and_who_did_not_answer_is_said() -> None:
     ]
 
 
+def test_what_waits_for_a_backend_and_what_is_lost_there_is_said_with_its_reason() -> None:
+    waiting = BackendSummary(backend="mlflow", rows_waiting=1, feedback_waiting=40, waits_for="it is slow")
+    lost = BackendSummary(backend="wandb", metrics_lost=3, lost_because="no room")
+    whole = BackendSummary(backend="tensorboard")
+    info = RunInfo(run="r", state=RunState.FINISHED, tracking=[waiting, lost, whole])
+
+    assert tracking_losses(info) == [
+        "1 row of metrics and 40 values of feedback not yet in MLflow (it is slow): kept on disk and sent later",
+        "3 values of metrics lost for W&B: no room",
+    ]
+
+
 def test_a_demo_for_a_backend_without_its_key_is_refused_before_it_starts(monkeypatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     config = compose([f"{TRACE}.backend=[mlflow,weave]", f"{TRACE}.project_name=me/p"], config_name="tiny_demo")
@@ -59,6 +74,13 @@ def test_a_demo_for_a_backend_without_its_key_is_refused_before_it_starts(monkey
         check_backends_here(config)
     monkeypatch.setenv("WANDB_API_KEY", "key")
     check_backends_here(config)
+
+
+def test_damaged_checkpoints_are_skipped_only_by_a_run_that_is_resumed() -> None:
+    told = CliRunner().invoke(app, ["train", "--skip-damaged"])
+
+    assert isinstance(told.exception, UserError)
+    assert str(told.exception) == "--skip-damaged: expected --resume with it, got none; give --resume NAME"
 
 
 def test_a_demo_brings_its_own_mlflow(monkeypatch) -> None:
@@ -84,17 +106,3 @@ def test_every_path_of_this_machine_is_made_whole_and_names_of_other_places_stay
     assert here.trainer.resume_from_path == f"{tmp_path}/run/global_step_3"
     assert here.actor_rollout_ref.model.path == f"{tmp_path}/model"
     assert hub.actor_rollout_ref.model.path == "Qwen/Qwen2.5-3B-Instruct"
-
-
-def test_all_that_would_be_refused_is_told_at_once(monkeypatch) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_ENTITY", raising=False)
-    words = ["data.train_files=nowhere.parquet", f"{TRACE}.backend=weave"]
-
-    told = refusals(compose(words))
-
-    assert [one.partition(":")[0] for one in told] == [
-        "expected a value for actor_rollout_ref.model.path, got none; a run needs a model and rows",
-        "data.train_files",
-        "actor_rollout_ref.rollout.trace.project_name",
-    ]

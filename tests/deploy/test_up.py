@@ -1,6 +1,7 @@
 """What a start hands to the services: where traces go, where they wait, and no secret."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +83,27 @@ def test_a_local_database_gets_a_server_of_its_own_and_a_running_server_none(tmp
 
     assert uri == f"http://127.0.0.1:{port}"
     assert up._mlflow(settings(tmp_path, mlflow_uri="http://there/"), port) == ("http://there/", [])
+
+
+def test_a_second_start_in_a_folder_names_the_first_and_touches_nothing(tmp_path, monkeypatch) -> None:
+    made = settings(tmp_path)
+    refused: list[str] = []
+
+    def second_start(*_: object) -> None:
+        with pytest.raises(UserError) as error:
+            up.bring_up(made, lambda name, state: None)
+        refused.append(str(error.value))
+        raise UserError("the first start ends here")
+
+    monkeypatch.setattr(preflight, "check", second_start)
+    with pytest.raises(UserError, match="the first start ends here"):
+        up.bring_up(made, lambda name, state: None)
+
+    first = f"got one under way: process {os.getpid()}; wait until it ends, stop it, or give another --outputs"
+    assert refused == [f"expected no other start of services in {made.outputs}, {first}"]
+
+
+def test_a_start_that_failed_keeps_no_later_one_out(tmp_path) -> None:
+    for _ in range(2):
+        with pytest.raises(UserError, match="model not found"):
+            up.bring_up(settings(tmp_path, model_path=tmp_path / "nowhere"), lambda name, state: None)

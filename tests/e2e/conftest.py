@@ -31,11 +31,12 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         environment.setenv(TOKEN, OPERATOR)
         running = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True))
     make_tiny(outputs / "data", train_size=64, test_size=16, seed=0)
-    processes = [process for record in running.processes if (process := record.find())]
-    family = [one for process in processes for one in [process, *process.children(recursive=True)]]
     yield running
+    roots = [process for record in running.processes if (process := record.find())]
+    family = [process for root in roots for process in [root, *root.children(recursive=True)]]
     take_down(running)
-    assert [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+    remaining = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert len(roots) == len(running.processes) and remaining == []
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -111,8 +111,8 @@ def test_the_script_trains_two_steps_and_leaves_metrics_and_whole_traces(home: P
 
 
 @pytest.mark.weave
-def test_the_plan_of_the_script_is_verls(home: Path, weave_url: str) -> None:
-    told = ran(environment(home, weave_url), "bash", str(SCRIPT), "--dry-run").stdout
+def test_the_plan_of_the_script_is_verls(tmp_path: Path, weave_url: str) -> None:
+    told = ran(environment(tmp_path, weave_url), "bash", str(SCRIPT), "--dry-run").stdout
     assert "256 prompts x 16 = 4096 trajectories" in told
     assert "1 update a step, each of 4096 trajectories in 128 passes of at most 32" in told
     assert "8 GPUs / 2 each = 4" in told

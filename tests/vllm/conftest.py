@@ -14,9 +14,9 @@ from vllm_runs import (
     SHORT,
     Weights,
     build,
-    canary_of,
     idle,
     load,
+    proof_of,
     published,
     settings_of,
     started,
@@ -44,7 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def first(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Weights:
     """The base's own weights, published."""
     model = load(base)
-    return Weights(published(base, tmp_path_factory.mktemp("first") / "1"), model, canary_of(model))
+    return Weights(published(base, tmp_path_factory.mktemp("first") / "1"), model, proof_of(model))
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +52,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     """Other weights of the same shape, published."""
     folder = tmp_path_factory.mktemp("second")
     model = load(build(folder / "model", seed=1))
-    return Weights(published(folder / "model", folder / "2"), model, canary_of(model))
+    return Weights(published(folder / "model", folder / "2"), model, proof_of(model))
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +103,7 @@ async def engine(shared: VllmEngine, first: Weights) -> VllmEngine:
     """The session's engine with the base's weights, as a version of its own, and nothing in flight."""
     await shared.resume()
     await idle(shared)
-    await shared.load_weights(first.folder, shared.version + 1, first.canary)
+    await shared.load_weights(first.folder, shared.version + 1, first.proof)
     return shared
 
 

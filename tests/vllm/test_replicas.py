@@ -15,7 +15,7 @@ from vllm_runs import (
     SHORT,
     Weights,
     busy,
-    canary_of,
+    proof_of,
     settings_of,
     slowed,
     started,
@@ -43,7 +43,7 @@ async def test_first_weights_that_fail_lead_back_to_the_base_although_it_has_no_
 ) -> None:
     assert mortal.version == 0
     with pytest.raises(TrackwayError) as raised:
-        await mortal.load_weights(second.folder, 1, canary_of(second.model, shift=0.5))
+        await mortal.load_weights(second.folder, 1, proof_of(second.model, shift=0.5))
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
     made = await mortal.generate(PROMPT, GREEDY, "a")
     assert made.spans[0].version == 0
@@ -57,7 +57,7 @@ async def test_two_replicas_follow_one_store(
     watchers = [WeightWatcher(one, store, tmp_path / "cache", 0.1, DEADLINE_S) for one in (mortal, engine)]
     for watcher in watchers:
         await watcher.start()
-    store.publish(version, "run", second.folder, second.canary)
+    store.publish(version, "run", second.folder, proof=second.proof)
     await asyncio.gather(*(watcher.catch_up(version) for watcher in watchers))
     both = await asyncio.gather(*(one.generate(PROMPT, GREEDY, "a") for one in (mortal, engine)))
     for watcher in watchers:

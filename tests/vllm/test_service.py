@@ -53,7 +53,7 @@ async def test_the_service_answers_in_the_wires_words_and_follows_its_store(
     request = GenerateRequest(token_ids=PROMPT, sampling_params=SHORT, request_id="mine")
     async with serving(shared, base, tmp_path) as client:
         old = await client.generate(request)
-        WeightStore(str(tmp_path / "store")).publish(1, "run", second.folder, second.canary)
+        WeightStore(str(tmp_path / "store")).publish(1, "run", second.folder, proof=second.proof)
         new = await client.generate(request.model_copy(update={"min_weight_version": 1}))
     assert (old.request_id, old.usage.prompt_tokens, old.usage.completion_tokens) == ("mine", 3, 8)
     for reply, weights, version in ((old, first, 0), (new, second, 1)):
@@ -76,7 +76,7 @@ async def test_a_generation_survives_an_update_in_each_mode(
         with slowed(shared):
             call = asyncio.create_task(client.generate(GenerateRequest(token_ids=PROMPT, sampling_params=LONG)))
             await busy(shared)
-            WeightStore(str(tmp_path / "store")).publish(1, "run", second.folder, second.canary)
+            WeightStore(str(tmp_path / "store")).publish(1, "run", second.folder, proof=second.proof)
             async with asyncio.timeout(DEADLINE_S):
                 while not await under_way(client, mode):
                     await asyncio.sleep(0.02)

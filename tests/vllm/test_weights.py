@@ -15,8 +15,8 @@ from vllm_runs import (
     SHORT,
     Weights,
     busy,
-    canary_of,
     metrics,
+    proof_of,
     settings_of,
     slowed,
     stands_still,
@@ -56,7 +56,7 @@ async def test_an_update_between_generations_changes_tokens_and_version(
     engine: VllmEngine, first: Weights, second: Weights
 ) -> None:
     old = await engine.generate(PROMPT, GREEDY, "a")
-    await engine.load_weights(second.folder, engine.version + 1, second.canary)
+    await engine.load_weights(second.folder, engine.version + 1, second.proof)
     new = await engine.generate(PROMPT, GREEDY, "b")
     assert worst(old, first.model, GREEDY) < 1e-4
     assert worst(new, second.model, GREEDY) < 1e-4
@@ -70,7 +70,7 @@ async def test_an_update_during_a_generation_splits_it_into_spans_and_keeps_its_
         task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
         await busy(engine)
         version, before = engine.version, await metrics(engine)
-        await engine.load_weights(second.folder, version + 1, second.canary)
+        await engine.load_weights(second.folder, version + 1, second.proof)
     made = await task
     cut = made.spans[0].end
     assert [(s.version, s.start, s.end) for s in made.spans] == [(version, 0, cut), (version + 1, cut, 300)]
@@ -84,7 +84,7 @@ async def test_a_stream_says_which_weights_made_which_piece(engine: VllmEngine, 
     version = engine.version
     with slowed(engine):
         pieces, listening = await listened(engine)
-        await engine.load_weights(second.folder, version + 1, second.canary)
+        await engine.load_weights(second.folder, version + 1, second.proof)
     await listening
     versions = [piece.version for piece in pieces for _ in piece.token_ids]
     assert len(versions) == 300
@@ -101,7 +101,7 @@ async def test_no_prefix_computed_by_old_weights_is_reused(
     with slowed(engine):
         others = [asyncio.create_task(engine.generate(prompt, LONG, "b"))] if in_flight else []
         await busy(engine, running=len(others))
-        await engine.load_weights(second.folder, engine.version + 1, second.canary)
+        await engine.load_weights(second.folder, engine.version + 1, second.proof)
     await asyncio.gather(*others)
     before = engine.stats().reused_tokens
     made = await engine.generate(prompt, GREEDY, "c")
@@ -118,8 +118,8 @@ async def test_weights_that_fail_their_canary_are_taken_back_and_cost_a_request_
         task = asyncio.create_task(engine.generate(PROMPT, LONG, "a"))
         await busy(engine)
         version = engine.version
-        loading = engine.load_weights(second.folder, version + 1, canary_of(second.model, shift=0.5))
-        assert "a difference of 0.5" in await refused(loading)
+        loading = engine.load_weights(second.folder, version + 1, proof_of(second.model, shift=0.5))
+        assert "off by 0.5" in await refused(loading)
         cut = await task
     assert (engine.version, cut.finish_reason) == (version, "abort")
     assert [(span.version, span.start, span.end) for span in cut.spans] == [(version, 0, len(cut.token_ids))]
@@ -133,7 +133,7 @@ async def test_a_stream_never_shows_a_token_of_weights_that_failed(
     version = engine.version
     with slowed(engine):
         pieces, listening = await listened(engine)
-        await refused(engine.load_weights(second.folder, version + 1, canary_of(second.model, shift=0.5)))
+        await refused(engine.load_weights(second.folder, version + 1, proof_of(second.model, shift=0.5)))
         await listening
     tokens = [token for piece in pieces for token in piece.token_ids]
     logprobs = [logprob for piece in pieces for logprob in piece.logprobs]
@@ -147,11 +147,11 @@ async def test_tied_weights_without_their_head_are_caught(
 ) -> None:
     """vLLM's CPU build takes the new body and keeps the old head, and only a line in its log says so."""
     version = engine.version
-    message = await refused(engine.load_weights(without_head, version + 1, second.canary))
+    message = await refused(engine.load_weights(without_head, version + 1, second.proof))
     assert "lm_head.weight" in message
     assert engine.version == version
     assert worst(await engine.generate(PROMPT, GREEDY, "a"), first.model, GREEDY) < 1e-4
-    await engine.load_weights(second.folder, version + 1, second.canary)
+    await engine.load_weights(second.folder, version + 1, second.proof)
     assert worst(await engine.generate(PROMPT, GREEDY, "b"), second.model, GREEDY) < 1e-4
 
 
@@ -174,7 +174,7 @@ async def test_an_update_under_a_paused_engine_leaves_it_paused(engine: VllmEngi
         await busy(engine)
         await engine.pause("keep")
         version = engine.version
-        await engine.load_weights(second.folder, version + 1, second.canary)
+        await engine.load_weights(second.folder, version + 1, second.proof)
         assert engine.paused
         assert await stands_still(engine)
         assert not task.done()
@@ -190,10 +190,10 @@ async def test_without_the_old_weights_to_go_back_to_the_engine_serves_nothing(
     pruned = tmp_path / "1"
     shutil.copytree(first.folder, pruned)
     async with started(VllmEngine(settings)) as other:
-        await other.load_weights(pruned, 1, first.canary)
+        await other.load_weights(pruned, 1, first.proof)
         shutil.rmtree(pruned)
         with pytest.raises(TrackwayError, match="pruned"):
-            await other.load_weights(second.folder, 2, canary_of(second.model, shift=0.5))
+            await other.load_weights(second.folder, 2, proof_of(second.model, shift=0.5))
         assert other.stuck_for() == float("inf")
         with pytest.raises(TrackwayError, match="pruned") as raised:
             await other.generate(PROMPT, SHORT, "a")
@@ -210,7 +210,7 @@ async def test_weights_that_come_between_two_stages_of_a_wake_up_serve_after_it(
         await other.sleep(["weights", "kv_cache"])
         assert await other.http.get("/is_sleeping") == {"is_sleeping": True}
         await other.wake_up(["weights"])
-        await other.load_weights(second.folder, 1, second.canary)
+        await other.load_weights(second.folder, 1, second.proof)
         assert await other.http.get("/is_sleeping") == {"is_sleeping": True}
         await other.wake_up(["kv_cache"])
         await other.resume()

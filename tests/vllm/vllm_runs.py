@@ -18,7 +18,7 @@ from trackway.rollout.engines.engine import Generation
 from trackway.rollout.engines.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Canary
+from trackway.wire.weights import Probe, WeightProof
 
 MARKS = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 """Of every test here; the first of a session waits for vLLM's start, too."""
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
     folder: Path
     model: PreTrainedModel
-    canary: Canary
+    proof: WeightProof
 
 
 def build(folder: Path, seed: int) -> Path:
@@ -110,10 +110,11 @@ def worst(generation: Generation, model: PreTrainedModel, params: SamplingParams
     return max(abs(ours - theirs) for ours, theirs in zip(generation.logprobs, want, strict=True))
 
 
-def canary_of(model: PreTrainedModel, shift: float = 0.0) -> Canary:
+def proof_of(model: PreTrainedModel, shift: float = 0.0) -> WeightProof:
     """What a publisher says about its model; `shift` makes it wrong."""
     tokens = list(range(3, 35))
-    return Canary(token_ids=tokens, logprobs=[lp + shift for lp in logprobs_of(model, tokens, 1)], tolerance=1e-3)
+    logprobs = [logprob + shift for logprob in logprobs_of(model, tokens, 1)]
+    return WeightProof(probes=[Probe(token_ids=tokens, positions=list(range(1, 32)), logprobs=logprobs)])
 
 
 def settings_of(model_path: Path, log: Path, **more: Any) -> RolloutSettings:

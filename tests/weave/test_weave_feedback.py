@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trackway.tracing import Tracing, TracingSettings, set_outcome, trajectory_span, turn_span
-from trackway.trainer.background import Background
-from trackway.trainer.feedback import Assessment
+from trackway.trainer.assessment import Assessment
 from trackway.trainer.weave import WeaveFeedback
 from trackway.wire.trajectory import Tags
 
@@ -24,24 +23,23 @@ DOCS = Path(__file__).parents[2] / "docs" / "weave.md"
 
 
 @pytest.fixture(scope="module")
-def roots(weave_server: TracingSettings) -> list[str]:
+def roots(weave_server: TracingSettings, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The call ids of two trajectories of step 3, both with their feedback."""
     tracing = Tracing("agent", weave_server)
     ids = [trajectory(tracing, rollout_n) for rollout_n in (0, 1)]
     assert tracing.shutdown(30)
-    background = Background("feedback")
     assert weave_server.weave_project and weave_server.weave_api_key
     project, key = weave_server.weave_project, weave_server.weave_api_key
-    weave = WeaveFeedback(weave_server.weave_url, project, key, background, patience_s=10.0)
-    weave.submit(
+    weave = WeaveFeedback(tmp_path_factory.mktemp("run") / "tracking", weave_server.weave_url, project, key)
+    weave.queue.push(
         [
             Assessment("", ids[0], {"reward": 1.0, "advantage": 0.5, "fate": "used"}),
             Assessment("", ids[1], {"reward": 0.0, "advantage": -0.5, "fate": "dropped_stale"}),
         ]
     )
-    background.close(30)
+    assert weave.advance() and not weave.advance()
     weave.close()
-    assert (background.failed, background.dropped) == (0, 0)
+    assert weave.summary().lost == 0
     return ids
 
 

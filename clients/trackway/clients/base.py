@@ -26,7 +26,7 @@ from trackway.clients.shared_http import shared_http
 from trackway.clients.token import authorization, token_or_environments
 from trackway.tracing import add_incident, current_ledger, inject
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT
+from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT, header_text
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -213,8 +213,8 @@ class ServiceClient:
     def _headers(self, session_id: str | None, key: str | None, deadline: Deadline) -> dict[str, str]:
         given: Mapping[str, str | None] = {
             "content-type": "application/json",
-            SESSION_ID: session_id,
-            IDEMPOTENCY_KEY: key,
+            SESSION_ID: None if session_id is None else header_text(session_id),
+            IDEMPOTENCY_KEY: None if key is None else header_text(key),
             REQUEST_DEADLINE: f"{deadline.at:.3f}",
         }
         headers = {name: value for name, value in given.items() if value is not None} | authorization(self._token)

@@ -25,9 +25,10 @@ class TrainerClient(ServiceClient):
         """Ask a run to save a checkpoint and end."""
         return await self.call("POST", f"/runs/{name}/stop", reply=RunInfo)
 
-    async def resume(self, name: str) -> RunInfo:
-        """Go on from a run's last checkpoint."""
-        return await self.call("POST", f"/runs/{name}/resume", reply=RunInfo)
+    async def resume(self, name: str, skip_damaged: bool = False) -> RunInfo:
+        """Go on from a run's last checkpoint; with `skip_damaged` from the last one that is whole."""
+        path = f"/runs/{name}/resume" + ("?skip_damaged=true" if skip_damaged else "")
+        return await self.call("POST", path, reply=RunInfo)
 
     async def metrics(
         self, name: str, follow: bool = False, deadline: Deadline | None = None

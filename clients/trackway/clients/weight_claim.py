@@ -6,6 +6,7 @@ moment are told apart by reading back, not by a lock. A lease outlives a holder 
 it anew at once; should the holder live after all, its next renewal fails.
 """
 
+import contextlib
 import fcntl
 import os
 import time
@@ -16,6 +17,7 @@ from typing import IO, Protocol
 from fsspec.spec import AbstractFileSystem
 from pydantic import BaseModel, ValidationError
 
+from trackway.system import writing
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 LEASE_S = 1800.0
@@ -38,8 +40,9 @@ class FolderClaim:
     """A lock on `<store>/publisher.lock`, whose text says who holds it."""
 
     def __init__(self, folder: Path, owner: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = (folder / "publisher.lock").open("a+")
+        with writing(folder, "the publisher's lock"):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = (folder / "publisher.lock").open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -47,9 +50,10 @@ class FolderClaim:
             holder = self._file.read().strip()
             self._file.close()
             raise _taken(str(folder), holder, owner) from None
-        self._file.truncate(0)
-        self._file.write(f"{owner} (process {os.getpid()})")
-        self._file.flush()
+        with contextlib.suppress(OSError):  # a lock without a name on a full disk is one all the same
+            self._file.truncate(0)
+            self._file.write(f"{owner} (process {os.getpid()})")
+            self._file.flush()
 
     def renew(self) -> None:
         """A lock needs no renewal."""

@@ -10,20 +10,20 @@ store-wide and only grow, over all runs.
 """
 
 import contextlib
-import errno
-import hashlib
-import os
 import shutil
 import uuid
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from trackway.clients.weight_claim import Claim, FolderClaim, LeaseClaim
+from trackway.system import atomic_write, digests, find_difference
+from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary, LatestWeights, WeightFile, WeightManifest
+from trackway.wire.files import FileDigest
+from trackway.wire.weights import Canary, LatestWeights, WeightManifest, WeightProof
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
@@ -43,14 +43,21 @@ class WeightStore:
             return FolderClaim(Path(self._root), owner)
         return LeaseClaim(self._fs, self._root, owner)
 
-    def publish(self, version: int, run: str, folder: Path, canary: Canary | None = None) -> WeightManifest:
+    def publish(
+        self,
+        version: int,
+        run: str,
+        folder: Path,
+        canary: Canary | None = None,
+        proof: WeightProof | None = None,
+    ) -> WeightManifest:
         """Make the files directly inside `folder` the newest version.
 
         The same version with the same digests is a no-op. Raises CONFLICT when a visible version has other digests or
-        when `version` is not greater than the latest, and DISK_FULL, with readers at the old version, when there is no
-        room for it.
+        when `version` is not greater than the latest, and DISK_FULL or NOT_WRITABLE, with readers at the old version
+        and nothing left of the new one, when it cannot be written.
         """
-        manifest = WeightManifest(version=version, run=run, files=describe(folder), canary=canary)
+        manifest = WeightManifest(version=version, run=run, files=describe(folder), canary=canary, proof=proof)
         latest = self.latest()
         if latest is not None and version <= latest.version:
             return self._published(manifest, latest)
@@ -58,20 +65,31 @@ class WeightStore:
             self._copy(folder, manifest)
             self._replace(f"{self._root}/{LATEST}", LatestWeights(version=version, run=run, path=str(version)))
         except OSError as error:
-            raise self._no_room(manifest, error) from error
+            raise self._unwritten(manifest, error) from error
         return manifest
 
     def latest(self) -> LatestWeights | None:
-        """The newest complete version, or None when nothing is published."""
+        """The newest complete version, or None when nothing is published; WEIGHTS_CORRUPT when that cannot be read."""
+        path = f"{self._root}/{LATEST}"
         try:
-            return LatestWeights.model_validate_json(self._fs.cat_file(f"{self._root}/{LATEST}"))
+            return LatestWeights.model_validate_json(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
+        except ValidationError as error:
+            remedy = "restore it, or remove it and let the next version be published"
+            raise _unreadable(path, error, remedy) from error
 
     def manifest(self, version: int) -> WeightManifest:
-        """The manifest of a version; raises NOT_FOUND when it is not there (never published, or pruned)."""
+        """The manifest of a version.
+
+        Raises NOT_FOUND when it is not there (never published, or pruned), and WEIGHTS_CORRUPT when it cannot be read:
+        earlier versions published weights of NaN with a proof of nulls.
+        """
+        path = f"{self._path(version)}/{MANIFEST}"
         try:
-            return WeightManifest.model_validate_json(self._fs.cat_file(f"{self._path(version)}/{MANIFEST}"))
+            return WeightManifest.model_validate_json(self._fs.cat_file(path))
+        except ValidationError as error:
+            raise _unreadable(path, error, "publish a new version") from error
         except FileNotFoundError:
             raise TrackwayError(
                 ErrorCode.NOT_FOUND,
@@ -120,20 +138,21 @@ class WeightStore:
             self._fs.put_file(str(folder / file.name), f"{target}/{file.name}")
         self._replace(f"{target}/{MANIFEST}", manifest)
 
-    def _no_room(self, manifest: WeightManifest, error: OSError) -> Exception:
-        """The error to raise for one of the file system; what was copied is removed where the disk is full."""
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    def _unwritten(self, manifest: WeightManifest, error: OSError) -> Exception:
+        """The error to raise for one of the file system; what was copied is removed when the storage refuses more."""
+        number = error_number(error)
+        if number not in FULL | NOT_WRITABLE:
             return error
         with contextlib.suppress(OSError):
             self._fs.rm(self._path(manifest.version), recursive=True)
         size = sum(file.size for file in manifest.files)
-        return TrackwayError(
-            ErrorCode.DISK_FULL,
-            f"expected room for the {size} bytes of weights version {manifest.version} in {self.url}, got "
-            f"'{error.strerror}'; free space, or keep fewer versions (trackway.keep_weights)",
-            version=manifest.version,
-            bytes=size,
-        )
+        what = f"the {size} bytes of weights version {manifest.version}"
+        if isinstance(self._fs, LocalFileSystem):
+            remedy = "free space there, or keep fewer versions (trackway.keep_weights)" if number in FULL else None
+            return storage_error(number, Path(self._path(manifest.version)), what, remedy)
+        code = ErrorCode.DISK_FULL if number in FULL else ErrorCode.NOT_WRITABLE
+        message = f"expected to write {what} to {self.url}, got '{error.strerror}'; free space or grant the right there"
+        return TrackwayError(code, message, version=manifest.version, bytes=size)
 
     def _published(self, manifest: WeightManifest, latest: LatestWeights) -> WeightManifest:
         version = manifest.version
@@ -157,8 +176,8 @@ class WeightStore:
 
     def _download(self, manifest: WeightManifest, folder: Path) -> Path:
         part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")  # see version_of
-        part.mkdir(parents=True)
         try:
+            part.mkdir(parents=True)
             for file in manifest.files:
                 try:
                     self._fs.get_file(f"{self._path(manifest.version)}/{file.name}", str(part / file.name))
@@ -168,6 +187,11 @@ class WeightStore:
             if not folder.is_dir():
                 part.rename(folder)
             return folder
+        except OSError as error:
+            number = error_number(error)
+            if number not in FULL:
+                raise
+            raise storage_error(number, folder, f"weights version {manifest.version}") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
@@ -179,9 +203,14 @@ class WeightStore:
         if not isinstance(self._fs, LocalFileSystem):
             self._fs.pipe_file(path, data)  # an object store's put is atomic
             return
-        temporary = Path(f"{path}.{uuid.uuid4().hex}")
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
+        atomic_write(Path(path), data)
+
+
+def _unreadable(path: str, error: ValidationError, remedy: str) -> TrackwayError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"])) or "its JSON"
+    message = f"expected {path} to be readable, got {where}: {first['msg'][:200]}; {remedy}"
+    return TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message)
 
 
 def version_of(folder: Path) -> int | None:
@@ -190,33 +219,26 @@ def version_of(folder: Path) -> int | None:
     return int(number) if number.isdecimal() else None
 
 
-def describe(folder: Path) -> list[WeightFile]:
+def describe(folder: Path) -> list[FileDigest]:
     """Name, size and sha256 of the files directly inside a folder, by name."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
     if not files:
         raise ValueError(f"expected weight files in {folder}, got an empty folder")
-    return [WeightFile(name=path.name, size=path.stat().st_size, sha256=sha256(path)) for path in files]
+    return digests(folder, files)
 
 
 def verify(folder: Path, manifest: WeightManifest) -> Path:
     """The folder, when each file of the manifest is there with its digest; else raises WEIGHTS_CORRUPT."""
-    for file in manifest.files:
-        path = folder / file.name
-        got = sha256(path) if path.is_file() else "no file"
-        if got != file.sha256:
-            raise TrackwayError(
-                ErrorCode.WEIGHTS_CORRUPT,
-                f"{file.name} of weights version {manifest.version}: expected sha256 {file.sha256}, got {got}; "
-                f"publish a new version (folder {folder})",
-                version=manifest.version,
-                file=file.name,
-                expected=file.sha256,
-                got=got,
-            )
-    return folder
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    difference = find_difference(folder, manifest.files)
+    if difference is None:
+        return folder
+    file, expected, got = difference
+    raise TrackwayError(
+        ErrorCode.WEIGHTS_CORRUPT,
+        f"{file} of weights version {manifest.version}: expected sha256 {expected}, got {got}; "
+        f"publish a new version (folder {folder})",
+        version=manifest.version,
+        file=file,
+        expected=expected,
+        got=got,
+    )

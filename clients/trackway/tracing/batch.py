@@ -46,6 +46,15 @@ class Batch:
         return cls(headers, payload, spans)
 
 
+def joined(first: Batch, second: Batch) -> Batch:
+    """Both in one request; their headers are the same. Protobuf of two requests is that of both, one after the other.
+
+    Packed again, since not every receiver reads a second gzip member.
+    """
+    whole = gzip.decompress(first.payload) + gzip.decompress(second.payload)
+    return Batch(first.headers, gzip.compress(whole, compresslevel=1), first.spans + second.spans)
+
+
 def encoded(spans: Sequence[ReadableSpan]) -> bytes:
     """OTLP protobuf of the spans, gzip; the fast level, as most of it is read on the same machine."""
     return gzip.compress(serialized(spans), compresslevel=1)
@@ -91,7 +100,7 @@ def _attributes_weight(attributes: Attributes) -> int:
     for key, value in (attributes or {}).items():
         total += len(key) + _VALUE
         if type(value) is str:
-            total += len(value) if value.isascii() else len(value.encode())
+            total += len(value) if value.isascii() else len(value.encode(errors="replace"))
         else:
             total += _VALUE
     return total

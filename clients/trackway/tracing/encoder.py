@@ -55,7 +55,7 @@ def _plain_span(span: ReadableSpan) -> bytes | None:
     parts = [_IDS.pack(_TRACE_ID, context.trace_id.to_bytes(16), _SPAN_ID, context.span_id.to_bytes(8))]
     if parent is not None:
         parts += (_PARENT_ID, parent.span_id.to_bytes(8))
-    parts.append(_field(_NAME, span.name.encode()))
+    parts.append(_field(_NAME, span.name.encode(errors="replace")))
     parts.append(b"\x30%c" % (span.kind.value + 1))
     parts.append(_TIMES.pack(_START, span.start_time, _END, span.end_time))
     for key, value in (span.attributes or {}).items():
@@ -71,7 +71,7 @@ def _plain_span(span: ReadableSpan) -> bytes | None:
 def _value(value: AttributeValue) -> bytes | None:
     """An AnyValue; None for a sequence."""
     if type(value) is str:
-        return _field(_STRING, value.encode())
+        return _field(_STRING, value.encode(errors="replace"))
     if type(value) is bool:
         return _TRUE if value else _FALSE
     if type(value) is int:
@@ -83,7 +83,7 @@ def _value(value: AttributeValue) -> bytes | None:
 
 @lru_cache(maxsize=1024)
 def _key(key: str) -> bytes:
-    return _field(_KEY, key.encode())
+    return _field(_KEY, key.encode(errors="replace"))
 
 
 def _field(tag: bytes, content: bytes) -> bytes:

@@ -5,7 +5,7 @@ through the redaction and the cut, in this order.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
@@ -15,11 +15,14 @@ from trackway.tracing import attributes as names
 from trackway.tracing.context import active_tracing
 from trackway.tracing.ledger import Ledger, note
 from trackway.tracing.redaction import Redact, redacted
+from trackway.wire.base import named_number
+from trackway.wire.text import well_formed
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import WeightSpan
 
 Scalar = str | int | float | bool
 
+_PART_CHARS = 65_536
 LONGEST_MESSAGE = 4096
 """Bytes of a status or an event's text; MLflow cuts tags there too."""
 
@@ -49,8 +52,8 @@ class SpanHandle:
         return self._span.is_recording()
 
     def set(self, key: str, value: Scalar) -> None:
-        """One attribute, as it is."""
-        self._span.set_attribute(key, value)
+        """One attribute, as it is; a number that is not finite by its name, as backends store attributes as JSON."""
+        self._span.set_attribute(key, _scalar(value))
 
     def tag(self, key: str, value: names.Tag) -> None:
         """A tag of the trace in every backend; on a root only."""
@@ -86,7 +89,7 @@ class SpanHandle:
 
     def score(self, value: float) -> None:
         """The score of an evaluation."""
-        self._span.set_attribute(names.EVALUATION_SCORE, value)
+        self._span.set_attribute(names.EVALUATION_SCORE, named_number(value))
 
     def error(self, message: str, code: str) -> None:
         """Mark the span failed."""
@@ -112,8 +115,16 @@ def add_incident(incident: Incident, **attributes: Scalar) -> None:
 
 def _event(span: Span, name: str, attributes: Mapping[str, Scalar]) -> None:
     if span.is_recording():
-        shown_attributes = {key: _text(value) if isinstance(value, str) else value for key, value in attributes.items()}
+        shown_attributes = {
+            key: _text(value) if isinstance(value, str) else _scalar(value) for key, value in attributes.items()
+        }
         span.add_event(name, shown_attributes)
+
+
+def _scalar(value: Scalar) -> Scalar:
+    if isinstance(value, str):
+        return well_formed(value)
+    return named_number(value) if isinstance(value, float) else value
 
 
 def shown(value: object) -> str:
@@ -128,16 +139,52 @@ def shown(value: object) -> str:
 def _json(value: object) -> str:
     tracing = active_tracing()
     max_bytes = 16384 if tracing is None else tracing.settings.max_text_bytes
+    if (tracing is None or tracing.redact is None) and _longest_text(value) > max_bytes:
+        return _within(max_bytes, _tree(value))  # without a JSON text of it all
     text = _ENCODER.encode(value)
+    if "NaN" in text or "Infinity" in text:  # perhaps bare ones, which are no JSON; within a text they stay
+        text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
     if tracing is not None and tracing.redact is not None:
         redact = tracing.redact
         text = json.dumps(_hidden(json.loads(text), redact), ensure_ascii=False)
     if len(text.encode()) <= max_bytes:
         return text
-    plain = json.loads(text)
+    return _within(max_bytes, json.loads(text))
+
+
+def _within(max_bytes: int, plain: object) -> str:
+    """JSON in which each text has its share of the bytes."""
     fair_share = max(64, max_bytes // max(1, _count_texts(plain)))
     cut = json.dumps(_each_text(plain, lambda one: truncate(one, fair_share)), ensure_ascii=False)
     return cut if len(cut.encode()) <= 2 * max_bytes else json.dumps(truncate(cut, max_bytes), ensure_ascii=False)
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, BaseModel):
+        return vars(value).values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _longest_text(value: object, levels: int = 64) -> int:
+    """Characters of the longest text; a circle is left to the encoder, which says so."""
+    if isinstance(value, str):
+        return len(value)
+    return max((_longest_text(part, levels - 1) for part in _parts(value)), default=0) if levels else 0
+
+
+def _tree(value: object) -> object:
+    """The value as JSON would be read, its texts not copied."""
+    if isinstance(value, BaseModel):
+        value = {name: item for name, item in vars(value).items() if item is not None}
+    if isinstance(value, dict):
+        return {key: _tree(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tree(item) for item in value]
+    if isinstance(value, float):
+        return named_number(value)
+    return value if value is None or isinstance(value, str | int) else repr(value)
 
 
 def _hidden(value: object, redact: Redact, keys: bool = False) -> object:
@@ -173,11 +220,19 @@ def _text(text: str) -> str:
 
 def truncate(text: str, max_bytes: int) -> str:
     """`text` cut to about `max_bytes` of UTF-8, with the marker `[truncated N bytes]`."""
-    data = text.encode(errors="replace")
-    if len(data) <= max_bytes:
-        return text
-    kept = data[:max_bytes].decode(errors="ignore")
-    return f"{kept}[truncated {len(data) - len(kept.encode())} bytes]"
+    size = utf8_size(text)
+    if size <= max_bytes:
+        return well_formed(text)
+    kept = text[:max_bytes].encode(errors="replace")[:max_bytes].decode(errors="ignore")
+    return f"{kept}[truncated {size - len(kept.encode())} bytes]"
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of the text in UTF-8, found without a copy of a long one."""
+    if text.isascii():
+        return len(text)
+    parts = (text[start : start + _PART_CHARS] for start in range(0, len(text), _PART_CHARS))
+    return sum(len(part.encode(errors="replace")) for part in parts)
 
 
 def _plain(value: object) -> object:

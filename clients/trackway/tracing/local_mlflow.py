@@ -100,8 +100,8 @@ def make_way(database: Path, deadline_s: float = 30.0) -> ServerFiles:
         keeper = _json(files.lock)
         if keeper.get("shared") is False or time.monotonic() > end:
             raise LocalMlflowError(
-                f"an MLflow server for {database} runs already at {_address(files) or '(it is starting)'}; "
-                "use that one, or stop what started it"
+                f"an MLflow server for {database} runs already at {_address(files) or '(it is starting)'}: process "
+                f"{keeper.get('pid')}; use that one, or stop what started it"
             )
         if not told and _is_keeper(keeper.get("pid")):
             told = True

@@ -5,6 +5,8 @@ So nobody waits for a server that is down or still starting, and a batch that la
 
 import base64
 import os
+import ssl
+from collections.abc import Callable
 from dataclasses import replace
 from urllib.parse import quote, unquote
 
@@ -43,9 +45,8 @@ class MlflowEndpoint(Endpoint):
         if TraceBackend.MLFLOW in settings.collected:
             url, headers = (lambda: settings.otlp_endpoint or ""), settings.otlp_headers
         super().__init__(url, headers, settings.export_timeout_s)
-        if not (settings.mlflow_uri or "").startswith("http"):
-            self._http.close()
-            self._http = httpx.Client(timeout=settings.export_timeout_s, trust_env=False)  # no proxy on this machine
+        self._http.close()
+        self._http = mlflow_http(settings.mlflow_uri or "", settings.export_timeout_s)
 
     def post(self, batch: Batch) -> Answer:
         """Send one batch to the experiment it names; never raises."""
@@ -62,7 +63,7 @@ class MlflowEndpoint(Endpoint):
     def _post_to(self, wanted: str, batch: Batch) -> Answer:
         try:
             if wanted not in self._experiments:
-                self._experiments[wanted] = self._get_or_create(unquote(wanted.removeprefix(_BY_NAME)))
+                self._experiments[wanted] = experiment_id(self._ask, unquote(wanted.removeprefix(_BY_NAME)))
         except httpx.HTTPStatusError as error:
             return answer_of(error.response, batch.spans)
         except Exception as error:
@@ -72,25 +73,40 @@ class MlflowEndpoint(Endpoint):
         addressed = {**batch.headers, names.MLFLOW_EXPERIMENT_HEADER: self._experiments[wanted]}
         return super().post(replace(batch, headers=addressed))
 
-    def _get_or_create(self, name: str) -> str:
-        """The experiment's id; of many that make it at once one succeeds, and the others find it."""
-        found = self._get(name)
-        if found is None:
-            made = self._ask("POST", "create", json={"name": name})
-            if "RESOURCE_ALREADY_EXISTS" not in made.text:
-                return str(made.raise_for_status().json()["experiment_id"])
-            found = self._get(name)
-        if found is None or found["lifecycle_stage"] != "active":
-            raise DeletedExperiment(f"{name!r}; restore it, or choose another project_name")
-        return str(found["experiment_id"])
-
-    def _get(self, name: str) -> dict[str, object] | None:
-        reply = self._ask("GET", "get-by-name", params={"experiment_name": name})
-        return None if reply.status_code == 404 else reply.raise_for_status().json()["experiment"]
-
     def _ask(self, method: str, call: str, **content: dict[str, str]) -> httpx.Response:
-        url = f"{self._server()}/api/2.0/mlflow/experiments/{call}"
+        url = f"{self._server()}/api/2.0/mlflow/{call}"
         return self._http.request(method, url, headers=self._credentials, **content)  # pyright: ignore[reportArgumentType]
+
+
+def experiment_id(ask: Callable[..., httpx.Response], name: str) -> str:
+    """The id of the experiment of that name; of many that make it at once one succeeds, and the others find it.
+
+    `ask(method, call, **content)` sends a request to MLflow's REST API. Raises what it raises, httpx.HTTPStatusError
+    for another answer than expected, and DeletedExperiment.
+    """
+    found = _experiment(ask, name)
+    if found is None:
+        made = ask("POST", "experiments/create", json={"name": name})
+        if "RESOURCE_ALREADY_EXISTS" not in made.text:
+            return str(made.raise_for_status().json()["experiment_id"])
+        found = _experiment(ask, name)
+    if found is None or found["lifecycle_stage"] != "active":
+        raise DeletedExperiment(f"{name!r}; restore it, or choose another project_name")
+    return str(found["experiment_id"])
+
+
+def _experiment(ask: Callable[..., httpx.Response], name: str) -> dict[str, object] | None:
+    reply = ask("GET", "experiments/get-by-name", params={"experiment_name": name})
+    return None if reply.status_code == 404 else reply.raise_for_status().json()["experiment"]
+
+
+def mlflow_http(uri: str, timeout_s: float) -> httpx.Client:
+    """An HTTP client for the server behind an MLflow tracking URI, with MLflow's own variables for TLS."""
+    is_remote = uri.startswith("http")  # else it is on this machine, and no proxy is between
+    certificate = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
+    is_checked = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() not in ("true", "1")
+    verify = ssl.create_default_context(cafile=certificate) if certificate and is_checked else is_checked
+    return httpx.Client(timeout=timeout_s, trust_env=is_remote, verify=verify)
 
 
 def credentials() -> dict[str, str]:

@@ -214,9 +214,13 @@ def _healthy(port: int) -> bool:
 
 def _publish(files: ServerFiles, port: int) -> None:
     partial = files.address.with_suffix(".partial")
-    partial.touch(mode=0o600)
-    partial.write_text(json.dumps({"uri": f"http://127.0.0.1:{port}"}))
-    partial.rename(files.address)
+    try:
+        partial.touch(mode=0o600)
+        partial.write_text(json.dumps({"uri": f"http://127.0.0.1:{port}"}))
+        partial.rename(files.address)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _watch(server: "subprocess.Popen[bytes]", files: ServerFiles, linger_s: float | None) -> None:

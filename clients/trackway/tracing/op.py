@@ -32,7 +32,7 @@ DEFAULT_EXPERIMENT = "default"
 
 @contextmanager
 def rollout_trace_attr(
-    sample_index: int | None = None,
+    sample_index: int | str | None = None,
     step: int | None = None,
     rollout_n: int | None = None,
     name: str = "rollout_trace",

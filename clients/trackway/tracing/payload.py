@@ -5,7 +5,6 @@ a repr that raises. None of it may slow a rollout, let alone end it.
 """
 
 import dataclasses
-import math
 from collections import deque
 from collections.abc import Collection, Mapping
 from enum import Enum
@@ -15,6 +14,7 @@ from pydantic import BaseModel
 
 from trackway.tracing.context import active_tracing
 from trackway.tracing.redaction import redacted
+from trackway.wire.base import named_number
 
 MAX_ITEMS = 512
 """Of one list or mapping; the rest is counted."""
@@ -92,7 +92,7 @@ def _leaf(value: object) -> object:
     if isinstance(value, bytes | bytearray):
         return f"[{len(value)} bytes]"
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(value)
+        return named_number(float(value))
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         return f"[a number of {value.bit_length()} bits]"
     return _text(value) if isinstance(value, str) else value

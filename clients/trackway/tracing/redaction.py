@@ -18,7 +18,7 @@ def load_redaction(path: str | None) -> Redact | None:
     module, _, name = path.partition(":")
     try:
         function: Redact = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, SystemExit) as error:
         raise ValueError(f"tracing.redact: expected package.module:function, got {path!r}: {error}") from error
     if not callable(function):
         raise ValueError(f"tracing.redact: expected a function, {path!r} is a {type(function).__name__}")
@@ -31,6 +31,6 @@ def redacted(text: str, redact: Redact | None) -> str:
         return text
     try:
         return str(redact(text))
-    except Exception as error:
+    except BaseException as error:  # the hook's `sys.exit` is its failure, and must not end the service
         logger.warning("the redaction raised %s: %s", type(error).__name__, error)
         return FAILED

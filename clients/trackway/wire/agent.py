@@ -1,13 +1,19 @@
 """The agent service: a dataset row in, trajectories out, streamed as NDJSON as each one ends."""
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, field_validator
+from pydantic_core import PydanticCustomError
 
-from trackway.wire.base import WireReply, WireRequest
-from trackway.wire.chat import Message
+from trackway.wire.base import Float, Int, WireReply, WireRequest
+from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, Message
+from trackway.wire.names import Label, RunName
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.sample_index import sample_index
 from trackway.wire.tracing import TraceTarget
+
+MAX_ROLLOUTS = 1024
+"""Rollouts of one group."""
 
 
 class RewardModel(WireReply):
@@ -20,70 +26,105 @@ class RewardModel(WireReply):
 class Sample(WireReply):
     """A dataset row in verl's schema; `extra_info` is passed on unread but for the keys used here."""
 
-    data_source: str
-    agent_name: str | None = None
-    prompt: list[Message] = Field(min_length=1)
+    data_source: str = Field(max_length=1024)
+    agent_name: str | None = Field(default=None, max_length=1024)
+    prompt: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     ability: str = ""
     reward_model: RewardModel
     extra_info: dict[str, JsonValue] = Field(default_factory=dict)
 
+    @field_validator("extra_info")
+    @classmethod
+    def _of_known_shapes(cls, extra_info: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """The keys that are read here are what they must be, before a rollout stumbles over them."""
+        try:
+            sample_index(extra_info.get("index"))
+        except ValueError as error:
+            raise PydanticCustomError("index", "index: {problem}", {"problem": str(error)}) from error
+        for tool, stages in _object(extra_info.get("tools_kwargs"), "tools_kwargs").items():
+            for stage, kwargs in _object(stages, f"tools_kwargs.{tool}").items():
+                _object(kwargs, f"tools_kwargs.{tool}.{stage}")
+        selection = extra_info.get("tool_selection")
+        if selection is not None and not (isinstance(selection, list) and all(isinstance(n, str) for n in selection)):
+            raise _wrong("tool_selection", "a list of tools' names", selection)
+        return extra_info
+
     @property
-    def index(self) -> int:
+    def index(self) -> int | str:
         """`extra_info.index`, which tags the trajectory as `sample_index`; 0 when absent, as in verl."""
-        index: Any = self.extra_info.get("index", 0)
-        return int(index)
+        return sample_index(self.extra_info.get("index"))
 
     def tool_kwargs(self, tool: str, kind: str) -> dict[str, JsonValue]:
         """`extra_info.tools_kwargs.<tool>.<kind>`; kind is create_, execute_, calc_reward_ or release_kwargs."""
-        tools: Any = self.extra_info.get("tools_kwargs") or {}
-        return dict((tools.get(tool) or {}).get(kind) or {})
+        stages = _object(self.extra_info.get("tools_kwargs"), "tools_kwargs").get(tool)
+        return {**_object(_object(stages, tool).get(kind), kind)}
+
+
+def _object(value: JsonValue, place: str) -> dict[str, JsonValue]:
+    """A JSON object; what is null or empty is one without members."""
+    if not value:
+        return {}
+    if not isinstance(value, dict):
+        raise _wrong(place, "an object", value)
+    return value
+
+
+def _wrong(place: str, expected: str, value: JsonValue) -> PydanticCustomError:
+    got = {"place": place[:200], "expected": expected, "got": type(value).__name__}
+    return PydanticCustomError("extra_info", "{place}: expected {expected}, got {got}", got)
 
 
 class Limits(WireRequest):
     """Bounds of one trajectory."""
 
-    max_prompt_length: int = Field(default=512, ge=1)
+    max_prompt_length: Int = Field(default=512, ge=1)
     """Tokens of the prompt."""
     prompt_truncation: Literal["left", "right", "middle", "error"] = "error"
     """What goes of a longer prompt, as verl's `data.truncation`: its first, its last or its middle tokens; `error` cuts
     nothing and ends the trajectory."""
-    max_response_length: int = Field(default=512, ge=1)
+    max_response_length: Int = Field(default=512, ge=1)
     """Tokens of the whole multi-turn response, observations included."""
-    max_assistant_turns: int | None = Field(default=None, ge=1)
-    max_parallel_calls: int = Field(default=1, ge=1)
+    max_assistant_turns: Int | None = Field(default=None, ge=1)
+    max_parallel_calls: Int = Field(default=1, ge=1)
     """Calls of one turn that run; each further one is answered by an observation that says so."""
     on_bad_call: Literal["observe", "end"] = "observe"
     """A call that cannot be read or names no offered tool: tell the model, or run nothing and end with `bad_call`."""
-    max_tool_response_length: int | None = Field(default=256, ge=1)
+    max_tool_response_length: Int | None = Field(default=256, ge=1)
     """Characters of one observation that are kept, as in verl; None is no bound."""
-    max_tool_response_tokens: int | None = Field(default=None, ge=1)
+    max_tool_response_tokens: Int | None = Field(default=None, ge=1)
     """Tokens of one observation that are kept, on top of the bound in characters; None is no bound."""
     tool_response_truncate_side: str = Field(default="middle", pattern="^(left|right|middle)$")
     """Which end of a longer observation goes; a marker, not counted, stands there."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: Float = Field(default=600.0, gt=0)
     """Seconds that one trajectory may take; then it ends with `deadline_exceeded`."""
+
+    @property
+    def max_rendered(self) -> int:
+        """Tokens that the prompt may have before it is cut: sixteen times its limit, at least 65,536."""
+        limit = self.max_prompt_length
+        return limit if self.prompt_truncation == "error" else max(16 * limit, 65_536)
 
 
 class GroupRequest(WireRequest):
     """n rollouts of one sample."""
 
-    run: str
+    run: RunName
     """The run's name, the first part of every trajectory id."""
-    experiment_name: str
-    step: int
+    experiment_name: Label
+    step: Int
     validation: bool = Field(default=False, alias="validate")
     sample: Sample
-    n: int = Field(default=1, ge=1, le=1024)
-    rollouts: list[int] | None = None
+    n: Int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
+    rollouts: Annotated[list[Int], Field(max_length=MAX_ROLLOUTS, fail_fast=True)] | None = None
     """Exactly these rollout_n, to mend a broken stream; None asks for 0..n-1."""
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     limits: Limits = Field(default_factory=Limits)
-    min_weight_version: int = Field(default=0, ge=0)
+    min_weight_version: Int = Field(default=0, ge=0)
     trace: bool | None = None
     """Record the traces of this group, each a trace of its own; None continues the caller's `traceparent`, if any."""
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
     """Where these traces go."""
-    tools: list[str] | None = None
+    tools: Annotated[list[str], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Names of the tools the model is offered; None offers every tool of the server."""
 
     def rollout_numbers(self) -> list[int]:

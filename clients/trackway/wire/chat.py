@@ -1,10 +1,15 @@
 """Messages, tool calls and tool schemas in the OpenAI chat format."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
 from trackway.wire.base import WireReply
+
+MAX_MESSAGES = 16_384
+"""Messages of one conversation."""
+MAX_TOOLS = 1024
+"""Tools offered in one conversation."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -29,7 +34,7 @@ class Message(WireReply):
 
     role: Role
     content: str
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 

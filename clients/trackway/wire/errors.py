@@ -7,12 +7,20 @@ TrackwayError            one class, raised on both sides of the wire: services r
   .code                  a member of ErrorCode; ERRORS gives status and retryable
 """
 
+import json
 from enum import StrEnum
 from typing import NamedTuple
 
 from pydantic import Field, JsonValue
 
-from trackway.wire.base import WireReply
+from trackway.wire.base import WireReply, named_number
+from trackway.wire.text import well_formed
+
+MAX_MESSAGE_CHARS = 4096
+"""Longest message of an error; a longer one, which quotes what came, loses its middle."""
+MAX_DETAIL_BYTES = 8192
+"""Longest detail of an error as JSON; long texts are shortened, and values beyond it left out."""
+_SHORT_CHARS = 256
 
 
 class ErrorCode(StrEnum):
@@ -37,7 +45,14 @@ class ErrorCode(StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     ENGINE_FAILED = "engine_failed"
     WEIGHTS_CORRUPT = "weights_corrupt"
+    CHECKPOINT_CORRUPT = "checkpoint_corrupt"
+    WEIGHTS_STALE = "weights_stale"
+    NOT_FINITE = "not_finite"
+    """A reward, a logprob or a weight is NaN, infinite, or too large for float32."""
     DISK_FULL = "disk_full"
+    """No room is left, or a quota is used up."""
+    NOT_WRITABLE = "not_writable"
+    """The storage is read-only, broken, or not ours to write."""
     UNAVAILABLE = "unavailable"
     INTERNAL = "internal"
 
@@ -69,7 +84,11 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.DEADLINE_EXCEEDED: ErrorSpec(504, False),
     ErrorCode.ENGINE_FAILED: ErrorSpec(500, False),
     ErrorCode.WEIGHTS_CORRUPT: ErrorSpec(500, False),
+    ErrorCode.CHECKPOINT_CORRUPT: ErrorSpec(500, False),
+    ErrorCode.WEIGHTS_STALE: ErrorSpec(500, False),
+    ErrorCode.NOT_FINITE: ErrorSpec(500, False),
     ErrorCode.DISK_FULL: ErrorSpec(507, False),
+    ErrorCode.NOT_WRITABLE: ErrorSpec(507, False),
     ErrorCode.UNAVAILABLE: ErrorSpec(503, True),
     ErrorCode.INTERNAL: ErrorSpec(500, False),
 }
@@ -94,10 +113,10 @@ class TrackwayError(Exception):
     """An error with a code; the message says what was expected, what came, and the remedy."""
 
     def __init__(self, code: ErrorCode, message: str, **detail: JsonValue) -> None:
-        super().__init__(message)
+        self.message = well_formed(shortened(message, MAX_MESSAGE_CHARS))
+        super().__init__(self.message)
         self.code = code
-        self.message = message
-        self.detail = detail
+        self.detail = _bounded(detail)
 
     @property
     def status(self) -> int:
@@ -111,10 +130,42 @@ class TrackwayError(Exception):
 
     def to_reply(self) -> ErrorReply:
         """The wire form of this error."""
-        body = ErrorBody(code=self.code, message=self.message, retryable=self.retryable, detail=self.detail)
+        detail = {key: _in_json(value) for key, value in self.detail.items()}
+        body = ErrorBody(code=self.code, message=self.message, retryable=self.retryable, detail=detail)
         return ErrorReply(error=body)
 
     @classmethod
     def from_reply(cls, reply: ErrorReply) -> "TrackwayError":
         """The error that a service answered with, to be raised on the client's side."""
         return cls(reply.error.code, reply.error.message, **reply.error.detail)
+
+
+def _in_json(value: JsonValue) -> JsonValue:
+    if isinstance(value, float):
+        return named_number(value)
+    if isinstance(value, dict):
+        return {key: _in_json(item) for key, item in value.items()}
+    return [_in_json(item) for item in value] if isinstance(value, list) else value
+
+
+def shortened(text: str, limit: int) -> str:
+    """`text`, with its middle replaced by a marker where it has more than `limit` characters (at least 64)."""
+    if len(text) <= limit:
+        return text
+    kept = limit - 40
+    tail = kept // 4
+    marker = f"[...{len(text) - kept} characters...]"
+    return f"{text[: kept - tail]}{marker}{text[-tail:]}"
+
+
+def _bounded(detail: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    bounded: dict[str, JsonValue] = {}
+    left = MAX_DETAIL_BYTES
+    for name, value in detail.items():
+        if isinstance(value, str):
+            value = well_formed(shortened(value, _SHORT_CHARS))
+        size = len(json.dumps(value)) if isinstance(value, str | list | dict) else 0
+        if size <= left:
+            bounded[name] = value
+            left -= size
+    return bounded

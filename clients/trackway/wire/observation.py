@@ -1,12 +1,23 @@
 """verl-tool's wire: a batch of what models wrote, answered by what the tools said to it."""
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from trackway.wire.base import WireReply
+from trackway.wire.tools import MAX_SESSION_CHARS
 
 MAX_ACTIONS = 4096
+_ENTRIES = Field(max_length=MAX_ACTIONS, fail_fast=True)
+
+
+def _as_text(value: object) -> object:
+    """verl-tool's own rollouts number their trajectories."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+TrajectoryId = Annotated[str, BeforeValidator(_as_text), Field(max_length=MAX_SESSION_CHARS)]
+"""Text, or a whole number, which means the same as its digits."""
 
 
 class ObservationRequest(BaseModel):
@@ -14,14 +25,14 @@ class ObservationRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    trajectory_ids: list[str] = Field(min_length=1, max_length=MAX_ACTIONS)
-    actions: list[str]
+    trajectory_ids: list[TrajectoryId] = Field(min_length=1, max_length=MAX_ACTIONS, fail_fast=True)
+    actions: list[str] = Field(max_length=MAX_ACTIONS, fail_fast=True)
     """What the model wrote, the tool call within it."""
-    extra_fields: list[dict[str, JsonValue]] | None = None
+    extra_fields: Annotated[list[dict[str, JsonValue]], _ENTRIES] | None = None
     """The dataset rows' `extra_info`; `tools_kwargs.<tool>.create_kwargs` and `.execute_kwargs` count."""
-    finish: list[bool] | None = None
+    finish: Annotated[list[bool], _ENTRIES] | None = None
     """Whether the trajectory is over: its tools are released, its action is not looked at."""
-    is_last_step: list[bool] | None = None
+    is_last_step: Annotated[list[bool], _ENTRIES] | None = None
     """Whether the trajectory's tools are released after this action."""
 
     @model_validator(mode="after")

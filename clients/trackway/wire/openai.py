@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from trackway.wire.base import WireRequest
-from trackway.wire.chat import ToolCall
+from trackway.wire.base import Float, Int, TokenId, WireRequest
+from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, ToolCall
 
 WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -54,7 +54,7 @@ def _as_list(value: object) -> object:
 
 
 def _sampled_only(value: object) -> object:
-    if value == 0:
+    if value == 0 and not isinstance(value, bool):
         return value
     raise PydanticCustomError(
         "unsupported", "expected 0, got {value}: only the logprob of the sampled token is known", {"value": str(value)}
@@ -91,14 +91,18 @@ class SampledRequest(OpenAIRequest):
     """What both kinds of request share."""
 
     model: str
-    n: int = Field(default=1, ge=1, le=128)
-    temperature: float = Field(default=1.0, ge=0.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1)
-    seed: int | None = None
+    n: Int = Field(default=1, ge=1, le=128)
+    temperature: Float = Field(default=1.0, ge=0.0)
+    top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: Int = Field(default=-1, ge=-1)
+    seed: Int | None = None
     """Choice i of a prompt draws with `seed + i`."""
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        Field(max_length=256, fail_fast=True),
+        BeforeValidator(_as_list),
+    ] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024, fail_fast=True)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -108,7 +112,7 @@ class SampledRequest(OpenAIRequest):
     """Ids of prompt and output beside the text, and which weights made them."""
     return_tokens_as_token_ids: bool = False
     """Logprobs name tokens as `token_id:17`, which is exact where text is not."""
-    min_weight_version: int = Field(default=0, ge=0)
+    min_weight_version: Int = Field(default=0, ge=0)
     """A replica whose weights are older catches up first, or answers 409 `weights_behind`."""
 
     @model_validator(mode="after")
@@ -119,18 +123,41 @@ class SampledRequest(OpenAIRequest):
         return self
 
 
-TokenPrompt = Annotated[list[int], Field(min_length=1)]
+MAX_CHOICES = 4096
+"""Answers of one request: `n` for each of its prompts."""
+
+TokenPrompt = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(SampledRequest):
     """Continue one prompt or several, each text or token ids."""
 
-    prompt: str | TokenPrompt | Annotated[list[str | TokenPrompt], Field(min_length=1)]
-    max_tokens: int = Field(default=16, ge=1)
-    logprobs: Annotated[int | None, BeforeValidator(_sampled_only)] = None
+    prompt: (
+        str
+        | TokenPrompt
+        | Annotated[list[str | TokenPrompt], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
+    )
+    max_tokens: Int = Field(default=16, ge=1)
+    logprobs: Annotated[Int | None, BeforeValidator(_sampled_only)] = None
     """0 for the logprob of each sampled token; more is refused."""
     add_special_tokens: bool = True
     """Whether the tokenizer puts its own (a BOS) before a text prompt."""
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+
+    @model_validator(mode="after")
+    def _choices(self) -> "CompletionRequest":
+        count = len(self.prompts) * self.n
+        if count > MAX_CHOICES:
+            got = {"param": "n", "bound": MAX_CHOICES, "count": count}
+            raise PydanticCustomError("choices", "{param}: expected at most {bound} answers in all, got {count}", got)
+        return self
 
 
 class TextPart(WireRequest):
@@ -144,9 +171,9 @@ class ChatMessage(OpenAIRequest):
     """One message of the conversation so far."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
     name: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: list[ToolCall] = Field(default_factory=list, fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     """Given to the chat template as it is."""
@@ -186,12 +213,12 @@ class NamedTool(WireRequest):
 class ChatRequest(SampledRequest):
     """The next message of a conversation."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_tokens: Int | None = Field(default=None, ge=1)
+    max_completion_tokens: Int | None = Field(default=None, ge=1)
     """Goes before `max_tokens`; without both, as many as the model's length leaves."""
     logprobs: bool = False
-    tools: list[ChatTool] = Field(default_factory=list)
+    tools: list[ChatTool] = Field(default_factory=list, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     """False keeps the first call only."""

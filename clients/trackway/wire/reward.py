@@ -9,7 +9,7 @@ from trackway.wire.trajectory import Reward
 class ScoreRequest(WireRequest):
     """One solution to score; `solution_str` holds the model's own text only (response_mask 1)."""
 
-    data_source: str
+    data_source: str = Field(max_length=1024)
     solution_str: str
     ground_truth: str
     method: str | None = None
@@ -24,7 +24,7 @@ class ScoreRequest(WireRequest):
 class BatchScoreRequest(WireRequest):
     """Several solutions; the answers keep the order."""
 
-    requests: list[ScoreRequest] = Field(min_length=1, max_length=4096)
+    requests: list[ScoreRequest] = Field(min_length=1, max_length=4096, fail_fast=True)
 
 
 class BatchScore(WireReply):

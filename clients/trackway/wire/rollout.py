@@ -1,11 +1,12 @@
 """The rollout service: token ids in, token ids and logprobs out; names are vLLM's `/inference/v1/generate`."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trackway.wire.base import WireReply, WireRequest
+from trackway.wire.base import Float, Int, TokenId, WireReply, WireRequest
 from trackway.wire.trajectory import WeightSpan
+from trackway.wire.weights import Verdict
 
 PauseMode = Literal["wait", "abort", "keep"]
 MemoryPart = Literal["weights", "kv_cache"]
@@ -14,18 +15,18 @@ MemoryPart = Literal["weights", "kv_cache"]
 class SamplingParams(WireRequest):
     """How tokens are drawn; logprobs are those of the distribution after temperature, top_k and top_p."""
 
-    temperature: float = Field(default=1.0, ge=0.0)
+    temperature: Float = Field(default=1.0, ge=0.0)
     """0 is greedy: the logprobs are then those at temperature 1."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1)
+    top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: Int = Field(default=-1, ge=-1)
     """-1 or 0 keeps the whole vocabulary."""
-    max_tokens: int = Field(default=256, ge=1)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    max_tokens: Int = Field(default=256, ge=1)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024, fail_fast=True)
     """Beside the model's own end-of-sequence token; a stop token is part of the output."""
     ignore_eos: bool = False
-    logprobs: int = Field(default=0, ge=0, le=0)
+    logprobs: Int = Field(default=0, ge=0, le=0)
     """How many of the most likely tokens to name beside the sampled one; 0, which vLLM must be told."""
-    seed: int | None = None
+    seed: Int | None = None
     """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch."""
 
 
@@ -35,11 +36,11 @@ class GenerateRequest(WireRequest):
     request_id: str | None = None
     model: str | None = None
     """Name of the served model; any other is 404 `model_not_found`."""
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: list[TokenId] = Field(min_length=1, fail_fast=True)
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
-    min_weight_version: int = Field(default=0, ge=0)
+    min_weight_version: Int = Field(default=0, ge=0)
     """A replica whose weights are older catches up first, or answers 409 `weights_behind`."""
-    context_start: int = Field(default=0, ge=0)
+    context_start: Int = Field(default=0, ge=0)
     """Index of the first prompt token that no earlier call of this trajectory has shown; for the trace's text."""
 
 
@@ -93,6 +94,8 @@ class WeightsReply(WireReply):
     """The newest version that is published; greater than `version` while the replica is behind."""
     model: str
     replica: str
+    verdict: Verdict | None = None
+    """What the replica's load of them showed; None for weights without a proof."""
 
 
 class WeightInfo(WireReply):
@@ -104,7 +107,7 @@ class WeightInfo(WireReply):
 class AbortRequest(WireRequest):
     """Whom to cut: generations by their `request_id`; all of them when None."""
 
-    request_ids: list[str] | None = None
+    request_ids: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class AbortReply(WireReply):

@@ -21,7 +21,7 @@ def _no_bool_or_text(value: object) -> object:
 class RetrieveRequest(WireRequest):
     """Find documents for each of the queries."""
 
-    queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES)
+    queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES, fail_fast=True)
     topk: Annotated[int, Field(ge=1, le=MAX_TOPK), BeforeValidator(_no_bool_or_text)] | None = None
     """Documents per query; None takes the server's own number."""
     return_scores: StrictBool = False

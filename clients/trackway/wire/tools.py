@@ -7,6 +7,9 @@ from pydantic import Field, JsonValue
 from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.chat import ToolSchema
 
+MAX_SESSION_CHARS = 512
+"""Of a session's id: a trajectory's, whose run and row may each have 128."""
+
 
 class ToolList(WireReply):
     """Every tool as an OpenAI function schema."""
@@ -20,7 +23,7 @@ class CreateInstance(WireRequest):
     """Make one tool's state for one trajectory."""
 
     tool: str = Field(max_length=128)
-    session_id: str | None = Field(default=None, max_length=256)
+    session_id: str | None = Field(default=None, max_length=MAX_SESSION_CHARS)
     """The trajectory; its instances are listed and released by it."""
     create_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """What the dataset row gives under `extra_info.tools_kwargs.<tool>.create_kwargs`."""

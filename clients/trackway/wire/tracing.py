@@ -25,7 +25,7 @@ class TraceTarget(WireRequest):
 
     model_config = ConfigDict(frozen=True)
 
-    backends: tuple[TraceBackend, ...] = ()
+    backends: tuple[TraceBackend, ...] = Field(default=(), max_length=16, fail_fast=True)
     """One or several; none takes the services' own setting."""
     mlflow_experiment_id: HeaderText | None = None
     """MLflow experiment; None takes the services' own setting."""

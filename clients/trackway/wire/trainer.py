@@ -1,10 +1,13 @@
 """The trainer service: start a run (202), watch it, stop it, resume it."""
 
+import math
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import Field, JsonValue
+from pydantic import BeforeValidator, Field, JsonValue
 
 from trackway.wire.base import WireReply, WireRequest
+from trackway.wire.names import RunName
 
 
 class RunState(StrEnum):
@@ -19,6 +22,8 @@ class RunState(StrEnum):
     """Ended on request, with a resumable checkpoint."""
     FINISHED = "finished"
     FAILED = "failed"
+    UNREADABLE = "unreadable"
+    """Its state file cannot be read and no process has it: `message` says why, and how to go on. Never written."""
 
 
 RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
@@ -29,16 +34,25 @@ RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     RunState.STOPPED: frozenset({RunState.STARTING, RunState.FAILED}),
     RunState.FINISHED: frozenset(),
     RunState.FAILED: frozenset({RunState.STARTING, RunState.FAILED}),
+    RunState.UNREADABLE: frozenset({RunState.STARTING, RunState.FAILED}),
 }
 
-ENDED = frozenset({RunState.STOPPED, RunState.FINISHED, RunState.FAILED})
+ENDED = frozenset({RunState.STOPPED, RunState.FINISHED, RunState.FAILED, RunState.UNREADABLE})
+
+
+def _null_as_nan(value: object) -> object:
+    return math.nan if value is None else value
+
+
+MetricValue = Annotated[float, BeforeValidator(_null_as_nan)]
+"""The value of a metric, which may be NaN or infinite; files of earlier versions have null for both."""
 
 
 class RunRequest(WireRequest):
     """Start a run with a resolved configuration in verl's vocabulary."""
 
     config: dict[str, JsonValue]
-    run: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    run: RunName | None = None
     """The run's name and its folder under the outputs; None takes `trainer.experiment_name`."""
 
 
@@ -66,6 +80,37 @@ class TraceSummary(WireReply):
         return self.spans_dropped + self.spans_refused
 
 
+class BackendSummary(WireReply):
+    """What a backend of metrics or feedback does not have of a run."""
+
+    backend: str
+    """`mlflow`, `weave`, `wandb` or `tensorboard`."""
+    rows_waiting: int = 0
+    """Rows of metrics that wait on disk."""
+    feedback_waiting: int = 0
+    """Values of feedback that wait on disk."""
+    end_waiting: bool = False
+    """It has not been told yet how the run ended."""
+    metrics_lost: int = 0
+    """Values of metrics that it refused, or that found no room."""
+    feedback_lost: int = 0
+    """Values of feedback that it refused, that found no room, or whose trace did not arrive."""
+    waits_for: str = ""
+    """Why something waits; empty when nothing hinders it."""
+    lost_because: str = ""
+    """Why the last of what was lost was lost."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything will still be sent."""
+        return self.end_waiting or self.rows_waiting > 0 or self.feedback_waiting > 0
+
+    @property
+    def lost(self) -> int:
+        """Values that it will never have."""
+        return self.metrics_lost + self.feedback_lost
+
+
 class RunInfo(WireReply):
     """Where a run stands."""
 
@@ -85,10 +130,12 @@ class RunInfo(WireReply):
     experiment_id: str | None = None
     run_id: str | None = None
     """MLflow's id of this run."""
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, MetricValue] = Field(default_factory=dict)
     """The newest value of each metric."""
     traces: TraceSummary | None = None
     """None when the run traces nothing."""
+    tracking: list[BackendSummary] = Field(default_factory=list)
+    """What MLflow, Weave, W&B and TensorBoard do not have of the run, one entry for each that it uses."""
 
 
 class RunList(WireReply):
@@ -101,4 +148,6 @@ class MetricsRow(WireReply):
     """The metrics of one step; one line of `metrics.jsonl` and of the metrics stream."""
 
     step: int
-    data: dict[str, float]
+    timestamp: int = 0
+    """Milliseconds since 1970 when the step ended; 0 where it was not recorded."""
+    data: dict[str, MetricValue]

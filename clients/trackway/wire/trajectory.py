@@ -4,6 +4,7 @@ Names follow verl's AgentLoopOutput (verl/experimental/agent_loop/agent_loop.py)
 observation tokens, `response_mask` is 1 where the model wrote, `response_logprobs` is 0.0 where it did not.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Self
 
@@ -11,7 +12,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from trackway.wire.base import WireReply
 from trackway.wire.chat import Message
-from trackway.wire.errors import ErrorBody, ErrorCode
+from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
+from trackway.wire.sample_index import SampleIndex
 from trackway.wire.tracing import Incident
 
 
@@ -35,7 +37,7 @@ class Tags(WireReply):
 
     experiment_name: str
     step: int
-    sample_index: int
+    sample_index: SampleIndex
     rollout_n: int
     validation: bool = Field(default=False, alias="validate")
 
@@ -158,3 +160,17 @@ def trajectory_id(run: str, tags: Tags) -> str:
     """The deterministic id `<run>/<step>/<sample_index>/<rollout_n>`, with `val` before the step in validation."""
     step = f"val{tags.step}" if tags.validation else str(tags.step)
     return f"{run}/{step}/{tags.sample_index}/{tags.rollout_n}"
+
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+def require_trainable(what: str, values: Iterable[float]) -> None:
+    """Raises TrackwayError(NOT_FINITE) unless float32, which rewards and logprobs are trained in, holds each value."""
+    for place, value in enumerate(values):
+        if not -FLOAT32_MAX <= value <= FLOAT32_MAX:  # True for NaN
+            message = (
+                f"expected {what} to be finite and at most {FLOAT32_MAX:.3g} in size, got {value} at {place}; look at "
+                "what gives it, the trajectory is left out of the update"
+            )
+            raise TrackwayError(ErrorCode.NOT_FINITE, message)

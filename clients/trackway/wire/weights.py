@@ -1,16 +1,11 @@
 """Published weights: a folder per version with a digest manifest, and `latest.json` which names the newest."""
 
+from enum import StrEnum
+
 from pydantic import Field
 
 from trackway.wire.base import WireReply
-
-
-class WeightFile(WireReply):
-    """One file of a version and what it must hash to."""
-
-    name: str
-    size: int
-    sha256: str
+from trackway.wire.files import FileDigest
 
 
 class Canary(WireReply):
@@ -21,13 +16,75 @@ class Canary(WireReply):
     tolerance: float = 1e-3
 
 
+class TensorDigest(WireReply):
+    """What one published tensor must hash to: the sha256 of its bytes, row by row, in each type an engine may hold."""
+
+    name: str
+    dtype: str
+    """As published, in torch's words: `float32`, `bfloat16`."""
+    sha256: dict[str, str]
+    """By type: as published, and rounded to each narrower type."""
+
+
+class Probe(WireReply):
+    """One sequence, and the logprobs of some of its tokens (temperature 1) under the weights as they are published.
+
+    They are computed in float32 from the weights in the type in which they are published.
+    """
+
+    token_ids: list[int]
+    positions: list[int]
+    """Of the tokens in question, ascending, from 1."""
+    logprobs: list[float]
+    """One for each position."""
+    previous: list[float] = Field(default_factory=list)
+    """The same under the version published before; empty where the publisher does not know it."""
+
+
+class WeightProof(WireReply):
+    """What tells an engine with this version's weights from one with older, other or merely rounded ones."""
+
+    digests: list[TensorDigest] = Field(default_factory=list)
+    probes: list[Probe] = Field(default_factory=list)
+    previous_version: int | None = None
+    """The version that `Probe.previous` is of."""
+    dtype: str | None = None
+    """Of the published weights, in torch's words."""
+    tolerance: float = 1e-3
+    """Root mean square by which a float32 engine's logprobs may differ."""
+    rounding: float | None = None
+    """Root mean square by which computing in bfloat16 changed the publisher's own logprobs of the probes."""
+
+
+class Verdict(StrEnum):
+    """What is known of the weights that an engine holds."""
+
+    PROVEN = "proven"
+    """Every tensor has the digest that was published."""
+    ROUNDED = "rounded"
+    """The answers are those of the new version up to rounding, and not those of the version before."""
+    INDISTINGUISHABLE = "indistinguishable"
+    """The answers fit the new version; rounding hides whether they fit the version before, too."""
+    STALE = "stale"
+    """The engine still holds the version before, or an older one."""
+    WRONG = "wrong"
+    """It holds neither version: a part of the new one, other weights, or it computes another model."""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether weights of this verdict may serve."""
+        return self not in (Verdict.STALE, Verdict.WRONG)
+
+
 class WeightManifest(WireReply):
     """What a version consists of."""
 
     version: int = Field(ge=0)
     run: str
-    files: list[WeightFile]
+    files: list[FileDigest]
     canary: Canary | None = None
+    """For replicas that are older than `proof`."""
+    proof: WeightProof | None = None
 
 
 class LatestWeights(WireReply):

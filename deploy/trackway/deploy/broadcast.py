@@ -5,12 +5,12 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import Annotated, NamedTuple, Protocol, TypeVar
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import Depends, Query, Request
 from pydantic import BaseModel
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError
 
-from trackway.serving import needs_admin
+from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import presented
 from trackway.serving.settings import ServiceName
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
@@ -76,9 +76,9 @@ def to_each_replica_of(service: ServiceName) -> Broadcast:
     return broadcast
 
 
-def replicas_route(service: ServiceName, broadcast: Broadcast) -> APIRouter:
+def replicas_route(service: ServiceName, broadcast: Broadcast) -> ServiceRouter:
     """What every replica is."""
-    router = APIRouter(tags=["service"])
+    router = ServiceRouter(tags=["service"])
 
     @router.get("/replicas", response_model=ReplicaList)
     async def replicas(request: Request) -> ReplicaList:
@@ -106,9 +106,9 @@ def replicas_route(service: ServiceName, broadcast: Broadcast) -> APIRouter:
     return router
 
 
-def sleep_routes(broadcast: Broadcast) -> APIRouter:
+def sleep_routes(broadcast: Broadcast) -> ServiceRouter:
     """The rollout service's sleep and wake-up for all replicas at once. All do it, or the error names who did not."""
-    router = APIRouter(prefix="/replicas", tags=["control"])
+    router = ServiceRouter(prefix="/replicas", tags=["control"])
     operator = [Depends(needs_admin)]
 
     @router.get("/is_sleeping")

@@ -1,19 +1,22 @@
 """What the terminal shows while something takes long: a spinner per component, a bar per run; nothing with --json."""
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from pydantic import BaseModel
+from pydantic_core import to_json
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.spinner import Spinner
 from rich.table import Table
 
-from trackway.wire.trainer import RunInfo
+from trackway.system import visible
+from trackway.wire.base import NON_FINITE
+from trackway.wire.trainer import ENDED, RunInfo
 
 stderr = Console(stderr=True)
 stdout = Console()
@@ -67,9 +70,13 @@ class RunBar:
         self._quiet = quiet
         self._task = None if progress is None else progress.add_task("starting", total=None, detail="")
         self._shown = -1
+        self._told = ""
 
     def show(self, info: RunInfo) -> None:
-        """Show where the run stands; without a terminal one line per step."""
+        """Show where the run stands; without a terminal one line per step. What an active run says is printed once."""
+        if info.message and info.message != self._told and info.state not in ENDED and not self._quiet:
+            stderr.print(f"[yellow]run {info.run}:[/] {escape(visible(info.message))}", soft_wrap=True)
+        self._told = info.message
         detail, total = run_detail(info), info.total_steps or None
         if self._progress is not None and self._task is not None:
             self._progress.update(
@@ -111,5 +118,5 @@ def run_bar(quiet: bool) -> Iterator[RunBar]:
 
 def print_json(value: BaseModel | Mapping[str, object] | list[object]) -> None:
     """Machine output: one JSON document on standard output."""
-    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-    sys.stdout.write(json.dumps(plain, indent=2, default=str) + "\n")
+    text = to_json(value, indent=2, inf_nan_mode=NON_FINITE, fallback=str)
+    sys.stdout.write(text.decode() + "\n")

@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from trackway.deploy import plot, traces, train
 from trackway.deploy.errors import UserError
 from trackway.deploy.settings import Deployment, UpSettings
 from trackway.deploy.traces import rules
 from trackway.deploy.traces.verify import Rule, settle
+from trackway.system import atomic_write
 from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
 from trackway.trainer.dump import read_trajectories
 from trackway.trainer.run_folder import RunFolder
+from trackway.wire.base import NON_FINITE
 from trackway.wire.trainer import MetricsRow, RunInfo
 from trackway.wire.trajectory import Trajectory
 
@@ -27,6 +29,8 @@ TRACES_DEADLINE_S = 60.0
 
 class Summary(BaseModel):
     """What the demo leaves in `summary.json`."""
+
+    model_config = ConfigDict(ser_json_inf_nan=NON_FINITE)
 
     accuracy_before: float | None
     """None when the run did not validate."""
@@ -144,7 +148,7 @@ def summarise(deployment: Deployment, info: RunInfo, clock: Clock) -> Summary:
 
 def keep(summary: Summary, rows: Sequence[MetricsRow], outputs: Path, run: str, with_curve: bool = True) -> None:
     """Write `summary.json` and, with the curve, `reward.png`."""
-    (outputs / "summary.json").write_text(summary.model_dump_json(indent=2))
+    atomic_write(outputs / "summary.json", summary.model_dump_json(indent=2))
     if with_curve:
         plot.reward_curve(rows, outputs / "reward.png", f"GRPO on tiny word problems, {run}")
 

@@ -16,7 +16,9 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
+from trackway.serving.connections import bounded_protocol
 from trackway.serving.idempotency import UNBROKEN
+from trackway.serving.settings import ConnectionSettings
 
 _BACKLOG = 2048
 _POLL_S = 0.1
@@ -27,12 +29,21 @@ class DirectPort:
 
     living: how many things the app still keeps for its callers.
     drain_s: how long a replica that stops waits for them; until then it answers here.
+    connections: limits of its connections.
     """
 
-    def __init__(self, app: FastAPI, host: str, living: Callable[[], int], drain_s: float) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        host: str,
+        living: Callable[[], int],
+        drain_s: float,
+        connections: ConnectionSettings | None = None,
+    ) -> None:
         self.url = ""
         """Where it answers; empty while it does not."""
         self._host = host
+        self._connections = connections or ConnectionSettings()
         self._living = living
         self._drain_s = drain_s
         self._app: ASGIApp = app
@@ -66,6 +77,7 @@ class DirectPort:
         config = uvicorn.Config(
             self._unbroken,
             interface="asgi3",
+            http=bounded_protocol(self._connections),
             lifespan="off",
             ws="none",
             log_config=None,

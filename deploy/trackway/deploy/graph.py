@@ -153,7 +153,7 @@ def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:
         host = "127.0.0.1" if local else "node"
     instances: Sized = app.state.instances
     address = ray.util.get_node_ip_address() if host == "node" else host
-    return DirectPort(app, address, instances.__len__, settings.drain_s)
+    return DirectPort(app, address, instances.__len__, settings.drain_s, settings)
 
 
 def _auth(settings: ServiceSettings) -> AuthSettings:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from trackway.system import replacing
 from trackway.wire.trainer import MetricsRow
 
 
@@ -23,7 +24,8 @@ def reward_curve(rows: Sequence[MetricsRow], image: Path, title: str) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     figure.tight_layout()
-    figure.savefig(image)
+    with replacing(image) as draft:
+        figure.savefig(draft, format="png")
     pyplot.close(figure)
 
 

@@ -1,6 +1,8 @@
 """What must be true before anything starts; each failure is one line with its remedy."""
 
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -10,14 +12,32 @@ from trackway.deploy.settings import Deployment, UpSettings
 
 
 def check(settings: UpSettings) -> None:
-    """Raise UserError when a start would fail: already running, missing file, little memory, a port taken."""
-    _check_not_running(settings.outputs)
-    _check_exists(settings.config, "Ray Serve config", "give --config")
-    _check_exists(settings.model_path / "config.json", "model", "give --model-path a Hugging Face folder")
-    _check_memory(settings.min_memory_gb)
-    _check_mlflow(settings)
-    for option, port in _ports(settings).items():
-        check_port(option, port)
+    """Raise UserError with all for which a start would fail: already running, missing file, little memory, ports."""
+    missing = missing_for_start(settings)
+    if not (settings.model_path / "config.json").exists():
+        missing.append(
+            f"model not found: {settings.model_path / 'config.json'}; give --model-path a Hugging Face folder"
+        )
+    if missing:
+        raise UserError("; ".join(missing))
+
+
+def missing_for_start(settings: UpSettings) -> list[str]:
+    """A sentence for each thing beside the model for which a start would fail."""
+    checks: list[Callable[[], None]] = [
+        partial(_check_not_running, settings.outputs),
+        partial(_check_exists, settings.config, "Ray Serve config", "give --config"),
+        partial(_check_memory, settings.min_memory_gb),
+        partial(_check_mlflow, settings),
+        *(partial(check_port, option, port) for option, port in _ports(settings).items()),
+    ]
+    missing = []
+    for check_one in checks:
+        try:
+            check_one()
+        except UserError as error:
+            missing.append(str(error))
+    return missing
 
 
 def free_port() -> int:
@@ -33,7 +53,11 @@ def _ports(settings: UpSettings) -> dict[str, int]:
         "--dashboard-port": settings.dashboard_port,
         "--ray-port": settings.ray_port,
     }
-    return {**ports, "--mlflow-port": settings.mlflow_port} if settings.mlflow_database else ports
+    try:
+        starts_mlflow = settings.mlflow_database is not None
+    except ValueError:  # which _check_mlflow tells
+        starts_mlflow = False
+    return {**ports, "--mlflow-port": settings.mlflow_port} if starts_mlflow else ports
 
 
 def _check_not_running(outputs: Path) -> None:
@@ -44,7 +68,11 @@ def _check_not_running(outputs: Path) -> None:
             "another --outputs"
         )
     if deployment and deployment.started_here:
-        raise UserError(f"services of {outputs} run already at {deployment.base_url}; stop them with `trackway down`")
+        living = ", ".join(f"{one.name}: process {one.pid}" for one in deployment.processes if one.find())
+        raise UserError(
+            f"services of {outputs} run already at {deployment.base_url}; stop them with `trackway down`, or give "
+            f"another --outputs ({living})"
+        )
 
 
 def _check_mlflow(settings: UpSettings) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
-from trackway.deploy import processes
+from trackway.deploy import http_proxy, processes
 from trackway.deploy.errors import UserError
 from trackway.deploy.preflight import free_port
 from trackway.deploy.processes import ProcessRecord
@@ -72,6 +72,7 @@ def _environment(token: str) -> dict[str, str]:
         "RAY_agent_register_timeout_ms": "240000",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
+        **http_proxy.CALLBACK,
         "RAY_DEDUP_LOGS": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",

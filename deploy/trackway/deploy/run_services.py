@@ -3,7 +3,8 @@
 rollout.name, tensor_model_parallel_size, ...     ->  the rollout service's engine, replicas and GPUs
 multi_turn.tool_config_path, function_tool_path   ->  the tool server's tools
 
-What cannot be had as asked is told: as a decision with its reason, or, where it would be another run, as an error.
+What this machine cannot give as asked is listed: as a decision with its reason, or, where it would change the run, as
+missing here.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple
 
 from trackway.deploy import serve_config
 from trackway.deploy.engine_python import SERVERS, engine_python, runs_already
-from trackway.deploy.errors import UserError
 from trackway.deploy.serve_config import Replicas
 from trackway.trainer.config import RunConfig, given_to_deployment
 from trackway.trainer.config.compose import leaves
@@ -40,6 +40,9 @@ _ENGINE_LEN = 4096
 """What an engine takes at most unless told otherwise (RolloutSettings.max_model_len)."""
 
 
+NO_GPU = "this machine has no GPU"
+
+
 class Decision(NamedTuple):
     """What a key asked for, what it gets here, and why."""
 
@@ -62,6 +65,19 @@ class RunServices:
     arithmetic: str = ""
     """How GPUs make replicas, here or where there are as many as asked for."""
     decisions: list[Decision] = field(default_factory=list)
+    has_tool_files: bool = True
+    """Whether the files of tools that the run names are on this machine."""
+    missing: list[str] = field(default_factory=list)
+    """What this machine lacks of what the run needs: it cannot start here."""
+
+    @property
+    def replaced(self) -> list[str]:
+        """What this machine lacks and the run does without."""
+        return [
+            f"{one.key}: {one.asked} asked, {one.reason}; here {one.got}"
+            for one in self.decisions
+            if one.reason == NO_GPU
+        ]
 
     def decide(self, key: str, asked: object, got: str, reason: str = "") -> None:
         """Add a decision."""
@@ -85,16 +101,15 @@ def decided_already(config: RunConfig) -> list[Decision]:
 def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServices:
     """The base config with what the run says of its services, on a machine with so many GPUs.
 
-    Raises:
-        UserError: the machine lacks what the run needs, and no smaller deployment would be the same run.
+    Where the machine lacks what the run needs, and no smaller deployment would be the same run, `missing` says what.
     """
+    made = RunServices(config, base, _engine(config, gpus, base))
     nodes = config.trainer.nnodes or 1
     if nodes > 1:
-        raise UserError(
+        made.missing.append(
             f"trainer.nnodes: expected 1 on this machine, got {nodes}; several machines need a Ray cluster: deploy the "
             "services there (KubeRay, or `ray start` on each machine), then train on them with `trackway train`"
         )
-    made = RunServices(config, base, _engine(config, gpus, base))
     if gpus and made.engine != "sim":
         _place_on_gpus(config, gpus, made)
     else:
@@ -130,12 +145,15 @@ def _place_on_gpus(config: RunConfig, gpus: int, made: RunServices) -> None:
         return
     own, each = gpus if asked is None else asked, rollout.tensor_model_parallel_size or 1
     if not 1 <= own <= gpus:
-        raise UserError(f"trainer.n_gpus_per_node: expected 1 to {gpus}, the GPUs of this machine, got {own}")
+        made.missing.append(f"trainer.n_gpus_per_node: expected 1 to {gpus}, the GPUs of this machine, got {own}")
+        if own < 1:
+            return
     if made.engine not in SERVERS and each > 1:
         made.decide(f"{_ROLLOUT}.tensor_model_parallel_size", each, "1", f"the {made.engine} engine takes one GPU")
         each = 1
     if each > own:
-        raise UserError(f"{_ROLLOUT}.tensor_model_parallel_size: expected at most the run's {own} GPUs, got {each}")
+        made.missing.append(f"{_ROLLOUT}.tensor_model_parallel_size: expected at most the run's {own} GPUs, got {each}")
+        return
     made.replicas, made.arithmetic = own // each, _arithmetic(own, each)
     made.decide("trainer.n_gpus_per_node", own, f"{made.replicas} rollout replicas", made.arithmetic)
     replicas = Replicas(made.replicas, made.replicas)
@@ -152,7 +170,7 @@ def _arithmetic(gpus: int, each: int) -> str:
 
 def _place_without_gpu(config: RunConfig, made: RunServices) -> None:
     rollout = config.actor_rollout_ref.rollout
-    why = "the sim engine needs no GPU" if made.engine == "sim" else "this machine has no GPU"
+    why = "the sim engine needs no GPU" if made.engine == "sim" else NO_GPU
     if rollout.name in SERVERS and made.engine == "torch":
         made.decide(f"{_ROLLOUT}.name", rollout.name, "torch, the embedded engine", why)
     if rollout.tensor_model_parallel_size is not None:
@@ -204,6 +222,7 @@ def _set_tools(config: RunConfig, made: RunServices) -> None:
         if file is None:
             continue
         if not Path(file).is_file():
-            raise UserError(f"{_ROLLOUT}.multi_turn.{name}: expected a file, got {file}; correct the path")
+            made.missing.append(f"{_ROLLOUT}.multi_turn.{name}: expected a file, got {file}; correct the path")
+            made.has_tool_files = False
         args[name] = file
     made.serve_config = serve_config.with_options(made.serve_config, "tools", args)

@@ -2,13 +2,15 @@
 
 import os
 from pathlib import Path
-from typing import get_args
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from trackway.deploy.errors import UserError
 from trackway.deploy.processes import ProcessRecord
 from trackway.serving.settings import ServiceName
+from trackway.system import atomic_write, writing
 from trackway.tracing.mlflow_uri import local_database
 
 SPOOL = "spool"
@@ -24,7 +26,9 @@ def bundled(relative: str) -> Path:
 class UpSettings(BaseSettings):
     """Ports, folders and limits of a local deployment; each also from the environment, as TRACKWAY_UP_<NAME>."""
 
-    model_config = SettingsConfigDict(env_prefix="TRACKWAY_UP_", extra="forbid", protected_namespaces=())
+    model_config = SettingsConfigDict(
+        env_prefix="TRACKWAY_UP_", extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
     config: Path = Field(default_factory=lambda: bundled("deploy/cpu.yaml"))
     """Ray Serve config file: one application per service, with its replicas and settings."""
@@ -45,10 +49,22 @@ class UpSettings(BaseSettings):
     is a database in the outputs. From MLFLOW_TRACKING_URI."""
     tokens_file: Path | None = None
     """Bearer tokens of all services, a JSON file; TRACKWAY_TOKEN must be one of them. None: this machine only."""
-    min_memory_gb: float = 3.0
+    min_memory_gb: float = Field(default=3.0, ge=0)
     """Refuse to start with less available memory."""
-    start_timeout_s: float = 240.0
+    start_timeout_s: float = Field(default=240.0, gt=0)
     """Longest wait for everything to run."""
+
+    @classmethod
+    def read(cls, **given: Any) -> Self:
+        """Those given and, for the others, the environment's. Raises UserError for a value that cannot be."""
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            told = [
+                f"TRACKWAY_UP_{str(one['loc'][0]).upper()}: {one['msg']}, got {one['input']!r}"
+                for one in error.errors()
+            ]
+            raise UserError("; ".join(told)) from error
 
     @property
     def mlflow_database(self) -> Path | None:
@@ -99,9 +115,9 @@ class Deployment(BaseModel):
     def save(self) -> None:
         """Write the record, readable by its owner only."""
         path = self.path(self.outputs)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)
-        path.write_text(self.model_dump_json(indent=2))
+        with writing(path, "the record of what runs"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, self.model_dump_json(indent=2), what="the record of what runs", mode=0o600)
 
     @classmethod
     def load(cls, outputs: Path) -> "Deployment | None":

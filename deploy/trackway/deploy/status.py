@@ -4,12 +4,13 @@ import time
 
 from pydantic import BaseModel
 
-from trackway.clients import CallPolicy, ServiceClient, run
+from trackway.clients import CallPolicy, ServiceClient, TrainerClient, run
 from trackway.deploy import serve_config
 from trackway.deploy.errors import UserError
 from trackway.deploy.ray_cluster import ServeApi, environments_token
 from trackway.deploy.serve_config import Replicas
 from trackway.deploy.settings import Deployment
+from trackway.deploy.train import tracking_losses
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import ReplicaInfo, ReplicaList
 
@@ -24,6 +25,8 @@ class ServiceStatus(BaseModel):
     url: str
     replicas: list[ReplicaInfo]
     message: str = ""
+    notes: list[str] = []
+    """Of the trainer: what MLflow and the other backends do not have of its runs (`run_notes`)."""
 
 
 def service_statuses(deployment: Deployment) -> list[ServiceStatus]:
@@ -42,6 +45,18 @@ def service_statuses(deployment: Deployment) -> list[ServiceStatus]:
         replicas = _replicas(url) if status == "RUNNING" else []
         found.append(ServiceStatus(service=service, status=status, url=url, replicas=replicas, message=message))
     return found
+
+
+def run_notes(deployment: Deployment) -> list[str]:
+    """What is not where it should be of each run, a sentence each, by name.
+
+    A trainer that does not answer is one of them.
+    """
+    try:
+        runs = run(TrainerClient(f"{deployment.base_url}/trainer", policy=_ASK).runs())
+    except TrackwayError as error:
+        return [f"the trainer did not say what waits of its runs: {error.message}"]
+    return [f"run {info.run}: {sentence}" for info in runs for sentence in tracking_losses(info)]
 
 
 def _asked(service: str, url: str) -> ServiceStatus:

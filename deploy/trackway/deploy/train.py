@@ -10,10 +10,11 @@ from trackway.deploy.errors import UserError
 from trackway.deploy.settings import SPOOL, Deployment
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
-from trackway.trainer.runs import runnable
+from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.trace_check import require, weave_project
-from trackway.trainer.tracking import check_loggers
+from trackway.trainer.tracking import sentences
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.names import checked_run_name
 from trackway.wire.tracing import TraceBackend
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 
@@ -32,6 +33,24 @@ def start_run(deployment: Deployment, config: RunConfig, name: str | None = None
     """Start a run and return at once; raises TrackwayError (a run is active, the name is taken)."""
     request = RunRequest(config=config.model_dump(mode="json"), run=name)
     return run(_client(deployment).start(request))
+
+
+def check_run_name(option: str, name: str | None) -> None:
+    """Raise UserError for a name that no run can have; None is no name."""
+    try:
+        _ = name is None or checked_run_name(name)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from error
+
+
+def occupied(outputs: Path, name: str) -> str:
+    """Why a new run cannot take the name; empty when it can."""
+    if not RunFolder(outputs.resolve() / name).exists:
+        return ""
+    return (
+        f"run {name!r} exists in {outputs}; go on with it by `trackway train --resume {name}`, or give another "
+        "trainer.experiment_name"
+    )
 
 
 def placed(config: RunConfig, deployment: Deployment | None) -> RunConfig:
@@ -90,29 +109,6 @@ def _model_there(path: str) -> str:
     return _path_there("actor_rollout_ref.model.path", path) if here else path
 
 
-def refusals(config: RunConfig) -> list[str]:
-    """Why services started from this environment would refuse the run; empty when they would not."""
-    reasons = []
-    for check in (runnable, _check_files, _check_loggers, check_backends_here):
-        try:
-            check(config)
-        except TrackwayError as error:
-            reasons.append(error.message)
-    return reasons
-
-
-def _check_files(config: RunConfig) -> None:
-    for key in ("train_files", "val_files"):
-        for file in getattr(config.data, key):
-            if "://" not in file and not Path(file).is_file():
-                message = f"data.{key}: expected a file, got {file}; `trackway data` writes such files"
-                raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
-
-
-def _check_loggers(config: RunConfig) -> None:
-    check_loggers(config, "that of the start")  # which brings an MLflow of its own
-
-
 def _whole_path(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
@@ -127,10 +123,13 @@ def check_backends_here(config: RunConfig) -> None:
     require(wanted, [TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
 
 
-def resume_run(deployment: Deployment, name: str, show: Show = lambda info: None) -> RunInfo:
-    """Go on from a run's last checkpoint; a run that is active, by now perhaps by itself, needs nothing.
+def resume_run(
+    deployment: Deployment, name: str, show: Show = lambda info: None, skip_damaged: bool = False
+) -> RunInfo:
+    """Go on from a run's last checkpoint, or the last one that is whole.
 
-    One that is being stopped is waited for. If it finishes for all that, there is nothing to go on with.
+    A run that is active, by now perhaps by itself, needs nothing. One that is being stopped is waited for. If it
+    finishes for all that, there is nothing to go on with.
     """
 
     async def resume() -> RunInfo:
@@ -142,7 +141,7 @@ def resume_run(deployment: Deployment, name: str, show: Show = lambda info: None
         if info.state not in ENDED or (was_stopping and info.state is RunState.FINISHED):
             return info
         try:
-            return await client.resume(name)
+            return await client.resume(name, skip_damaged)
         except TrackwayError as error:
             info = await client.run(name)
             if error.code is ErrorCode.CONFLICT and info.state not in ENDED:
@@ -175,6 +174,8 @@ def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
             f"run {name} was interrupted and has not gone on by itself ({info.message}); `trackway train --resume "
             f"{name}` goes on with it; its log is {log}"
         )
+    if info.state is RunState.UNREADABLE:
+        raise UserError(f"run {name}: {info.message}: `trackway train --resume {name}`; its log is {log}")
     if info.state is RunState.FAILED:
         raise UserError(f"run {name} failed: {info.message}; its log is {log}")
     return info
@@ -188,6 +189,11 @@ def stop_run(deployment: Deployment, name: str, show: Show) -> RunInfo:
         return await _until_ended(deployment, name, show, STOP_DEADLINE_S)
 
     return run(stop())
+
+
+def tracking_losses(info: RunInfo) -> list[str]:
+    """A sentence for each way in which metrics or feedback of the run are not where they should be."""
+    return [sentence for summary in info.tracking for sentence in sentences(summary)]
 
 
 def trace_losses(info: RunInfo, outputs: Path | None) -> list[str]:

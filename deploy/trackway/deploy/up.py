@@ -3,8 +3,10 @@
 `bring_up` returns only when every service answers `/ready`; whatever goes wrong on the way, what it started is stopped.
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from trackway.deploy.interpreters import check_interpreters
 from trackway.deploy.processes import ProcessRecord
 from trackway.deploy.ray_cluster import ServeApi
 from trackway.deploy.settings import SPOOL, Deployment, UpSettings
+from trackway.tracing.mlflow_keeper import flocked
 
 Report = Callable[[str, str], None]
 """Called with a component's name and what it is doing; `ready` is the last word."""
@@ -32,6 +35,11 @@ def bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None
     Raises:
         UserError: something is missing, taken or broken; nothing is left running.
     """
+    with _alone(settings.outputs):
+        return _bring_up(settings, report, config)
+
+
+def _bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None) -> Deployment:
     preflight.check(settings)
     config = serve_config.load(settings.config) if config is None else config
     check_engine_python(serve_config.args_of(config, "rollout"))
@@ -45,6 +53,26 @@ def bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None
         take_down(deployment)
         raise
     return deployment
+
+
+@contextmanager
+def _alone(outputs: Path) -> Iterator[None]:
+    """Start services in a folder beside no other start there: the record of what runs is written only on the way."""
+    path = Deployment.path(outputs).with_name("up.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = flocked(path, exclusive=True)
+    if lock is None:
+        first = path.read_text() or "another process"
+        raise UserError(
+            f"expected no other start of services in {outputs}, got one under way: {first}; wait until it ends, stop "
+            "it, or give another --outputs"
+        )
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()}".encode(), 0)
+        yield
+    finally:
+        os.close(lock)
 
 
 def take_down(deployment: Deployment, report: Report = lambda name, state: None) -> None:

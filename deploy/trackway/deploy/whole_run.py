@@ -1,7 +1,7 @@
 """A run with the services around it: those that run already for its outputs folder, or its own for as long as it lasts.
 
 run = prepare(overrides, config_path, config_name, outputs)
-run.check()
+run.check(load=True, report).findings.refuse()
 deployment = run.bring_up(report)
 info = run.train(deployment, show)
 run.take_down(deployment, report)
@@ -10,12 +10,11 @@ run.take_down(deployment, report)
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import RenderableType
-
 from trackway.deploy import serve_config, train, up
-from trackway.deploy.engine_python import SERVERS, check_engine_python
+from trackway.deploy.engine_python import SERVERS
 from trackway.deploy.errors import UserError
 from trackway.deploy.interpreters import check_interpreters
+from trackway.deploy.run_check import Checked, Subject, check_run
 from trackway.deploy.run_services import Decision, RunServices, decided_already, gpus_here, services_for
 from trackway.deploy.running import find_running
 from trackway.deploy.settings import Deployment, UpSettings
@@ -47,25 +46,24 @@ class WholeRun:
             return self.services.decisions
         return decided_already(self.config)
 
-    def plan(self) -> RenderableType:
-        """What it would do."""
-        from trackway.deploy.dry_run import dry_run
+    @property
+    def subject(self) -> Subject:
+        """What there is to look at before anything starts."""
+        return Subject(self.config, self.services, self.running, self._start_settings, self._occupied())
 
-        return dry_run(self.config, self.services)
+    def check(self, load: bool, report: Report = lambda name, state: None) -> Checked:
+        """What would fail later is found, and what the run amounts to; `load` as in `check_run`."""
+        return check_run(self.subject, load, report)
 
-    def check(self) -> None:
-        """Raise UserError for what would fail later: a missing file, key, or engine."""
-        reasons = train.refusals(self.config)
-        if reasons:
-            raise UserError("; ".join(reasons))
+    def _occupied(self) -> str:
+        """Why the run's name cannot be taken; empty when it can."""
         folder = self._folder
-        if folder.exists and self.left_off() is None:
-            raise UserError(
-                f"run {folder.name!r} is {folder.info().state} in {self.settings.outputs}; give another "
-                "trainer.experiment_name or --outputs, or trainer.resume_mode=auto for one that did not finish"
-            )
-        if self.services is not None:
-            check_engine_python(serve_config.args_of(self.services.serve_config, "rollout"))
+        if not folder.exists or self.left_off() is not None:
+            return ""
+        return (
+            f"run {folder.name!r} is {folder.info().state} in {self.settings.outputs}; give another "
+            "trainer.experiment_name or --outputs, or trainer.resume_mode=auto for one that did not finish"
+        )
 
     def bring_up(self, report: Report) -> Deployment:
         """The services, which run when this returns."""
@@ -73,11 +71,16 @@ class WholeRun:
             assert self.running is not None
             check_interpreters(self.running.base_url, self.running.services)
             return self.running
-        changes: dict[str, object] = {"model_path": _model(self.config)}
-        changes |= {name: 0 for name in _PORTS if name not in self.settings.model_fields_set}
-        if self.services.engine in SERVERS:
+        settings = self._start_settings.model_copy(update={"model_path": _model(self.config)})
+        return up.bring_up(settings, report, self.services.serve_config)
+
+    @property
+    def _start_settings(self) -> UpSettings:
+        """Free ports unless they were named, and time for servers that load a model."""
+        changes: dict[str, object] = {name: 0 for name in _PORTS if name not in self.settings.model_fields_set}
+        if self.services is not None and self.services.engine in SERVERS:
             changes["start_timeout_s"] = max(self.settings.start_timeout_s, _SERVER_START_S)
-        return up.bring_up(self.settings.model_copy(update=changes), report, self.services.serve_config)
+        return self.settings.model_copy(update=changes)
 
     def left_off(self) -> RunFolder | None:
         """The folder of the run that this command goes on with; None when it starts one."""
@@ -120,7 +123,7 @@ def configured(overrides: list[str], config_path: Path | None, config_name: str)
 def prepare(overrides: list[str], config_path: Path | None, config_name: str, outputs: Path) -> WholeRun:
     """The run of a command line; starts nothing. Raises TrackwayError and UserError for what cannot be had."""
     config = configured(overrides, config_path, config_name)
-    settings = UpSettings(outputs=outputs)
+    settings = UpSettings.read(outputs=outputs)
     running = find_running(outputs)
     if running and running.attached:
         raise UserError(

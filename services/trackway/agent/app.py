@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import httpx
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -13,7 +13,8 @@ from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
 from trackway.agent.services import Services
 from trackway.agent.settings import AgentSettings
-from trackway.serving import service_app
+from trackway.serving import ServiceRouter, service_app
+from trackway.serving.user_code import importing
 from trackway.tracing import Tracing
 from trackway.wire.agent import AgentList, GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -33,7 +34,8 @@ def create_app(
     """
     settings = settings or AgentSettings()  # pyright: ignore[reportCallIssue]  model_path comes from the environment
     for module in settings.agent_modules:
-        importlib.import_module(module)
+        with importing(f"setting agent_modules, {module!r}"):
+            importlib.import_module(module)
     groups = Groups(Services.connect(settings, http))
 
     @asynccontextmanager
@@ -48,8 +50,8 @@ def create_app(
     )
 
 
-def _routes(groups: Groups) -> APIRouter:
-    router = APIRouter(tags=["agent"])
+def _routes(groups: Groups) -> ServiceRouter:
+    router = ServiceRouter(tags=["agent"])
 
     @router.post("/groups", response_class=StreamingResponse)
     async def run_group(request: GroupRequest) -> StreamingResponse:

@@ -21,8 +21,11 @@ from trackway.wire.trajectory import (
     Trajectory,
     Turn,
     WeightSpan,
+    require_trainable,
     trajectory_id,
 )
+
+_SHORT_PROMPT_CHARS = 16_384
 
 
 @dataclass
@@ -100,17 +103,23 @@ class Episode:
         limit, side = self.limits.max_prompt_length, self.limits.prompt_truncation
         self.prompt_ids = list(ids) if side == "error" else cut_prompt(ids, limit, side)
         if len(self.prompt_ids) > limit:
-            message = (
-                f"expected a prompt of at most {limit} tokens (max_prompt_length), got {len(ids)}; "
-                "raise the limit, filter the row out, or let the prompt be cut (prompt_truncation)"
-            )
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+            raise self.prompt_too_long(len(ids))
+
+    def prompt_too_long(self, tokens: int) -> TrackwayError:
+        """The error of a prompt with at least so many tokens."""
+        limit = self.limits.max_rendered
+        remedy = "raise the limit or filter the row out"
+        if limit == self.limits.max_prompt_length:
+            remedy = "raise the limit, filter the row out, or let the prompt be cut (prompt_truncation)"
+        message = f"expected a prompt of at most {limit} tokens (max_prompt_length), got {tokens}; {remedy}"
+        return TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
     def add_generated(self, choice: GenerateChoice) -> None:
         """Append what the model wrote, as it came.
 
         Raises:
-            TrackwayError: `internal` when ids and logprobs do not match, or there are more ids than were asked for.
+            TrackwayError: `internal` when ids and logprobs do not match, or there are more ids than were asked for;
+                `not_finite` for a logprob that is no finite number.
         """
         logprobs = [entry.logprob for entry in choice.logprobs.content]
         if len(logprobs) != len(choice.token_ids) or len(logprobs) > self.room:
@@ -119,6 +128,7 @@ class Episode:
                 f"and {len(logprobs)} logprobs; the rollout service answered wrongly"
             )
             raise TrackwayError(ErrorCode.INTERNAL, message)
+        require_trainable("the engine's logprobs", logprobs)
         start = len(self.response_ids)
         self._append(choice.token_ids, 1, logprobs)
         self.weight_versions += [
@@ -151,6 +161,10 @@ class Episode:
         self.error = error.to_reply().error
         self.reward = None
 
+    def _is_short(self) -> bool:
+        """A long prompt that was refused is not sent back, once for each rollout."""
+        return sum(len(message.content) for message in self.sample.prompt) <= _SHORT_PROMPT_CHARS
+
     def trajectory(self) -> Trajectory:
         """The wire form; what its trace is, is added by the loop."""
         return Trajectory(
@@ -164,7 +178,7 @@ class Episode:
             response_mask=self.response_mask,
             response_logprobs=self.response_logprobs,
             weight_versions=self.weight_versions,
-            prompt_messages=self.sample.prompt,
+            prompt_messages=self.sample.prompt if self.prompt_ids or self._is_short() else [],
             turns=self.turns,
             reward=self.reward,
             tool_rewards=self.tool_rewards,

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from trackway.agent.loop import AgentLoop, agent_loop
 from trackway.agent.services import Services
 from trackway.serving.metrics import counted
+from trackway.serving.user_code import contained
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
@@ -79,11 +80,14 @@ class Groups(Collector):
         outcome = "aborted"
         try:
             async with self._slots:
-                trajectory = await loop(self._services).run(request, rollout_n)
+                trajectory = await contained(self._lived(loop, request, rollout_n))
             outcome = trajectory.error.code.value if trajectory.error else trajectory.stop_reason.value
             return trajectory
         finally:
             self._ended["validation" if request.validation else "training", outcome] += 1
+
+    async def _lived(self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int) -> Trajectory:
+        return await loop(self._services).run(request, rollout_n)
 
     def collect(self) -> Iterator[Metric]:
         """Trajectories, as Prometheus wants them: an outcome is a stop reason, an error's code, or `aborted`."""

@@ -19,6 +19,8 @@ from trackway.agent.episode import Episode
 from trackway.agent.seeds import request_seed
 from trackway.agent.services import Services
 from trackway.agent.toolbox import Toolbox, tool_facts
+from trackway.chat.encoding import TooLong
+from trackway.serving.user_code import described, run_user_code
 from trackway.tracing import SpanHandle, add_incident, set_outcome, token2text, trajectory_span
 from trackway.tracing.attributes import STOP_REASON
 from trackway.wire.agent import AgentInfo, GroupRequest
@@ -27,7 +29,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateChoice, GenerateRequest
 from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Reward, StopReason, Timings, Trajectory
+from trackway.wire.trajectory import Reward, StopReason, Timings, Trajectory, require_trainable
 
 logger = logging.getLogger("trackway.agent")
 
@@ -82,7 +84,7 @@ class AgentLoop(ABC):
         try:
             with stopwatch(episode.timings, "total"):
                 async with asyncio.timeout(episode.deadline.remaining):
-                    episode.stop_reason = await self.converse(episode, toolbox)
+                    episode.stop_reason = await run_user_code(lambda: self.converse(episode, toolbox))
                     episode.reward = await self._score(episode, toolbox)
         except Exception as error:
             episode.fail(_named(error, episode))
@@ -90,8 +92,15 @@ class AgentLoop(ABC):
             await toolbox.release()
 
     async def begin(self, episode: Episode, schemas: Sequence[ToolSchema] = ()) -> None:
-        """Render the prompt."""
-        ids = await self.services.tokens.prompt(episode.sample.prompt, schemas)
+        """Render the prompt.
+
+        Raises:
+            TrackwayError: `invalid_request` when it is longer than its limit, or than what may be cut.
+        """
+        try:
+            ids = await self.services.tokens.prompt(episode.sample.prompt, schemas, episode.limits.max_rendered)
+        except TooLong as error:
+            raise episode.prompt_too_long(error.at_least) from error
         episode.add_prompt(ids)
         if len(episode.prompt_ids) < len(ids):
             side = episode.limits.prompt_truncation
@@ -153,6 +162,7 @@ class AgentLoop(ABC):
             )
             deadline = episode.deadline.earlier(self.services.reward.policy.total_s)
             reward = await self.services.reward.score(request, session_id=episode.id, deadline=deadline)
+        require_trainable("the score", [reward.score])
         tools = {f"tool/{name}": value for name, value in rewards.items()}
         return reward.model_copy(update={"components": {**tools, **reward.components}})
 
@@ -254,5 +264,8 @@ def _named(error: Exception, episode: Episode) -> TrackwayError:
         )
         return TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message)
     logger.error("trajectory %s failed", episode.id, exc_info=error)
-    message = f"{type(error).__name__}: {error}; this is a defect, the agent service's log has the traceback"
+    message = (
+        f"agent loop {episode.agent_name!r} failed: {described(error)}; "
+        "this is a defect, the agent service's log has the traceback"
+    )
     return TrackwayError(ErrorCode.INTERNAL, message)

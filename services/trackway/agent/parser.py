@@ -4,11 +4,10 @@ A call that cannot be read is not dropped: it carries the text that tells the mo
 model never learns why nothing came back).
 """
 
-import re
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from trackway.chat.tool_calls import BEGIN, END, ParsedCall, read_call, unclosed_call
+from trackway.chat.tool_calls import BEGIN, END, ParsedCall, blocks_in, read_call, unclosed_call
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
@@ -52,17 +51,14 @@ def tool_parser(name: str) -> ToolParser:
     return _PARSERS[name]()
 
 
-_CALL = re.compile(rf"{BEGIN}(.*?){END}", re.DOTALL)
-
-
 @register_parser("hermes")
 class HermesParser:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen2.5 and Qwen3 write it."""
 
     def parse(self, text: str) -> Parsed:
         """Every call of the turn."""
-        calls = [read_call(block) for block in _CALL.findall(text)]
-        content, begun, rest = _CALL.sub("", text).partition(BEGIN)
-        if begun:
-            calls.append(unclosed_call(rest))
-        return Parsed(content.strip(), calls, bool(begun))
+        blocks, content, unclosed = blocks_in(text, BEGIN, END)
+        calls = [read_call(block) for block in blocks]
+        if unclosed is not None:
+            calls.append(unclosed_call(unclosed))
+        return Parsed(content.strip(), calls, unclosed is not None)

@@ -8,11 +8,13 @@ depend on what stands before it. The scheme is verl's "continuous token" (verl/u
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from cachetools import LRUCache, cached
 from pydantic import JsonValue
 
+from trackway.chat.encoding import chars_per_token, check_chars, encode_within
 from trackway.chat.offload import offload
 from trackway.chat.templates import template_message
 from trackway.wire.chat import Message, ToolSchema
@@ -21,7 +23,18 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_CACHE_CHARS = 16 * 1024 * 1024
+"""Characters of prompts, and of observations, whose ids are kept; ids count as four."""
 _STAND_IN = "trackway stands here for what the model wrote"
+
+
+class _Rendered(NamedTuple):
+    ids: tuple[int, ...]
+    chars: int
+
+
+def _weight(rendered: _Rendered) -> int:
+    return 4 * len(rendered.ids) + rendered.chars
 
 
 class ChatTokens:
@@ -35,9 +48,10 @@ class ChatTokens:
             raise ValueError(f"{name}: expected a tokenizer with a chat template, got none; add one to its folder")
         self._tokenizer = tokenizer
         self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
+        self._most_chars = chars_per_token(tokenizer.get_vocab(), tokenizer.unk_token_id)
         # The rollouts of a group share their prompt, and observations repeat.
-        self._prompt = lru_cache(maxsize=256)(self._render_prompt)
-        self._behind = lru_cache(maxsize=1024)(self._render_behind)
+        self._prompt = cached(LRUCache(_CACHE_CHARS, _weight), lock=Lock())(self._render_prompt)
+        self._behind = cached(LRUCache(_CACHE_CHARS, _weight), lock=Lock())(self._render_behind)
 
     @classmethod
     def load(cls, model_path: str, template_kwargs: Mapping[str, JsonValue] | None = None) -> Self:
@@ -51,18 +65,24 @@ class ChatTokens:
 
         return cls(AutoTokenizer.from_pretrained(model_path), template_kwargs)
 
-    async def prompt(self, messages: Sequence[Message], schemas: Sequence[ToolSchema]) -> list[int]:
-        """Ids of the conversation so far with the tools' schemas, up to and with the generation prompt."""
+    async def prompt(self, messages: Sequence[Message], schemas: Sequence[ToolSchema], max_tokens: int) -> list[int]:
+        """Ids of the conversation so far with the tools' schemas, up to and with the generation prompt.
+
+        Raises:
+            TooLong: there are more than `max_tokens`.
+        """
+        check_chars(sum(len(message.content) for message in messages), max_tokens, self._most_chars)
         conversation = json.dumps([template_message(message) for message in messages])
         tools = json.dumps([schema.model_dump(mode="json") for schema in schemas])
-        return list(await offload(len(conversation) + len(tools), self._prompt, conversation, tools))
+        size = len(conversation) + len(tools)
+        return list((await offload(size, self._prompt, conversation, tools, max_tokens)).ids)
 
     async def observation(self, texts: Sequence[str], written: Sequence[int]) -> list[int]:
         """Ids to append behind the model's ids `written`: end of its turn, the tool messages, the generation prompt.
 
         The end of the turn is left out when the model wrote it itself, as it does unless it was cut.
         """
-        ids = await offload(sum(map(len, texts)), self._behind, tuple(texts))
+        ids = (await offload(sum(map(len, texts)), self._behind, tuple(texts))).ids
         return list(ids[1:] if written and written[-1] == ids[0] else ids)
 
     async def places(self, text: str) -> list[tuple[int, int]]:
@@ -79,7 +99,7 @@ class ChatTokens:
 
     async def turn_text(self, ids: Sequence[int]) -> str:
         """One assistant turn, special tokens kept but for the one that ends it."""
-        ended = bool(ids) and ids[-1] in (self._tokenizer.eos_token_id, self._behind(("",))[0])
+        ended = bool(ids) and ids[-1] in (self._tokenizer.eos_token_id, self._behind(("",)).ids[0])
         return await self.text(ids[:-1] if ended else ids)
 
     async def plain_text(self, ids: Sequence[int]) -> str:
@@ -99,11 +119,12 @@ class ChatTokens:
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return [(start, end) for start, end in encoded["offset_mapping"]]
 
-    def _render_prompt(self, conversation: str, tools: str) -> tuple[int, ...]:
+    def _render_prompt(self, conversation: str, tools: str, max_tokens: int) -> _Rendered:
         text = self._render(json.loads(conversation), json.loads(tools) or None)
-        return self._encode(text)
+        ids = encode_within(max_tokens, text, self._encode, self._most_chars)
+        return _Rendered(tuple(ids), len(conversation) + len(tools))
 
-    def _render_behind(self, texts: tuple[str, ...]) -> tuple[int, ...]:
+    def _render_behind(self, texts: tuple[str, ...]) -> _Rendered:
         conversation = [
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": _STAND_IN},
@@ -113,7 +134,7 @@ class ChatTokens:
         ids = self._encode(behind)
         if not found or not ids:
             raise ValueError("the chat template does not show the assistant's content; use one that does")
-        return ids
+        return _Rendered(ids, sum(map(len, texts)))
 
     def _render(self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         rendered = self._tokenizer.apply_chat_template(

@@ -24,6 +24,25 @@ class ParsedCall:
     error: str | None = None
 
 
+def blocks_in(text: str, begin: str, end: str) -> tuple[list[str], str, str | None]:
+    """What stands between each `begin` and the next `end`, the text outside, and what follows a last open `begin`.
+
+    A regular expression would look for `end` from every open `begin` to the end of the text.
+    """
+    blocks: list[str] = []
+    outside: list[str] = []
+    start = 0
+    while (opened := text.find(begin, start)) >= 0:
+        closed = text.find(end, opened + len(begin))
+        if closed < 0:
+            break
+        outside.append(text[start:opened])
+        blocks.append(text[opened + len(begin) : closed])
+        start = closed + len(end)
+    rest, is_open, behind = text[start:].partition(begin)
+    return blocks, "".join([*outside, rest]), behind if is_open else None
+
+
 def read_call(block: str) -> ParsedCall:
     """The call in the text between the tags."""
     try:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import APIRouter, Body, FastAPI
+from fastapi import Body, FastAPI
 from pydantic import JsonValue
 
 from trackway.reward.scorers import Scorer, load_scorers
 from trackway.reward.service import RewardService
 from trackway.reward.settings import RewardSettings
-from trackway.serving import service_app
+from trackway.serving import ServiceRouter, service_app
 from trackway.tracing import Tracing
 from trackway.wire.reward import BatchScore, BatchScoreRequest, ScoreRequest, ScorerList
 from trackway.wire.trajectory import Reward
@@ -41,9 +41,9 @@ def create_app(
     return service_app("reward", settings, routers=[routes(service)], tracing=tracing)
 
 
-def routes(service: RewardService) -> APIRouter:
+def routes(service: RewardService) -> ServiceRouter:
     """The service's three routes."""
-    router = APIRouter(tags=["reward"])
+    router = ServiceRouter(tags=["reward"])
 
     @router.post("/score", responses=_answer(REWARD))
     async def score(request: Annotated[ScoreRequest, Body(examples=[ONE])]) -> Reward:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from trackway.reward.gsm8k import Gsm8kScorer
+from trackway.serving.user_code import importing, user_code
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward
@@ -75,7 +76,10 @@ def load_scorers(paths: Sequence[str]) -> list[Scorer]:
 
 
 def _imported(path: str) -> Scorer:
-    made = pkgutil.resolve_name(path)()
+    with importing(f"setting extra_scorers, {path!r}"):
+        scorer_class = pkgutil.resolve_name(path)
+    with user_code(f"setting extra_scorers, {path!r}"):
+        made = scorer_class()
     if not isinstance(made, Scorer):
         raise TypeError(f"expected {path!r} to have `info` and `score` as trackway.reward.scorers.Scorer, got {made!r}")
     return made

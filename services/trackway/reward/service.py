@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 
 from trackway.reward.scorers import Scorer, ScorerRegistry, method_of
+from trackway.serving.user_code import described, run_user_code
 from trackway.tracing import SpanHandle, reward_span, token2text
 from trackway.tracing.context import active_tracing
+from trackway.tracing.handle import utf8_size
 from trackway.tracing.redaction import redacted
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest, ScorerInfo
+from trackway.wire.text import well_formed
 from trackway.wire.trajectory import Reward
 
 logger = logging.getLogger("trackway.reward")
@@ -73,7 +76,7 @@ class RewardService:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                return _finite(await scorer.score(request, method))
+                return _finite(await run_user_code(lambda: scorer.score(request, method)))
         except TrackwayError:
             raise
         except Exception as error:
@@ -82,7 +85,7 @@ class RewardService:
                 raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
             # The traceback stays here: it does not cross the process.
             logger.exception("scorer %r failed", name)
-            message = f"scorer {name!r} failed: {type(error).__name__}: {error}; the service's log has the traceback"
+            message = f"scorer {name!r} failed: {described(error)}; the service's log has the traceback"
             raise TrackwayError(ErrorCode.INTERNAL, message) from error
 
 
@@ -100,12 +103,15 @@ def _end_of(text: str) -> str:
     # Redacted before the cut: half of a secret would not be recognised.
     tracing = active_tracing()
     text = redacted(text, tracing.redact if tracing else None)
-    missing = len(text[:-SHOWN_CHARS].encode(errors="replace"))
-    return f"[truncated {missing} bytes]{text[-SHOWN_CHARS:]}" if missing else text
+    end = text[-SHOWN_CHARS:]
+    missing = utf8_size(text) - utf8_size(end)
+    return f"[truncated {missing} bytes]{end}" if missing else text
 
 
 def _finite(reward: Reward) -> Reward:
-    # JSON has no NaN: it would reach the client as null, and a trainer as a crash.
+    # Nothing can be learned from such a score, and the scorer's name is known here.
     if not all(math.isfinite(value) for value in (reward.score, *reward.components.values())):
         raise ValueError(f"expected finite scores, got {reward}")
-    return reward
+    if all(map(str.isascii, reward.components)):
+        return reward
+    return Reward(score=reward.score, components={well_formed(name): v for name, v in reward.components.items()})

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, FastAPI, Header, Query
+from fastapi import Body, Depends, FastAPI, Header, Query
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
@@ -19,7 +19,7 @@ from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.text import TokenText
 from trackway.rollout.weights import WeightWatcher
-from trackway.serving import needs_admin, service_app
+from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.tracing import Tracing
 from trackway.wire.rollout import (
     AbortReply,
@@ -73,9 +73,9 @@ def create_app(
     )
 
 
-def routes(service: RolloutService) -> APIRouter:
+def routes(service: RolloutService) -> ServiceRouter:
     """The service's routes; names follow vLLM's, so that a plain vLLM can stand in for it."""
-    router = APIRouter(tags=["rollout"])
+    router = ServiceRouter(tags=["rollout"])
 
     @router.post("/inference/v1/generate", include_in_schema=False)
     @router.post("/generate")
@@ -96,9 +96,9 @@ def routes(service: RolloutService) -> APIRouter:
     return router
 
 
-def control_routes(service: RolloutService) -> APIRouter:
+def control_routes(service: RolloutService) -> ServiceRouter:
     """Whoever trains steers an engine by these, with an operator's token."""
-    router = APIRouter(tags=["control"])
+    router = ServiceRouter(tags=["control"])
     operator = [Depends(needs_admin)]
 
     @router.post("/pause", dependencies=operator)

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 from trackway.rollout.engines.engine import Engine, EngineStats
+from trackway.rollout.engines.weight_proof import Judgement
 from trackway.serving import Gauge
+from trackway.wire.weights import Verdict
 
 
 def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:
@@ -19,7 +21,33 @@ def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:
         _of(engine, "prefilled_tokens", "Prompt tokens computed", lambda stats: stats.prefilled_tokens, total=True),
         _of(engine, "reused_tokens", "Prompt tokens from the cache", lambda stats: stats.reused_tokens, total=True),
         Gauge("trackway_weight_version", "Version of the weights that generate", lambda: engine.version),
+        *_proof(engine),
         Gauge("trackway_weight_lag", "Published versions not loaded yet", lambda: latest() - engine.version),
+    ]
+
+
+def _proof(engine: Engine) -> list[Gauge]:
+    """What is known of the weights that generate; without a proof nothing is."""
+
+    def of(value: Callable[[Judgement], float]) -> Callable[[], float]:
+        return lambda: 0.0 if engine.judgement is None else value(engine.judgement)
+
+    return [
+        Gauge(
+            "trackway_weight_tensors_proven",
+            "Share of the published tensors whose digest the engine showed",
+            of(lambda judgement: judgement.tensors / max(1, judgement.tensors_published)),
+        ),
+        Gauge(
+            "trackway_weight_distinct",
+            "1 when the engine was distinguished from one with the previous version",
+            of(lambda judgement: float(judgement.verdict in (Verdict.PROVEN, Verdict.ROUNDED))),
+        ),
+        Gauge(
+            "trackway_weight_logprobs_off",
+            "Root mean square of the engine's logprobs from the publisher's at the last load",
+            of(lambda judgement: judgement.off),
+        ),
     ]
 
 

@@ -32,6 +32,7 @@ from trackway.wire.rollout import (
     WeightsReply,
 )
 from trackway.wire.tracing import Incident
+from trackway.wire.weights import Verdict
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class RolloutService:
             if behind and late:
                 add_incident(Incident.WEIGHTS_BEHIND, have=have, want=version)
             elif behind:
-                add_event("weights_loaded", have=have, want=version)
+                add_event("weights_loaded", have=have, want=version, verdict=str(self._verdict))
 
     def weights(self) -> WeightsReply:
         """The version held and the newest one seen."""
@@ -119,7 +120,12 @@ class RolloutService:
             latest=self._watcher.latest,
             model=self._settings.model_name,
             replica=self._settings.replica,
+            verdict=self._verdict,
         )
+
+    @property
+    def _verdict(self) -> Verdict | None:
+        return None if self._engine.judgement is None else self._engine.judgement.verdict
 
     def weight_info(self) -> WeightInfo:
         """The version held, in vLLM's words."""

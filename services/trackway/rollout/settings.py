@@ -40,6 +40,8 @@ class RolloutSettings(ServiceSettings):
     """Without CUDA graphs (vLLM, SGLang): slower tokens, a faster start."""
     enable_sleep: bool = False
     """The server can give its GPU memory to the trainer: `/sleep` and `/wake_up` (vLLM, SGLang; sim pretends to)."""
+    weight_digests: bool = True
+    """Compare the digests of a vLLM server's parameters at each load, for which it hashes its weights (1 to 2 GB/s)."""
     prefix_caching: bool = True
     """Keep the KV of finished prompts for those that begin alike (vLLM, SGLang; torch always does)."""
     sim: SimSettings = Field(default_factory=SimSettings)

@@ -13,6 +13,9 @@ class Tokenizer(Protocol):
 
     chat_template: object
     eos_token_id: int | None
+    unk_token_id: int | None
+
+    def get_vocab(self) -> dict[str, int]: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 

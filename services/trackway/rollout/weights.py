@@ -1,7 +1,7 @@
 """How a replica follows the weight store: it looks, fetches, verifies and loads; a request may wait for a version.
 
 A replica that has not seen the store once does not generate, so a late or restarted one never serves old weights.
-A version that does not load (corrupt, canary mismatch) leaves the old one in place, is logged once and tried again.
+A version that does not load (corrupt, or not proved) leaves the old one in place, is logged once and tried again.
 What happens to requests in flight is `update_mode`: `keep` loads under them, `wait` and `abort` hold new ones back at
 the gate while those in flight finish or are cut.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from trackway.clients.weights import WeightStore, version_of
 from trackway.rollout.engines.engine import Engine, PauseMode
+from trackway.rollout.engines.weight_proof import proof_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.weights import WeightManifest
@@ -148,13 +149,15 @@ class WeightWatcher:
         async with self.control, self._held():
             self.updates += 1
             try:
-                await self._engine.load_weights(folder, version, manifest.canary)
+                await self._engine.load_weights(folder, version, proof_of(manifest))
             except TrackwayError as error:
-                if error.code is ErrorCode.WEIGHTS_CORRUPT:
+                if error.code in (ErrorCode.WEIGHTS_CORRUPT, ErrorCode.WEIGHTS_STALE):
                     self._refused = manifest, error
                 raise
         await asyncio.to_thread(self._tidy, folder)
-        _log.info("weights version %d of run %s loaded", version, manifest.run)
+        judgement = self._engine.judgement
+        proof = "no proof" if judgement is None else judgement.summary()
+        _log.info("weights version %d of run %s loaded: %s", version, manifest.run, proof)
         async with self._loaded:
             self._loaded.notify_all()
 

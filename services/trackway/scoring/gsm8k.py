@@ -6,7 +6,7 @@ reading, and is used only when it is asked for by name.
 """
 
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, DecimalException
 from enum import StrEnum
 
 WINDOW = 300
@@ -52,9 +52,13 @@ def score(solution: str, ground_truth: str, method: Method = Method.STRICT) -> f
 
 
 def _plain(number: str) -> str | None:
-    """`-$1,000.50` as `-1000.5`: one spelling for each value, None when it is not one number."""
+    """`-$1,000.50` as `-1000.5`: one spelling for each value, None when it is no number or a very long one."""
+    if len(number) > WINDOW:
+        return None
     try:
         value = Decimal(re.sub(r"[$,\s]", "", number).rstrip("."))
-    except InvalidOperation:
+    except DecimalException:
         return None
-    return format(value.normalize(), "f") if value else "0"
+    if not value:
+        return "0"
+    return format(value.normalize(), "f") if abs(value.adjusted()) <= WINDOW else None

@@ -3,7 +3,8 @@
 from trackway.serving.app import service_app
 from trackway.serving.auth import from_inside, needs_admin
 from trackway.serving.metrics import Gauge
+from trackway.serving.routes import ServiceRouter
 from trackway.serving.settings import ServiceSettings
 from trackway.serving.tokens import AuthSettings
 
-__all__ = ["AuthSettings", "Gauge", "ServiceSettings", "from_inside", "needs_admin", "service_app"]
+__all__ = ["AuthSettings", "Gauge", "ServiceRouter", "ServiceSettings", "from_inside", "needs_admin", "service_app"]

@@ -4,14 +4,16 @@ import logging
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.errors import ErrorCode, TrackwayError, shortened
 
 logger = logging.getLogger("trackway.serving")
 
@@ -21,6 +23,12 @@ _CODE_OF_STATUS = {
     404: ErrorCode.NOT_FOUND,
     413: ErrorCode.PAYLOAD_TOO_LARGE,
 }
+MAX_PROBLEMS = 10
+"""Problems of a request that its answer names."""
+_MAX_LISTED = 1000
+"""Problems that pydantic is asked to list: each takes 10 us and 1.5 kB, and it lists all or none."""
+_MAX_PART = 200
+"""Characters of a problem's place and of its message: both may quote the request."""
 _METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
@@ -55,9 +63,30 @@ async def _ours(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = [f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors()]
-    message = f"the request does not fit the schema at /docs: {'; '.join(problems)}"
-    return error_response(TrackwayError(ErrorCode.INVALID_REQUEST, message))
+    return error_response(TrackwayError(ErrorCode.INVALID_REQUEST, misfit(error)))
+
+
+def body_problems(error: ValidationError) -> list[dict[str, Any]]:
+    """The first problems of a body, as FastAPI lists them; one entry with their number when there are very many."""
+    count = error.error_count()
+    if count > _MAX_LISTED:
+        return [{"type": "too_many_problems", "loc": ("body",), "msg": f"{count} problems, too many to list"}]
+    problems = error.errors(include_url=False, include_input=False)
+    return [{**problem, "loc": ("body", *problem["loc"])} for problem in problems]
+
+
+def misfit(error: RequestValidationError, *, skip: int = 0) -> str:
+    """What is wrong with a request; `skip` leaves out that many first parts of each place."""
+    problems = error.errors()
+    named = [_problem(item["loc"][skip:], item["msg"]) for item in problems[:MAX_PROBLEMS]]
+    more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+    return f"the request does not fit the schema at /docs: {'; '.join([*named, *more])}"
+
+
+def _problem(place: tuple[str | int, ...], message: str) -> str:
+    path = shortened(".".join(map(str, place)), _MAX_PART)
+    message = shortened(message, _MAX_PART)
+    return f"{path}: {message}" if path else message
 
 
 async def _http(request: Request, error: Exception) -> JSONResponse:

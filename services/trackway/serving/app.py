@@ -1,5 +1,6 @@
 """One FastAPI factory for five services: their routes inside, what they have in common around them."""
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -8,17 +9,21 @@ from importlib.metadata import version
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client.registry import Collector
+from starlette.types import Receive, Scope, Send
 
 from trackway.clients import close_shared_http
 from trackway.serving.answers import install_error_answers
 from trackway.serving.auth import Authentication, show_tokens_in_docs
-from trackway.serving.bounds import RequestBounds
+from trackway.serving.bounds import JsonSize, RequestBounds
+from trackway.serving.connections import bound_server
 from trackway.serving.idempotency import Idempotency
 from trackway.serving.installation import installation
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
 from trackway.serving.middleware import DeadlineLimit, LastResort, ReplicaName, TraceContext
 from trackway.serving.settings import ServiceSettings
 from trackway.serving.tokens import TokenTable
+from trackway.serving.user_code import contain_tasks
+from trackway.system import escape_log_records
 from trackway.tracing import SpanStats, Tracing
 from trackway.wire.errors import ErrorReply
 from trackway.wire.health import Health, Ready, SpanCounts
@@ -42,8 +47,9 @@ def service_app(
 
     ValueError when the tokens' file cannot be used.
     """
+    escape_log_records()
     tracing = tracing or Tracing(service, settings.tracing)
-    app = FastAPI(
+    app = _ServiceApp(
         title=f"Trackway {service}",
         version=version("trackway"),
         lifespan=_lifespan(tracing, lifespan),
@@ -63,7 +69,10 @@ def service_app(
     app.add_middleware(DeadlineLimit)
     app.add_middleware(LastResort)
     app.add_middleware(Idempotency)
-    app.add_middleware(RequestBounds, max_bytes=settings.max_body_bytes, max_depth=settings.max_json_depth)
+    max_json = JsonSize(settings.max_json_items, settings.max_json_nodes)
+    app.add_middleware(
+        RequestBounds, max_bytes=settings.max_body_bytes, max_json=max_json, timeout_s=settings.body_timeout_s
+    )
     app.add_middleware(TraceContext, tracing=tracing)
     app.add_middleware(LastResort)
     app.add_middleware(ReplicaName, replica=settings.replica)
@@ -72,9 +81,17 @@ def service_app(
     return app
 
 
+class _ServiceApp(FastAPI):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            bound_server(receive, self.state.settings)
+        await super().__call__(scope, receive, send)
+
+
 def _lifespan(tracing: Tracing, inner: Lifespan | None) -> Lifespan:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        contain_tasks(asyncio.get_running_loop())
         try:
             if inner is None:
                 yield

@@ -1,10 +1,12 @@
-"""What a request may be before anybody works on it: its body's size and depth, and the headers that are read here.
+"""Limits of a request before it is parsed: the body's bytes and JSON values, and the headers that are read here.
 
+A parsed value takes up to 800 bytes, whatever it took in the body, so values are counted in the raw bytes.
 The body is read once, in whole, and handed on in one piece.
 """
 
+import asyncio
 import re
-from itertools import accumulate
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,27 +20,44 @@ _HEADERS = {SESSION_ID.encode(): _TEXT, IDEMPOTENCY_KEY.encode(): _TEXT, REQUEST
 _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
 _ANNOUNCES_BODY = (b"content-length", b"transfer-encoding")
 
-_BESIDE_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
-_ONE_KIND = bytes.maketrans(b"{}", b"[]")
-_STEP = [(byte == ord("[")) - (byte == ord("]")) for byte in range(256)]
+_CHUNK = 256 * 1024
+"""Bytes whose strings are cut out at once."""
+
+
+class JsonSize(NamedTuple):
+    """How much JSON there is to parse."""
+
+    items: int
+    """Commas: list items and object members beyond the first of each list or object."""
+    nodes: int
+    """Lists, objects and object members."""
+
+    def exceeds(self, limit: "JsonSize") -> bool:
+        """Whether there is more of either."""
+        return self.items > limit.items or self.nodes > limit.nodes
 
 
 class RequestBounds:
-    """ASGI middleware: 413 for a body over `max_bytes`, 422 for JSON deeper than `max_depth` and for odd headers."""
+    """ASGI middleware: 413 for a body over `max_bytes` or with more JSON than `max_json`.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, max_depth: int) -> None:
+    422 for odd headers, and for a body that is not complete after `timeout_s` seconds.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_json: JsonSize, timeout_s: float = 60.0) -> None:
         self.app = app
+        self.timeout_s = timeout_s
         self.max_bytes = max_bytes
-        self.max_depth = max_depth
+        self.max_json = max_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._has_body(scope):
-            body = await self._read(receive)
-            if b"\0" in body or deeper_than(self.max_depth, body):
+            body = await self._read_in_time(receive)
+            if json_exceeds(self.max_json, body):
                 message = (
-                    f"expected JSON in UTF-8 of at most {self.max_depth} levels, got another body; send it flatter"
+                    f"expected JSON of at most {self.max_json.items} items, and {self.max_json.nodes} lists, objects "
+                    "and object members, got more; send less at once"
                 )
-                raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+                raise TrackwayError(ErrorCode.PAYLOAD_TOO_LARGE, message)
             receive = again({"type": "http.request", "body": body, "more_body": False}, receive)
         await self.app(scope, receive, send)
 
@@ -52,6 +71,14 @@ class RequestBounds:
                 if name == b"content-length" and value.isdigit() and int(value) > self.max_bytes:
                     raise self._too_large(int(value))
         return announced or scope["method"] not in _WITHOUT_BODY
+
+    async def _read_in_time(self, receive: Receive) -> bytes:
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await self._read(receive)
+        except TimeoutError:
+            message = f"expected the whole body within {self.timeout_s:g} s, got a part; send less at once, or faster"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from None
 
     async def _read(self, receive: Receive) -> bytes:
         chunks: list[bytes] = []
@@ -72,18 +99,30 @@ class RequestBounds:
         return TrackwayError(ErrorCode.PAYLOAD_TOO_LARGE, message)
 
 
-def deeper_than(depth: int, body: bytes) -> bool:
-    """Whether JSON in UTF-8 nests deeper, without parsing it; a guess either way when it is no valid JSON.
+def json_exceeds(limit: JsonSize, body: bytes) -> bool:
+    """Whether JSON in UTF-8 has more than `limit`, without parsing it; of other bytes, a guess either way.
 
-    Few bodies have more than `depth` brackets at all; for the others, what stands in strings is taken away first.
+    Few bodies have so many commas, colons and brackets at all; for the others, those in strings are not counted.
     """
-    if body.count(b"[") + body.count(b"{") <= depth:
-        return False
+    return len(body) > min(limit) and _size(body).exceeds(limit) and _exceeds_outside_strings(limit, body)
+
+
+def _exceeds_outside_strings(limit: JsonSize, body: bytes) -> bool:
     if b'\\"' in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    structure = b"".join(body.translate(_ONE_KIND, _BESIDE_STRUCTURE).split(b'"')[::2])
-    inner = structure.replace(b"[]", b"")  # one level less, and far shorter
-    return any(map(depth.__le__, accumulate(map(_STEP.__getitem__, inner))))
+    items = nodes = in_string = 0
+    for start in range(0, len(body), _CHUNK):
+        parts = body[start : start + _CHUNK].split(b'"')
+        size = _size(b"".join(parts[in_string::2]))
+        items, nodes = items + size.items, nodes + size.nodes
+        if JsonSize(items, nodes).exceeds(limit):
+            return True
+        in_string = (in_string + len(parts) - 1) % 2
+    return False
+
+
+def _size(text: bytes) -> JsonSize:
+    return JsonSize(items=text.count(b","), nodes=text.count(b"[") + text.count(b"{") + text.count(b":"))
 
 
 def _check_header(name: bytes, value: bytes) -> None:

@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from starlette.datastructures import Headers
@@ -39,17 +40,26 @@ class _Key(NamedTuple):
 class _Entry:
     digest: str
     answer: asyncio.Future[list[Message]]
-    made_at: float = field(default_factory=time.monotonic)
+    made_at: float
     bytes: int = 0
 
 
 class Idempotency:
-    """ASGI middleware; keeps up to `max_entries` answers of `max_bytes` in all for `ttl_s` seconds, and the newest."""
+    """ASGI middleware; keeps up to `max_entries` answers of `max_bytes` in all for `ttl_s` seconds, and the newest.
+
+    clock: monotonic seconds.
+    """
 
     def __init__(
-        self, app: ASGIApp, max_entries: int = 32_768, ttl_s: float = 600.0, max_bytes: int = 128 * 1024 * 1024
+        self,
+        app: ASGIApp,
+        max_entries: int = 32_768,
+        ttl_s: float = 600.0,
+        max_bytes: int = 128 * 1024 * 1024,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.app = app
+        self.clock = clock
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self.ttl_s = ttl_s
@@ -79,10 +89,10 @@ class Idempotency:
     async def _first_answer(self, key: _Key, digest: str, scope: Scope, body: bytes) -> list[Message]:
         if not scope.get(UNBROKEN):
             work = asyncio.create_task(self._run(key, scope, body))
-            self._entries[key] = _Entry(digest, work)
+            self._entries[key] = _Entry(digest, work, self.clock())
             return await asyncio.shield(work)
         answer = asyncio.get_running_loop().create_future()
-        self._entries[key] = _Entry(digest, answer)
+        self._entries[key] = _Entry(digest, answer, self.clock())
         try:
             answer.set_result(await self._run(key, scope, body))
         except BaseException as error:
@@ -120,7 +130,7 @@ class Idempotency:
 
     def _forget_old(self) -> None:
         """Drop answers from the oldest on; one that is still being made ends the sweep."""
-        horizon = time.monotonic() - self.ttl_s
+        horizon = self.clock() - self.ttl_s
         while self._entries:
             oldest = next(iter(self._entries.values()))
             within = len(self._entries) <= self.max_entries and self._bytes <= self.max_bytes

@@ -11,16 +11,21 @@ client asks again only when it has not seen the first. A streamed answer has non
 import asyncio
 import logging
 import time
+from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.serving.answers import error_response
+from trackway.serving.user_code import described, failure_of
+from trackway.system.storage import FULL, error_number, storage_error
 from trackway.tracing import Ledger, Tracing, extracted, ledger
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import REPLICA, REQUEST_DEADLINE, TRACE_RECEIPT
 
 logger = logging.getLogger("trackway.serving")
+
+_TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 
 
 class TraceContext:
@@ -34,13 +39,19 @@ class TraceContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        with self.tracing.activate(), extracted(Headers(scope=scope)), ledger() as sums:
+        with self.tracing.activate(), extracted(_carried(scope)), ledger() as sums:
             scope["ledger"] = sums
             await self.app(scope, receive, send)
 
 
+def _carried(scope: Scope) -> dict[str, str]:
+    """The headers of the trace; lines of one name are one list (RFC 9110, 5.3), which a proxy may have split."""
+    headers = Headers(scope=scope)
+    return {name: ",".join(lines) for name in _TRACE_HEADERS if (lines := headers.getlist(name))}
+
+
 class LastResort:
-    """Answers 500 `internal` for an exception that nobody handled, logs it once, and never lets it pass.
+    """Answers 500 `internal` for an unhandled exception of any kind, and logs it once.
 
     All answers leave through here, and so get their receipt here.
     """
@@ -67,12 +78,31 @@ class LastResort:
             if started:
                 raise
             await error_response(error)(scope, receive, watch)
-        except Exception as error:
-            logger.exception("%s %s failed", scope["method"], scope["path"])
-            if started:
+        except BaseException as error:
+            if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
                 raise
-            message = f"{type(error).__name__}: {error}; this is a defect of the service, its log has the traceback"
-            await error_response(TrackwayError(ErrorCode.INTERNAL, message))(scope, receive, watch)
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if started and isinstance(error, Exception):
+                raise
+            if started:
+                raise failure_of(error) from error
+            await error_response(_unforeseen(failure_of(error)))(scope, receive, watch)
+
+
+def _unforeseen(error: Exception) -> TrackwayError:
+    """A full disk is named, whatever was being written to it; anything else is a defect."""
+    number = error_number(error)
+    if number in FULL:
+        place = Path(str(error.filename)) if isinstance(error, OSError) and error.filename else Path.cwd()
+        return storage_error(number, place, "a file of the service")
+    message = f"{described(error)}; this is a defect of the service, its log has the traceback"
+    return TrackwayError(ErrorCode.INTERNAL, message)
+
+
+def _is_cancelled() -> bool:
+    """Whether the current task was cancelled, and does not merely see a CancelledError of other making."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _add_receipt(scope: Scope, start: Message) -> None:

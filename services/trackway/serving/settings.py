@@ -16,16 +16,27 @@ from trackway.tracing import TracingSettings
 ServiceName = Literal["rollout", "agent", "tools", "reward", "trainer"]
 
 
-class ServiceSettings(BaseSettings):
-    """Where the other services are, where traces go, and what a request may cost."""
+class ConnectionSettings(BaseSettings):
+    """Limits of a server's connections; Ray Serve's proxy takes them from the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRACKWAY_",
         env_nested_delimiter="__",
         extra="forbid",
         protected_namespaces=(),
+        allow_inf_nan=False,
         hide_input_in_errors=True,  # a token that does not fit must not be printed
     )
+
+    header_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds in which a request's header must be complete; then its connection is closed."""
+    max_connections: int = Field(default=4096, ge=1)
+    """Connections of one process, at most three quarters of the files it may open. Beyond it the connection that has
+    waited longest without a request in work is closed; when all are at work, a new one is answered 429."""
+
+
+class ServiceSettings(ConnectionSettings):
+    """Where the other services are, where traces go, and what a request may cost."""
 
     base_url: str = "http://127.0.0.1:8000"
     """Root under which every service has its prefix: `{base_url}/tools`, `{base_url}/reward`, ..."""
@@ -47,8 +58,12 @@ class ServiceSettings(BaseSettings):
     """Export of spans."""
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Longest request body in bytes; a longer one is answered 413."""
-    max_json_depth: int = Field(default=64, ge=8)
-    """Levels that the JSON of a request may nest; a deeper body is answered 422."""
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds in which a request's body must be complete; a slower one is answered 422."""
+    max_json_items: int = Field(default=500_000, ge=1024)
+    """Items of all lists and members of all objects in a request's JSON, e.g. token ids; more are answered 413."""
+    max_json_nodes: int = Field(default=100_000, ge=1024)
+    """Lists, objects and object members in a request's JSON, each up to 800 bytes of memory; more are answered 413."""
     replica: str = Field(default_factory=lambda: uuid.uuid4().hex[:12], pattern="^[0-9a-z]{4,32}$")
     """Name of this process among the service's replicas."""
 

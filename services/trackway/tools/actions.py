@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from trackway.chat.tool_calls import BEGIN, END, ParsedCall, read_call, unclosed_call
+from trackway.chat.tool_calls import BEGIN, END, ParsedCall, blocks_in, read_call, unclosed_call
+
+MAX_CALLS = 64
+"""Calls of one action that run."""
 
 Wrap = Callable[[str], str]
 
-_CALL = re.compile(rf"{BEGIN}(.*?)(?:{END}|$(?P<cut>))", re.DOTALL)
-_PYTHON_TAGS = re.compile(r"<python>(.*?)</python>", re.DOTALL)
 _PYTHON_FENCE = re.compile(r"```\n?(?:python3?|py)\s(.*?)```", re.DOTALL)
-_SEARCH_TAGS = re.compile(r"<search>(.*?)</search>", re.DOTALL)
 _OPEN_TAG = re.compile(r"<(result|output)>\s*$")
 
 
@@ -31,21 +31,25 @@ class Action:
 def read_action(text: str, offered: Collection[str]) -> Action | None:
     """The calls in the text; None when there is none for the tools offered."""
     if BEGIN in text:
-        calls = [_hermes(found) for found in _CALL.finditer(text)]
-        return Action(calls, lambda answer: f"\n<tool_response>\n{_bare(answer)}\n</tool_response>\n")
+        return Action(_hermes(text), lambda answer: f"\n<tool_response>\n{_bare(answer)}\n</tool_response>\n")
     if "python" in offered:
-        if code := _PYTHON_TAGS.findall(text):
+        if code := blocks_in(text, "<python>", "</python>")[0]:
             return Action([_python(code)], _tag_of(text))
         if code := _PYTHON_FENCE.findall(text):
             return Action([_python(code)], _fence_of(text))
-    if "search" in offered and (queries := _SEARCH_TAGS.findall(text)):
+    if "search" in offered and (queries := blocks_in(text, "<search>", "</search>")[0]):
         call = ParsedCall("search", {"query_list": [queries[-1].strip()]})
         return Action([call], lambda answer: f"\n\n<information>{_found(answer)}</information>\n\n")
     return None
 
 
-def _hermes(found: re.Match[str]) -> ParsedCall:
-    return unclosed_call(found[0]) if found["cut"] is not None else read_call(found[1])
+def _hermes(text: str) -> list[ParsedCall]:
+    blocks, _, unclosed = blocks_in(text, BEGIN, END)
+    calls = [read_call(block) for block in blocks[:MAX_CALLS]]
+    if len(blocks) > MAX_CALLS:
+        error = f"expected at most {MAX_CALLS} tool calls in one action, got {len(blocks)}; call fewer at once"
+        return [*calls, ParsedCall(name="", error=error)]
+    return calls if unclosed is None else [*calls, unclosed_call(BEGIN + unclosed)]
 
 
 def _python(blocks: list[str]) -> ParsedCall:

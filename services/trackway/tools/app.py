@@ -44,9 +44,10 @@ def create_app(
         )
     instances = InstanceTable(settings.replica, settings.max_instances, settings.instance_ttl_s)
     server = ToolServer(tools, settings.limits, instances)
-    mcp = McpFace(server, settings.instance_ttl_s, settings.max_body_bytes)
+    mcp = McpFace(server, settings.mcp_session_idle_s, settings.mcp_max_sessions, settings.max_body_bytes)
     observation = ObservationFace(server, settings.tool_concurrency)
-    routers = [tool_routes(server), instance_routes(server), operator_routes(server), observation_routes(observation)]
+    routers: list[APIRouter] = [tool_routes(server), instance_routes(server)]
+    routers += [operator_routes(server), observation_routes(observation)]
     routers += [search_routes(tool) for tool in tools if isinstance(tool, SearchTool) and tool.embedded][:1]
     routers.append(APIRouter(routes=[mcp.route]))
 
@@ -61,6 +62,7 @@ def create_app(
                 yield
         finally:
             reaper.cancel()
+            await asyncio.gather(mcp.sessions.close(), observation.sessions.close())
             await server.close()
 
     app = service_app("tools", settings, routers=routers, lifespan=lifespan, tracing=tracing, collectors=[server.calls])

@@ -1,6 +1,7 @@
 """Check a call's arguments against the tool's JSON schema, and say what is wrong in words that a model can act on."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 from jsonschema import Draft202012Validator, SchemaError, ValidationError
 from pydantic import JsonValue
@@ -11,6 +12,9 @@ from trackway.wire.chat import ToolSchema
 
 MAX_MESSAGE_CHARS = 1000
 """A wrong value may be long, and the message becomes an observation."""
+
+MAX_PROBLEMS = 10
+"""Wrong arguments that are named."""
 
 _COMPOSING = {"allOf", "anyOf", "oneOf", "if", "$ref"}
 
@@ -41,7 +45,11 @@ class ArgumentCheck:
         """Pass, or raise ToolInputError that names every wrong argument."""
         if self._flat is not None and self._flat.accepts(arguments):
             return
-        problems = [text for error in self._validator.iter_errors(arguments) for text in self._texts(error)]
+        try:
+            errors = islice(self._validator.iter_errors(arguments), MAX_PROBLEMS)
+            problems = [text for error in errors for text in self._texts(error)]
+        except RecursionError:
+            problems = ["the arguments nest too deeply"]
         if problems:
             message = f"{self._tool}: {'; '.join(problems)}; expected arguments: {', '.join(self._known)}"
             raise ToolInputError(message[:MAX_MESSAGE_CHARS], tool=self._tool)

@@ -1,7 +1,7 @@
 """The two execute routes past FastAPI, whose own work on a request costs several times that of a small tool.
 
-Only the ordinary request is answered here. Whatever else comes (another route, another content type, a body that does
-not fit) goes on to FastAPI, whose routes are the documented ones; an error is raised as theirs would be.
+Only the ordinary request is answered here. Whatever else comes (another route, another content type, no body) goes on
+to FastAPI, whose routes are the documented ones; an error is raised as theirs would be.
 """
 
 import re
@@ -9,12 +9,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trackway.serving.answers import body_problems, misfit
 from trackway.serving.bounds import again
 from trackway.tools.server import ToolServer
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import ExecuteRequest, OneShotRequest
 
 M = TypeVar("M", bound=BaseModel)
@@ -38,13 +41,15 @@ class Lane(Generic[M]):
         return found[1] if found else None
 
     def parsed(self, message: Message) -> M | None:
-        """The body; None when it is not for this lane."""
-        if message["type"] != "http.request" or message.get("more_body", False):
+        """The body; None when it is not for this lane. Raises INVALID_REQUEST, as FastAPI's route would."""
+        body = message.get("body", b"")
+        if message["type"] != "http.request" or message.get("more_body", False) or not body:
             return None
         try:
-            return self._body.model_validate_json(message.get("body", b""))
-        except ValidationError:
-            return None
+            return self._body.model_validate_json(body)
+        except ValidationError as error:
+            problems = RequestValidationError(body_problems(error))
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, misfit(problems)) from None
 
     async def answer(self, name: str, request: M, send: Send) -> None:
         """Do it and send the result as JSON."""

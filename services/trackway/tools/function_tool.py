@@ -18,6 +18,7 @@ from typing import TypeVar, overload
 import anyio
 from pydantic import JsonValue
 
+from trackway.serving.user_code import importing
 from trackway.tools.base import BaseTool, ToolConfig, ToolLimits
 from trackway.tools.function_schema import FunctionParameters
 from trackway.tools.returned import result_of
@@ -87,8 +88,8 @@ class FunctionTool(BaseTool):
         named = self._convert(arguments)
         if inspect.iscoroutinefunction(self._function):
             return result_of(await self._function(**named))
-        call = lambda: self._function(**named)  # noqa: E731
-        return result_of(await in_thread(call, self._threads))
+        # A generator runs while its result is made.
+        return await in_thread(lambda: result_of(self._function(**named)), self._threads)
 
 
 def is_function_tool(found: object) -> bool:
@@ -110,7 +111,8 @@ def functions_of_file(path: Path) -> list[Callable[..., object]]:
         raise ValueError(f"function_tool_path: expected a Python file (.py), got {str(path)!r}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with importing(f"function_tool_path {str(path)!r}"):
+        spec.loader.exec_module(module)
     found = [one for one in vars(module).values() if is_function_tool(one)]
     if not found:
         raise ValueError(

@@ -13,10 +13,12 @@ from typing import TypeVar
 
 from pydantic import JsonValue
 
+from trackway.serving.user_code import contained, described, failure_of, outcome_of
 from trackway.tools.arguments import ArgumentCheck
 from trackway.tools.base import BaseTool, ToolLimits
 from trackway.tools.instances import acquire
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.text import well_formed
 from trackway.wire.tools import ExecuteRequest, ToolResult
 
 logger = logging.getLogger("trackway.tools")
@@ -43,7 +45,7 @@ class GuardedTool:
 
     async def execute(self, instance_id: str, request: ExecuteRequest) -> ToolResult:
         """One call with checked arguments; its text within the cap."""
-        arguments = self.tool.coerce(request.arguments)
+        arguments = self._coerced(request.arguments)
         self._check(arguments)
 
         async def call() -> ToolResult:
@@ -79,6 +81,14 @@ class GuardedTool:
         work = self._stopping.get(instance_id)
         return work if work is not None and not work.done() else None
 
+    def _coerced(self, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        try:
+            return self.tool.coerce(arguments)
+        except TrackwayError:
+            raise
+        except BaseException as error:
+            raise self._error_of("coerce", error) from error
+
     def _inherits(self, method: str) -> bool:
         """Whether the tool left that method as BaseTool has it, which does nothing."""
         return getattr(type(self.tool), method) is getattr(BaseTool, method)
@@ -91,10 +101,7 @@ class GuardedTool:
 
     def _task(self, call: Callable[[], Awaitable[R]]) -> asyncio.Task[R]:
         async def run() -> R:
-            try:
-                return await call()
-            except SystemExit as error:  # it would end the server
-                raise RuntimeError(f"the tool called sys.exit({error.code})") from error
+            return await contained(call())
 
         return asyncio.create_task(run())
 
@@ -107,14 +114,12 @@ class GuardedTool:
         if not done:
             await self._stop(instance_id, work)
             raise self._too_slow(method)
-        if work.cancelled():
-            raise self._failed(method, "it cancelled itself")
-        error = work.exception()
-        if error is None or isinstance(error, TrackwayError):
-            return work.result()
-        # The traceback stays here: it does not cross the process.
-        logger.error("tool %r failed in %s", self.tool.name, method, exc_info=error)
-        raise self._failed(method, f"{type(error).__name__}: {error}") from error
+        try:
+            return outcome_of(work)
+        except TrackwayError:
+            raise
+        except Exception as error:
+            raise self._error_of(method, error) from error
 
     async def _stop(self, instance_id: str, work: asyncio.Task[R]) -> None:
         def ended(work: asyncio.Task[R]) -> None:
@@ -134,8 +139,10 @@ class GuardedTool:
         )
         return TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message, tool=self.tool.name)
 
-    def _failed(self, method: str, reason: str) -> TrackwayError:
-        message = f"tool {self.tool.name!r} failed in {method}: {reason}"
+    def _error_of(self, method: str, error: BaseException) -> TrackwayError:
+        """What the caller is told; the traceback stays here, in the log: it does not cross the process."""
+        logger.error("tool %r failed in %s", self.tool.name, method, exc_info=error)
+        message = f"tool {self.tool.name!r} failed in {method}: {described(failure_of(error))}"
         return TrackwayError(ErrorCode.TOOL_FAILED, message, tool=self.tool.name)
 
 
@@ -163,11 +170,15 @@ def _valid(result: ToolResult) -> ToolResult:
         raise TypeError(f"expected execute to return a ToolResult, got {result!r}")
     for number in (result.reward, *result.metrics.values()):
         _finite(number)
-    return result
+    if all(map(str.isascii, (result.text, *result.metrics))):
+        return result
+    # Half of a character, as text that was cut in two may have, goes into no answer.
+    metrics = {well_formed(name): value for name, value in result.metrics.items()}
+    return result.model_copy(update={"text": well_formed(result.text), "metrics": metrics})
 
 
 def _finite(number: float) -> float:
-    # JSON has no NaN: it would reach the client as null.
+    # Nothing can be learned from such a reward, and the tool's name is known here.
     if not math.isfinite(number):
         raise ValueError(f"expected finite rewards and metrics, got {number}")
     return number

@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 from trackway.tools.mcp_servers import McpServer
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.headers import SESSION_ID
+from trackway.wire.headers import SESSION_ID, header_text
 
 logger = logging.getLogger("trackway.tools")
 
@@ -162,7 +162,7 @@ class McpConnection:
             env = {name: value.get_secret_value() for name, value in server.env.items()}
             process = StdioServerParameters(command=server.command, args=server.args, env=env, cwd=server.cwd)
             return Client(stdio_client(process), mode=self._mode)
-        affinity = {SESSION_ID: self._session} if self._session is not None else {}
+        affinity = {SESSION_ID: header_text(self._session)} if self._session is not None else {}
         http = httpx2.AsyncClient(
             headers={**affinity, **server.sent_headers},
             timeout=httpx2.Timeout(30.0, read=None),

@@ -27,7 +27,7 @@ from pydantic import JsonValue, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from trackway.serving.auth import CALLER
 from trackway.tools.mcp_results import RequestMeta, ResultMeta, to_mcp, to_mcp_error
@@ -46,8 +46,9 @@ MCP_SESSION_ID = "mcp-session-id"
 class McpFace:
     """The MCP side of a tool server; `running` around its life, `route` among its routes."""
 
-    def __init__(self, server: ToolServer, idle_s: float, max_body_bytes: int) -> None:
+    def __init__(self, server: ToolServer, idle_s: float, max_sessions: int, max_body_bytes: int) -> None:
         self._server = server
+        self._max_sessions = max_sessions
         self.sessions = SessionInstances(server)
         mcp: Server[dict[str, JsonValue]] = Server(
             "trackway-tools",
@@ -57,7 +58,11 @@ class McpFace:
             get_tool_input_schema=lambda name: {tool.name: tool.input_schema for tool in self._tools()}.get(name),
         )
         self._manager = StreamableHTTPSessionManager(
-            mcp, json_response=True, session_idle_timeout=idle_s, max_request_body_size=max_body_bytes
+            mcp,
+            json_response=True,
+            session_idle_timeout=idle_s,
+            max_request_body_size=max_body_bytes,
+            max_sessions=max_sessions,
         )
         self.route = Route("/mcp", self, methods=["POST", "DELETE"], include_in_schema=False)
 
@@ -71,9 +76,27 @@ class McpFace:
         if key is not None and MCP_SESSION_ID not in request.headers:
             await Response(status_code=204)(scope, receive, send)
         else:
-            await self._manager.handle_request(scope, receive, send)
+            await self._handle(scope, receive, send)
         if key is not None:
             await self.sessions.end(key)
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        full = False
+
+        async def without_503(message: Message) -> None:
+            # The SDK's refusal of a session beyond the last, its only 503, does not say when to come again.
+            nonlocal full
+            full |= message["type"] == "http.response.start" and message["status"] == 503
+            if not full:
+                await send(message)
+
+        await self._manager.handle_request(scope, receive, without_503)
+        if full:
+            raise TrackwayError(
+                ErrorCode.OVERLOADED,
+                f"expected fewer than {self._max_sessions} MCP sessions on this replica; end sessions by DELETE, "
+                "wait for idle ones to expire, or raise mcp_max_sessions",
+            )
 
     async def _list_tools(self, context: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
         return ListToolsResult(tools=self._tools())

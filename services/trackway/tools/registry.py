@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from trackway.serving.user_code import failure_of, importing
 from trackway.tools.base import BaseTool, ToolConfig, ToolSource
 from trackway.tools.calculator import CalculatorTool
 from trackway.tools.function_tool import FunctionTool, functions_of_file, is_function_tool
@@ -117,9 +118,9 @@ def load_tools(
 def _made(planned: _Planned, configs: Mapping[str, ToolConfig]) -> BaseTool:
     try:
         tool = planned.make(configs.get(planned.name or "", {}))
-    except Exception as error:
+    except BaseException as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{planned.origin}: {error}") from error
+        raise kind(f"{planned.origin}: {failure_of(error)}") from error
     tool.origin = planned.origin
     return tool
 
@@ -131,8 +132,9 @@ def _built_in(name: str) -> _Planned:
 
 
 def _imported(path: str) -> _Planned:
-    found = pkgutil.resolve_name(path)
     origin = f"setting extra_tools, {path!r}"
+    with importing(origin):
+        found = pkgutil.resolve_name(path)
     if is_function_tool(found):
         return _function(found, origin)
     if not (isinstance(found, type) and issubclass(found, BaseTool)):

@@ -1,12 +1,16 @@
 """What a function or a tool of verl's returned, as a ToolResult."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
-from pydantic_core import to_json
+from pydantic_core import PydanticSerializationError, to_json
 
+from trackway.wire.text import well_formed
 from trackway.wire.tools import ToolResult
+
+_SURROGATE = "UnicodeEncodeError: 'utf-8' codec can't encode"
+"""In pydantic's message for half a character."""
 
 
 @runtime_checkable
@@ -38,7 +42,7 @@ def result_of(returned: object) -> ToolResult:
 
 
 def text_of(response: object) -> str:
-    """A text as it is, anything else as JSON."""
+    """A text as it is, anything else as JSON; what an iterator raises is raised."""
     if isinstance(response, str):
         return response
     if isinstance(response, ToolResult):
@@ -46,7 +50,23 @@ def text_of(response: object) -> str:
     if isinstance(response, Response):
         markers = ["[image]"] * len(response.image or []) + ["[video]"] * len(response.video or [])
         return "\n".join(([response.text] if response.text else []) + markers)
-    return to_json(response).decode()
+    if isinstance(response, Iterator):
+        response = list(response)
+    try:
+        return to_json(response).decode()
+    except PydanticSerializationError as error:
+        if _SURROGATE not in str(error):
+            raise
+        return to_json(_well_formed(response)).decode()
+
+
+def _well_formed(value: object) -> object:
+    """Dicts, lists and texts without half characters; anything else as it is."""
+    if isinstance(value, str):
+        return well_formed(value)
+    if isinstance(value, Mapping):
+        return {_well_formed(key): _well_formed(item) for key, item in value.items()}
+    return [_well_formed(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def numbers_of(metrics: Mapping[object, object]) -> dict[str, float]:

@@ -5,9 +5,9 @@ One rule for errors: 4xx is the caller's mistake (the agent shows a 422 to the m
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, Path, Query, Request
+from fastapi import Body, Depends, Path, Query, Request
 
-from trackway.serving import needs_admin
+from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import CALLER
 from trackway.tools import examples
 from trackway.tools.observation import ObservationFace
@@ -18,6 +18,7 @@ from trackway.wire.errors import ErrorCode
 from trackway.wire.observation import ObservationReply, ObservationRequest
 from trackway.wire.search import RetrieveReply, RetrieveRequest
 from trackway.wire.tools import (
+    MAX_SESSION_CHARS,
     CreateInstance,
     ExecuteRequest,
     InstanceCreated,
@@ -32,14 +33,14 @@ from trackway.wire.tools import (
 )
 
 Name = Annotated[str, Path(pattern="^[A-Za-z0-9._-]{1,128}$")]
-Session = Annotated[str, Path(min_length=1, max_length=256, examples=["gsm8k-demo/1/17/0"])]
+Session = Annotated[str, Path(min_length=1, max_length=MAX_SESSION_CHARS, examples=["gsm8k-demo/1/17/0"])]
 
 _TAKES_INSTANCE = ("execute_instance", "reward_instance", "release_instance")
 
 
-def tool_routes(server: ToolServer) -> APIRouter:
+def tool_routes(server: ToolServer) -> ServiceRouter:
     """What is offered, and a call that needs no instance."""
-    router = APIRouter(tags=["tools"], generate_unique_id_function=lambda route: route.name)
+    router = ServiceRouter(tags=["tools"], generate_unique_id_function=lambda route: route.name)
 
     @router.get("/tools", responses=responses(200, examples.TOOLS, *EVERYWHERE))
     async def list_tools() -> ToolList:
@@ -56,9 +57,9 @@ def tool_routes(server: ToolServer) -> APIRouter:
     return router
 
 
-def instance_routes(server: ToolServer) -> APIRouter:
+def instance_routes(server: ToolServer) -> ServiceRouter:
     """The life of a tool's state."""
-    router = APIRouter(tags=["instances"], generate_unique_id_function=lambda route: route.name)
+    router = ServiceRouter(tags=["instances"], generate_unique_id_function=lambda route: route.name)
 
     @router.post(
         "/instances", status_code=201, responses=responses(201, examples.CREATED, *CREATES, links=_TAKES_INSTANCE)
@@ -92,16 +93,16 @@ def instance_routes(server: ToolServer) -> APIRouter:
     return router
 
 
-def operator_routes(server: ToolServer) -> APIRouter:
+def operator_routes(server: ToolServer) -> ServiceRouter:
     """What only a token with the scope `admin` may do."""
-    router = APIRouter(
+    router = ServiceRouter(
         tags=["operators"], dependencies=[Depends(needs_admin)], generate_unique_id_function=lambda route: route.name
     )
     errors = (*EVERYWHERE, ErrorCode.FORBIDDEN)
 
     @router.get("/instances", responses=responses(200, examples.INSTANCES, *errors))
     async def list_instances(
-        session_id: Annotated[str | None, Query(max_length=256)] = None,
+        session_id: Annotated[str | None, Query(max_length=MAX_SESSION_CHARS)] = None,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     ) -> InstanceList:
         """The instances of this replica, oldest first, without their content."""
@@ -115,9 +116,9 @@ def operator_routes(server: ToolServer) -> APIRouter:
     return router
 
 
-def observation_routes(face: ObservationFace) -> APIRouter:
+def observation_routes(face: ObservationFace) -> ServiceRouter:
     """verl-tool's protocol."""
-    router = APIRouter(tags=["verl-tool"], generate_unique_id_function=lambda route: route.name)
+    router = ServiceRouter(tags=["verl-tool"], generate_unique_id_function=lambda route: route.name)
 
     @router.post(
         "/get_observation", responses=responses(200, examples.OBSERVED, *POSTED), response_model_exclude_none=True
@@ -131,9 +132,9 @@ def observation_routes(face: ObservationFace) -> APIRouter:
     return router
 
 
-def search_routes(tool: SearchTool) -> APIRouter:
+def search_routes(tool: SearchTool) -> ServiceRouter:
     """The retriever API of search-agent recipes, over the documents of the tool."""
-    router = APIRouter(tags=["search"], generate_unique_id_function=lambda route: route.name)
+    router = ServiceRouter(tags=["search"], generate_unique_id_function=lambda route: route.name)
 
     @router.post("/retrieve", responses=responses(200, examples.RETRIEVED, *POSTED))
     async def retrieve(request: Annotated[RetrieveRequest, Body(examples=[examples.RETRIEVE])]) -> RetrieveReply:

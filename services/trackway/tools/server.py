@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from pydantic import JsonValue
 
+from trackway.serving.user_code import run_user_code
 from trackway.tools.base import BaseTool, ToolLimits, ToolSource, session_scope
 from trackway.tools.call_metrics import ToolCalls
 from trackway.tools.guard import GuardedTool
@@ -61,7 +62,7 @@ class ToolServer:
                     self._add(tool)
             for guard in self._guarded.values():
                 self._started.append(guard.tool)
-                await guard.tool.start()
+                await run_user_code(guard.tool.start)
         except BaseException:
             await self.close()
             raise
@@ -97,17 +98,23 @@ class ToolServer:
         self._instances.created(instance)
         return InstanceCreated(instance_id=instance.id, tool=tool.name)
 
-    async def execute(self, instance_id: str, request: ExecuteRequest) -> ToolResult:
-        """One call, as one span."""
+    async def execute(
+        self, instance_id: str, request: ExecuteRequest, begun: asyncio.Event | None = None
+    ) -> ToolResult:
+        """One call, as one span; `begun` is set when it has its instance, after the calls before it."""
         instance = self._instances.get(instance_id)
         name = instance.tool.name
         with self.calls.one(name), tool_span(name, request.arguments, request.tool_call_id) as span:
-            result = await self._execute(instance, request)
+            result = await self._execute(instance, request, begun)
             _show(span, result)
         return result
 
-    async def _execute(self, instance: Instance, request: ExecuteRequest) -> ToolResult:
+    async def _execute(
+        self, instance: Instance, request: ExecuteRequest, begun: asyncio.Event | None = None
+    ) -> ToolResult:
         async with self._calling(instance) as guard:
+            if begun is not None:
+                begun.set()
             return await guard.execute(instance.id, request)
 
     async def reward(self, instance_id: str, calc_reward_kwargs: Kwargs = NO_KWARGS) -> float:
@@ -166,7 +173,7 @@ class ToolServer:
         while self._started:
             opened = self._started.pop()
             try:
-                await opened.close()
+                await run_user_code(opened.close)
             except Exception:
                 logger.exception("%s did not close cleanly", opened.origin)
 

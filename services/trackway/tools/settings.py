@@ -37,6 +37,10 @@ class ToolsSettings(ServiceSettings):
     """Seconds without a call after which an instance is released: its trajectory died without saying so."""
     reap_interval_s: float = Field(default=30.0, gt=0)
     """Seconds between two looks for idle instances."""
+    mcp_max_sessions: int = Field(default=1024, ge=1)
+    """MCP sessions (`Mcp-Session-Id`) open at once on this replica, 40 kB each; one more is answered 429."""
+    mcp_session_idle_s: float = Field(default=1800.0, gt=0)
+    """Seconds without a request after which an MCP session ends; its id is then answered 404."""
     direct_host: str | None = None
     """Under Ray Serve: address on which each replica also answers by itself, on a free port that `/replicas` names.
     `node` is the node's own, for callers on other nodes; None takes 127.0.0.1 when base_url is on this machine, else

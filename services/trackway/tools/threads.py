@@ -7,16 +7,27 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
+from trackway.serving.user_code import failure_of
+
 T = TypeVar("T")
 
 
 async def in_thread(call: Callable[[], T], limiter: anyio.CapacityLimiter | None = None) -> T:
-    """The result of `call`, which runs in a thread.
+    """The result of `call`, which runs in a thread; UserCodeExit when it calls `sys.exit` or raises no Exception.
 
     Ends no sooner than the thread does, also when cancelled: nothing can stop a thread, and while it runs, the call's
     instance must be given no other one.
     """
-    work = asyncio.create_task(anyio.to_thread.run_sync(call, limiter=limiter))
+
+    def contained() -> T:
+        try:
+            return call()
+        except Exception:
+            raise
+        except BaseException as error:  # SystemExit would leave the event loop from the task below
+            raise failure_of(error) from error
+
+    work = asyncio.create_task(anyio.to_thread.run_sync(contained, limiter=limiter))
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:

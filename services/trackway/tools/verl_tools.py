@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from pydantic import BaseModel, JsonValue
 
+from trackway.serving.user_code import importing
 from trackway.tools.base import BaseTool, ToolConfig
 from trackway.tools.returned import numbers_of, text_of
 from trackway.wire.chat import ToolSchema
@@ -132,7 +133,8 @@ def _own_schema(tool: object) -> ToolSchema:
 def _imported(class_name: str) -> object:
     module, _, name = class_name.rpartition(".")
     try:
-        return getattr(import_module(module), name)
+        with importing(f"class_name {class_name!r}"):
+            return getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         known = ", ".join(sorted(COUNTERPARTS))
         raise ValueError(

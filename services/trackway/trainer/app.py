@@ -1,29 +1,35 @@
 """The trainer service: start a run, watch it, stop it, resume it; the training itself is in the run's own process."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI
-from fastapi import Path as InPath
+from fastapi import Depends, FastAPI
 from fastapi.responses import StreamingResponse
 
-from trackway.serving import needs_admin, service_app
+from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.trainer.interruptions import resume_for_ever
-from trackway.trainer.known_runs import RUN_NAME
 from trackway.trainer.run_gauges import RunGauges
 from trackway.trainer.runs import Runs
 from trackway.trainer.settings import TrainerSettings
+from trackway.trainer.tracking import Leftovers
+from trackway.wire.names import RunNameInPath
 from trackway.wire.trainer import RunInfo, RunList, RunRequest
+
+logger = logging.getLogger("trackway.trainer")
+
+LEFTOVERS_S = 5.0
+"""Pause between two looks for runs that have ended and left something unsent."""
 
 
 def create_app(settings: TrainerSettings | None = None) -> FastAPI:
     """The service's app; its runs end when it does."""
     settings = settings or TrainerSettings()
+    outputs = Path(settings.outputs_dir)
     runs = Runs(
-        Path(settings.outputs_dir),
+        outputs,
         settings.service_urls(),
         settings.stop_deadline_s,
         settings.tracing,
@@ -32,24 +38,39 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        resuming = asyncio.create_task(resume_for_ever(runs, settings.token)) if settings.resume_interrupted else None
+        leftovers = Leftovers(outputs, settings.tracing)
+        tasks = {asyncio.create_task(_send_leftovers(runs, leftovers))}
+        if settings.resume_interrupted:
+            tasks.add(asyncio.create_task(resume_for_ever(runs, settings.token)))
         try:
             yield
         finally:
-            if resuming is not None:
-                resuming.cancel()
-                await asyncio.wait({resuming})
+            leftovers.stop()
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             await runs.close()
 
-    gauges = RunGauges(runs.newest)
+    def newest() -> RunInfo | None:
+        info = runs.newest()
+        return None if info is None else runs.tracked(info)
+
+    gauges = RunGauges(newest)
     return service_app("trainer", settings, routers=[_routes(runs)], lifespan=lifespan, collectors=[gauges])
 
 
-RunName = Annotated[str, InPath(pattern=f"^{RUN_NAME.pattern}$")]
+async def _send_leftovers(runs: Runs, leftovers: Leftovers) -> None:
+    """Again and again, as a run may end at any time, and a backend may be back."""
+    while True:
+        try:
+            leftovers.offer(runs.list())
+        except Exception:
+            logger.exception("looking for what runs left unsent failed; next look in %s s", LEFTOVERS_S)
+        await asyncio.sleep(LEFTOVERS_S)
 
 
-def _routes(runs: Runs) -> APIRouter:
-    router = APIRouter(tags=["runs"])
+def _routes(runs: Runs) -> ServiceRouter:
+    router = ServiceRouter(tags=["runs"])
     operator = [Depends(needs_admin)]
 
     @router.post("/runs", status_code=202, dependencies=operator)
@@ -60,15 +81,15 @@ def _routes(runs: Runs) -> APIRouter:
     @router.get("/runs")
     async def list_runs() -> RunList:
         """Every run."""
-        return RunList(runs=runs.list())
+        return RunList(runs=[runs.tracked(info) for info in runs.list()])
 
     @router.get("/runs/{run}")
-    async def one_run(run: RunName) -> RunInfo:
+    async def one_run(run: RunNameInPath) -> RunInfo:
         """Where a run stands."""
-        return runs.info(run)
+        return runs.tracked(runs.info(run))
 
     @router.get("/runs/{run}/metrics")
-    async def metrics(run: RunName, follow: bool = False) -> StreamingResponse:
+    async def metrics(run: RunNameInPath, follow: bool = False) -> StreamingResponse:
         """One MetricsRow per line; with `follow`, until the run has ended."""
         runs.info(run)  # an unknown run is a 404, which a stream that has begun could not say any more
 
@@ -79,13 +100,13 @@ def _routes(runs: Runs) -> APIRouter:
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
     @router.post("/runs/{run}/stop", status_code=202, dependencies=operator)
-    async def stop(run: RunName) -> RunInfo:
+    async def stop(run: RunNameInPath) -> RunInfo:
         """Ask a run to save a checkpoint and end."""
         return await runs.stop(run)
 
     @router.post("/runs/{run}/resume", status_code=202, dependencies=operator)
-    async def resume(run: RunName) -> RunInfo:
-        """Go on from a run's last checkpoint."""
-        return await runs.resume(run)
+    async def resume(run: RunNameInPath, skip_damaged: bool = False) -> RunInfo:
+        """Go on from a run's last checkpoint; with `skip_damaged` from the last one that is whole."""
+        return await runs.resume(run, skip_damaged=skip_damaged)
 
     return router

@@ -27,6 +27,18 @@ class LeftOut(StrEnum):
     NO_MODEL_TOKEN = "no_model_token"
     UNSCORED = "unscored"
 
+    @property
+    def words(self) -> str:
+        """For messages: `3 that failed`."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    LeftOut.ERROR: "that failed",
+    LeftOut.NO_MODEL_TOKEN: "without a token of the model's own",
+    LeftOut.UNSCORED: "without a reward",
+}
+
 
 def left_out(trajectory: Trajectory) -> LeftOut | None:
     """The reason to leave a trajectory out of the update, or None when it can be trained on."""

@@ -54,7 +54,7 @@ def drift_metrics(logp: Tensor, rollout_logp: Tensor) -> dict[str, float]:
 def _correlation(a: Tensor, b: Tensor) -> float:
     a, b = a - a.mean(), b - b.mean()
     scale = float(torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))
-    return float((a * b).sum()) / scale if scale > 0.0 else 1.0
+    return 1.0 if scale == 0.0 else float((a * b).sum()) / scale
 
 
 def _counts(selection: Selection) -> dict[str, float]:

@@ -7,9 +7,11 @@ uninterrupted one would have seen.
 import logging
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pydantic import BaseModel
 
@@ -24,6 +26,35 @@ Keep: TypeAlias = Callable[[Sequence[Sample], str], list[Sample]]
 
 
 logger = logging.getLogger("trackway.trainer")
+
+_PLACES_SHOWN = 5
+"""Rows that a message names; the others are counted."""
+
+
+class Place(NamedTuple):
+    """Where a row stands; rows of a file count from 1."""
+
+    file: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one or more files in order, each with an `extra_info.index` of its own, and where each stands."""
+
+    samples: list[Sample]
+    places: list[Place]
+
+    def told(self, positions: Sequence[int]) -> str:
+        """`/d/train.parquet rows 3, 17, 40 and 2 more`: the first few of these rows."""
+        shown = [self.places[position] for position in positions[:_PLACES_SHOWN]]
+        files = [
+            f"{file} row{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+            for file, places in groupby(shown, key=lambda place: place.file)
+            for numbers in [[str(place.number) for place in places]]
+        ]
+        more = len(positions) - len(shown)
+        return "; ".join(files) + (f" and {more} more" if more else "")
 
 
 class Position(BaseModel):
@@ -79,33 +110,44 @@ def steps_per_epoch(rows: int, batch_size: int, drop_last: bool) -> int:
     raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected {needed}, got {rows}; {remedy}")
 
 
-def load_data(config: RunConfig, keep: Keep | None = None) -> tuple[Prompts, list[Sample]]:
-    """The prompts to train on and the rows to validate on; what should be known of them is logged once."""
+def load_data(config: RunConfig, keep: Keep | None = None) -> tuple[Rows, Rows]:
+    """The rows to train on and those to validate on; what should be known of them is logged once."""
     data = config.data
-    train = load_samples(data.train_files, data.train_max_samples, keep)
-    seed = config.trackway.seed if data.seed is None else data.seed
-    prompts = Prompts(train, data.train_batch_size, seed, data.shuffle, data.drop_last)
-    held_out = load_samples(data.val_files, data.val_max_samples, keep)
-    rows = [*train, *held_out]
+    train = load_rows(data.train_files, data.train_max_samples, keep)
+    held_out = load_rows(data.val_files, data.val_max_samples, keep)
+    rows = [*train.samples, *held_out.samples]
     for note in filter(None, (agent_name_note(rows, config), tools_kwargs_note(rows))):
         logger.warning(note)
-    return prompts, held_out
+    return train, held_out
 
 
-def load_samples(files: Sequence[str], max_samples: int = -1, keep: Keep | None = None) -> list[Sample]:
+def prompts_of(config: RunConfig, rows: Rows) -> Prompts:
+    """The rows to train on, in batches. Raises TrackwayError(INVALID_REQUEST) when no batch would be left."""
+    data = config.data
+    seed = config.trackway.seed if data.seed is None else data.seed
+    return Prompts(rows.samples, data.train_batch_size, seed, data.shuffle, data.drop_last)
+
+
+def load_rows(files: Sequence[str], max_samples: int = -1, keep: Keep | None = None) -> Rows:
     """The rows of all files in order, each with an `extra_info.index` of its own.
 
     Rows that are not kept are dropped before the first `max_samples` are taken. Where indices are missing or repeat
     (several files), the row's position replaces them, because the index names the trajectories. Raises TrackwayError
     when a file is missing or no row file, or no row is kept.
     """
-    rows = [row for file in files for row in read_rows(Path(file))]
-    kept = keep(rows, ", ".join(files)) if keep and rows else rows
-    kept = kept if max_samples < 0 else kept[:max_samples]
-    indices = {row.index for row in kept}
-    if len(indices) == len(kept):
-        return kept
-    return [_with_index(row, position) for position, row in enumerate(kept)]
+    read = [(Place(file, number), row) for file in files for number, row in enumerate(read_rows(Path(file)), start=1)]
+    samples, places = [row for _, row in read], [place for place, _ in read]
+    if keep and samples:
+        kept, every = keep(samples, ", ".join(files)), iter(read)
+        # What is kept keeps its order, so one pass finds where it stands.
+        places = [next(place for place, read_row in every if read_row is row) for row in kept]
+        samples = kept
+    if max_samples >= 0:
+        samples, places = samples[:max_samples], places[:max_samples]
+    indices = {row.index for row in samples}
+    if len(indices) < len(samples):
+        samples = [_with_index(row, position) for position, row in enumerate(samples)]
+    return Rows(samples, places)
 
 
 def traced_positions(seed: int, step: int, size: int, count: int) -> frozenset[int]:

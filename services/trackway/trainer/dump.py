@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter
 
+from trackway.system import replacing, writing
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody
 from trackway.wire.trajectory import Reward, Tags, Timings, Trajectory, Turn, WeightSpan
@@ -49,17 +50,26 @@ _SCHEMA = pa.schema(
     ]
 )
 
+_INDEX = _SCHEMA.get_field_index("sample_index")
+_WITH_TEXT_INDEX = _SCHEMA.set(_INDEX, pa.field("sample_index", pa.string()))
+"""Of a file in which a row's index is text; then all of them are."""
+
 _VIEWS = {"step", "sample_index", "rollout_n", "score"}
 """Columns that repeat a nested value, to filter by."""
 
 
 def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
-    """Replace the file with these trajectories."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    table = pa.Table.from_pylist([_record(one) for one in trajectories], schema=_SCHEMA)
-    pq.write_table(table, partial, compression="zstd")
-    partial.replace(path)
+    """Replace the file with these trajectories. Raises StorageError when it cannot be written."""
+    records = [_record(trajectory) for trajectory in trajectories]
+    schema = _SCHEMA
+    if any(isinstance(record["sample_index"], str) for record in records):
+        records = [{**record, "sample_index": str(record["sample_index"])} for record in records]
+        schema = _WITH_TEXT_INDEX
+    table = pa.Table.from_pylist(records, schema=schema)
+    with writing(path, "trajectories"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, "trajectories") as draft:
+        pq.write_table(table, draft, compression="zstd")
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from trackway.trainer.finite import require_finite
+
 HEAD = "lm_head.weight"
 TOKENIZER_FILES = [
     "tokenizer*",
@@ -24,9 +26,13 @@ TOKENIZER_FILES = [
 
 
 def export_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Writes config and weights in `dtype`; large models come in shards with an index."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes config and weights in `dtype`; large models come in shards with an index.
+
+    Raises NotFiniteError, with nothing written, when a weight is NaN or infinite in that type.
+    """
     state = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
+    require_finite(state)
+    folder.mkdir(parents=True, exist_ok=True)
     if HEAD in state:
         # A tensor of its own: transformers leaves out weights that share memory.
         state[HEAD] = state[HEAD].clone()

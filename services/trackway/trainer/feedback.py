@@ -1,39 +1,23 @@
 """What the trainer knows about a trajectory and its trace does not: reward, advantage, and what became of it.
 
-All of it happens in the background. MLflow takes feedback only for a trace that has arrived, a second or two after the
-trajectory ended, so it is tried again until its patience ends; Weave takes it at any time.
+It waits on disk (feedback_queue.py) and is sent in the background, by another process if need be. MLflow takes feedback
+only for a trace that has arrived, a second or two after the trajectory ended; Weave takes it at any time.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from trackway.trainer.assessment import Assessment, Value
 from trackway.trainer.fate import Fate, Sorted
+from trackway.wire.base import named_number
 from trackway.wire.trajectory import Trajectory
-
-Value = float | str
-
-
-@dataclass(frozen=True)
-class Assessment:
-    """Values by name for the trace of one trajectory."""
-
-    trace_id: str
-    """32 hex digits."""
-    span_id: str
-    """16 hex digits: its root span."""
-    values: Mapping[str, Value]
 
 
 class TraceFeedback(Protocol):
     """A trace backend that keeps feedback."""
 
     def submit(self, assessments: Sequence[Assessment]) -> None:
-        """Queue the values; returns at once and never raises."""
-        ...
-
-    def close(self) -> None:
-        """Let go of connections, when nothing is queued any more."""
+        """Put the values on disk, to be sent; never raises."""
         ...
 
 
@@ -54,7 +38,8 @@ def validation_feedback(trajectories: Sequence[Trajectory]) -> list[Assessment]:
 
 
 def _assessment(one: Trajectory, values: Mapping[str, Value]) -> Assessment:
-    return Assessment(one.trace_id or "", one.span_id or "", values)
+    named = {name: named_number(value) if isinstance(value, float) else value for name, value in values.items()}
+    return Assessment(one.trace_id or "", one.span_id or "", named)
 
 
 def _reward(one: Trajectory) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from trackway.trainer.owner import Beat, Machine, Owner, this_machine
 from trackway.trainer.run_folder import RunFolder
-from trackway.wire.trainer import MetricsRow, RunInfo
+from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 
 BEAT_S = 3.0
 """Pause between two beats."""
@@ -59,6 +59,13 @@ class Sightings:
 
 class OwnFolder(RunFolder):
     """A run's folder in the run's own process, which ends instead of writing when it has lost the run."""
+
+    def info(self) -> RunInfo:
+        """Where the run stands; it starts when its state file could never be read here."""
+        info = super().info()
+        if info.state is not RunState.UNREADABLE:
+            return info
+        return info.model_copy(update={"state": RunState.STARTING, "message": ""})
 
     def append_row(self, row: MetricsRow) -> None:
         """Add the metrics of a step."""

@@ -20,12 +20,20 @@ from trackway.trainer import optimizer as adamw
 from trackway.trainer.algorithm import EXACT_KL, Aggregation, grpo_advantages
 from trackway.trainer.batch import TrainingBatch, left_out, select
 from trackway.trainer.batch_metrics import batch_metrics, drift_metrics, scores_of
+from trackway.trainer.finite import require_finite_logprobs
 from trackway.trainer.learner_config import LearnerConfig
 from trackway.trainer.loss import MicroLoss, micro_loss
 from trackway.trainer.offload import Residence
 from trackway.trainer.policy import Policy
+from trackway.trainer.weight_proof import (
+    ScoredSequence,
+    choose_sequences,
+    probes_of,
+    rounding_of,
+    tensor_digests,
+)
 from trackway.wire.trajectory import Trajectory
-from trackway.wire.weights import Canary
+from trackway.wire.weights import Canary, WeightProof
 
 __all__ = ["EmptyBatchError", "Learner", "LearnerConfig"]
 
@@ -87,6 +95,8 @@ class Learner:
             lambda: adamw.state_tensors(self.optimizer), self.policy.device, offload=config.optimizer_offload
         )
         self._shuffler = torch.Generator().manual_seed(config.seed)
+        self._before: list[ScoredSequence] | None = None
+        """Sequences of the last batch as the weights before its update scored them."""
 
     def update(self, trajectories: Sequence[Trajectory], observe: StepObserver = unobserved) -> dict[str, float]:
         """Trains on one batch and returns its metrics by verl's names.
@@ -96,12 +106,15 @@ class Learner:
         """
         selection = select(trajectories)
         if not selection.kept:
+            left_out = [f"{count} {reason.words}" for reason, count in selection.left_out.items() if count]
             raise EmptyBatchError(
-                f"expected a trajectory to train on, got {len(trajectories)} left out {selection.left_out}; "
-                "look at their errors, nothing was updated"
+                f"expected a trajectory to train on, got {', '.join(left_out) or 'none'}; look at their errors, "
+                "nothing was updated"
             )
         sampled = self._batch(selection.kept)
         batch = self._with_references(sampled)
+        sequences = choose_sequences(selection.kept, batch.advantages.tolist())
+        self._before = self.policy.published_logprobs([self._canary_tokens(), *sequences])
         lr = adamw.learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -175,12 +188,36 @@ class Learner:
         """A Hugging Face folder of the current weights, with an explicit `lm_head.weight`."""
         self.policy.export(folder)
 
-    def canary(self) -> Canary:
-        """A fixed sequence and its logprobs under the current weights: an engine that agrees really holds them."""
+    def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
+        """What tells engines with the weights that `export` wrote to `folder` from others.
+
+        `previous_version` are the weights before the last update, None when these were not published. Raises
+        NotFiniteError when the model computes NaN or infinities.
+        """
+        before = self._before if previous_version is not None else None
+        sequences = [self._canary_tokens()] if before is None else [sequence.token_ids for sequence in before]
+        now = self.policy.published_logprobs(sequences)
+        require_finite_logprobs([logprob for sequence in now for logprob in sequence.logprobs])
+        probes = probes_of(now, before)
+        return WeightProof(
+            digests=tensor_digests(folder),
+            probes=probes,
+            previous_version=None if before is None else previous_version,
+            dtype=str(self.policy.published_dtype).removeprefix("torch."),
+            rounding=rounding_of(probes, self.policy.published_logprobs(sequences, torch.bfloat16)),
+        )
+
+    def _canary_tokens(self) -> list[int]:
         # Low ids exist in every tokenizer, while a model's vocabulary is often padded beyond its tokenizer.
         vocabulary = min(256, self.policy.model.config.get_text_config().vocab_size)
-        token_ids = [(37 * i + 11) % vocabulary for i in range(CANARY_LENGTH)]
-        canary = Canary(token_ids=token_ids, logprobs=self.policy.sequence_logprobs(token_ids))
+        return [(37 * i + 11) % vocabulary for i in range(CANARY_LENGTH)]
+
+    def canary(self) -> Canary:
+        """A fixed sequence and its logprobs under the current weights, for engines older than `proof`."""
+        token_ids = self._canary_tokens()
+        logprobs = self.policy.sequence_logprobs(token_ids)
+        require_finite_logprobs(logprobs)
+        canary = Canary(token_ids=token_ids, logprobs=logprobs)
         tolerance = CANARY_TOLERANCE.get(self.config.dtype, canary.tolerance)
         return canary.model_copy(update={"tolerance": tolerance})
 

@@ -82,6 +82,7 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Plan:
         validation_n=config.actor_rollout_ref.rollout.val_kwargs.n,
         max_staleness=config.trackway.max_staleness,
         max_prompt_length=config.data.max_prompt_length,
+        storage_wait_s=config.trackway.storage_wait_s,
         gpus=max(1, (trainer.n_gpus_per_node or 0) * (trainer.nnodes or 1)),
     )
 

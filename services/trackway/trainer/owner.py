@@ -11,6 +11,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
+from trackway.system import writing
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
@@ -74,12 +75,15 @@ class OutputsLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Raises TrackwayError(CONFLICT) while another service has it."""
+        """Raises TrackwayError(CONFLICT) while another service has it, StorageError where it cannot be written."""
         if self._is_held:
             yield
             return
-        self._outputs.mkdir(parents=True, exist_ok=True)
-        with (self._outputs / ".runs.lock").open("w") as file:
+        lock = self._outputs / ".runs.lock"
+        with writing(lock, "the lock of the runs"):
+            self._outputs.mkdir(parents=True, exist_ok=True)
+            file = lock.open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

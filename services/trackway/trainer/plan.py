@@ -2,18 +2,22 @@
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from trackway.trainer.dataset import Position
+from trackway.wire.base import NON_FINITE
+from trackway.wire.trainer import MetricValue
 
 
 class Progress(BaseModel):
     """What a checkpoint says beside the learner's state."""
 
+    model_config = ConfigDict(ser_json_inf_nan=NON_FINITE)
+
     step: int = 0
     """Steps whose update is done."""
     position: Position = Field(default_factory=Position)
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: dict[str, MetricValue] = Field(default_factory=dict)
     """Of that step, in case the process ends before their row is written."""
 
 
@@ -34,5 +38,7 @@ class Plan:
     validation_n: int = 1
     max_staleness: int | None = None
     max_prompt_length: int = 512
+    storage_wait_s: float = 600.0
+    """For a disk that is full or cannot be written."""
     gpus: int = 1
     """Of the whole run, which throughput is divided by."""

@@ -6,7 +6,7 @@ Vocabulary logits are made only where the response mask is set. Parameters are f
 "bfloat16" means autocast around the forward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -15,15 +15,18 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from trackway.trainer.batch import TrainingBatch
 from trackway.trainer.export import copy_tokenizer, export_model
+from trackway.trainer.finite import require_finite
 from trackway.trainer.learner_config import MASTER_DTYPES
 from trackway.trainer.loss import at_mask, token_logprobs
 from trackway.trainer.offload import Residence
 from trackway.trainer.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
+from trackway.trainer.weight_proof import LONGEST, ScoredSequence, rounded
 
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -58,6 +61,7 @@ class Policy:
         self.master_dtype = MASTER_DTYPES[dtype]
         self.device = torch.device(device)
         self.model = _load_model(self.folder, self.master_dtype)
+        require_finite(self.tensors())
         self.model.requires_grad_(not frozen)
         self.model.train(gradient_checkpointing)
         if gradient_checkpointing:
@@ -72,10 +76,10 @@ class Policy:
     def logits(self, batch: TrainingBatch, temperature: float) -> Tensor:
         """[N, V] in the master dtype: logits / temperature at the N positions of the response mask, row by row."""
         if not self.packs:
-            return _tempered(self._forward(batch.response_mask, input_ids=batch.input_ids[:, :-1]), temperature)
+            return _tempered(self._forward(batch.response_mask, {"input_ids": batch.input_ids[:, :-1]}), temperature)
         row = PackedRow.of(batch)
-        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids}
-        logits = self._forward(row.response_mask, **inputs, sequence_lengths=row.lengths)
+        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids, "sequence_lengths": row.lengths}
+        logits = self._forward(row.response_mask, inputs)
         row.lengths.check_seen(self.model)
         return _tempered(logits, temperature)
 
@@ -89,18 +93,39 @@ class Policy:
                 result[rows, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, logp.cpu())
         return result
 
+    @property
+    def published_dtype(self) -> torch.dtype:
+        """Of the weights that `export` writes."""
+        return torch.bfloat16 if self.dtype == "bfloat16" else self.master_dtype
+
+    def published_logprobs(
+        self, sequences: Sequence[list[int]], compute: torch.dtype = torch.float32
+    ) -> list[ScoredSequence]:
+        """As `sequence_logprobs`, of what an engine gets: weights in the published type, computed in `compute`."""
+        with torch.no_grad(), self.residence.at_hand(), rounded(self.model, self.published_dtype, compute):
+            scored = [self._logprobs(group, autocast=False) for group in _groups(sequences)]
+        return list(map(ScoredSequence, sequences, chain.from_iterable(scored)))
+
     def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
         """Logprobs of tokens 1..n-1 of one sequence, each given those before it, at temperature 1."""
-        ids = torch.tensor([token_ids], device=self.device)
-        everywhere = torch.ones(1, len(token_ids) - 1, dtype=torch.bool, device=self.device)
         with torch.no_grad(), self.residence.at_hand():
-            logp = torch.log_softmax(self._forward(everywhere, input_ids=ids[:, :-1]), dim=-1)
-        return logp.gather(-1, ids[0, 1:].unsqueeze(-1)).squeeze(-1).tolist()
+            return self._logprobs([token_ids])[0]
 
-    def _forward(self, where: Tensor, **inputs: Tensor | SequenceLengths) -> Tensor:
+    def _logprobs(self, sequences: Sequence[list[int]], *, autocast: bool = True) -> list[list[float]]:
+        """Of tokens 1..n-1 of each sequence, computed as one batch."""
+        lengths = [len(ids) - 1 for ids in sequences]
+        ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True).to(self.device)
+        scored = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
+        logits = self._forward(scored, {"input_ids": ids[:, :-1]}, autocast=autocast)
+        logp = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:][scored].unsqueeze(-1)).squeeze(-1)
+        return [part.tolist() for part in logp.split(lengths)]
+
+    def _forward(
+        self, where: Tensor, inputs: Mapping[str, Tensor | SequenceLengths], *, autocast: bool = True
+    ) -> Tensor:
         """[N, V] in the master dtype: logits of the N positions where `where` [B, T] is True, row by row."""
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
-        with autocast, _head_only(self.model, where):
+        enabled = autocast and self.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled), _head_only(self.model, where):
             logits = self.model(**inputs, use_cache=False).logits
         return logits.squeeze(0).to(self.master_dtype)
 
@@ -120,21 +145,35 @@ class Policy:
         save_file({name: t.cpu().contiguous() for name, t in self.tensors().items()}, file)
 
     def load(self, file: Path) -> None:
-        """Copies saved weights into this model. Raises ValueError when they are another model's."""
+        """Copies saved weights into this model.
+
+        Raises ValueError when they are another model's, and NotFiniteError when they are not finite.
+        """
         saved, own = load_file(file), self.tensors()
         if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in own.items()}:
             raise ValueError(
                 f"expected the weights of {self.folder.name}, got other names or shapes in {file}; "
                 "resume with the model that the run began with"
             )
+        require_finite(saved)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
 
     def export(self, folder: Path) -> None:
         """A folder that transformers and the engines load: config, safetensors, tokenizer files."""
-        export_model(self.model, folder, torch.bfloat16 if self.dtype == "bfloat16" else self.master_dtype)
+        export_model(self.model, folder, self.published_dtype)
         copy_tokenizer(self.folder, folder)
+
+
+def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
+    """Neighbours that make at most LONGEST tokens with their padding: no more logits than one sequence may have."""
+    start = 0
+    for end in range(1, len(sequences) + 1):
+        longest = max(map(len, sequences[start : end + 1]))
+        if end == len(sequences) or longest * (end + 1 - start) > LONGEST:
+            yield sequences[start:end]
+            start = end
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:

@@ -12,11 +12,10 @@ from trackway.chat.templates import template_message
 from trackway.clients import ToolsClient
 from trackway.trainer.config import RunConfig
 from trackway.trainer.data.progress import counted
+from trackway.trainer.row_notes import WITHOUT_TOOLS
 from trackway.wire.agent import Sample
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
-
-WITHOUT_TOOLS = "single_turn_agent"
 
 _AT_ONCE = 512
 
@@ -36,20 +35,25 @@ class PromptFilter:
 
     def __call__(self, rows: Sequence[Sample], name: str) -> list[Sample]:
         """The rows that fit. Raises TrackwayError when there is none, or the template refuses one."""
-        lengths = list(counted(self._lengths(rows, name), f"{name}: prompts measured", len(rows)))
+        lengths = list(counted(self.lengths(rows, name), f"{name}: prompts measured", len(rows)))
         kept = [row for row, length in zip(rows, lengths, strict=True) if length <= self._limit]
-        bound = f"data.max_prompt_length={self._limit}"
         if not kept:
-            message = (
-                f"{name}: expected prompts of at most {bound} tokens, tool schemas included, got none in {len(rows)} "
-                f"rows, the shortest has {min(lengths)}; raise it, or set data.filter_overlong_prompts=false"
-            )
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, self.none_fits(lengths, name))
+        bound = f"data.max_prompt_length={self._limit}"
         dropped = len(rows) - len(kept)
         logger.info("%s: dropped %d of %d rows as longer than %s", name, dropped, len(rows), bound)
         return kept
 
-    def _lengths(self, rows: Sequence[Sample], name: str) -> Iterator[int]:
+    def none_fits(self, lengths: Sequence[int], name: str) -> str:
+        """What to say when every prompt is longer than the limit."""
+        return (
+            f"{name}: expected prompts of at most data.max_prompt_length={self._limit} tokens, tool schemas included, "
+            f"got none in {len(lengths)} rows, the shortest has {min(lengths)}; raise it, or set "
+            "data.filter_overlong_prompts=false"
+        )
+
+    def lengths(self, rows: Sequence[Sample], name: str) -> Iterator[int]:
+        """Tokens of each row's prompt, as they are counted. Raises TrackwayError when the template refuses one."""
         for start in range(0, len(rows), _AT_ONCE):
             texts = [self._render(row, name) for row in rows[start : start + _AT_ONCE]]
             encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)

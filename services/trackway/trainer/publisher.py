@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trackway.clients.weight_claim import Claim
 from trackway.clients.weights import WeightStore
+from trackway.system import writing
 from trackway.trainer.learner import Learner
 from trackway.wire.errors import TrackwayError
 
@@ -28,17 +29,27 @@ class Publisher:
         self._run = run
         self._scratch = scratch
         self._keep = keep
+        self._published: int | None = None
         self._claim = _claim(store, f"run {run} ({uid[:8]})")
 
     def publish(self) -> int:
-        """Export, copy and announce; returns the version that rollouts must have from now on. Blocking."""
+        """Export, copy and announce; returns the version that rollouts must have from now on. Blocking.
+
+        Raises StorageError, with readers at the version before and nothing left of this one, when it cannot be written.
+        """
         self._claim.renew()
         latest = self._store.latest()
         version = 1 if latest is None else latest.version + 1
         shutil.rmtree(self._scratch, ignore_errors=True)
-        self._scratch.mkdir(parents=True)
-        self._learner.export(self._scratch)
-        self._store.publish(version, self._run, self._scratch, self._learner.canary())
+        try:
+            with writing(self._scratch, f"weights version {version}"):
+                self._scratch.mkdir(parents=True)
+                self._learner.export(self._scratch)
+            proof = self._learner.proof(self._scratch, self._published)
+            self._store.publish(version, self._run, self._scratch, self._learner.canary(), proof)
+        finally:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._published = version
         self._store.prune(self._keep)
         return version
 

@@ -17,7 +17,7 @@ from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
+from trackway.wire.trajectory import StopReason, Tags, Trajectory, require_trainable, trajectory_id
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -115,7 +115,7 @@ class Rollouts:
         try:
             async for trajectory in self._client.group(request, deadline):
                 if trajectory.tags.rollout_n in wanted:
-                    got[trajectory.tags.rollout_n] = trajectory
+                    got[trajectory.tags.rollout_n] = _checked(trajectory)
         except TrackwayError as error:
             problem = error
         except ValidationError as error:
@@ -128,6 +128,17 @@ class Rollouts:
     def _pause(self, attempt: int, deadline: Deadline) -> float:
         longest = min(15.0, self._patience.backoff_s * 2 ** (attempt - 1), deadline.remaining)
         return longest * random.uniform(0.5, 1.0)
+
+
+def _checked(trajectory: Trajectory) -> Trajectory:
+    """The trajectory, with an error when it cannot be trained on: agents of others may send any number."""
+    try:
+        require_trainable("response_logprobs", trajectory.response_logprobs)
+        require_trainable("the score", [] if trajectory.reward is None else [trajectory.reward.score])
+    except TrackwayError as error:
+        failed = {"stop_reason": StopReason.ERROR, "error": trajectory.error or error.to_reply().error}
+        return trajectory.model_copy(update=failed)
+    return trajectory
 
 
 def _for_missing(request: GroupRequest, got: dict[int, Trajectory]) -> GroupRequest:

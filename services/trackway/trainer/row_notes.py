@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from trackway.trainer.config import RunConfig
 from trackway.wire.agent import Sample
 
+WITHOUT_TOOLS = "single_turn_agent"
+"""The agent loop that offers no tools."""
+
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn.enable"
 _DEFAULT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 

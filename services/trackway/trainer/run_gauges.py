@@ -40,6 +40,8 @@ class RunGauges(Collector):
             if key in info.metrics:
                 yield _gauge(info, name, description, info.metrics[key])
         yield _accuracy(info)
+        if info.tracking:
+            yield from _tracking(info)
 
 
 def _gauge(info: RunInfo, name: str, description: str, value: float) -> Metric:
@@ -55,3 +57,16 @@ def _accuracy(info: RunInfo) -> Metric:
         if found := _ACCURACY.fullmatch(key):
             family.add_metric([info.run, found[1]], value)
     return family
+
+
+def _tracking(info: RunInfo) -> Iterator[Metric]:
+    labels = ["run", "backend"]
+    rows = GaugeMetricFamily("trackway_run_rows_waiting", "Rows of metrics that wait on disk", labels=labels)
+    feedback = GaugeMetricFamily("trackway_run_feedback_waiting", "Feedback values that wait on disk", labels=labels)
+    lost = GaugeMetricFamily("trackway_run_tracking_lost", "Values of metrics and feedback lost", labels=labels)
+    for one in info.tracking:
+        place = [info.run, one.backend]
+        rows.add_metric(place, one.rows_waiting)
+        feedback.add_metric(place, one.feedback_waiting)
+        lost.add_metric(place, one.lost)
+    yield from (rows, feedback, lost)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trackway.tracing import Tracing
 from trackway.trainer.fate import Sorted
-from trackway.trainer.feedback import TraceFeedback, training_feedback, validation_feedback
+from trackway.trainer.feedback import Assessment, TraceFeedback, training_feedback, validation_feedback
 from trackway.trainer.metrics import Metrics
 from trackway.trainer.span_accounts import SpanAccounts
 from trackway.trainer.step_trace import StepTrace
@@ -27,6 +27,8 @@ class RunTraces:
     accounts: SpanAccounts
     tracing: Tracing | None = None
     feedback: Sequence[TraceFeedback] = ()
+    links: TraceFeedback | None = None
+    """What links traces to the run in MLflow; None when their spans say the run themselves."""
 
     async def open(self) -> None:
         """Take the counts that the run starts from."""
@@ -39,12 +41,15 @@ class RunTraces:
         with self.own.step(number) as root:
             yield
         self.budget.spend(root.ledger.bytes)
+        if root.trace_id is not None:
+            self._link([Assessment(root.trace_id, root.span_id or "", {}, link=True)])
 
     def received(self, trajectories: Sequence[Trajectory]) -> None:
         """Count what was asked for in the step, and what it cost."""
         traced = [one for one in trajectories if one.trace_id is not None]
         self.own.received(traced)
         self.budget.spend(sum(one.trace_bytes for one in traced), len(traced))
+        self._link([Assessment(one.trace_id or "", one.span_id or "", {}, link=True) for one in traced])
 
     def assess(self, step: Sorted, advantages: Sequence[float]) -> None:
         """Record on each trace what became of its trajectory, with the advantages of the used; returns at once."""
@@ -72,13 +77,15 @@ class RunTraces:
 
     async def close(self, deadline_s: float) -> TraceSummary | None:
         """Send what waits here, look what waits elsewhere, each at most until the deadline; the run's sums."""
-        for backend in self.feedback:
-            backend.close()
         if self.tracing is None:
             return None
         await asyncio.to_thread(self.tracing.shutdown, deadline_s)
         await self.accounts.settle(deadline_s)
         return self._sums()
+
+    def _link(self, traces: Sequence[Assessment]) -> None:
+        if self.links is not None:
+            self.links.submit(traces)
 
     def _sums(self) -> TraceSummary:
         return self.accounts.summary(self.budget.trajectories, self.budget.bytes)

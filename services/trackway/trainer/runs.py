@@ -8,6 +8,7 @@ Where a run stands says known_runs.py.
 """
 
 import asyncio
+import logging
 import os
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from trackway.trainer.trace_check import check_backends
 from trackway.trainer.tracking import check_loggers
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
+
+logger = logging.getLogger("trackway.trainer")
 
 GONE_S = 10.0
 """Longest wait for the end of a process whose run has ended, or is another's: it knows after a beat."""
@@ -55,7 +58,7 @@ class Runs(KnownRuns):
         """Begin a new run; CONFLICT while another is active or when the name is taken.
 
         INVALID_REQUEST when it names a checkpoint that is not there, a logger that cannot log, or a backend of traces
-        that a service cannot send to.
+        that a service cannot send to. StorageError, with no run begun, when its folder cannot be written.
         """
         config = runnable(resolve(request.config))
         named_checkpoint(config)
@@ -69,8 +72,8 @@ class Runs(KnownRuns):
                 self._supersede(folder.name)
         return self.info(folder.name)
 
-    async def resume(self, name: str, *, by_itself: bool = False) -> RunInfo:
-        """Go on from the run's last checkpoint; CONFLICT unless it is stopped or failed.
+    async def resume(self, name: str, *, by_itself: bool = False, skip_damaged: bool = False) -> RunInfo:
+        """Go on from the run's last checkpoint, or the last one that is whole; CONFLICT unless it is stopped or failed.
 
         `by_itself`: nobody asks for it. That counts as a restart, and is a CONFLICT once somebody has stopped the run.
         """
@@ -87,7 +90,7 @@ class Runs(KnownRuns):
                 folder.write_owner(Owner.of(os.getpid()))
                 restarts = before.restarts + 1 if by_itself else 0
                 folder.move(RunState.STARTING, restarts=restarts, interrupted=False)
-                await self._supervise(folder, before.interrupted)
+                await self._supervise(folder, before.interrupted, skip_damaged or by_itself)
                 if not by_itself:
                     self._supersede(name)
         return self.info(name)
@@ -127,9 +130,11 @@ class Runs(KnownRuns):
                 if info.state in ENDED:
                     return folder.update(interrupted=False)
         if info.state in ENDED or active is None:
+            self._require_settled(info)
             message = f"expected an active run to stop, got run {name!r}, which is {self._standing(info)}"
             raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
         active[0].stop()
+        self._require_settled(info)
         return self.info(name)
 
     async def close(self) -> None:
@@ -143,9 +148,10 @@ class Runs(KnownRuns):
         check_loggers(config, self._tracing.mlflow_uri)
         await check_backends(config, self.services.traced, self._tracing, self._token)
 
-    async def _supervise(self, folder: RunFolder, interrupted: bool = False) -> None:
+    async def _supervise(self, folder: RunFolder, interrupted: bool = False, skip_damaged: bool = False) -> None:
         """Without a process it has failed; when not even that can be written, nobody has it, and a look gives it up."""
-        supervised = Supervised(folder, handed_over(self._tracing, self._token), self._stop_deadline_s)
+        secrets = handed_over(self._tracing, self._token)
+        supervised = Supervised(folder, secrets, self._stop_deadline_s, skip_damaged)
         try:
             folder.write_services(self.services)
             await supervised.start()
@@ -161,6 +167,9 @@ class Runs(KnownRuns):
     async def _watch(self, name: str, supervised: Supervised) -> None:
         try:
             await supervised.run()
+        except Exception:
+            # Any error from the run's folder: the next status check finds the process dead and marks the run.
+            logger.exception("run %s is watched no more", name)
         finally:
             del self._active[name]
 
@@ -190,20 +199,20 @@ class Runs(KnownRuns):
     def _require_idle(self) -> None:
         busy = [info for info in self.list() if info.state not in ENDED]
         if busy:
+            self._require_settled(busy[0])
             message = f"run {busy[0].run!r} is {self._standing(busy[0])} and one run is active at a time; "
             raise TrackwayError(ErrorCode.CONFLICT, message + "stop it, or wait until it ends", run=busy[0].run)
-        for name in self._unreadable:
-            if self._sightings.alive(RunFolder(self._outputs / name)):
-                message = f"the state of run {name!r} cannot be read, and its process lives; ask again"
-                raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
 
 
 def runnable(config: RunConfig) -> RunConfig:
-    """The configuration, if it names a model and rows; else raises TrackwayError(INVALID_REQUEST)."""
+    """The configuration, if it names a model and what to do with it; else raises TrackwayError(INVALID_REQUEST)."""
     model, rows = config.actor_rollout_ref.model.path, config.data.train_files
     given = {"actor_rollout_ref.model.path": model, "data.train_files": rows}
     missing = [key for key, value in given.items() if not value]
     if missing:
         message = f"expected a value for {' and '.join(missing)}, got none; a run needs a model and rows"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+    if config.trainer.val_only and not config.data.val_files:
+        message = "trainer.val_only=true: expected rows in data.val_files, got none; name them, or leave val_only out"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
     return config

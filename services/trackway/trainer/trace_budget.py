@@ -15,6 +15,7 @@ from typing import IO
 
 from pydantic import BaseModel, ValidationError
 
+from trackway.system import atomic_write
 from trackway.trainer.metrics import Metrics
 
 logger = logging.getLogger("trackway.trainer")
@@ -48,9 +49,7 @@ class Ledger:
             today = self._today().isoformat()
             page = self._read()
             page = _Page(day=today, bytes=(page.bytes if page.day == today else 0) + size)
-            partial = self._path.with_suffix(".partial")
-            partial.write_text(page.model_dump_json())
-            partial.replace(self._path)
+            atomic_write(self._path, page.model_dump_json())
             return page.bytes
 
     def _read(self) -> "_Page":

@@ -5,15 +5,14 @@ from trackway.tracing import Tracing, TracingSettings
 from trackway.tracing.mlflow_endpoint import experiment_by_name
 from trackway.trainer.config import RunConfig
 from trackway.trainer.feedback import TraceFeedback
+from trackway.trainer.feedback_queue import QueuedFeedback
 from trackway.trainer.mapping import trace_target
-from trackway.trainer.mlflow_feedback import MlflowFeedback
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.run_traces import RunTraces
 from trackway.trainer.span_accounts import SpanAccounts
 from trackway.trainer.step_trace import StepTrace
 from trackway.trainer.trace_budget import Ledger, TraceBudget
-from trackway.trainer.tracking import MlflowRun, Tracking
-from trackway.trainer.weave import WeaveFeedback
+from trackway.trainer.tracking import MlflowRun, Tracking, weave_feedback
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
@@ -22,16 +21,17 @@ LEDGER = "trace_bytes.json"
 
 
 def run_target(config: RunConfig, run: MlflowRun | None) -> TraceTarget:
-    """Where the run's traces go; their MLflow experiment is made when there is none. Blocking.
+    """Where the run's traces go.
 
-    While MLflow is away the experiment is said by its name, which becomes an id when the spans arrive.
+    An MLflow experiment whose id is not known is said by its name, which becomes an id when the spans arrive. A run
+    whose id is not known is linked to its traces later (`RunTraces.links`).
     """
     if run is None:
         wanted = TraceBackend.MLFLOW in config.actor_rollout_ref.rollout.trace.backend
         return trace_target(config, experiment_by_name(config.trace_project) if wanted else None)
     own = config.trace_project == config.trainer.project_name
-    experiment = run.experiment_id if own else run.experiment(config.trace_project)
-    return trace_target(config, experiment, run.run_id)
+    experiment = run.experiment_id if own else None
+    return trace_target(config, experiment or experiment_by_name(config.trace_project), run.run_id)
 
 
 def open_traces(
@@ -50,7 +50,8 @@ def open_traces(
         budget=TraceBudget(Ledger(folder.path.parent / LEDGER), config.trackway.trace_bytes_per_day),
         accounts=SpanAccounts(folder.services().traced, lambda: _counts(tracing), folder.info().traces),
         tracing=tracing,
-        feedback=_feedback(config, target, settings, tracking) if config.trackway.feedback else [],
+        feedback=_feedback(folder, target, settings, tracking) if config.trackway.feedback else [],
+        links=_mlflow(target, settings, tracking) if target.mlflow_run_id is None else None,
     )
 
 
@@ -59,15 +60,20 @@ def _counts(tracing: Tracing | None) -> SpanCounts:
 
 
 def _feedback(
-    config: RunConfig, target: TraceTarget, settings: TracingSettings, tracking: Tracking
+    folder: RunFolder, target: TraceTarget, settings: TracingSettings, tracking: Tracking
 ) -> list[TraceFeedback]:
-    """MLflow when the run is there and its traces are, Weave when they go there and its key is here."""
-    found: list[TraceFeedback] = []
-    patience_s = config.trackway.feedback_deadline_s
-    is_there = not target.backends or TraceBackend.MLFLOW in settings.kept_by(target.backends)
-    if tracking.run is not None and is_there:
-        found.append(MlflowFeedback(tracking.run.uri, tracking.mlflow, patience_s))
-    key, project = settings.weave_api_key, target.weave_project
-    if TraceBackend.WEAVE in target.backends and key is not None and project is not None:
-        found.append(WeaveFeedback(settings.weave_url, project, key, tracking.weave, patience_s))
+    """MLflow when its traces are there, Weave when they go there and its key is here."""
+    mlflow = _mlflow(target, settings, tracking)
+    found: list[TraceFeedback] = [] if mlflow is None else [mlflow]
+    weave = weave_feedback(folder, target.weave_project, settings) if TraceBackend.WEAVE in target.backends else None
+    if weave is not None:
+        found.append(QueuedFeedback(weave.name, weave.queue, tracking.deliver(weave)))
     return found
+
+
+def _mlflow(target: TraceTarget, settings: TracingSettings, tracking: Tracking) -> TraceFeedback | None:
+    """None when MLflow is off, or the traces go elsewhere."""
+    is_there = not target.backends or TraceBackend.MLFLOW in settings.kept_by(target.backends)
+    if tracking.run is None or not is_there:
+        return None
+    return QueuedFeedback(tracking.run.name, tracking.run.queue, tracking.wake_mlflow)

@@ -5,18 +5,23 @@ run, the newest checkpoint and the row of its step agree.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from trackway.trainer.checkpoint import save_checkpoint
+from trackway.system import StorageError
+from trackway.trainer.checkpoint import find_latest, save_checkpoint
 from trackway.trainer.colocation import Engines
 from trackway.trainer.dataset import Prompts, traced_positions
 from trackway.trainer.dump import write_trajectories
 from trackway.trainer.fate import Fate, Sorted, sort_out
+from trackway.trainer.finite import NotFiniteError
 from trackway.trainer.learner import EmptyBatchError, Learner
 from trackway.trainer.metrics import (
     Clock,
@@ -40,6 +45,9 @@ from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Trajectory
 
 T = TypeVar("T")
+
+STORAGE_RETRY_S = 2.0
+"""Pause before a write that the disk refused is tried again."""
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -69,6 +77,8 @@ class Training:
     clock: Clock = field(default_factory=Clock)
     saved_step: int | None = None
     """Step of the newest checkpoint."""
+    notice: str = ""
+    """What a person should know of where the run began."""
 
     @property
     def step(self) -> int:
@@ -123,7 +133,7 @@ class Training:
         with self._part("rollout", "gen"):
             trajectories = await self._unless_stopped(self.rollouts.collect(batch, step, version, traced))
         self.traces.received(trajectories)
-        await asyncio.to_thread(write_trajectories, self._dump(f"step_{step}"), trajectories)
+        await self._stored(partial(write_trajectories, self._dump(f"step_{step}"), trajectories))
         try:
             _require_one_success(trajectories, f"step {step}")
         except TrackwayError:
@@ -157,9 +167,15 @@ class Training:
         return metrics | step.metrics() | rollout_metrics(trajectories) | incident_metrics(trajectories)
 
     async def publish(self) -> int:
-        """Publish the learner's weights; the version that rollouts must have from now on."""
+        """Publish the learner's weights; the version that rollouts must have from now on.
+
+        Raises TrackwayError(NOT_FINITE), and neither publishes nor saves them, when they are NaN or infinite.
+        """
         with self._part("update_weights"):
-            version = await asyncio.to_thread(self.publisher.publish)
+            try:
+                version = await self._stored(self.publisher.publish)
+            except NotFiniteError as error:
+                raise self._diverged(error) from error
         self.traces.own.note(weights_after=version)
         return version
 
@@ -176,7 +192,7 @@ class Training:
         except StopRequested:
             return {}
         self.traces.received(trajectories)
-        await asyncio.to_thread(write_trajectories, self._dump(f"val_step_{self.step}"), trajectories)
+        await self._stored(partial(write_trajectories, self._dump(f"val_step_{self.step}"), trajectories))
         _require_one_success(trajectories, f"the validation at step {self.step}")
         self.traces.assess_validation(trajectories)
         return validation_metrics(trajectories, self.plan.validation_n)
@@ -189,7 +205,8 @@ class Training:
             self.progress = self.progress.model_copy(update={"metrics": metrics | derived_metrics(metrics)})
         with self._part("save_checkpoint"):
             state, keep = self.progress.model_dump(mode="json"), self.plan.keep_checkpoints
-            await asyncio.to_thread(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep)
+            save = partial(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep)
+            await self._stored(save)
         self.saved_step = self.step
 
     async def log(self, metrics: Metrics) -> None:
@@ -198,11 +215,11 @@ class Training:
             return
         data = metrics | self.clock.take() | self.traces.metrics()
         data |= derived_metrics(data, self.plan.gpus)
-        row = MetricsRow(step=self.step, data=data)
+        row = MetricsRow(step=self.step, timestamp=time.time_ns() // 1_000_000, data=data)
         for sink in self.sinks:
-            sink.log(row)
-        traces = self.traces.summary()
-        self.folder.update(step=self.step, metrics=self.folder.info().metrics | data, traces=traces)
+            await self._stored(partial(sink.log, row))
+        changes = {"metrics": self.folder.info().metrics | data, "traces": self.traces.summary()}
+        await self._stored(partial(self.folder.update, step=self.step, **changes))
 
     @contextmanager
     def _part(self, name: str, activity: str = "") -> Iterator[None]:
@@ -218,11 +235,59 @@ class Training:
             await self.save(metrics)
             raise
 
+    async def _stored(self, write: Callable[[], T]) -> T:
+        """What a write returns, which is done in a thread and again until the disk takes it.
+
+        Raises StorageError after `plan.storage_wait_s`, or as soon as a stop is requested. Each write can be repeated:
+        one that fails leaves nothing.
+        """
+        end: float | None = None
+        is_said = False
+        while True:
+            try:
+                result = await asyncio.to_thread(write)
+            except StorageError as error:
+                end = end or time.monotonic() + self.plan.storage_wait_s
+                left = end - time.monotonic()
+                if self.stop.is_set() or left <= 0:
+                    raise
+                is_said = is_said or self._say(f"waits up to {left:.0f} s for its disk: {error.message}")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.stop.wait(), min(left, STORAGE_RETRY_S))
+            else:
+                if end is not None:
+                    self._say(self.notice)
+                return result
+
+    def _say(self, message: str) -> bool:
+        """Whether the disk had room for it as the run's message."""
+        logger.warning("%s", message or "the disk takes files again")
+        try:
+            self.folder.update(message=message)
+        except StorageError:
+            return False
+        return True
+
+    def _diverged(self, error: NotFiniteError) -> TrackwayError:
+        """The weights of the newest step cannot be used, and those of its checkpoints can."""
+        checkpoint = find_latest(self.folder.checkpoints)
+        again = "the run has no checkpoint (trainer.save_freq): start again"
+        if checkpoint is not None:
+            again = (
+                f"its last good checkpoint is {checkpoint}: start a new run from there, with "
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={checkpoint}"
+            )
+        message = (
+            f"the weights after step {self.step} are neither published nor saved: {error}; {again} and a lower "
+            "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip"
+        )
+        return TrackwayError(ErrorCode.NOT_FINITE, message, step=self.step)
+
     def _learn(self, step: Sorted) -> Metrics:
         try:
             return self.learner.update(step.used, self.traces.own.optimizer_step)
         except EmptyBatchError as error:
-            counts = ", ".join(f"{step.count(fate)} {fate.value}" for fate in Fate)
+            counts = ", ".join(f"{step.count(fate)} {fate.replace('_', ' ')}" for fate in Fate)
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {counts}: {error}") from error
 
     def _dump(self, name: str) -> Path:

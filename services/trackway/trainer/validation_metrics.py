@@ -39,7 +39,7 @@ def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
 
 def _variables(members: Sequence[Trajectory]) -> Mapping[str, list[list[float]]]:
     """Variable -> its values, in a list for each row. What lies below a name of its own is `tool_metrics`' matter."""
-    values: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    values: dict[str, dict[int | str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in members:
         given = {} if one.reward is None else one.reward.components
         components = {name: value for name, value in given.items() if "/" not in name}
@@ -74,13 +74,17 @@ def _best_of(k: int, values: Sequence[float]) -> tuple[float, float]:
     weights = [(place / size) ** k - ((place - 1) / size) ** k for place in range(1, size + 1)]
     ordered = sorted(values)
     mean = sum(weight * value for weight, value in zip(weights, ordered, strict=True))
-    square = sum(weight * (value - mean) ** 2 for weight, value in zip(weights, ordered, strict=True))
+    square = sum(weight * _squared(value - mean) for weight, value in zip(weights, ordered, strict=True))
     return mean, math.sqrt(square)
 
 
 def _std(values: Sequence[float]) -> float:
     mean = _mean(values)
-    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))
+    return math.sqrt(_mean([_squared(value - mean) for value in values]))
+
+
+def _squared(value: float) -> float:
+    return value * value  # infinity where ** raises OverflowError
 
 
 def _mean(values: Sequence[float]) -> float:

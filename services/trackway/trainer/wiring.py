@@ -6,13 +6,14 @@ from trackway.clients import AgentClient, CallPolicy
 from trackway.clients.weights import WeightStore
 from trackway.trainer.colocation import open_engines
 from trackway.trainer.config import RunConfig
-from trackway.trainer.dataset import load_data
+from trackway.trainer.dataset import Rows, load_data, prompts_of
 from trackway.trainer.learner import Learner
 from trackway.trainer.mapping import learner_config, patience, plan, sharing, training_ask, validation_ask
-from trackway.trainer.prompt_filter import PromptFilter, prompt_filter
+from trackway.trainer.prompt_filter import prompt_filter
 from trackway.trainer.publisher import Publisher
 from trackway.trainer.resume import begin
 from trackway.trainer.rollouts import Ask, Rollouts
+from trackway.trainer.row_check import check_names
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.run_traces import RunTraces
 from trackway.trainer.settings import ServiceUrls, taken_over
@@ -22,16 +23,20 @@ from trackway.trainer.training import Training
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
-async def build(folder: RunFolder, stop: asyncio.Event) -> tuple[Training, Tracking]:
+async def build(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool = False) -> tuple[Training, Tracking]:
     """Everything that `fit` needs, at the newest checkpoint when there is one. Raises TrackwayError."""
     config, services, settings = folder.config(), folder.services(), taken_over()
-    engines = await open_engines(sharing(config), services.rollout_url)
     keep = await prompt_filter(config, services.tools_url)
+    rows, held_out = await asyncio.to_thread(load_data, config, keep)
+    await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
+    engines = await open_engines(sharing(config), services.rollout_url)
     tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri)
     target = await asyncio.to_thread(run_target, config, tracking.run)
     traces = open_traces(folder, config, target, settings, tracking)
     await traces.open()
-    training = await asyncio.to_thread(_training, folder, config, services, stop, keep, tracking, traces)
+    training = await asyncio.to_thread(
+        _training, folder, config, services, stop, rows, held_out, tracking, traces, skip_damaged
+    )
     training.engines = engines
     folder.update(total_steps=training.plan.total_steps, step=training.step)
     return training, tracking
@@ -42,15 +47,17 @@ def _training(
     config: RunConfig,
     services: ServiceUrls,
     stop: asyncio.Event,
-    keep: PromptFilter | None,
+    rows: Rows,
+    held_out: Rows,
     tracking: Tracking,
     traces: RunTraces,
+    skip_damaged: bool,
 ) -> Training:
     own = config.trackway
-    prompts, held_out = load_data(config, keep)
+    prompts = prompts_of(config, rows)
     schedule = plan(config, prompts.steps_per_epoch)
     learner = _learner(config, schedule.total_steps)
-    beginning = begin(folder, config, learner)
+    beginning = begin(folder, config, learner, skip_damaged)
     tracking.catch_up(folder.rows())
     store = WeightStore(services.weights_url)
     agents = _agent_client(config, services)
@@ -63,7 +70,7 @@ def _training(
         folder=folder,
         prompts=prompts,
         rollouts=rollouts(training_ask(config, folder.name, traces.target)),
-        validation_rows=held_out,
+        validation_rows=held_out.samples,
         validation_rollouts=rollouts(validation_ask(config, folder.name, traces.target)),
         learner=learner,
         publisher=Publisher(store, learner, folder.name, folder.info().uid, folder.path / "export", own.keep_weights),
@@ -72,6 +79,7 @@ def _training(
         progress=beginning.progress,
         stop=stop,
         saved_step=beginning.saved_step,
+        notice=beginning.notice,
     )
 
 

@@ -3,7 +3,8 @@
 SIGTERM and SIGINT abandon the rollouts in flight, save a checkpoint and end with 0; so does SIGUSR1, by which the
 service says that it goes though nobody wanted the run to end. How it ended stands in state.json; the exit status tells
 the supervisor what a file cannot: 0 the state is final, 3 the run failed and starting it again would fail again, 4
-the run was taken from this process, anything else the process died and may be started again from the last checkpoint.
+the run was taken from this process, 5 the disk took neither its files nor that it failed, anything else the process
+died and may be started again from the last checkpoint.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trackway.clients import run
+from trackway.system import StorageError, escape_log_records
+from trackway.system.storage import FULL, error_number, storage_error
 from trackway.trainer.config import no_effect
 from trackway.trainer.heartbeat import Heartbeat, OwnFolder
 from trackway.trainer.run_folder import RunFolder
@@ -30,10 +33,11 @@ if TYPE_CHECKING:
     from trackway.trainer.tracking import Tracking
     from trackway.trainer.training import Training
 
-Build: TypeAlias = Callable[[RunFolder, asyncio.Event], Awaitable[tuple["Training", "Tracking"]]]
+Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool], Awaitable[tuple["Training", "Tracking"]]]
 Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
 
 EXIT_FAILED = 3
+EXIT_STORAGE = 5
 
 ORPHAN_GRACE_S = 30.0
 """Seconds to save in after the service that started this process is gone."""
@@ -50,26 +54,45 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="trackway.trainer.worker", description="Train one run.")
     parser.add_argument("folder", type=Path, help="the run's folder, with config.json and services.json")
     parser.add_argument("--lifeline", action="store_true", help="end when standard input closes")
+    parser.add_argument("--skip-damaged", action="store_true", help="go on from the newest checkpoint that is whole")
     given = parser.parse_args(arguments)
+    escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     folder = OwnFolder(given.folder)
     try:
-        run(_work(folder, given.lifeline))
+        run(_work(folder, given.lifeline, given.skip_damaged))
     except TrackwayError as error:
-        logger.exception("the run failed")
-        folder.move(RunState.FAILED, f"{error.code}: {error.message}")
-        return EXIT_FAILED
+        return _failed(folder, error)
+    except Exception as error:
+        number = error_number(error)
+        if number not in FULL:
+            raise
+        return _failed(folder, storage_error(number, folder.path, f"the files of run {folder.name!r}"))
     return 0
 
 
-async def _work(folder: RunFolder, lifeline: bool) -> None:
+def _failed(folder: RunFolder, error: TrackwayError) -> int:
+    """Say that the run has failed; the exit status."""
+    logger.error("the run failed", exc_info=error)
+    message = f"{error.code}: {error.message}"
+    if isinstance(error, StorageError):
+        message += f"; then `trackway train --resume {folder.name}` goes on from its last checkpoint"
+    try:
+        folder.move(RunState.FAILED, message)
+    except StorageError:
+        logger.exception("that the run failed cannot be written")
+        return EXIT_STORAGE
+    return EXIT_FAILED
+
+
+async def _work(folder: RunFolder, lifeline: bool, skip_damaged: bool) -> None:
     stop = asyncio.Event()
     with Heartbeat(folder):
         check_installation()
         _stop_on_request(folder, stop, lifeline)
         _tell_what_has_no_effect(folder)
-        state, step = await _train(folder, stop)
+        state, step = await _train(folder, stop, skip_damaged)
     how = "interrupted" if folder.info().interrupted else "stopped"
     if state is RunState.FINISHED:
         folder.move(state, interrupted=False)
@@ -77,12 +100,12 @@ async def _work(folder: RunFolder, lifeline: bool) -> None:
         folder.move(state, f"{how} after step {step}; it can be resumed")
 
 
-async def _train(folder: RunFolder, stop: asyncio.Event) -> tuple[RunState, int]:
+async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> tuple[RunState, int]:
     # torch and transformers take seconds to import: the signals must be handled by then.
     build, fit = await asyncio.to_thread(_heavy_imports)
-    training, tracking = await build(folder, stop)
+    training, tracking = await build(folder, stop, skip_damaged)
     if not stop.is_set():
-        folder.move(RunState.RUNNING)
+        folder.move(RunState.RUNNING, training.notice)
     status = "FAILED"
     try:
         state = await fit(training)
@@ -91,8 +114,12 @@ async def _train(folder: RunFolder, stop: asyncio.Event) -> tuple[RunState, int]
         if training.engines is not None:
             await training.engines.close()
         training.publisher.close()
-        await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
-        folder.update(traces=await training.traces.close(TRACES_DEADLINE_S))
+        summaries = await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
+        traces = await training.traces.close(TRACES_DEADLINE_S)
+        try:
+            folder.update(traces=traces, tracking=summaries, **tracking.ids)
+        except StorageError as error:
+            logger.warning("what became of the run's spans and metrics cannot be written: %s", error)
     return state, training.step
 
 
@@ -107,7 +134,10 @@ def _stop_on_request(folder: RunFolder, stop: asyncio.Event, lifeline: bool) -> 
     def request(is_interrupted: bool) -> None:
         if not stop.is_set() and not folder.ended():
             stop.set()
-            folder.move(RunState.STOPPING, interrupted=is_interrupted)
+            try:
+                folder.move(RunState.STOPPING, interrupted=is_interrupted)
+            except StorageError as error:  # the run ends all the same
+                logger.warning("that the run is to stop cannot be written: %s", error)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -132,5 +162,16 @@ def _tell_what_has_no_effect(folder: RunFolder) -> None:
         logger.info("%s has no effect here: %s", key, reason)
 
 
+def flush_or_drop() -> None:
+    """Output that does not fit on the disk must not become the exit status, which is 120 then."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    status = main()
+    flush_or_drop()
+    raise SystemExit(status)

@@ -163,10 +163,26 @@ def test_a_full_disk_leaves_readers_at_the_old_version_and_room_for_others(
 ) -> None:
     store = WeightStore(str(small_disk / "store"))
     store.publish(1, "run-a", source)
-    with pytest.raises(TrackwayError, match="expected room for the 2000002 bytes of weights version 2") as raised:
+    with pytest.raises(TrackwayError, match="expected to write the 2000002 bytes of weights version 2 to") as raised:
         store.publish(2, "run-a", change(source, b"x" * 2_000_000))
     assert (raised.value.code, raised.value.status) == (ErrorCode.DISK_FULL, 507)
     latest = store.latest()
     assert latest is not None and latest.version == 1
     assert store.versions() == [1]
     assert store.publish(2, "run-a", change(source, b"smaller")).version == 2
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"\xff", b'{"version": 1, "run": "a", "files": []'])
+def test_a_store_whose_files_cannot_be_read_says_which_and_what_to_do(
+    store: WeightStore, source: Path, content: bytes
+) -> None:
+    store.publish(1, "run-a", source)
+    fs, root = fsspec.core.url_to_fs(store.url)
+    for name in ("latest.json", "1/manifest.json"):
+        fs.pipe_file(f"{root}/{name}", content)
+
+    with pytest.raises(TrackwayError, match=r"latest\.json to be readable, got its JSON: .* remove it") as latest:
+        store.latest()
+    with pytest.raises(TrackwayError, match=r"1/manifest\.json to be readable, .*publish a new version") as manifest:
+        store.manifest(1)
+    assert {latest.value.code, manifest.value.code} == {ErrorCode.WEIGHTS_CORRUPT}

@@ -1,6 +1,9 @@
 """What a span holds: capped, redacted, and never worth a rollout."""
 
 import json
+import math
+import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -9,6 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from trackway.tracing import Tracing, TracingSettings, add_event, tool_span, trajectory_span, truncate
+from trackway.tracing.attributes import EVALUATION_SCORE
 from trackway.wire.chat import Message
 from trackway.wire.trajectory import Tags
 
@@ -52,6 +56,8 @@ CIRCLE["self"] = CIRCLE
         ({"a": 1.5, "b": [True, None]}, {"a": 1.5, "b": [True, None]}),
         ("\ud800 half a character", "[not shown: UnicodeEncodeError]"),
         (Message(role="user", content="#### 4"), {"role": "user", "content": "#### 4"}),
+        ({"reward": math.nan, "text": "NaN"}, {"reward": "NaN", "text": "NaN"}),
+        ([math.inf, -math.inf, "to Infinity"], ["Infinity", "-Infinity", "to Infinity"]),
     ],
 )
 def test_a_value_that_cannot_be_shown_says_so_and_raises_nothing(value: object, shown: object) -> None:
@@ -82,8 +88,9 @@ def test_every_text_passes_the_redaction_before_it_is_cut() -> None:
     assert "1234" not in str((recorded["trajectory"].attributes or {})["mlflow.spanInputs"])
 
 
-def test_a_redaction_that_fails_hides_the_text_instead_of_showing_it() -> None:
-    with recording(lambda text: str(1 / 0)) as recorded, tool_span("t", {"code": "1234"}, None):
+@pytest.mark.parametrize("fails", [lambda text: str(1 / 0), lambda text: sys.exit(1)])
+def test_a_redaction_that_fails_hides_the_text_instead_of_showing_it(fails: Callable[[str], str]) -> None:
+    with recording(fails) as recorded, tool_span("t", {"code": "1234"}, None):
         pass
     assert json.loads(str((recorded["execute_tool t"].attributes or {})["mlflow.spanInputs"])) == {
         "code": "[redaction failed]"
@@ -115,3 +122,37 @@ def test_a_redaction_that_is_not_there_is_an_error_at_once(path: str) -> None:
 )
 def test_a_cut_text_says_how_many_bytes_are_gone(text: str, limit: int, expected: str) -> None:
     assert truncate(text, limit) == expected
+
+
+def test_a_number_that_is_not_finite_is_shown_by_its_name() -> None:
+    with recording() as recorded, tool_span("t", {}, None) as span:
+        span.set("grad_norm", math.nan)
+        span.score(math.inf)
+        span.event("clipped", norm=-math.inf)
+    tool = recorded["execute_tool t"]
+    shown = dict(tool.attributes or {})
+
+    assert (shown["grad_norm"], shown[EVALUATION_SCORE]) == ("NaN", "Infinity")
+    assert [dict(event.attributes or {}) for event in tool.events] == [{"norm": "-Infinity"}]
+
+
+@pytest.mark.parametrize("character", ["a", "é", "\N{GRINNING FACE}"])
+def test_texts_of_any_length_share_the_bytes_and_are_never_copied_whole(character: str) -> None:
+    size = len(character.encode())
+    long, longer = character * 2_000_000, character * 3_000_000
+    with recording(max_text_bytes=1024) as spans:
+        tracemalloc.start()
+        try:
+            with tool_span("t", {"a": long, "b": [longer, 1.5, math.nan], "c": "kept"}, None):
+                pass
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    shown = json.loads(str(dict(spans["execute_tool t"].attributes or {})["mlflow.spanInputs"]))
+    share = 1024 // 4 // size  # "NaN" is a text too
+    assert shown == {
+        "a": f"{character * share}[truncated {(2_000_000 - share) * size} bytes]",
+        "b": [f"{character * share}[truncated {(3_000_000 - share) * size} bytes]", 1.5, "NaN"],
+        "c": "kept",
+    }
+    assert peak < 2_000_000

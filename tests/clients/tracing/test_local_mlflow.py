@@ -170,7 +170,7 @@ def test_the_server_of_a_deployment_takes_the_place_of_a_shared_one_and_of_no_ot
 ) -> None:
     uri, record = deployed
     assert uri != shared and len(servers(folder)) == 1
-    with pytest.raises(UserError, match=f"runs already at {uri}; use that one, or stop what started it"):
+    with pytest.raises(UserError, match=f"runs already at {uri}: process [0-9]+; use that one, or stop what"):
         mlflow_server.start(folder, free_port())
     processes.check_alive(record)
 

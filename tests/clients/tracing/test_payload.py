@@ -32,7 +32,7 @@ class Colour(Enum):
         (Data(Model(ids=[1, 2]), Path("/a")), {"model": {"ids": [1, 2], "score": None}, "path": "PosixPath('/a')"}),
         (("ok", 0.5, {}), ["ok", 0.5, {}]),
         ({1: {2}, None: Colour.RED}, {"1": [2], "None": "red"}),
-        ([float("nan"), float("-inf"), True], ["nan", "-inf", True]),
+        ([float("nan"), float("-inf"), True], ["NaN", "-Infinity", True]),
         ([np.float32(0.5), np.int64(3)], [0.5, 3]),
         (b"\x00" * 5, "[5 bytes]"),
         ("größe 🙂", "größe 🙂"),

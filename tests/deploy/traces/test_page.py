@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -114,7 +113,6 @@ def test_a_file_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path: Path) 
         page.write(tmp_path / "nowhere" / "page.html", compare(Story().tree(), Story().tree()))
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -137,7 +135,7 @@ class Browser:
     def open(self, file: Path, *flags: str) -> str:
         """What it writes on its standard output."""
         profile = self._folder / f"profile-{len(os.listdir(self._folder))}"
-        command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={profile}", *flags, file.as_uri()]
+        command = ["chromium", *FLAGS, f"--user-data-dir={profile}", *flags, file.as_uri()]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
         return done.stdout
 
@@ -156,12 +154,11 @@ class Browser:
 
 @pytest.fixture
 def browser(tmp_path: Path) -> Browser:
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on PATH; Debian: apt-get install chromium")
     return Browser(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.program("chromium")
 def test_a_browser_opens_the_page_from_disk_and_no_text_of_a_model_acts_in_it(
     browser: Browser, hostile: Story, tmp_path: Path
 ) -> None:
@@ -176,6 +173,7 @@ def test_a_browser_opens_the_page_from_disk_and_no_text_of_a_model_acts_in_it(
 
 
 @pytest.mark.slow
+@pytest.mark.program("chromium")
 @pytest.mark.parametrize("width", [1280, 700])
 def test_the_page_has_a_light_and_a_dark_face(browser: Browser, tmp_path: Path, width: int) -> None:
     file = tmp_path / "page.html"

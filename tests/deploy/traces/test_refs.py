@@ -46,6 +46,21 @@ def test_a_reference_without_one_trace_says_why(ref: str, message: str) -> None:
         resolve(SHELF, ref)
 
 
+@pytest.mark.parametrize("index", ["django__django-11099", "hotpot/5a8b/n3", "007", "東京 1"])
+def test_a_row_whose_index_is_text_is_found_by_it(index: str) -> None:
+    story = Story(rollout_n=2, trace_id="tr-" + "d" * 32)
+    story.tags["sample_index"] = index
+    shelf = Shelf(FIRST, story)
+
+    assert resolve(shelf, f"s3/i{index}/n2").trace_id == story.trace_id
+    assert Choice(sample_index=index, steps="3,4").pair(None, None) == (f"s3/i{index}/n0", f"s4/i{index}/n0")
+
+
+def test_an_index_that_is_none_is_refused() -> None:
+    with pytest.raises(UserError, match="--sample-index: expected a whole number or 1 to 128 printable characters"):
+        Choice(sample_index="", steps="3,4").pair(None, None)
+
+
 def test_a_name_that_two_runs_share_asks_for_the_run() -> None:
     other = Story(rollout_n=0, trace_id="tr-" + "b" * 32)
     other.tags["experiment_name"] = "other"

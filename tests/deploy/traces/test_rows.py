@@ -69,3 +69,15 @@ def test_the_newest_are_taken_without_reading_more() -> None:
 def test_an_unknown_order_is_a_mistake_of_the_user() -> None:
     with pytest.raises(UserError, match=r"--sort: expected one of time, step, .* got '-luck'"):
         ordered(rows(), "-luck", 10)
+
+
+def test_numbered_and_named_rows_are_sorted_together() -> None:
+    stories = [Story(rollout_n=place) for place in range(4)]
+    for story, index in zip(stories, ["b", "10", "a", "9"], strict=True):
+        story.tags["sample_index"] = index
+
+    found = ordered((row(story.tree()) for story in stories), "sample", 4)
+    greatest = ordered((row(story.tree()) for story in stories), "-sample", 2)
+
+    assert [one.tags["sample_index"] for one in found] == ["9", "10", "a", "b"]
+    assert [one.tags["sample_index"] for one in greatest] == ["b", "a"]

@@ -1,3 +1,4 @@
+import math
 from typing import Any, Literal
 
 import pytest
@@ -68,3 +69,13 @@ def test_a_failed_episode_keeps_its_tokens_and_loses_its_reward() -> None:
     assert (trajectory.response_ids, trajectory.response_mask) == ([1, 2], [1, 1])
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ERROR, None)
     assert trajectory.error is not None and trajectory.error.retryable
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -1e300])
+def test_a_logprob_that_float32_does_not_hold_is_refused_by_name(number: float) -> None:
+    given = choice(5, 6)
+    given.logprobs.content[1] = TokenLogprob(token_id=6, logprob=number)
+
+    with pytest.raises(TrackwayError, match=r"expected the engine's logprobs to be finite and at most 3.4e\+38") as got:
+        episode().add_generated(given)
+    assert got.value.code is ErrorCode.NOT_FINITE

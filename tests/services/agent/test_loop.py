@@ -1,6 +1,8 @@
 """Loops of one's own, and what their defects do."""
 
+import asyncio
 import logging
+import sys
 
 import pytest
 from agent_world import World, group
@@ -35,6 +37,52 @@ async def test_a_defect_ends_one_trajectory_and_is_logged_once(world: World, cap
     assert "KeyError: 'left out'" in trajectory.error.message
     [record] = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.exc_info is not None
+
+
+@register("exiting_agent")
+class ExitingAgent(AgentLoop):
+    """In rollout 1: leaves as its prompt says. Only in tests."""
+
+    async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
+        how = str(episode.sample.prompt[0].content)
+        if episode.tags.rollout_n == 0:
+            return StopReason.ANSWERED
+        if how == "cancel":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(5)
+        if how == "gathered":
+            await asyncio.gather(asyncio.sleep(5), self.leave())
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        return await self.leave()
+
+    async def leave(self) -> StopReason:
+        sys.exit("no more")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("exit", "it called sys.exit('no more')"),
+        ("gathered", "it called sys.exit('no more')"),
+        ("interrupt", "it raised KeyboardInterrupt, which is not an Exception"),
+        ("cancel", "it cancelled itself"),
+    ],
+)
+async def test_a_loop_that_exits_ends_its_own_trajectory_alone(world: World, how: str, what: str) -> None:
+    prompt = [{"role": "user", "content": how}]
+
+    fine, ended = await world.run(group(agent_name="exiting_agent", n=2, sample__prompt=prompt))
+
+    assert (fine.error, fine.stop_reason) == (None, StopReason.ANSWERED)
+    assert ended.error is not None
+    assert (ended.error.code, ended.error.message) == (
+        ErrorCode.INTERNAL,
+        f"agent loop 'exiting_agent' failed: {what}; this is a defect, the agent service's log has the traceback",
+    )
 
 
 @pytest.mark.anyio

@@ -1,5 +1,7 @@
 """A prompt that is longer than its limit, when the limits say to cut it."""
 
+import time
+
 import pytest
 from agent_world import World
 from opentelemetry.sdk.trace import ReadableSpan
@@ -51,3 +53,17 @@ async def test_a_prompt_within_its_limit_stays_whole_and_is_no_incident(world: W
     trajectory = await cut(world, "left", limit=85)
 
     assert (len(trajectory.prompt_ids), trajectory.incidents) == (85, [])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("side", "most"), [("error", 2048), ("left", 65_536)])
+async def test_a_prompt_that_is_far_too_long_is_refused_and_not_sent_back(world: World, side: str, most: int) -> None:
+    prompt = [{"role": "user", "content": "1" * 4_000_000}]
+    began = time.process_time()
+
+    trajectory = await world.say(ANSWER, sample__prompt=prompt, limits__prompt_truncation=side)
+
+    assert time.process_time() - began < 2.0
+    assert (trajectory.stop_reason, trajectory.prompt_messages, trajectory.prompt_ids) == (StopReason.ERROR, [], [])
+    assert trajectory.error is not None
+    assert trajectory.error.message.startswith(f"expected a prompt of at most {most} tokens (max_prompt_length), got ")

@@ -17,7 +17,7 @@ def encoded(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 async def test_the_prompt_is_what_the_chat_template_tokenises(
     tokens: ChatTokens, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    ids = await tokens.prompt([QUESTION], [ADD])
+    ids = await tokens.prompt([QUESTION], [ADD], 4096)
 
     text = "<|im_start|>system\nTools: add<|im_end|>\n<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n"
     plain = tokenizer.apply_chat_template(
@@ -63,10 +63,10 @@ async def test_appending_gives_what_the_template_gives_for_the_whole_conversatio
     tokens = ChatTokens(tokenizer)
     said = encoded(tokenizer, "let me add<|im_end|>")
 
-    grown = await tokens.prompt([QUESTION], [ADD]) + said + await tokens.observation(["18"], said)
+    grown = await tokens.prompt([QUESTION], [ADD], 4096) + said + await tokens.observation(["18"], said)
 
     conversation = [QUESTION, Message(role="assistant", content="let me add"), Message(role="tool", content="18")]
-    assert grown == await tokens.prompt(conversation, [ADD])
+    assert grown == await tokens.prompt(conversation, [ADD], 4096)
 
 
 @pytest.mark.anyio
@@ -87,7 +87,7 @@ async def test_arguments_of_earlier_calls_reach_the_template_as_an_object() -> N
     )
     past = ToolCall(id="c", function=FunctionCall(name="add", arguments='{"a": 1}'))
 
-    ids = await ChatTokens(tokenizer).prompt([Message(role="assistant", content="", tool_calls=[past])], [])
+    ids = await ChatTokens(tokenizer).prompt([Message(role="assistant", content="", tool_calls=[past])], [], 4096)
 
     assert tokenizer.decode(ids) == '{"a": 1}'
 

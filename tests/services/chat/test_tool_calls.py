@@ -1,6 +1,8 @@
+import time
+
 import pytest
 
-from trackway.chat.tool_calls import ParsedCall, read_call
+from trackway.chat.tool_calls import ParsedCall, blocks_in, read_call
 
 
 def test_arguments_may_be_missing_an_object_or_json_in_a_string() -> None:
@@ -38,3 +40,27 @@ def test_json_that_cannot_be_sent_on_is_malformed(value: str) -> None:
 
     assert call.error is not None
     assert call.name == "add"
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks", "outside", "behind"),
+    [
+        ("", [], "", None),
+        ("a<b>1</b>c<b>2</b>d", ["1", "2"], "acd", None),
+        ("a<b>1<b>2</b>c", ["1<b>2"], "ac", None),
+        ("a</b>b<b>1</b><b>2", ["1"], "a</b>b", "2"),
+        ("<b></b>", [""], "", None),
+        ("a<b>", [], "a", ""),
+    ],
+)
+def test_blocks_are_told_from_what_stands_outside(
+    text: str, blocks: list[str], outside: str, behind: str | None
+) -> None:
+    assert blocks_in(text, "<b>", "</b>") == (blocks, outside, behind)
+
+
+def test_blocks_that_never_end_are_found_in_one_pass() -> None:
+    text = "<tool_call>" * 200_000
+    began = time.process_time()
+    assert blocks_in(text, "<tool_call>", "</tool_call>") == ([], "", text[len("<tool_call>") :])
+    assert time.process_time() - began < 1.0

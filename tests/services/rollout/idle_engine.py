@@ -5,8 +5,9 @@ from pathlib import Path
 
 from trackway.rollout.engines.collector import Collector
 from trackway.rollout.engines.engine import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.weight_proof import Judgement
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Canary
+from trackway.wire.weights import WeightProof
 
 
 class IdleEngine:
@@ -17,6 +18,7 @@ class IdleEngine:
     max_len = 1024
     paused = False
     version = 0
+    judgement: Judgement | None = None
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
         made = Collector()
@@ -38,7 +40,7 @@ class IdleEngine:
 
     async def resume(self) -> None: ...
 
-    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
         self.version = version
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None: ...

@@ -59,7 +59,7 @@ def reference_logprobs(model: PreTrainedModel, tokens: list[int], start: int, te
 def core_of(folder: Path, slots: int = 8, max_len: int = 256) -> EngineCore:
     """An engine core without its thread."""
     engine = TorchEngine(RolloutSettings(model_path=folder, max_model_len=max_len, device="cpu"))
-    return EngineCore(engine._decoder, load(engine._decoder, folder, None), 0, slots)
+    return EngineCore(engine._decoder, load(engine._decoder, folder), 0, slots)
 
 
 _ids = itertools.count()

@@ -19,8 +19,10 @@ from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.text import TokenText
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
+from trackway.trainer.weight_proof import tensor_digests
 from trackway.wire.rollout import GenerateReply, WeightsReply
 from trackway.wire.trajectory import Tags
+from trackway.wire.weights import Verdict, WeightProof
 
 pytestmark = pytest.mark.anyio
 
@@ -73,6 +75,21 @@ async def test_published_weights_are_served_and_named(
         answer = await client.post("/generate", json={**PROMPT, "min_weight_version": 3})
     assert weights == WeightsReply(version=3, latest=3, model="tiny", replica=settings.replica)
     assert answer.json()["choices"][0]["weight_versions"] == [{"version": 3, "start": 0, "end": 6}]
+
+
+async def test_what_the_load_proved_is_told_and_measured(
+    running: Running, settings: RolloutSettings, other_path: Path
+) -> None:
+    assert settings.weights_url is not None
+    proof = WeightProof(digests=tensor_digests(other_path))
+    WeightStore(settings.weights_url).publish(3, "run", other_path, proof=proof)
+    async with running(create_app(settings)) as client:
+        weights = WeightsReply.model_validate((await client.get("/weights")).json())
+        metrics = (await client.get("/metrics")).text
+    shown = {line.split("{")[0]: float(line.split()[-1]) for line in metrics.splitlines() if line[0] != "#"}
+    assert weights.verdict is Verdict.PROVEN
+    assert (shown["trackway_weight_tensors_proven"], shown["trackway_weight_distinct"]) == (1.0, 1.0)
+    assert shown["trackway_weight_logprobs_off"] == 0.0
 
 
 async def test_weights_that_do_not_come_are_a_409_with_have_and_want(

@@ -1,17 +1,23 @@
 """A replica follows the store: before it is ready, while it runs, and when a version does not load."""
 
+import json
 import logging
+import math
+import shutil
 from pathlib import Path
 
 import pytest
 from engine_runs import started, until, watching
+from safetensors.torch import load_file, save_file
 
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.sim import SimEngine
+from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
+from trackway.trainer.weight_proof import tensor_digests
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary
+from trackway.wire.weights import Canary, Verdict, WeightProof
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +30,19 @@ async def test_a_replica_that_starts_late_holds_the_latest_version_once_started(
     store.publish(7, "run", other_path)
     async with watching(engine, store, tmp_path / "cache") as watcher:
         assert (engine.version, watcher.latest, watcher.ready().ready) == (7, 7, True)
+
+
+async def test_an_older_version_in_the_store_is_not_loaded_over_a_newer_one(
+    engine: TorchEngine, store: WeightStore, model_path: Path, other_path: Path, tmp_path: Path
+) -> None:
+    store.publish(7, "run", other_path)
+    async with watching(engine, store, tmp_path / "cache"):
+        assert engine.version == 7
+    older = WeightStore(str(tmp_path / "older"))
+    older.publish(3, "run", model_path)
+    async with watching(engine, older, tmp_path / "cache", interval_s=60) as watcher:
+        assert (engine.version, watcher.latest, watcher.updates) == (7, 7, 0)
+        await watcher.catch_up(7)
 
 
 async def test_a_request_waits_until_the_version_it_wants_is_loaded(
@@ -86,7 +105,7 @@ async def test_a_canary_mismatch_keeps_the_old_weights_says_so_once_and_a_next_v
     caplog.set_level(logging.ERROR)
     async with watching(engine, store, tmp_path / "cache", wait_s=0.3) as watcher:
         store.publish(1, "run", other_path, WRONG)
-        with pytest.raises(TrackwayError, match="canary logprobs"):
+        with pytest.raises(TrackwayError, match="got other weights"):
             await watcher.catch_up(1)
         assert (engine.version, watcher.latest, watcher.updates) == (0, 1, 1)  # tried once, looked at more often
         store.publish(2, "run", other_path)
@@ -95,13 +114,75 @@ async def test_a_canary_mismatch_keeps_the_old_weights_says_so_once_and_a_next_v
     assert [record.message.split(":")[0] for record in caplog.records] == ["weights stay at version 0"]
 
 
+async def test_an_engine_that_keeps_old_weights_is_said_to_be_stale_once_and_serves_on(
+    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = torch_engine.load
+    monkeypatch.setattr(torch_engine, "load", lambda decoder, _: load(decoder, engine._settings.model_path))
+    async with watching(engine, store, tmp_path / "cache", wait_s=0.3) as watcher:
+        store.publish(1, "run", other_path, proof=WeightProof(digests=tensor_digests(other_path)))
+        with pytest.raises(TrackwayError, match=r"engine with weights version 1 .* still has the version before"):
+            await watcher.catch_up(1)
+        assert (engine.version, engine.judgement, watcher.updates) == (0, None, 1)
+        monkeypatch.undo()
+        store.publish(2, "run", other_path, proof=WeightProof(digests=tensor_digests(other_path)))
+        await watcher.catch_up(2)
+    assert engine.judgement is not None
+    assert engine.judgement.verdict is Verdict.PROVEN
+
+
 async def test_a_replica_whose_first_load_fails_is_not_ready_and_does_not_generate(
     engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
 ) -> None:
     store.publish(1, "run", other_path, WRONG)
     async with watching(engine, store, tmp_path / "cache") as watcher:
         assert not watcher.ready().ready
-        assert "canary" in watcher.ready().reason
+        assert "other weights" in watcher.ready().reason
         with pytest.raises(TrackwayError) as raised:
             await watcher.catch_up(0)
     assert raised.value.code is ErrorCode.UNAVAILABLE
+
+
+def spoiled(source: Path, into: Path, number: float) -> Path:
+    """A copy of a model with this number in one of its weights."""
+    folder = Path(shutil.copytree(source, into))
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].double()
+    tensors[name][3, 5] = number
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("number", [math.nan, -math.inf, 1e300], ids=["NaN", "infinity", "infinite in float32"])
+async def test_weights_that_are_not_finite_are_refused_by_name_without_any_proof(
+    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path, number: float
+) -> None:
+    async with watching(engine, store, tmp_path / "cache", wait_s=0.3) as watcher:
+        store.publish(1, "run", spoiled(other_path, tmp_path / "spoiled", number))
+        with pytest.raises(TrackwayError, match=r"NaN or infinities in model\.layers\.1\.mlp\.up_proj\.weight"):
+            await watcher.catch_up(1)
+        assert (engine.version, watcher.latest, watcher.updates) == (0, 1, 1)
+        store.publish(2, "run", other_path)
+        await watcher.catch_up(2)
+
+
+async def test_an_engine_does_not_start_on_a_model_that_is_not_finite(model_path: Path, tmp_path: Path) -> None:
+    folder = spoiled(model_path, tmp_path / "spoiled", math.nan)
+    with pytest.raises(TrackwayError, match="expected finite weights") as raised:
+        await TorchEngine(RolloutSettings(model_path=folder, device="cpu")).start()
+    assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
+
+
+async def test_nan_weights_that_an_earlier_version_published_with_a_canary_of_nulls_are_named(
+    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
+) -> None:
+    store.publish(1, "run", other_path, WRONG)
+    manifest = tmp_path / "weights" / "1" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["canary"]["logprobs"] = [None] * 15
+    manifest.write_text(json.dumps(content))
+    async with watching(engine, store, tmp_path / "cache") as watcher:
+        reason = watcher.ready().reason
+    assert f"expected {manifest} to be readable, got canary.logprobs.0: Input should be a valid number" in reason
+    assert "publish a new version" in reason

@@ -66,3 +66,8 @@ def test_extract_gives_the_answer_as_each_method_reads_it() -> None:
     assert extract(text, Method.FLEXIBLE) == "1,250.50"
     assert extract(text, Method.NORMALIZED) == "1250.5"
     assert extract("nothing", Method.FLEXIBLE) is None
+
+
+@pytest.mark.parametrize("truth", ["9" * 1_000_000, "1e999999", "1e9999999", "1e-999999", "1e999999999999999999"])
+def test_a_truth_that_is_no_reasonable_number_is_no_answer(truth: str) -> None:
+    assert score("#### 1", truth, Method.NORMALIZED) == 0.0

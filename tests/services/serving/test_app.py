@@ -1,7 +1,9 @@
 """What every service's app has in common."""
 
 import asyncio
+import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pydantic import BaseModel
 
 from trackway.serving import Gauge, ServiceSettings, service_app
-from trackway.tracing import Tracing, TracingSettings, tool_span
+from trackway.tracing import Tracing, TracingSettings, inject, tool_span
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
 from trackway.wire.health import Ready
 
@@ -38,7 +40,11 @@ class Counter:
         self.runs += 1
         return Number(value=number.value + self.runs)
 
-    async def fail(self) -> None:
+    async def fail(self, how: str = "") -> None:
+        if how == "exit":
+            sys.exit(5)
+        if how == "cancel":
+            raise asyncio.CancelledError
         raise ZeroDivisionError("by hand")
 
     async def conflict(self) -> None:
@@ -99,6 +105,36 @@ async def test_an_unexpected_exception_is_a_500_with_our_body(running) -> None:
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal"
     assert "ZeroDivisionError: by hand" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("how", "headers", "what"),
+    [
+        ("exit", {}, "it called sys.exit(5)"),
+        ("exit", {"idempotency-key": "k"}, "it called sys.exit(5)"),
+        ("cancel", {}, "it cancelled itself"),
+    ],
+)
+async def test_what_is_no_exception_is_a_500_with_our_body_too(
+    running, how: str, headers: dict[str, str], what: str
+) -> None:
+    async with running(app_of(Counter())) as client:
+        response = await client.post("/fail", params={"how": how}, headers=headers)
+    assert response.status_code == 500
+    assert ErrorReply.model_validate_json(response.content).error.message.startswith(f"{what}; this is a defect")
+
+
+async def test_a_full_disk_is_no_defect_of_the_service_whatever_was_being_written(running, small_disk: Path) -> None:
+    router = APIRouter()
+
+    @router.post("/write")
+    async def write() -> None:
+        (small_disk / "file").write_bytes(bytes(2_000_000))
+
+    async with running(service_app("counter", ServiceSettings(), routers=[router])) as client:
+        response = await client.post("/write")
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["detail"]["reason"]) == (507, "disk_full", "ENOSPC")
 
 
 async def test_a_body_that_does_not_fit_names_the_field(running) -> None:
@@ -171,7 +207,8 @@ async def test_the_callers_deadline_ends_the_work_with_a_504(running) -> None:
     counter.gate.clear()
     async with running(app_of(counter)) as client:
         headers = {"x-request-deadline": str(time.time() + 0.05)}
-        response = await client.post("/add", json={"value": 1}, headers=headers)
+        async with asyncio.timeout(10):
+            response = await client.post("/add", json={"value": 1}, headers=headers)
     assert (response.status_code, error_code(response)) == (504, "deadline_exceeded")
 
 
@@ -238,3 +275,26 @@ async def test_a_request_continues_the_callers_trace_and_a_direct_one_leaves_non
         [span] = exporter.get_finished_spans()
     assert format(span.get_span_context().trace_id, "032x") == trace_id
     assert span.parent is not None and format(span.parent.span_id, "016x") == parent
+
+
+async def test_a_trace_context_in_several_header_lines_is_continued_whole(running) -> None:
+    router = APIRouter()
+
+    @router.post("/work")
+    async def work() -> dict[str, str]:
+        headers: dict[str, str] = {}
+        inject(headers)
+        return headers
+
+    lines = [
+        ("traceparent", f"00-{'a' * 32}-{'b' * 16}-01"),
+        ("tracestate", "one=1"),
+        ("tracestate", "two=2,three=3"),
+        ("baggage", "a=1"),
+        ("baggage", "b=2"),
+    ]
+    async with running(service_app("counter", ServiceSettings(), routers=[router])) as client:
+        answer = (await client.post("/work", headers=lines)).json()
+
+    assert answer["tracestate"] == "one=1,two=2,three=3"
+    assert sorted(answer["baggage"].split(",")) == ["a=1", "b=2"]

@@ -1,4 +1,4 @@
-"""What a request may be: the size and depth of its body, and the headers that services read."""
+"""What a request may be: the bytes and JSON values of its body, and the headers that services read."""
 
 import json
 import random
@@ -6,18 +6,18 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 
-from trackway.serving import ServiceSettings, service_app
-from trackway.serving.bounds import deeper_than
+from trackway.serving import ServiceRouter, ServiceSettings, bounds, service_app
+from trackway.serving.bounds import JsonSize, json_exceeds
 
 pytestmark = pytest.mark.anyio
 
-STRINGS = ["", "[", "{[", "]}", '"', '\\"', "\\", "\\\\", '[\\"{', "é", '"]["', "a\\", "a"]
+STRINGS = ["", "[", "{[", "]}", '"', '\\"', "\\", "\\\\", '[\\"{', "é", '"]["', "a\\", "a", ",", ':,"', "\\,"]
 
 
 def app_of(**settings: object) -> FastAPI:
-    router = APIRouter()
+    router = ServiceRouter()
 
     @router.post("/size")
     async def size(request: Request) -> int:
@@ -30,18 +30,14 @@ def app_of(**settings: object) -> FastAPI:
     return service_app("tools", ServiceSettings.model_validate(settings), routers=[router])
 
 
-def nested(levels: int) -> bytes:
-    return (
-        b'{"a":' * (levels // 2) + b"[" * (levels - levels // 2) + b"]" * (levels - levels // 2) + b"}" * (levels // 2)
-    )
-
-
-def depth_of(value: object) -> int:
-    if isinstance(value, dict):
-        return 1 + max(map(depth_of, value.values()), default=0)
-    if isinstance(value, list):
-        return 1 + max(map(depth_of, value), default=0)
-    return 0
+def size_of(value: object) -> JsonSize:
+    """What a parser finds: the commas, and the lists, objects and members."""
+    if not isinstance(value, dict | list):
+        return JsonSize(0, 0)
+    parts = [size_of(part) for part in (value.values() if isinstance(value, dict) else value)]
+    members = len(value) if isinstance(value, dict) else 0
+    items = max(0, len(value) - 1) + sum(part.items for part in parts)
+    return JsonSize(items, 1 + members + sum(part.nodes for part in parts))
 
 
 def made_up(dice: random.Random, levels: int) -> object:
@@ -60,36 +56,59 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
     return answer.status_code, error["code"], error["message"]
 
 
-def test_depth_is_what_a_parser_finds() -> None:
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 18])
+def test_json_is_counted_as_a_parser_finds_it(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(bounds, "_CHUNK", chunk)
     dice = random.Random(0)
-    values = [made_up(dice, 9) for _ in range(500)]
-    assert {*map(depth_of, values)} == set(range(10))
-    for value in values:
-        for text in (json.dumps(value), json.dumps(value, indent=1, ensure_ascii=False)):
-            found = [deeper_than(limit, text.encode()) for limit in range(1, 11)]
-            assert found == [depth_of(value) > limit for limit in range(1, 11)], text
+    values = [made_up(dice, 5) for _ in range(300)]
+    sizes = [size_of(value) for value in values]
+    assert max(sizes).items > 20
+    for value, (items, nodes) in zip(values, sizes, strict=True):
+        for text in (json.dumps(value).encode(), json.dumps(value, indent=1, ensure_ascii=False).encode()):
+            assert not json_exceeds(JsonSize(items, nodes), text), text
+            assert not items or json_exceeds(JsonSize(items - 1, nodes), text), text
+            assert not nodes or json_exceeds(JsonSize(items, nodes - 1), text), text
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-async def test_json_may_nest_to_the_limit_and_no_deeper(running, keyed: bool) -> None:
-    bodies = [nested(64), nested(65), b"[" * 1_000_000, b"[" + b",".join([b"[]"] * 10_000) + b"]"]
+async def test_more_json_than_the_limits_is_refused_before_it_is_parsed(running, keyed: bool) -> None:
+    least = {"max_json_items": 1024, "max_json_nodes": 1024}
+    text = json.dumps(',"[{:' * 500).encode()
+    fitting = [b"[" + b",".join([b"1"] * 1025) + b"]", b"[" * 1024, b"[" + b",".join([text] * 1025) + b"]", text]
+    refused = [b"[" + b",".join([b"1"] * 1026) + b"]", b"[" * 1025, b'{"a":1' * 513, text + b"," * 1025]
+    async with running(app_of(**least)) as client:
+        keys = iter(range(8))
+        answers = [
+            await client.post("/size", content=body, headers={"idempotency-key": f"k{next(keys)}"} if keyed else {})
+            for body in (*fitting, *refused)
+        ]
+    assert [answer.json() for answer in answers[:4]] == [len(body) for body in fitting]
+    message = (
+        "expected JSON of at most 1024 items, and 1024 lists, objects and object members, got more; send less at once"
+    )
+    assert [error_of(answer) for answer in answers[4:]] == [(413, "payload_too_large", message)] * 4
+
+
+async def test_json_nests_as_deep_as_the_parser_goes(running) -> None:
+    def nested(levels: int) -> bytes:
+        return b'{"a":' * levels + b"1" + b"}" * levels
+
     async with running(app_of()) as client:
         client.headers["content-type"] = "application/json"
-        keys = [{"idempotency-key": f"k{number}"} if keyed else {} for number in range(len(bodies))]
-        answers = [
-            await client.post("/size", content=body, headers=key) for body, key in zip(bodies, keys, strict=True)
-        ]
-        parsed = await client.post("/value", content=nested(64))
-    refusal = 422, "invalid_request", "expected JSON in UTF-8 of at most 64 levels, got another body; send it flatter"
-    assert [error_of(one) for one in answers[1:3]] == [refusal, refusal]
-    assert [answers[0].json(), answers[3].json(), parsed.json()] == [len(bodies[0]), len(bodies[3]), 1]
+        fits = await client.post("/value", content=nested(190))
+        deep = [await client.post("/value", content=body) for body in (nested(210), b"[" * 90_000)]
+    assert fits.json() == 1
+    for answer in deep:
+        status, code, message = error_of(answer)
+        assert (status, code) == (422, "invalid_request")
+        assert "recursion limit exceeded" in message
 
 
-async def test_an_encoding_in_which_depth_could_hide_is_refused(running) -> None:
-    async with running(app_of(max_json_depth=8)) as client:
-        answer = await client.post("/size", content='{"\u2200": 1}'.encode("utf-16"))
-    message = "expected JSON in UTF-8 of at most 8 levels, got another body; send it flatter"
-    assert error_of(answer) == (422, "invalid_request", message)
+async def test_an_encoding_in_which_values_could_hide_is_refused(running) -> None:
+    async with running(app_of()) as client:
+        client.headers["content-type"] = "application/json"
+        answer = await client.post("/value", content='{"\u2200": 1}'.encode("utf-16"))
+    assert error_of(answer)[:2] == (422, "invalid_request")
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "GET"])

@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 import pytest
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.serving.idempotency import UNBROKEN, Idempotency
 
@@ -41,6 +41,88 @@ async def test_answers_are_kept_up_to_so_many_bytes_in_all_and_the_newest_of_any
         keys = ["a", "b", "b", "c", "c", "a"]
         answers = [(await client.post("/", headers={"idempotency-key": key})).text[0] for key in keys]
     assert answers == ["1", "2", "2", "3", "3", "4"]
+
+
+async def counted(keyed: Idempotency, *posts: tuple[str, str]) -> list[str]:
+    """The answers to posts of (path, key), one after another."""
+    transport = httpx.ASGITransport(app=keyed)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        return [(await client.post(path, headers={"idempotency-key": key})).text for path, key in posts]
+
+
+async def test_an_answer_is_forgotten_once_it_is_older_than_its_time_and_no_sooner() -> None:
+    now = 1000.0
+    app = Gated()
+    app.gate.set()
+    keyed = Idempotency(app, ttl_s=600.0, clock=lambda: now)
+
+    assert await counted(keyed, ("/", "a"), ("/", "a")) == ["1", "1"]
+    now = 1600.0
+    assert await counted(keyed, ("/", "a"), ("/", "b")) == ["1", "2"]
+    now = 1600.5
+    assert await counted(keyed, ("/", "a"), ("/", "b"), ("/", "a")) == ["3", "2", "3"]
+
+
+async def test_a_key_is_another_one_under_another_path() -> None:
+    app = Gated()
+    app.gate.set()
+
+    assert await counted(Idempotency(app), ("/a", "k"), ("/b", "k"), ("/a", "k"), ("/b", "k")) == ["1", "2", "1", "2"]
+
+
+async def test_a_request_without_a_key_or_that_is_no_post_runs_each_time() -> None:
+    app = Gated()
+    app.gate.set()
+    transport = httpx.ASGITransport(app=Idempotency(app))
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        answers = [await client.get("/", headers={"idempotency-key": "a"}) for _ in range(2)]
+        answers += [await client.post("/") for _ in range(2)]
+    assert [answer.text for answer in answers] == ["1", "2", "3", "4"]
+
+
+async def test_without_settings_32768_answers_of_128_mib_are_kept_for_ten_minutes() -> None:
+    keyed = Idempotency(Gated())
+
+    assert (keyed.max_entries, keyed.max_bytes, keyed.ttl_s) == (32_768, 134_217_728, 600.0)
+
+
+@pytest.mark.parametrize(("max_bytes", "third"), [(2 * (2048 + 1), "1"), (2 * (2048 + 1) - 1, "3")])
+async def test_an_answer_counts_with_its_body_and_2048_bytes(max_bytes: int, third: str) -> None:
+    app = Gated()
+    app.gate.set()
+
+    answers = await counted(Idempotency(app, max_bytes=max_bytes), ("/", "a"), ("/", "b"), ("/", "a"))
+
+    assert answers == ["1", "2", third]
+
+
+async def test_the_work_gets_the_whole_body_once_and_no_disconnect() -> None:
+    bodies: list[object] = []
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        bodies.append(await receive())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(receive(), 0.01)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    parts: list[Message] = [
+        {"type": "http.request", "body": b"ab", "more_body": True},
+        {"type": "http.request", "body": b"c"},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> Message:
+        return parts.pop(0)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"idempotency-key", b"a")]}
+    await Idempotency(app)(scope, receive, send)
+
+    assert bodies == [{"type": "http.request", "body": b"abc", "more_body": False}]
+    assert [message["type"] for message in sent] == ["http.response.start"]
 
 
 @pytest.mark.parametrize(("status", "runs"), [(200, 1), (422, 1), (500, 1), (504, 1), (409, 2), (429, 2), (503, 2)])
@@ -105,6 +187,24 @@ async def test_a_call_that_comes_while_the_first_runs_joins_it(way: str) -> None
     app = Gated()
     assert await together(app, way) == ["1", "1", "1", "1"]
     assert app.runs == 1
+
+
+@pytest.mark.parametrize(("way", "is_own_task"), [("a task", True), ("unbroken", False)])
+async def test_only_a_request_that_can_be_cancelled_is_worked_on_in_a_task_of_its_own(
+    way: str, is_own_task: bool
+) -> None:
+    worked_on: list[asyncio.Task[object] | None] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        worked_on.append(asyncio.current_task())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    keyed = Idempotency(app)
+    transport = httpx.ASGITransport(app=unbroken(keyed) if way == "unbroken" else keyed)
+    async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+        await client.post("/", headers={"idempotency-key": "a"})
+    assert [task is not asyncio.current_task() for task in worked_on] == [is_own_task]
 
 
 @pytest.mark.parametrize("way", ["a task", "unbroken"])

@@ -79,14 +79,23 @@ def processes_with(marker: str) -> list[int]:
 
 
 def leaving(marker: str) -> str:
-    """Code that leaves a process behind which no group, session or open file ties to the interpreter."""
+    """Code that leaves a process behind which no group, session or open file ties to the interpreter.
+
+    It returns when that process has its own command line: nothing in a sandbox runs after the call.
+    """
     return f"""
 import os, sys
+started, at_exec = os.pipe()
+os.dup2(at_exec, 120, inheritable=False)
+os.close(at_exec)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         os.closerange(0, 100)
         os.execv(sys.executable, [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", "{marker}"])
     os._exit(0)
+os.close(120)
 os.wait()
+os.read(started, 1)
+os.close(started)
 """

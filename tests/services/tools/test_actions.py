@@ -1,5 +1,7 @@
 """Which calls are read out of what a model wrote for verl-tool, and the marks around their answers."""
 
+import time
+
 import pytest
 from pydantic import JsonValue
 
@@ -74,3 +76,20 @@ def test_a_call_that_cannot_be_read_says_why(text: str) -> None:
 )
 def test_what_is_no_call_for_the_tools_offered_is_none(text: str, offered: list[str]) -> None:
     assert read_action(text, offered) is None
+
+
+@pytest.mark.parametrize("mark", ["<tool_call>", "<python>", "<search>", "```py ", "<result>"])
+def test_marks_without_an_end_are_read_in_one_pass(mark: str) -> None:
+    began = time.process_time()
+    read_action(mark * 200_000, ALL)
+    assert time.process_time() - began < 1.0
+
+
+@pytest.mark.parametrize(("count", "run"), [(64, 64), (65, 64), (100_000, 64)])
+def test_only_so_many_calls_of_an_action_run(count: int, run: int) -> None:
+    action = read_action(HERMES * count, ALL)
+    assert action is not None
+    assert [call.name for call in action.calls if call.error is None] == ["calculator"] * run
+    told = [call.error for call in action.calls if call.error is not None]
+    refusal = f"expected at most 64 tool calls in one action, got {count}; call fewer at once"
+    assert told == ([] if count == run else [refusal])

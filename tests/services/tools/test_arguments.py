@@ -79,3 +79,20 @@ def test_the_arguments_of_a_composed_schema_are_known_by_its_parts() -> None:
 def test_a_schema_that_leads_elsewhere_is_refused_instead_of_fetched() -> None:
     with pytest.raises(ValueError, match=r"expected \$ref within the schema, got 'http://10.0.0.1/schema'"):
         check_of({"properties": {"query": {"items": [{"$ref": "http://10.0.0.1/schema"}]}}})
+
+
+def test_only_the_first_wrong_arguments_are_named() -> None:
+    names: JsonValue = {f"a{number:02}": {"type": "integer"} for number in range(30)}
+    with pytest.raises(ToolInputError) as refused:
+        check_of({"type": "object", "properties": names})({f"a{number:02}": "x" for number in range(30)})
+    assert refused.value.message.count("is not of type 'integer'") == 10
+
+
+def test_arguments_that_nest_too_deeply_for_a_schema_are_refused() -> None:
+    either: JsonValue = {"anyOf": [{"type": "null"}, {"allOf": [{"$ref": "#/properties/tree"}]}]}
+    tree: JsonValue = {"type": "object", "properties": {"next": either}}
+    deep: JsonValue = {}
+    for _ in range(195):
+        deep = {"next": deep}
+    with pytest.raises(ToolInputError, match="the arguments nest too deeply"):
+        check_of({"type": "object", "properties": {"tree": tree}})({"tree": deep})

@@ -78,9 +78,7 @@ async def test_a_one_shot_that_does_not_stop_leaves_nothing_behind_in_the_end(ma
     await eventually(lambda: (len(rig.table), rig.faulty.calls) == (0, {}))
 
 
-@pytest.mark.parametrize(
-    ("mode", "reason"), [("exit", "RuntimeError: the tool called sys.exit(3)"), ("cancel", "it cancelled itself")]
-)
+@pytest.mark.parametrize(("mode", "reason"), [("exit", "it called sys.exit(3)"), ("cancel", "it cancelled itself")])
 async def test_a_tool_that_would_end_more_than_its_call_only_fails(rig: Rig, mode: str, reason: str) -> None:
     instance_id = await rig.made()
 

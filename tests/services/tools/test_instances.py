@@ -100,6 +100,20 @@ async def test_only_idle_instances_expire_and_a_call_starts_the_time_anew() -> N
     assert len(table) == 2
 
 
+def test_the_idle_time_counts_from_the_end_of_the_creation() -> None:
+    clock = FakeClock()
+    table = table_of(clock)
+    instance = table.add(CalculatorTool.default(), None)
+
+    clock.now = 100.0
+    assert table.take_expired() == []
+    table.created(instance)
+    clock.now = 160.0
+    assert (table.take_expired(), table.info(instance).idle_s, table.info(instance).age_s) == ([], 60.0, 160.0)
+    clock.now = 160.5
+    assert table.take_expired() == [instance]
+
+
 @pytest.mark.anyio
 async def test_a_waiting_call_finds_the_instance_gone_when_it_was_released_before() -> None:
     table = table_of()

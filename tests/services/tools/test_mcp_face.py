@@ -73,6 +73,62 @@ async def test_state_lives_as_long_as_the_session_and_is_released_with_it() -> N
     assert texts == ["ok 1", "ok 2", "ok 1"]
 
 
+async def given_up(client: Client, mode: str) -> None:
+    with pytest.raises(MCPError, match=r"[Tt]imed out"):
+        await client.call_tool("faulty", {"mode": mode}, read_timeout_seconds=0.2)
+
+
+async def test_a_call_that_its_client_gives_up_runs_to_its_end_and_the_state_stays() -> None:
+    faulty = FaultyTool.default()
+    async with serving(create_app(ToolsSettings(), [faulty])) as url, client_of(url) as client:
+        first = shown(await client.call_tool("faulty", {"mode": "ok"}))
+        faulty.gate.clear()
+        await given_up(client, "ok")
+        await client.list_tools()  # the server has heard of it
+        running = (faulty.running, len(faulty.calls))
+        faulty.gate.set()
+        third = shown(await client.call_tool("faulty", {"mode": "ok"}))
+
+    assert (first, running, third) == (("ok 1", False), (1, 1), ("ok 3", False))
+
+
+async def test_a_call_that_its_client_gives_up_before_it_begins_never_runs() -> None:
+    faulty = FaultyTool.default()
+    async with serving(create_app(ToolsSettings(), [faulty])) as url, client_of(url) as client:
+        faulty.gate.clear()
+        await given_up(client, "ok")
+        await given_up(client, "ok")
+        await client.list_tools()  # the server has heard of the second one too
+        started = faulty.started
+        faulty.gate.set()
+        after = shown(await client.call_tool("faulty", {"mode": "ok"}))
+
+    assert (started, after, faulty.started) == (1, ("ok 2", False), 2)
+
+
+async def test_a_session_that_ends_cuts_off_the_call_that_its_client_gave_up() -> None:
+    faulty = FaultyTool.default()
+    async with serving(create_app(ToolsSettings(), [faulty])) as url:
+        async with client_of(url) as client:
+            await given_up(client, "sleep")
+        await eventually(lambda: (faulty.running, faulty.calls) == (0, {}))
+
+
+async def test_state_that_is_lost_with_a_call_that_does_not_stop_is_told_once() -> None:
+    faulty = FaultyTool.default()
+    settings = ToolsSettings(call_timeout_s=0.05, stop_timeout_s=0.05)
+    async with serving(create_app(settings, [faulty])) as url, client_of(url) as client:
+        texts = [shown(await client.call_tool("faulty", {"mode": mode})) for mode in ("ok", "block", "ok", "ok")]
+        faulty.unblock.set()
+
+    late = "tool 'faulty': expected execute to end within 0.05 s; ask for less at once, or raise call_timeout_s"
+    lost = (
+        "the state of faulty in this session is lost: its last call did not stop when it was told to; "
+        "the next call makes a new one"
+    )
+    assert texts == [("ok 1", False), (late, True), (lost, True), ("ok 1", False)]
+
+
 async def test_create_kwargs_come_by_meta_and_rewards_go_back_by_it() -> None:
     async with serving(create_app(ToolsSettings())) as url, client_of(url) as client:
         meta: RequestParamsMeta = {**TRUTH, "trackway/want_reward": True}  # pyright: ignore[reportAssignmentType]

@@ -24,7 +24,7 @@ from trackway.wire.tools import ToolResult
 
 pytestmark = pytest.mark.anyio
 
-GONE = "the state of faulty in this session was idle for too long and is gone; the next call begins anew"
+GONE = "the state of faulty in this session was idle for too long and is gone; the next call makes a new one"
 
 Answer = tuple[Any, bool, bool]
 """Observation, done, valid."""
@@ -221,12 +221,31 @@ async def test_lists_that_do_not_fit_are_refused(client: Client, payload: dict[s
     assert (status, body["error"]["code"]) == (422, "invalid_request")
 
 
+async def test_trajectories_may_be_numbered_as_verl_tools_own_rollouts_do(client: Client) -> None:
+    actions = [hermes("faulty", mode="ok"), hermes("calculator", expression="2+2")]
+
+    status, body = await client.post(trajectory_ids=[3, 0], actions=actions)
+    again = await client.one("3", hermes("faulty", mode="ok"))
+
+    assert (status, [body["observations"][0]["obs"], body["observations"][1]]) == (200, [said("ok 1"), said("4")])
+    assert again[0]["obs"] == said("ok 2")  # a number is its digits
+
+
+@pytest.mark.parametrize("trajectory_id", [True, 1.5, None, ["a"], "x" * 513])
+async def test_what_names_no_trajectory_is_refused(client: Client, trajectory_id: object) -> None:
+    status, body = await client.post(trajectory_ids=[trajectory_id], actions=["x"])
+
+    assert (status, body["error"]["code"]) == (422, "invalid_request")
+    assert "body.trajectory_ids.0: " in body["error"]["message"]
+
+
 async def test_unknown_fields_are_ignored(client: Client) -> None:
     answer = await client.one("t", hermes("calculator", expression="1"), workflow="w", images=[])
 
     assert answer == (said("1"), False, True)
 
 
+@pytest.mark.program("bwrap")
 @pytest.mark.usefixtures("isolation")
 async def test_python_runs_as_verl_tools_models_write_it_and_keeps_its_variables() -> None:
     async with serving(app_of(PythonTool.default())) as url:

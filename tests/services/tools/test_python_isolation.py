@@ -48,6 +48,7 @@ async def test_without_namespaces_the_server_does_not_start_and_repeats_what_bub
     assert "user.max_user_namespaces" in str(caught.value)
 
 
+@pytest.mark.program("bwrap")
 async def test_a_python_that_is_none_is_named(running: Run) -> None:
     with pytest.raises(ValueError, match="expected `python` to be the path of a Python interpreter, got '/bin/false'"):
         async with served(running, python="/bin/false"):

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from python_rig import Run, leaving, processes_with, served
@@ -15,7 +16,7 @@ from tools_rig import eventually
 from trackway.tools.sandbox.process import SandboxedProcess
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("isolation")]
+pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
 
 async def test_they_end_with_the_instance(running: Run) -> None:
@@ -25,6 +26,51 @@ async def test_they_end_with_the_instance(running: Run) -> None:
         await eventually(lambda: len(processes_with("left-by-release")) == 1)
         await session.release()
         assert processes_with("left-by-release") == []
+
+
+COUNTING = """
+import os, threading
+def count(name):
+    with open(name, "w") as file:
+        while True:
+            file.write(".")
+            file.flush()
+threading.Thread(target=count, args=("thread",), daemon=True).start()
+if os.fork() == 0: count("process")
+def sizes(): return [os.path.getsize(name) for name in ("thread", "process")]
+while min(sizes() if os.path.exists("process") and os.path.exists("thread") else [0]) == 0: pass
+"""
+
+
+async def test_they_have_no_time_between_two_calls(running: Run) -> None:
+    async with served(running) as server:
+        session = await server.session()
+        await session(COUNTING)
+        [interpreter] = [pid for pid in processes_with("answer_for_ever") if _threads(pid) > 1]
+        before = _ticks(interpreter)
+        await asyncio.to_thread(_burn, 0.5)
+        after = _ticks(interpreter)
+        grown = await session("import time\nsmall = sizes()\ntime.sleep(0.3)\n[a < b for a, b in zip(small, sizes())]")
+
+    assert after == before
+    assert grown == "[True, True]\n"
+
+
+def _burn(cpu_s: float) -> None:
+    """Takes that much of this thread's CPU time, in which others could run as well."""
+    end = time.thread_time() + cpu_s
+    while time.thread_time() < end:
+        pass
+
+
+def _threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def _ticks(pid: int) -> int:
+    """Clock ticks of CPU time that the process has used."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return sum(map(int, stat.read().rpartition(") ")[2].split()[11:13]))
 
 
 async def test_they_end_with_a_one_shot_call(running: Run) -> None:
@@ -104,11 +150,13 @@ asyncio.run(serve())
 async def test_they_end_with_a_service_that_is_killed() -> None:
     command = [sys.executable, "-c", SERVICE, leaving("left-by-kill")]
     service = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert service.stdout is not None
-    with service.stdout as words:
-        assert await asyncio.to_thread(words.readline) == b"ready\n"
-    # The service's own command line has the marker too.
-    await eventually(lambda: len(processes_with("left-by-kill")) == 2)
-    service.send_signal(signal.SIGKILL)
-    service.wait(10)
+    try:
+        assert service.stdout is not None
+        with service.stdout as words:
+            assert await asyncio.to_thread(words.readline) == b"ready\n"
+        # The service's own command line has the marker too.
+        await eventually(lambda: len(processes_with("left-by-kill")) == 2)
+    finally:
+        service.send_signal(signal.SIGKILL)
+        service.wait(10)
     await eventually(lambda: processes_with("left-by-kill") == [])

@@ -6,7 +6,7 @@ import os
 import pytest
 from python_rig import LOST, Run, served
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("isolation")]
+pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
 FORGED = "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, {!r})\n    except OSError: pass"
 

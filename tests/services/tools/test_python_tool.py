@@ -9,7 +9,7 @@ from python_rig import LOST, Run, served
 from trackway.clients.base import Deadline
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("isolation")]
+pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
 
 def without_carets(text: str) -> list[str]:

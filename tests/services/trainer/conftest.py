@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ from trackway.tracing import (
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
-from trackway.wire.agent import GroupRequest, RewardModel, Sample
+from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.health import Health, Ready
 from trackway.wire.rollout import SamplingParams
@@ -53,7 +53,9 @@ def scripted_trajectory(request: GroupRequest, rollout_n: int) -> Trajectory:
         rollout_n=rollout_n,
         validate=request.validation,
     )
-    ids = [3 + (request.step + request.sample.index + rollout_n + place) % 20 for place in range(4)]
+    index = request.sample.index
+    row = index if isinstance(index, int) else len(index)
+    ids = [3 + (request.step + row + rollout_n + place) % 20 for place in range(4)]
     return Trajectory(
         id=trajectory_id(request.run, tags),
         session_id="session",
@@ -81,9 +83,13 @@ class ScriptedAgent:
     holding_at: int | None = None
     """Groups of this step and later wait until `released`."""
     requests: list[GroupRequest] = field(default_factory=list)
+    agents: Sequence[str] = ("single_turn_agent", "tool_agent")
+    """The agent loops that it says it has."""
     tracing: Tracing | None = None
     """With one it makes real spans; without, a trace id that nobody knows."""
     released: threading.Event = field(default_factory=threading.Event)
+    change: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory
+    """What becomes of each trajectory before it is sent."""
 
     def app(self) -> FastAPI:
         """The service."""
@@ -93,6 +99,10 @@ class ScriptedAgent:
         async def groups(request: GroupRequest, http: Request) -> StreamingResponse:
             self.requests.append(request)
             return StreamingResponse(self._lines(request, http, self.breaks.pop(0) if self.breaks else None))
+
+        @app.get("/agents")
+        async def agents() -> AgentList:
+            return AgentList(agents=[AgentInfo(name=name, description="") for name in self.agents])
 
         @app.get("/health")
         async def health() -> Health:
@@ -111,7 +121,7 @@ class ScriptedAgent:
         for sent, rollout_n in enumerate(request.rollout_numbers()):
             if sent == breaks_after:
                 raise ConnectionResetError("scripted break")
-            yield self._trajectory(request, rollout_n, http).model_dump_json() + "\n"
+            yield self.change(self._trajectory(request, rollout_n, http)).model_dump_json() + "\n"
 
     def _trajectory(self, request: GroupRequest, rollout_n: int, http: Request) -> Trajectory:
         made = scripted_trajectory(request, rollout_n)

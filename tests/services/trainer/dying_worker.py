@@ -48,6 +48,7 @@ MOMENTS = {
     "in a row": Moment(RunFolder, "append_row", 2),
     "after a row": Moment(RunFolder, "append_row", after=True),
     "while an old checkpoint is removed": Moment(checkpoint, "_prune", after=True),
+    "after a row, its checkpoint damaged": Moment(RunFolder, "append_row", after=True),
 }
 
 
@@ -68,7 +69,7 @@ def life(folder: RunFolder, moment: str | None) -> int:
     if process == 0:
         if moment is not None:
             arm(moment)
-        os._exit(worker.main([str(folder.path)]))
+        os._exit(worker.main([str(folder.path), "--skip-damaged"]))
     return os.waitpid(process, 0)[1]
 
 
@@ -86,6 +87,8 @@ def arm(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         result = original(*given, **named)
         if last:
+            if name == "after a row, its checkpoint damaged":
+                damage_newest(*given)
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
@@ -99,6 +102,18 @@ def write_half(*given: object) -> None:
     line = row.model_dump_json()
     with folder.metrics_file.open("a") as file:
         file.write(line[: len(line) // 2])
+
+
+def damage_newest(*given: object) -> None:
+    """1 kB of ones in the middle of the newest checkpoint's weights: NaN in every format."""
+    folder = given[0]
+    assert isinstance(folder, RunFolder)
+    newest = checkpoint.find_latest(folder.checkpoints)
+    assert newest is not None
+    weights = newest / "actor" / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(weights.stat().st_size // 2)
+        file.write(b"\xff" * 1024)
 
 
 def fail(message: str) -> int:

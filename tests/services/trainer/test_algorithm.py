@@ -10,6 +10,7 @@ from trackway.trainer.algorithm import (
     Aggregation,
     aggregate,
     entropy_from_logits,
+    exact_kl,
     grpo_advantages,
     kl_penalty,
     policy_loss,
@@ -89,6 +90,23 @@ def test_policy_loss_of_one_token(advantage: float, ratio: float, loss: float, c
     close(stats.ppo_kl, -math.log(ratio))
 
 
+def test_a_ratio_is_taken_to_the_old_logprob():
+    mask = torch.ones(1, 1, dtype=torch.bool)
+
+    loss, stats = policy_loss(tensor([-1.0]), tensor([-1.1]), tensor(1.0), mask, 0.2, 0.2, 3.0, ONE_TOKEN)
+
+    close(loss, -math.exp(0.1))
+    close(stats.ppo_kl, -0.1)
+
+
+def test_a_loss_that_only_reaches_the_dual_clip_is_not_counted_as_clipped():
+    mask = torch.ones(1, 1, dtype=torch.bool)
+
+    _, stats = policy_loss(tensor([0.0]), tensor([0.0]), tensor(-1.0), mask, 0.2, 0.2, 1.0, ONE_TOKEN)
+
+    assert float(stats.pg_clipfrac_lower) == 0.0
+
+
 def test_log_ratio_is_clamped_to_20():
     mask = torch.ones(1, 1, dtype=torch.bool)
 
@@ -127,6 +145,32 @@ def test_kl_penalty_of_log_ratios_to_the_reference(kind: str, penalties: list[fl
     close(kl_penalty(tensor(0.5, -0.5, 30.0, -30.0), tensor(0.0, 0.0, 0.0, 0.0), kind), penalties)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value"), [("kl+", 0.5), ("abs+", 0.5), ("k2+", 0.125), ("low_var_kl+", 0.1065306597126334)]
+)
+def test_a_kl_kind_with_a_plus_has_its_own_value_and_the_gradient_of_k2(kind: str, value: float):
+    logp = tensor(-1.0).requires_grad_()
+
+    penalty = kl_penalty(logp, tensor(-1.5), kind)
+    penalty.sum().backward()
+
+    close(penalty.detach(), [value])
+    assert logp.grad is not None
+    close(logp.grad, [0.5])
+
+
+def test_the_kl_of_a_token_compares_it_with_the_reference_and_not_with_zero():
+    close(kl_penalty(tensor(-1.0, -1.0), tensor(-1.5, -3.0), "k1"), [0.5, 2.0])
+
+
+def test_the_exact_kl_is_taken_over_the_last_dimension():
+    even, odd = tensor(0.0, 0.0), tensor(0.0, math.log(3.0))
+    logits, ref_logits = torch.stack([even, odd, odd])[None], torch.stack([odd, even, odd])[None]
+
+    # 1/2 ln(1/2 : 1/4) + 1/2 ln(1/2 : 3/4), and 1/4 ln(1/4 : 1/2) + 3/4 ln(3/4 : 1/2)
+    close(exact_kl(logits, ref_logits), [[0.5 * math.log(4 / 3), 0.25 * math.log(27 / 16), 0.0]])
+
+
 def test_unknown_kl_kind_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"kl_loss_type .* to be one of kl, k1, .*low_var_kl, k3, kl\+, .*, got 'k9'"):
         kl_penalty(tensor(0.0), tensor(0.0), "k9")
@@ -149,6 +193,13 @@ def test_aggregation_over_masked_tokens(mode: str):
     close(aggregate(VALUES, MASK, Aggregation.over(MASK, mode, SCALE)), AGGREGATED[mode])
 
 
+def test_without_a_scale_the_norm_divides_by_one():
+    mode = "seq-mean-token-sum-norm"
+
+    close(aggregate(VALUES, MASK, Aggregation.over(MASK, mode)), 4.5)
+    close(aggregate(VALUES, MASK, Aggregation(mode, tokens=3.0, sequences=2.0)), 4.5)
+
+
 def test_unknown_aggregation_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"loss_agg_mode to be one of token-mean, token-sum, .*, got 'mean'"):
         aggregate(VALUES, MASK, Aggregation.over(MASK, "mean"))
@@ -157,4 +208,4 @@ def test_unknown_aggregation_is_refused_with_the_known_ones():
 def test_entropy_in_nats():
     logits = tensor([0.0, math.log(3.0)], [2.0, 2.0], [1000.0, 0.0])
 
-    close(entropy_from_logits(logits), [0.5623351446188083, 0.6931471805599453, 0.0])
+    close(entropy_from_logits(logits[None]), [[0.5623351446188083, 0.6931471805599453, 0.0]])

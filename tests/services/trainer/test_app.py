@@ -88,7 +88,7 @@ async def test_a_name_that_is_no_folder_name_is_refused(running, settings):
         answer = await client.post("/runs", json={"config": config})
 
     assert answer.status_code == 422
-    assert "expected a run name of at most 128 letters" in answer.json()["error"]["message"]
+    assert "expected a run name of letters, digits" in answer.json()["error"]["message"]
 
 
 async def test_only_an_active_run_can_be_stopped(running, settings, stopped_run):
@@ -97,6 +97,27 @@ async def test_only_an_active_run_can_be_stopped(running, settings, stopped_run)
 
     assert answer.status_code == 409
     assert answer.json()["error"]["message"] == "expected an active run to stop, got run 'old', which is stopped"
+
+
+@pytest.mark.parametrize(("options", "code"), [("size=1m", "disk_full"), ("ro", "not_writable")])
+async def test_a_disk_that_takes_no_state_hides_no_run_and_is_the_answer_to_a_stop_and_a_resume(
+    running, small_disk, fill, remount, options: str, code: str
+):
+    settings = TrainerSettings(outputs_dir=str(small_disk / "outputs"), weights_url=str(small_disk / "weights"))
+    folder = RunFolder(small_disk / "outputs" / "dead")
+    folder.create(RunConfig(), settings.service_urls())
+    folder.disown()
+    (small_disk / "outputs" / ".runs.lock").touch()
+    fill(small_disk)
+    remount(small_disk, options)
+
+    async with running(create_app(settings)) as client:
+        [listed] = (await client.get("/runs")).json()["runs"]
+        answers = [await client.post(f"/runs/dead/{verb}") for verb in ("stop", "resume")]
+
+    assert (listed["run"], listed["state"]) == ("dead", "starting")
+    assert f" bytes free on the disk at {small_disk}; " in listed["message"]
+    assert [(answer.status_code, answer.json()["error"]["code"]) for answer in answers] == [(507, code)] * 2
 
 
 async def test_a_taken_name_is_a_conflict(running, settings, stopped_run):

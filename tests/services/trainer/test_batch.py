@@ -72,3 +72,31 @@ def test_an_empty_prompt_is_refused_because_nothing_predicts_the_first_token(rol
 def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="expected at least one trajectory"):
         TrainingBatch.of([], [])
+
+
+def test_micro_batches_are_rows_of_like_length_and_keep_the_order_of_equal_ones(rollout: Rollout):
+    def row(*prompt_ids: int) -> Trajectory:
+        return rollout(prompt_ids=list(prompt_ids), response_ids=[9], response_mask=[1], response_logprobs=[-0.5])
+
+    batch = TrainingBatch.of([row(1, 1, 1), row(2), row(3, 3), row(4)], [0.0, 1.0, 2.0, 3.0])
+
+    parts = list(batch.micro_batches(2))
+
+    assert [index.tolist() for index, _ in parts] == [[1, 3], [2, 0]]
+    assert [part.input_ids.tolist() for _, part in parts] == [[[2, 9], [4, 9]], [[3, 3, 9, 0], [1, 1, 1, 9]]]
+    assert [part.ref_logprobs.shape for _, part in parts] == [(2, 1), (2, 3)]
+    assert [index.tolist() for index, _ in batch.micro_batches(None)] == [[1, 3, 2, 0]]
+    assert [len(part) for _, part in batch.micro_batches(3)] == [3, 1]
+
+
+def test_an_advantage_is_needed_for_each_trajectory(rollout: Rollout):
+    with pytest.raises(ValueError, match="expected one advantage per trajectory, 1, got 2"):
+        TrainingBatch.of([rollout()], [0.0, 1.0])
+
+
+def test_each_reason_has_its_words():
+    assert [reason.words for reason in LeftOut] == [
+        "that failed",
+        "without a token of the model's own",
+        "without a reward",
+    ]

@@ -11,7 +11,8 @@ from trackway.trainer.dataset import (
     Position,
     Prompts,
     load_data,
-    load_samples,
+    load_rows,
+    prompts_of,
     steps_per_epoch,
     traced_positions,
 )
@@ -24,13 +25,13 @@ Make = Callable[[int], Sample]
 ORDER_OF_42 = ([1, 2, 5, 7, 6, 0, 3, 4], [4, 0, 7, 1, 2, 6, 3, 5])
 
 
-def indices(batch: list[Sample]) -> list[int]:
+def indices(batch: list[Sample]) -> list[int | str]:
     return [row.index for row in batch]
 
 
-def epoch(prompts: Prompts, number: int) -> list[int]:
+def epoch(prompts: Prompts, number: int) -> list[int | str]:
     position = Position(epoch=number)
-    seen: list[int] = []
+    seen: list[int | str] = []
     while position.epoch == number:
         batch, position = prompts.take(position)
         seen += indices(batch)
@@ -134,17 +135,29 @@ def test_indices_that_repeat_over_files_are_replaced_by_positions(sample: Make, 
     write_rows(first, [sample(0), sample(1)])
     write_rows(second, [sample(0)])
 
-    assert indices(load_samples([str(first)])) == [0, 1]
-    assert indices(load_samples([str(first), str(second)])) == [0, 1, 2]
+    assert indices(load_rows([str(first)]).samples) == [0, 1]
+    assert indices(load_rows([str(first), str(second)]).samples) == [0, 1, 2]
 
 
 def test_rows_that_do_not_fit_are_dropped_before_the_count_is_bounded(sample: Make, tmp_path):
     file = tmp_path / "rows.parquet"
     write_rows(file, [sample(index) for index in range(6)])
 
-    rows = load_samples([str(file)], max_samples=2, keep=lambda rows, name: [row for row in rows if row.index % 2 == 1])
+    rows = load_rows([str(file)], max_samples=2, keep=lambda rows, name: [row for row in rows if row.index % 2 == 1])
 
-    assert indices(rows) == [1, 3]
+    assert indices(rows.samples) == [1, 3]
+    assert rows.places == [(str(file), 2), (str(file), 4)]
+
+
+def test_rows_are_told_by_file_and_number_the_first_few_and_how_many_more(sample: Make, tmp_path: Path):
+    first, second = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    write_rows(first, [sample(index) for index in range(3)])
+    write_rows(second, [sample(index) for index in range(9)])
+
+    rows = load_rows([str(first), str(second)])
+
+    assert rows.told([1]) == f"{first} row 2"
+    assert rows.told([0, 2, 3, 5, 7, 9, 11]) == f"{first} rows 1, 3; {second} rows 1, 3, 5 and 2 more"
 
 
 def write_data(folder: Path, sample: Make) -> list[str]:
@@ -169,12 +182,18 @@ def test_several_files_of_either_format_are_one_dataset(sample: Make, tmp_path: 
         ]
     )
 
-    prompts, held_out = load_data(config)
+    rows, held_out = load_data(config)
+    prompts = prompts_of(config, rows)
 
     assert epoch(prompts, 0) == [0, 1, 2, 3, 4]
     assert prompts.steps_per_epoch == 3
-    assert indices(held_out) == [0, 1, 2, 3]
-    assert [row.prompt[0].content for row in held_out] == ["question 0", "question 1", "question 2", "question 0"]
+    assert indices(held_out.samples) == [0, 1, 2, 3]
+    assert [row.prompt[0].content for row in held_out.samples] == [
+        "question 0",
+        "question 1",
+        "question 2",
+        "question 0",
+    ]
 
 
 def test_rows_without_an_agent_name_are_one_warning(sample: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -191,8 +210,9 @@ def test_the_run_seed_orders_the_rows_unless_the_data_have_their_own(sample: Mak
     mini = ["data.train_batch_size=5", "actor_rollout_ref.actor.ppo_mini_batch_size=5"]
     files = write_data(tmp_path, sample)
 
-    def order(*seeds: str) -> list[int]:
-        return epoch(load_data(compose([*files, *mini, *seeds]))[0], 0)
+    def order(*seeds: str) -> list[int | str]:
+        config = compose([*files, *mini, *seeds])
+        return epoch(prompts_of(config, load_data(config)[0]), 0)
 
     assert (
         order("trackway.seed=1", "data.seed=5") == order("trackway.seed=2", "data.seed=5") == order("trackway.seed=5")

@@ -28,6 +28,27 @@ def test_trajectories_read_back_as_they_were_written(sample, scripted, tmp_path)
     ]
 
 
+def test_rows_whose_index_is_text_read_back_and_are_filtered_by_it(sample, scripted, tmp_path):
+    rows = [sample(7), sample(8)]
+    rows[1] = rows[1].model_copy(update={"extra_info": {**rows[1].extra_info, "index": "django__django-11099"}})
+    requests = [GroupRequest(run="r", experiment_name="e", step=3, sample=row) for row in rows]
+    written = [scripted(request, 0) for request in requests]
+    path = tmp_path / "step_3.parquet"
+
+    write_trajectories(path, written)
+
+    assert read_trajectories(path) == written
+    assert [one.tags.sample_index for one in read_trajectories(path)] == [7, "django__django-11099"]
+    assert pq.read_table(path)["sample_index"].to_pylist() == ["7", "django__django-11099"]
+
+
+def test_numbers_stay_a_column_of_numbers(sample, scripted, tmp_path):
+    path = tmp_path / "step_3.parquet"
+    write_trajectories(path, [scripted(GroupRequest(run="r", experiment_name="e", step=3, sample=sample(7)), 0)])
+
+    assert str(pq.read_schema(path).field("sample_index").type) == "int64"
+
+
 def test_a_failed_trajectory_has_no_score_and_keeps_its_error(sample, scripted, tmp_path):
     request = GroupRequest(run="r", experiment_name="e", step=3, sample=sample(7))
     failed = scripted(request, 0).model_copy(update={"reward": None})

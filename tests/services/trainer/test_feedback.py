@@ -1,5 +1,6 @@
 """What is said about each trace."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from trackway.trainer.fate import Fate, Sorted
@@ -36,3 +37,10 @@ def test_a_validation_has_rewards_only_and_nothing_for_the_failed(rollout: Rollo
     made = validation_feedback([traced(rollout, 0), traced(rollout, 1, None), rollout(0, 2, 1.0)])
 
     assert values(made) == {"t0": {"reward": 1.0}}
+
+
+def test_an_advantage_that_is_no_number_is_sent_by_its_name(rollout: Rollout):
+    """A bare NaN is no JSON: the HTTP client would refuse to send it."""
+    made = training_feedback(Sorted([traced(rollout, 1)], [Fate.USED]), [math.nan])
+
+    assert values(made) == {"t1": {"reward": 1.0, "advantage": "NaN", "fate": "used"}}

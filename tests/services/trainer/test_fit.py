@@ -183,6 +183,18 @@ async def test_saves_follow_save_freq_and_the_last_step_and_only_the_newest_are_
     assert checkpoints(run) == ["global_step_4", "global_step_5"]
 
 
+async def test_each_checkpoint_has_the_metrics_of_its_step(new_run: NewRun):
+    run = new_run("run", "trainer.total_training_steps=2", "trainer.save_freq=1")
+
+    await fit(run)
+
+    rows = {f"global_step_{row.step}": row.data for row in run.folder.rows()}
+    for name in ("global_step_1", "global_step_2"):
+        saved = Progress.model_validate_json((run.folder.checkpoints / name / "state.json").read_bytes())
+        of_step = {key: saved.metrics.get(key) for key in ("training/global_step", "actor/pg_loss", "actor/grad_norm")}
+        assert of_step == {key: rows[name][key] for key in of_step}
+
+
 async def test_transformers_loads_a_checkpoints_weights_and_tokenizer(new_run: NewRun):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -48,9 +48,9 @@ async def train(folder: RunFolder, stop: asyncio.Event) -> RunState:
         await training.traces.close(10.0)
 
 
-def rows_by_step(requests: list[GroupRequest]) -> list[set[int]]:
+def rows_by_step(requests: list[GroupRequest]) -> list[set[int | str]]:
     """The rows of each step, in the order of the steps; a step that was asked again has the same ones."""
-    steps: defaultdict[int, set[int]] = defaultdict(set)
+    steps: defaultdict[int, set[int | str]] = defaultdict(set)
     for request in requests:
         steps[request.step].add(request.sample.index)
     return [steps[step] for step in sorted(steps)]

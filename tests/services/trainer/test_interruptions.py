@@ -210,6 +210,7 @@ async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goe
     lost = pod.runs.info("killed")
     agent.released.set()
     await resume_interrupted(pod.runs)
+    command = Path(f"/proc/{pid_of(pod.runs, 'killed')}/cmdline").read_text()
     await until(folder.ended)
 
     assert (orphaned.state, orphaned.interrupted, orphaned.step) == (RunState.STOPPED, True, 1)
@@ -217,4 +218,5 @@ async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goe
     assert first_look.state is RunState.RUNNING
     assert (lost.state, lost.interrupted, lost.restarts) == (RunState.FAILED, True, 1)
     assert (folder.info().state, folder.info().restarts) == (RunState.FINISHED, 2)
+    assert "--skip-damaged" in command.split("\0")
     assert [row.step for row in folder.rows()] == [0, 1, 2, 3, 4]

@@ -24,6 +24,7 @@ STEPS = 8
 MOMENTS = [
     *("in the first validation", "in a rollout", "with all rollouts there", "in an update", "before a publication"),
     *("in a publication", "in a checkpoint", "before the checkpoint is the latest", "between checkpoint and row"),
+    "after a row, its checkpoint damaged",
     *("in a validation", "in a row", "while an old checkpoint is removed", "after a row"),
 ]
 CLOCK = ("timing_", "perf/time", "perf/throughput", "perf/cpu_memory", "perf/max_memory")
@@ -42,16 +43,16 @@ class Run(NamedTuple):
         return [(row.step, {k: v for k, v in row.data.items() if not k.startswith(CLOCK)}) for row in found]
 
     @property
-    def trained(self) -> list[tuple[int, list[int]]]:
+    def trained(self) -> list[tuple[int, list[int | str]]]:
         """Each step and the rows it was trained on, one for each rollout."""
         folder = self.folder.path / "trajectories"
         files = {step: read_trajectories(folder / f"step_{step}.parquet") for step in range(1, STEPS + 1)}
         return [(step, [one.tags.sample_index for one in trained]) for step, trained in files.items()]
 
     @property
-    def asked(self) -> dict[tuple[int, bool], set[int]]:
+    def asked(self) -> dict[tuple[int, bool], set[int | str]]:
         """What the agents were asked for in each step, again and again or once."""
-        asked: dict[tuple[int, bool], set[int]] = {}
+        asked: dict[tuple[int, bool], set[int | str]] = {}
         for one in self.requests:
             asked.setdefault((one.step, one.validation), set()).add(one.sample.index)
         return asked
@@ -116,7 +117,9 @@ def test_a_run_killed_at_any_moment_neither_loses_nor_repeats_a_batch(run_of: Ca
     for name in ("model.safetensors", "optim.safetensors", "extra_state.safetensors"):
         assert killed.learned(name) == undisturbed.learned(name), name
     kept = {path.name for path in killed.folder.checkpoints.iterdir()}
-    assert kept == {f"global_step_{STEPS - 1}", f"global_step_{STEPS}", "latest_checkpointed_iteration.txt"}
+    [damaged] = [name for name in kept if name.startswith("damaged_")]
+    newest = {f"global_step_{STEPS - 1}", f"global_step_{STEPS}"}
+    assert kept == {*newest, damaged, "latest_checkpointed_iteration.txt"}
 
 
 def test_tensorboard_shows_every_row_of_a_killed_run_once(killed: Run):

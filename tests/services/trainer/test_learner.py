@@ -182,7 +182,7 @@ def test_a_batch_of_errors_alone_is_refused_and_leaves_the_weights(tiny_model: P
     learner = Learner(LearnerConfig(str(tiny_model), lr=1.0))
     before = learner.canary()
 
-    with pytest.raises(EmptyBatchError, match="expected a trajectory to train on, got 2 left out"):
+    with pytest.raises(EmptyBatchError, match="to train on, got 1 that failed, 1 without a reward; look"):
         learner.update([rollout(error=FAILED), rollout(reward=None)])
 
     assert (learner.canary(), learner.updates) == (before, 0)
@@ -281,3 +281,13 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_model: Path, rollo
 
     assert metrics["actor/skipped_steps"] == 1.0
     assert learner.canary() == before
+
+
+def test_prompts_of_one_index_in_two_steps_are_two_groups(tiny_model: Path, rollout: Rollout):
+    def of_step(step: int, rollout_n: int, score: float) -> Trajectory:
+        trajectory = rollout(0, rollout_n, score)
+        return trajectory.model_copy(update={"tags": trajectory.tags.model_copy(update={"step": step})})
+
+    trajectories = [of_step(1, 0, 1.0), of_step(1, 1, 1.0), of_step(2, 0, 0.0), of_step(2, 1, 0.0)]
+
+    assert Learner(LearnerConfig(str(tiny_model))).advantages(trajectories) == [0.0] * 4

@@ -9,6 +9,8 @@ from trackway.trainer.learner import Learner, LearnerConfig
 from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
+PROBED = 2
+"""Sequences that the weights' proof scores before the update: the fixed one, and the one that all twelve share."""
 
 
 def twelve(rollout: Rollout) -> list[Trajectory]:
@@ -31,7 +33,7 @@ def forwards(tiny_model: Path, sizes: dict[str, int], batch: list[Trajectory]) -
 def test_each_pass_has_a_micro_batch_size_of_its_own(tiny_model: Path, rollout: Rollout):
     sizes = {"micro_batch_size": 5, "log_prob_micro_batch_size": 4, "ref_micro_batch_size": 7}
 
-    assert forwards(tiny_model, sizes, twelve(rollout)) == [4, 4, 4, 7, 5, 5, 5, 2]
+    assert forwards(tiny_model, sizes, twelve(rollout)) == [4, 4, 4, 7, 5, PROBED, 5, 5, 2]
 
 
 @pytest.mark.parametrize(
@@ -43,4 +45,4 @@ def test_a_pass_without_a_size_takes_that_of_the_pass_before_it(
 ):
     sizes = {"micro_batch_size": 5, **given}
 
-    assert forwards(tiny_model, sizes, twelve(rollout)) == [*log_prob, *reference, 5, 5, 2]
+    assert forwards(tiny_model, sizes, twelve(rollout)) == [*log_prob, *reference, PROBED, 5, 5, 2]

@@ -1,9 +1,10 @@
 """Runs whose process is taken for dead though it lives, that cannot begin, or that two people want; real learners."""
 
 import asyncio
+import errno
+import math
 import os
 import signal
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from fastapi import FastAPI
 from real_runs import Pod, beat_of, ended, held_at, on_disk, pid_of, run_request, until
 
+from trackway.clients.weights import WeightStore
+from trackway.trainer.dump import read_trajectories
 from trackway.trainer.heartbeat import DEAD_AFTER_S
 from trackway.trainer.interruptions import resume_interrupted
 from trackway.trainer.owner import Owner, this_machine
@@ -21,6 +24,7 @@ from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.trainer import RunRequest, RunState
+from trackway.wire.trajectory import Reward, Trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
@@ -77,6 +81,11 @@ def learners(folder: RunFolder) -> list[str]:
     """Processes of this machine that were started for a run."""
     found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(folder.path).encode() in read(path)]
     return [path.parent.name for path in found]
+
+
+def full(*given: object, **named: object) -> None:
+    """What writing a file does on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read(path: Path) -> bytes:
@@ -194,19 +203,18 @@ async def test_a_run_whose_files_cannot_be_written_fails_and_is_as_interrupted_a
 
 
 @pytest.mark.parametrize("is_writable", [True, False])
-async def test_a_start_that_is_given_up_leaves_no_run_starting(runs: Runs, outputs: Path, is_writable: bool):
+async def test_a_start_that_is_given_up_leaves_no_run_starting(
+    runs: Runs, outputs: Path, is_writable: bool, monkeypatch: pytest.MonkeyPatch
+):
     folder = on_disk(outputs, "old", state="stopped")
     resuming = asyncio.create_task(runs.resume("old"))
     while folder.info().state is not RunState.STARTING:
         await asyncio.sleep(0)
-    obstacle = folder.path / f".state.json.{socket.gethostname()}.{os.getpid()}"
-    if not is_writable:
-        obstacle.mkdir()
-
-    resuming.cancel()
-    await asyncio.wait({resuming})
-    if not is_writable:
-        obstacle.rmdir()
+    with monkeypatch.context() as disk:
+        if not is_writable:
+            disk.setattr(RunFolder, "move", full)
+        resuming.cancel()
+        await asyncio.wait({resuming})
 
     said = "its process could not be started: CancelledError" if is_writable else "the trainer service went away"
     assert resuming.cancelled()
@@ -215,27 +223,27 @@ async def test_a_start_that_is_given_up_leaves_no_run_starting(runs: Runs, outpu
     assert learners(folder) == []
 
 
-@pytest.mark.parametrize(
-    "obstacle",
-    ["worker.log", f".worker.json.{socket.gethostname()}.{os.getpid()}"],
-    ids=["before it runs", "after it runs"],
-)
+@pytest.mark.parametrize("is_started", [False, True], ids=["before it runs", "after it runs"])
 async def test_a_learner_that_cannot_be_started_again_fails_the_run_with_the_reason(
-    runs: Runs, agent, request_of, outputs: Path, obstacle: str
+    runs: Runs, agent, request_of, outputs: Path, is_started: bool, monkeypatch: pytest.MonkeyPatch
 ):
     agent.holding_at = 0
     await runs.start(request_of("dying"))
     await until(lambda: held_at(agent, 0))
     folder = RunFolder(outputs / "dying")
-    (folder.path / obstacle).unlink(missing_ok=True)
-    (folder.path / obstacle).mkdir()
+    if is_started:
+        monkeypatch.setattr(RunFolder, "write_owner", full)
+    else:
+        folder.log.unlink()
+        folder.log.mkdir()
 
     os.kill(pid_of(runs, "dying"), signal.SIGKILL)
     info = await ended(runs, "dying")
     await until(lambda: learners(folder) == [])
 
     assert (info.state, info.interrupted) == (RunState.FAILED, False)
-    assert info.message.startswith("its process could not be started again: [Errno 21] Is a directory")
+    said = "[Errno 28] No space left on device" if is_started else "[Errno 21] Is a directory"
+    assert info.message.startswith(f"its process could not be started again: {said}")
     assert runs.info("dying") == info
 
 
@@ -274,31 +282,112 @@ async def test_whoever_starts_a_run_fails_an_interrupted_one_which_nobody_has_st
     assert (by_start.state, by_start.interrupted) == (RunState.FAILED, False)
 
 
-async def test_one_state_that_cannot_be_read_hides_no_other_run_and_is_named_once(
+async def test_one_state_that_cannot_be_read_hides_no_run_and_stands_in_the_way_of_none(
     runs: Runs, outputs: Path, caplog: pytest.LogCaptureFixture
 ):
-    on_disk(outputs, "good", state="stopped", interrupted=True)
     (on_disk(outputs, "bad", state="stopped").path / "state.json").write_text("{")
-    (on_disk(outputs, "no run's name", state="stopped").path / "config.json").write_text("{")
+    on_disk(outputs, "good", state="stopped", interrupted=True)
+    on_disk(outputs, "no run's name", state="stopped")
 
     newest, listed, going_on = runs.newest(), runs.list(), runs.interrupted()
 
     assert newest == runs.info("good")
-    assert ([info.run for info in listed], going_on) == (["good"], ["good"])
-    assert sorted(record.getMessage().partition(": ")[0] for record in caplog.records) == [
-        "run bad is left out",
-        "run no run's name is left out",
-    ]
+    assert [(info.run, info.state) for info in listed] == [("bad", RunState.UNREADABLE), ("good", RunState.STOPPED)]
+    assert going_on == ["good"]
+    assert [one.getMessage().partition(": ")[0] for one in caplog.records] == ["run no run's name is left out"]
 
 
 async def test_nothing_starts_beside_a_living_process_whose_state_cannot_be_read(runs: Runs, agent, request_of):
     agent.holding_at = 0
     await runs.start(request_of("unreadable"))
-    folder = RunFolder(Path(runs.info("unreadable").folder))
+    (Path(runs.info("unreadable").folder) / "state.json").write_text("{")
+
+    with pytest.raises(TrackwayError, match="run 'unreadable' is running and one run is active at a time"):
+        await runs.start(request_of("second"))
+    assert [(info.run, info.state) for info in runs.list()] == [("unreadable", RunState.RUNNING)]
+
+
+async def test_a_run_that_could_not_be_read_once_and_has_ended_keeps_no_other_from_starting(
+    runs: Runs, agent, request_of, outputs: Path
+):
+    agent.holding_at = 0
+    folder = on_disk(outputs, "ended", state="stopped")
     whole = (folder.path / "state.json").read_text()
     (folder.path / "state.json").write_text("{")
-
-    with pytest.raises(TrackwayError, match="the state of run 'unreadable' cannot be read, and its process lives"):
-        await runs.start(request_of("second"))
+    runs.list()
     (folder.path / "state.json").write_text(whole)
-    assert [info.run for info in runs.list()] == ["unreadable"]
+    folder.write_owner(Owner.of(os.getpid()))  # its process is at its last words
+
+    assert (await runs.start(request_of("next"))).run == "next"
+
+
+async def test_a_learning_rate_that_destroys_the_weights_fails_the_run_by_name_with_its_last_checkpoint_kept(
+    runs: Runs, request_of, services: ServiceUrls, outputs: Path
+):
+    await runs.start(request_of("good", "trainer.total_training_steps=1"))
+    good = await ended(runs, "good")
+    latest = WeightStore(services.weights_url).latest()
+    checkpoint = outputs / "good" / "checkpoints" / "global_step_1"
+    begin = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
+
+    await runs.start(request_of("diverging", "actor_rollout_ref.actor.optim.lr=1e39", *begin))
+    info = await ended(runs, "diverging")
+    after = WeightStore(services.weights_url).latest()
+
+    assert (good.state, info.state) == (RunState.FINISHED, RunState.FAILED)
+    assert "not_finite: the weights after step 2 are neither published nor saved: expected finite" in info.message
+    assert latest is not None and after is not None and after.version == latest.version + 1
+    assert checkpoint.is_dir()
+    assert list((outputs / "diverging" / "checkpoints").glob("*")) == []
+
+
+async def test_numbers_that_are_not_finite_leave_a_run_readable_and_cost_only_their_trajectories(
+    runs: Runs, agent, request_of, outputs: Path
+):
+    def spoiled(trajectory: Trajectory) -> Trajectory:
+        """In step 2 a score, a huge score and a logprob; in each step what a scorer adds."""
+        step, n, reward = trajectory.tags.step, trajectory.tags.rollout_n, trajectory.reward
+        assert reward is not None
+        score = {0: math.nan, 1: 1e308}.get(n, reward.score) if step == 2 else reward.score
+        logprobs = [-math.inf, -3.0, 0.0, -3.0] if (step, n) == (2, 2) else trajectory.response_logprobs
+        reward = Reward(score=score, components={"extra": math.nan, "huge": 1e308})
+        return trajectory.model_copy(update={"reward": reward, "response_logprobs": logprobs})
+
+    agent.change = spoiled
+    await runs.start(request_of("run"))
+    info = await ended(runs, "run")
+    rows = [row async for row in runs.rows("run", follow=False)]
+    second = read_trajectories(outputs / "run" / "trajectories" / "step_2.parquet")
+
+    assert (info.state, info.step, info.restarts) == (RunState.FINISHED, 4, 0)
+    assert [row.data.get("training/left_out/error") for row in rows] == [None, 0.0, 6.0, 0.0, 0.0]
+    assert [one.error.code for one in second if one.error] == [ErrorCode.NOT_FINITE] * 6
+    assert [repr(one.reward.score) for one in second[:3] if one.reward] == ["nan", "1e+308", "0.0"]
+    assert math.isnan(rows[0].data["val-aux/openai/gsm8k/extra/mean@1"])
+    assert repr(info.metrics["val-aux/openai/gsm8k/extra/mean@1"]) == "nan"
+
+
+FILES = ("state.json", "worker.json", "heartbeat.json")
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["and its process lives", "and its process is killed"])
+async def test_a_run_whose_files_are_damaged_while_it_trains_goes_on_to_its_end(
+    runs: Runs, agent, request_of, is_killed: bool
+):
+    agent.holding_at = 2
+    await runs.start(request_of("damaged"))
+    await until(lambda: runs.info("damaged").step == 1 and held_at(agent, 2))
+    folder, uid = RunFolder(Path(runs.info("damaged").folder)), runs.info("damaged").uid
+    learner = pid_of(runs, "damaged")
+
+    for name in FILES:
+        (folder.path / name).write_bytes(b"\x00\xff{")
+    shown = runs.info("damaged")
+    if is_killed:
+        os.kill(learner, signal.SIGKILL)
+    agent.holding_at = None
+    agent.released.set()
+    info = await ended(runs, "damaged")
+
+    assert (shown.state, "its state file cannot be read" in shown.message) == (RunState.RUNNING, True)
+    assert (info.state, info.step, info.restarts, info.uid) == (RunState.FINISHED, 4, int(is_killed), uid)

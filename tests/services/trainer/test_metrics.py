@@ -1,5 +1,9 @@
-import pytest
+import math
 
+import pytest
+import torch
+
+from trackway.trainer.batch_metrics import drift_metrics
 from trackway.trainer.metrics import Clock, derived_metrics, incident_metrics, rollout_metrics, update_metrics
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
@@ -118,3 +122,9 @@ def test_turns_and_lengths_have_the_names_of_verls_newer_releases_too():
     row = {"num_turns/max": 6.0, "response_length/clip_ratio": 0.5, "prompt_length/max": 3.0}
 
     assert derived_metrics(row) == {"training/num_turns/max": 6.0, "response_length_non_aborted/clip_ratio": 0.5}
+
+
+def test_a_correlation_with_what_is_no_number_is_none():
+    metrics = drift_metrics(torch.tensor([-1.0, math.nan]), torch.tensor([-1.0, -2.0]))
+
+    assert math.isnan(metrics["training/rollout_actor_probs_pearson_corr"])

@@ -1,12 +1,14 @@
 """The policy against transformers' own forward, and the folder it exports."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from trackway.trainer.learner import Learner, LearnerConfig
 from trackway.wire.trajectory import Trajectory
@@ -38,6 +40,29 @@ def test_logprobs_equal_transformers_own_at_each_model_token(
     expected = [*of_long[2:4], 0.0, 0.0, *of_long[6:8]]
     assert logprobs[0] == pytest.approx(expected, abs=1e-5)
     assert logprobs[1] == pytest.approx([0.0, of_short[1]], abs=1e-5)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("key", ["attention_dropout", "resid_pdrop"])
+def test_a_model_with_dropout_in_its_configuration_trains_without_it(
+    tiny_model: Path, rollout: Rollout, tmp_path: Path, key: str, gradient_checkpointing: bool
+):
+    folder = tmp_path / "model"
+    if key == "attention_dropout":
+        shutil.copytree(tiny_model, folder)
+        configuration = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**configuration, key: 0.5}))
+    else:
+        gpt2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.5)
+        GPT2LMHeadModel(gpt2).save_pretrained(folder)
+    assert getattr(AutoConfig.from_pretrained(folder), key) > 0
+    trajectory = rollout()
+
+    learner = Learner(LearnerConfig(str(folder), gradient_checkpointing=gradient_checkpointing))
+    [logprobs] = learner.log_probs([trajectory])
+
+    reference = reference_logprobs(folder, trajectory.prompt_ids + trajectory.response_ids)
+    assert logprobs == pytest.approx([*reference[2:4], 0.0, 0.0, *reference[6:8]], abs=1e-5)
 
 
 def test_logprobs_of_a_trajectory_without_model_tokens_are_zeros(tiny_model: Path, rollout: Rollout):

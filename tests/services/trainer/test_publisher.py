@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 
 from trackway.clients.weights import WeightStore
+from trackway.system import StorageError
 from trackway.trainer import publisher
 from trackway.trainer.learner import Learner
 from trackway.trainer.publisher import Publisher
@@ -41,3 +42,37 @@ def test_a_run_waits_neither_for_another_run_nor_for_ever(tmp_path: Path, monkey
     holder.close()
 
     assert refused == [ErrorCode.CONFLICT] * 2
+
+
+class Exporter:
+    """A learner whose weights have a size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def export(self, folder: Path) -> None:
+        (folder / "weights").write_bytes(bytes(self.size))
+
+    def canary(self) -> None:
+        return None
+
+    def proof(self, folder: Path, previous_version: int | None) -> None:
+        return None
+
+
+@pytest.mark.parametrize("size", [2_000_000, 600_000], ids=["no room for the export", "none for its copy"])
+def test_weights_without_room_name_the_disk_and_leave_nothing_of_their_version(small_disk: Path, size: int) -> None:
+    learner = Exporter(1000)
+    store = WeightStore(str(small_disk / "store"))
+    publisher = Publisher(store, cast(Learner, learner), "run", "0123456789abcdef", small_disk / "export", 2)
+    publisher.publish()
+    learner.size = size
+
+    with pytest.raises(StorageError, match=r"weights version 2 to .*'No space left on device'"):
+        publisher.publish()
+    left = sorted(path.name for path in small_disk.rglob("*"))
+    learner.size = 1000
+
+    assert left == ["1", "latest.json", "manifest.json", "publisher.lock", "store", "weights"]
+    assert publisher.publish() == 2
+    publisher.close()

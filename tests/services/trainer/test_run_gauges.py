@@ -8,7 +8,7 @@ from trackway.trainer.app import create_app
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.settings import TrainerSettings
-from trackway.wire.trainer import RunState
+from trackway.wire.trainer import BackendSummary, RunState
 
 pytestmark = pytest.mark.anyio
 
@@ -70,3 +70,17 @@ async def test_of_ended_runs_the_last_one_is_shown_and_of_none_nothing(running, 
     first.move(RunState.FAILED)
 
     assert (before, (await shown(running, settings))[0]) == ([], 'trackway_run_state{run="first",state="failed"} 1.0')
+
+
+async def test_what_backends_do_not_have_of_the_run_is_shown(running, settings: TrainerSettings):
+    lost = BackendSummary(backend="wandb", metrics_lost=5, feedback_lost=2)
+    run_on_disk(settings, "r").update(tracking=[BackendSummary(backend="weave", feedback_waiting=7), lost])
+
+    assert [line for line in await shown(running, settings) if "backend" in line] == [
+        'trackway_run_rows_waiting{backend="weave",run="r"} 0.0',
+        'trackway_run_rows_waiting{backend="wandb",run="r"} 0.0',
+        'trackway_run_feedback_waiting{backend="weave",run="r"} 7.0',
+        'trackway_run_feedback_waiting{backend="wandb",run="r"} 0.0',
+        'trackway_run_tracking_lost{backend="weave",run="r"} 0.0',
+        'trackway_run_tracking_lost{backend="wandb",run="r"} 7.0',
+    ]

@@ -133,6 +133,55 @@ async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(b
     assert learned(await rows_of(runs, "killed")) == learned(baseline.rows)
 
 
+def damage(runs: Runs, name: str, step: int) -> None:
+    """NaN in the weights of a checkpoint."""
+    checkpoint = Path(runs.info(name).folder) / "checkpoints" / f"global_step_{step}"
+    weights = checkpoint / "actor" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1024] + b"\xff" * 1024)
+
+
+async def test_a_killed_worker_goes_back_past_a_damaged_checkpoint_and_learns_the_same(
+    baseline, runs: Runs, agent, request_of
+):
+    agent.holding_at = 3
+    await runs.start(request_of("damaged"))
+    await until(lambda: runs.info("damaged").step == 2 and held_at(agent, 3))
+    damage(runs, "damaged", 2)
+
+    os.kill(pid_of(runs, "damaged"), signal.SIGKILL)
+    await until(lambda: runs.info("damaged").message.startswith("went back to step 1: "))
+    told = runs.info("damaged")
+    agent.released.set()
+    info = await ended(runs, "damaged")
+
+    assert told.message.endswith("; it is kept as damaged_global_step_2")
+    assert (info.state, info.restarts) == (RunState.FINISHED, 1)
+    assert learned(await rows_of(runs, "damaged")) == learned(baseline.rows)
+
+
+async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_take_it(
+    baseline, runs: Runs, agent, request_of
+):
+    agent.holding_at = 3
+    await runs.start(request_of("offered"))
+    await until(lambda: runs.info("offered").step == 2 and held_at(agent, 3))
+    await runs.stop("offered")
+    await ended(runs, "offered")
+    damage(runs, "offered", 2)
+    agent.released.set()
+
+    await runs.resume("offered")
+    refused = await ended(runs, "offered")
+    await runs.resume("offered", skip_damaged=True)
+    info = await ended(runs, "offered")
+
+    assert (refused.state, refused.interrupted) == (RunState.FAILED, False)
+    assert refused.message.startswith("checkpoint_corrupt: the checkpoint ")
+    assert "; global_step_1 before it is whole: `trackway train --resume offered --skip-damaged` " in refused.message
+    assert info.state is RunState.FINISHED
+    assert learned(await rows_of(runs, "offered")) == learned(baseline.rows)
+
+
 async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: Runs, agent, request_of):
     agent.holding_at = 3
     await runs.start(request_of("stopped", "trainer.save_freq=-1"))
@@ -169,6 +218,21 @@ async def test_a_run_that_cannot_log_or_begin_as_told_never_starts(runs: Runs, r
     assert (caught.value.message.startswith(said), runs.list()) == (True, [])
 
 
+async def test_rows_of_an_agent_that_none_serves_fail_the_run_by_name_before_its_first_step(
+    runs: Runs, agent, request_of
+):
+    agent.agents = ["tool_agent"]
+    await runs.start(request_of("unserved"))
+
+    info = await ended(runs, "unserved")
+
+    assert (info.state, info.step, info.total_steps, info.restarts, agent.requests) == (RunState.FAILED, 0, 0, 0, [])
+    assert info.message.startswith(
+        "invalid_request: actor_rollout_ref.rollout.agent.default_agent_loop: expected one of tool_agent, got "
+        "'single_turn_agent', as which 8 rows without agent_name would run"
+    )
+
+
 async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: Runs, agent, request_of):
     agent.holding_at = 0
     await runs.start(request_of("first"))
@@ -183,9 +247,11 @@ async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: Runs, ag
 async def test_a_worker_that_keeps_dying_fails_after_its_restarts(runs: Runs, agent, request_of):
     agent.holding_at = 0
     await runs.start(request_of("dying", "trackway.max_restarts=1"))
-    for restarts in (0, 1):
-        await until(lambda restarts=restarts: runs.info("dying").restarts == restarts)
-        os.kill(pid_of(runs, "dying"), signal.SIGKILL)
+    killed = 0
+    for _ in range(2):
+        await until(lambda killed=killed: pid_of(runs, "dying") != killed)
+        killed = pid_of(runs, "dying")
+        os.kill(killed, signal.SIGKILL)
 
     info = await ended(runs, "dying")
 

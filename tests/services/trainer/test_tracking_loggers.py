@@ -1,5 +1,6 @@
 """`trainer.logger`: which names there are, what each needs, and TensorBoard's files."""
 
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trackway.trainer.config import compose, no_effect
 from trackway.trainer.run_folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
-from trackway.trainer.tracking import Sink, Tracking, check_loggers, open_tracking
+from trackway.trainer.tracking import ConsoleSink, Sink, Tracking, check_loggers, open_tracking, sentences
 from trackway.trainer.tracking.loggers import PACKAGES
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
@@ -103,6 +104,17 @@ def test_tensorboard_has_every_row_under_its_exact_name(folder: RunFolder):
     assert shown(folder.path / "tensorboard") == [(0, 0.25), (20, 0.5)]
 
 
+def test_tensorboard_and_the_console_show_what_is_not_finite(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
+    tracking, sink = tensorboard(folder)
+    for step, value in ((1, math.nan), (2, math.inf), (3, 0.5)):
+        sink.log(row(step, value))
+    tracking.close("FINISHED", 30.0)
+    ConsoleSink().log(MetricsRow(step=1, data={"grad_norm": math.nan, "score": -math.inf}))
+
+    assert repr(shown(folder.path / "tensorboard")) == "[(1, nan), (2, inf), (3, 0.5)]"
+    assert capsys.readouterr().out == "step:1 - grad_norm:nan - score:-inf\n"
+
+
 def test_steps_that_a_resumed_run_does_again_supersede_the_earlier_ones(folder: RunFolder):
     first, sink = tensorboard(folder)
     for step in (1, 2, 3):
@@ -136,6 +148,8 @@ def test_a_folder_that_cannot_be_written_costs_rows_and_not_the_run(
     monkeypatch.setenv("TENSORBOARD_DIR", str(folder.path / "file" / "below"))
     tracking, sink = tensorboard(folder)
     sink.log(row(1, 1.0))
-    tracking.close("FINISHED", 30.0)
+    [summary] = tracking.close("FINISHED", 30.0)
 
     assert "tensorboard: 1 jobs failed, 0 were dropped" in caplog.text
+    assert (summary.backend, summary.metrics_lost) == ("tensorboard", 1)
+    assert sentences(summary)[0].startswith("1 value of metrics lost for TensorBoard: ")

@@ -1,6 +1,7 @@
 """The W&B run for real, offline: what its own file holds is read back."""
 
 import json
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,16 @@ def test_without_a_key_every_row_is_kept_in_the_runs_folder_under_its_exact_name
     assert settings["actor_rollout_ref"]["rollout"]["n"] == 16
     assert settings["trainer"]["logger"] == ["console", "wandb"]
     assert of_kind(folder, "exit").exit.exit_code == 0
+
+
+def test_metrics_that_are_not_finite_are_kept_beside_the_others(folder: RunFolder):
+    tracking = open_tracking(folder, config(), None)
+    tracking.backends[0].log(MetricsRow(step=1, data={"actor/grad_norm": math.nan, "score": math.inf, "actor/lr": 1.0}))
+    tracking.close("FINISHED", 60.0)
+
+    [(step, kept)] = history(folder)
+    assert (step, str(kept["actor/grad_norm"]).lower(), str(kept["score"])) == (1, "nan", "inf")
+    assert kept["actor/lr"] == 1.0
 
 
 def test_a_resumed_run_goes_on_under_its_id_and_lacks_nothing_that_a_killed_process_left_unsent(folder: RunFolder):

@@ -125,7 +125,8 @@ async def test_a_step_of_which_nothing_is_left_says_what_became_of_it(training: 
     with pytest.raises(TrackwayError) as caught:
         await training.update([*stale, rollout(0, 3, error=FAILED)], version=7)
 
-    assert caught.value.message.startswith("step 1: 0 used, 1 dropped_failed, 3 dropped_stale: ")
+    assert caught.value.message.startswith("step 1: 0 used, 1 dropped failed, 3 dropped stale: expected a trajectory")
+    assert "<" not in caught.value.message and "got none; look" in caught.value.message
     assert (training.learner.canary(), training.step) == (before, 0)
 
 

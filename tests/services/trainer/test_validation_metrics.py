@@ -1,5 +1,7 @@
 """Validation metrics by value: verl's names, its split into core and the rest, its best and worst of k."""
 
+import math
+
 import pytest
 
 from trackway.trainer.validation_metrics import validation_metrics
@@ -75,3 +77,13 @@ def test_the_draws_are_powers_of_two_and_all(n: int, draws: set[int]):
     found = validation_metrics([trajectory(1.0) for _ in range(n)], n)
 
     assert {int(name.split("@")[1].split("/")[0]) for name in found if "worst@" in name} == draws
+
+
+def test_values_whose_square_is_too_large_have_an_infinite_spread():
+    """Python's ** raises OverflowError where multiplication gives infinity."""
+    rollouts = [trajectory(score, components={"huge": huge}) for score, huge in ((0.0, 1e308), (1.0, -1e308))]
+
+    metrics = validation_metrics(rollouts, 2)
+
+    assert metrics[f"val-aux/{GSM8K}/huge/std@2"] == math.inf
+    assert metrics[f"val-core/{GSM8K}/acc/mean@2"] == 0.5

@@ -2,16 +2,18 @@
 
 import base64
 import socket
-import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from fastapi import FastAPI, Request, Response
 from pydantic import SecretStr
 
 from trackway.trainer import weave
-from trackway.trainer.background import Background
-from trackway.trainer.feedback import Assessment
-from trackway.trainer.weave import WeaveFeedback
+from trackway.trainer.assessment import Assessment
+from trackway.trainer.delivery import Later
+from trackway.trainer.weave import WeaveFeedback, weave_summary
+from trackway.wire.trainer import BackendSummary
 
 
 class TraceServer:
@@ -32,13 +34,24 @@ class TraceServer:
         return app
 
 
-def send(url: str, assessments: list[Assessment]) -> Background:
-    background = Background("weave")
-    feedback = WeaveFeedback(f"{url}/traces/", "me/gsm8k", SecretStr("key"), background, 0.0)
-    feedback.submit(assessments)
-    background.close(10)
-    feedback.close()
-    return background
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "tracking"
+
+
+def feedback(folder: Path, url: str) -> WeaveFeedback:
+    return WeaveFeedback(folder, f"{url}/traces/", "me/gsm8k", SecretStr("key"))
+
+
+def send(folder: Path, url: str, assessments: Sequence[Assessment] = ()) -> BackendSummary:
+    weave = feedback(folder, url)
+    weave.queue.push(assessments)
+    try:
+        while weave.advance():
+            pass
+    finally:
+        weave.close()
+    return weave.summary()
 
 
 STEP = [
@@ -47,10 +60,10 @@ STEP = [
 ]
 
 
-def test_a_step_is_one_request_that_names_each_call_by_its_span(serving):
+def test_a_step_is_one_request_that_names_each_call_by_its_span(serving, folder: Path):
     server = TraceServer()
     with serving(server.app()) as url:
-        background = send(url, STEP)
+        summary = send(folder, url, STEP)
 
     [(authorization, batch)] = server.requests
     assert authorization == "Basic " + base64.b64encode(b"api:key").decode()
@@ -66,42 +79,49 @@ def test_a_step_is_one_request_that_names_each_call_by_its_span(serving):
             "payload": {"value": "dropped_failed"},
         },
     ]
-    assert (background.failed, background.dropped) == (0, 0)
+    assert (summary.waiting, summary.lost) == (False, 0)
 
 
-def test_a_long_step_is_sent_in_parts(serving, monkeypatch):
+def test_a_long_step_is_sent_in_parts(serving, folder: Path, monkeypatch):
     monkeypatch.setattr(weave, "ITEMS_PER_CALL", 3)
     server = TraceServer()
     with serving(server.app()) as url:
-        send(url, STEP)
+        send(folder, url, STEP)
 
     assert [len(batch) for _, batch in server.requests] == [3, 1]
 
 
-@pytest.mark.parametrize("status", [401, 500])
-def test_a_refusal_is_counted_told_and_not_sent_again(serving, caplog, status: int):
+@pytest.mark.parametrize("status", [400, 500])
+def test_a_refusal_is_counted_told_and_not_sent_again(serving, folder: Path, status: int):
     server = TraceServer(status)
     with serving(server.app()) as url:
-        background = send(url, STEP)
+        summary = send(folder, url, STEP)
 
-    assert (len(server.requests), background.failed) == (1, 1)
-    assert f"Weave refused 4 values for me/gsm8k: HTTP {status}" in caplog.text
+    assert (len(server.requests), summary.feedback_waiting, summary.feedback_lost) == (1, 0, 4)
+    assert summary.lost_because.startswith(f"Weave refused 4 values for me/gsm8k: HTTP {status}: ")
 
 
-def test_a_server_that_cannot_be_reached_is_tried_again(serving):
-    server, background = TraceServer(), Background("weave")
+@pytest.mark.parametrize("status", [401, 429, 503])
+def test_what_weave_does_not_take_now_waits_on_disk_for_another_process(serving, folder: Path, status: int):
+    with serving(TraceServer(status).app()) as url, pytest.raises(Later, match=f"HTTP {status}"):
+        send(folder, url, STEP)
+    waiting = weave_summary(folder)
+    server = TraceServer()
+    with serving(server.app()) as url:
+        summary = send(folder, url)
+
+    assert (waiting.feedback_waiting, waiting.feedback_lost, f"HTTP {status}" in waiting.waits_for) == (4, 0, True)
+    assert ([len(batch) for _, batch in server.requests], summary.waiting, summary.lost) == ([4], False, 0)
+
+
+def test_a_server_that_cannot_be_reached_is_tried_again(serving, folder: Path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    with pytest.raises(Later, match="cannot be reached"):
+        send(folder, f"http://127.0.0.1:{port}", STEP)
+    server = TraceServer()
+    with serving(server.app(), port) as url:
+        summary = send(folder, url)
 
-    url = f"http://127.0.0.1:{port}/traces"
-    feedback = WeaveFeedback(url, "me/gsm8k", SecretStr("key"), background, patience_s=30)
-    feedback.submit(STEP)
-    end = time.monotonic() + 10
-    while not background.waiting and time.monotonic() < end:
-        time.sleep(0.01)
-    with serving(server.app(), port):
-        background.close(20)
-    feedback.close()
-
-    assert (len(server.requests), background.failed) == (1, 0)
+    assert (len(server.requests), summary.waiting, summary.lost) == (1, False, 0)

@@ -53,7 +53,7 @@ def demo(
         return
     from trackway.deploy.attached_demo import AttachedDemo
 
-    deployment = _attached(UpSettings().outputs if outputs is None else outputs)
+    deployment = _attached(UpSettings.read().outputs if outputs is None else outputs)
     _there(AttachedDemo(deployment, seed, data_dir, model_path, overrides or []), wait, as_json)
 
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trackway.deploy.commands.options import OUTPUTS, Outputs
-from trackway.deploy.commands.training import tell_losses
-from trackway.deploy.console import board, run_bar, stderr, stdout
+from trackway.deploy.commands.options import OUTPUTS, DryRun, Json, Outputs, Preflight
+from trackway.deploy.commands.training import tell_losses, tell_plan
+from trackway.deploy.console import board, print_json, run_bar, stderr, stdout
 from trackway.deploy.entry import enter
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ ConfigPath = Annotated[
     Path | None, typer.Option("--config-path", "-cp", help="Folder of configurations, or a YAML file; default ours.")
 ]
 ConfigName = Annotated[str, typer.Option("--config-name", "-cn", help="Which one: default, ppo_trainer, tiny_demo.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")]
 
 
 @app.command(name="trackway.main_ppo")
@@ -29,13 +28,16 @@ def main_ppo(
     config_name: ConfigName = "ppo_trainer",
     outputs: Outputs = OUTPUTS,
     dry_run: DryRun = False,
+    preflight: Preflight = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave services and MLflow running at the end.")] = False,
     cfg: Annotated[str | None, typer.Option("--cfg", help="`job` prints the whole configuration and ends.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Train with verl's command line, on services that run for the outputs folder or are brought up for this run.
 
     Example: python -m trackway.main_ppo --config-path=examples/sglang_multiturn/config
     --config-name=gsm8k_multiturn_grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct data.train_files=...
+    Before it, the same with --dry-run (what is wrong anywhere) or --preflight (what is missing here as well).
     """
     from trackway.deploy import whole_run
     from trackway.deploy.run_report import as_yaml, settings_report, wide
@@ -47,31 +49,36 @@ def main_ppo(
         return
     run = whole_run.prepare(overrides or [], config_path, config_name, outputs)
     wide(stderr).print(settings_report(run.config, run.decisions))
-    if dry_run:
-        wide(stdout).print(run.plan())
+    with board(as_json) as shown:
+        checked = run.check(load=not dry_run or preflight, report=shown.report)
+    if dry_run or preflight:
+        tell_plan(run.subject, checked, preflight, as_json)
         return
-    run.check()
+    checked.findings.refuse()
     folder = run.left_off()
     if folder is not None:
         kept = ", ".join(whole_run.changed_since(folder, run.config))
         stderr.print(f"goes on with run {folder.name}{f' and its own {kept}' if kept else ''}", soft_wrap=True)
-    _train(run, keep)
+    _train(run, keep, as_json)
 
 
-def _train(run: "WholeRun", keep: bool) -> None:
-    with board(quiet=False) as shown:
+def _train(run: "WholeRun", keep: bool, as_json: bool) -> None:
+    with board(as_json) as shown:
         deployment = run.bring_up(shown.report)
     stderr.print(f"services  {deployment.base_url}   MLflow  {deployment.mlflow_uri}", soft_wrap=True)
     try:
-        with run_bar(quiet=False) as bar:
+        with run_bar(as_json) as bar:
             info = run.train(deployment, bar.show)
     except KeyboardInterrupt:
         stderr.print("saved; the same command goes on with it")
         raise
     finally:
         if not keep:
-            with board(quiet=False) as shown:
+            with board(as_json) as shown:
                 run.take_down(deployment, shown.report)
+    if as_json:
+        print_json(info)
+        return
     stdout.print(f"run {info.run} {info.state.value} at step {info.step}; folder {info.folder}", soft_wrap=True)
     tell_losses(info, deployment)
 

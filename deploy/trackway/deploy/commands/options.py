@@ -9,6 +9,20 @@ from trackway.deploy.settings import UpSettings
 
 Outputs = Annotated[Path, typer.Option(help="Folder of runs, weights and logs.", envvar="TRACKWAY_UP_OUTPUTS")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print the plan and start nothing; status 2 when something is wrong with it on any machine.",
+    ),
+]
+Preflight = Annotated[
+    bool,
+    typer.Option(
+        "--preflight",
+        help="Load what training would load, start no service, and tell every problem; status 2 when there is one.",
+    ),
+]
 Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for attached services that do not answer yet.")]
 OUTPUTS = Path("outputs")
 DEMO_OUTPUTS = Path("outputs/demo")
@@ -16,4 +30,4 @@ DEMO_OUTPUTS = Path("outputs/demo")
 
 def up_settings(**given: Any) -> UpSettings:
     """Settings from the options that were given; the others keep their defaults."""
-    return UpSettings(**{name: value for name, value in given.items() if value is not None})
+    return UpSettings.read(**{name: value for name, value in given.items() if value is not None})

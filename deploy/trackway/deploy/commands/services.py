@@ -14,6 +14,9 @@ from trackway.deploy.settings import Deployment
 
 app = typer.Typer()
 
+MOST_NOTES = 8
+"""What `status` says of runs whose metrics or feedback are not where they should be."""
+
 
 @app.command()
 def up(
@@ -105,12 +108,14 @@ def down(outputs: Outputs = OUTPUTS) -> None:
 
 @app.command()
 def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
-    """Show services, replicas and weight versions.  Example: trackway status --json"""
+    """Show services, replicas, weight versions, and what waits for MLflow.  Example: trackway status --json"""
     from trackway.deploy.running import load_running
-    from trackway.deploy.status import service_statuses
+    from trackway.deploy.status import run_notes, service_statuses
 
     deployment = load_running(outputs)
     statuses = service_statuses(deployment)
+    for one in statuses:
+        one.notes = run_notes(deployment) if one.service == "trainer" and one.replicas else []
     if as_json:
         print_json([one.model_dump(mode="json") for one in statuses])
         return
@@ -124,6 +129,11 @@ def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
             ready = "yes" if replica.ready.ready else escape(replica.ready.reason)
             table.add_row(one.service, one.status, replica.health.replica, ready, weights, str(replica.health.pid))
     stdout.print(table)
+    notes = [note for one in statuses for note in one.notes]
+    for note in notes[:MOST_NOTES]:
+        stdout.print(f"[yellow]tracking:[/] {escape(note)}", soft_wrap=True)
+    if len(notes) > MOST_NOTES:
+        stdout.print(f"[yellow]tracking:[/] and {len(notes) - MOST_NOTES} more; --json has all")
     stdout.print(f"services {deployment.base_url}   MLflow {deployment.mlflow_uri or 'not known'}", soft_wrap=True)
 
 

@@ -31,7 +31,7 @@ app = typer.Typer(no_args_is_help=True, help="Find, draw, compare and check traj
 @app.command("list")
 def traces_list(
     step: Annotated[str | None, typer.Option(help="Step, or a range of them: 3, 3-7, 3-.")] = None,
-    sample_index: Annotated[int | None, typer.Option(help="Row of the dataset.")] = None,
+    sample_index: Annotated[str | None, typer.Option(help="Row of the dataset: its `extra_info.index`.")] = None,
     rollout_n: Annotated[int | None, typer.Option(help="Number within the group.")] = None,
     validate: Validate = None,
     experiment_name: Experiment = None,
@@ -99,7 +99,7 @@ def traces_show(
 def traces_compare(
     a: Annotated[str | None, typer.Argument(help="As in `show`.")] = None,
     b: Annotated[str | None, typer.Argument(help="The other one.")] = None,
-    sample_index: Annotated[int | None, typer.Option(help="Row of the dataset; instead of A and B.")] = None,
+    sample_index: Annotated[str | None, typer.Option(help="Row of the dataset; instead of A and B.")] = None,
     steps: Annotated[str | None, typer.Option(help="Two steps of that sample: 1,10.")] = None,
     step: Annotated[int | None, typer.Option(help="One step of that sample, with --rollouts.")] = None,
     rollouts: Annotated[str | None, typer.Option(help="Two rollouts of one group: 0,2.")] = None,

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from trackway.deploy.commands.options import DEMO_OUTPUTS, OUTPUTS, Json, Outputs
-from trackway.deploy.console import print_json, run_bar, stderr, stdout
+from trackway.deploy.commands.options import DEMO_OUTPUTS, OUTPUTS, DryRun, Json, Outputs, Preflight
+from trackway.deploy.console import board, print_json, run_bar, stderr, stdout
 from trackway.deploy.errors import UserError
-from trackway.deploy.settings import Deployment
+from trackway.deploy.settings import Deployment, UpSettings
 from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:
+    from trackway.deploy.run_check import Checked, Subject
     from trackway.trainer.config import RunConfig
 
 app = typer.Typer()
@@ -26,31 +27,46 @@ def train(
     config_name: Annotated[str, typer.Option(help="Preset: default, ppo_trainer, tiny_demo.")] = "default",
     run: Annotated[str | None, typer.Option(help="Name of the run; default trainer.experiment_name.")] = None,
     resume: Annotated[str | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and start nothing.")] = False,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="With --resume: from the last checkpoint that is whole.")
+    ] = False,
+    dry_run: DryRun = False,
+    preflight: Preflight = False,
     outputs: Outputs = OUTPUTS,
     as_json: Json = False,
 ) -> None:
     """Train on the running services; on attached ones, with paths of their volume.
 
     Example: trackway train --config-name tiny_demo data.train_files=d/train.parquet data.val_files=d/test.parquet
+    actor_rollout_ref.model.path=d/model; before it, the same with --dry-run or --preflight.
     """
     from trackway.deploy import train as training
     from trackway.deploy.running import load_running
     from trackway.trainer.config import compose
 
+    if skip_damaged and resume is None:
+        raise UserError("--skip-damaged: expected --resume with it, got none; give --resume NAME")
+    if resume and (dry_run or preflight):
+        raise UserError("--dry-run and --preflight: expected a new run, got --resume; leave one of them out")
+    for option, name in (("--run", run), ("--resume", resume)):
+        training.check_run_name(option, name)
     known = Deployment.load(outputs.resolve())
     run_config = None if resume else training.placed(compose(overrides or [], config, config_name), known)
-    if dry_run and run_config is not None:
-        _tell_plan(run_config, known)
+    if (dry_run or preflight) and run_config is not None:
+        if not as_json:
+            _tell_settings(run_config)
+        tell_plan(*_checked(run_config, run, known, outputs, preflight, as_json), preflight, as_json)
         return
     deployment = load_running(outputs)
     name = resume or ""
     if run_config is not None:
         _tell_settings(run_config)
+        _, checked = _checked(run_config, run, deployment, outputs, True, as_json)
+        checked.findings.refuse()
         name = training.start_run(deployment, run_config, run).run
     with run_bar(as_json) as bar:
         if run_config is None:
-            training.resume_run(deployment, name, bar.show)
+            training.resume_run(deployment, name, bar.show, skip_damaged)
         try:
             info = training.follow(deployment, name, bar.show)
         except KeyboardInterrupt:
@@ -70,20 +86,43 @@ def _tell_settings(config: "RunConfig") -> None:
     wide(stderr).print(settings_report(config, decided_already(config)))
 
 
-def _tell_plan(config: "RunConfig", deployment: Deployment | None) -> None:
-    from trackway.deploy.dry_run import dry_run
+def _checked(
+    config: "RunConfig", name: str | None, known: Deployment | None, outputs: Path, load: bool, as_json: bool
+) -> "tuple[Subject, Checked]":
+    from trackway.deploy.run_check import Subject, check_run
+    from trackway.deploy.train import occupied
+
+    running = known if known and (known.attached or known.started_here) else None
+    taken = occupied(outputs, name or config.trainer.experiment_name) if running and not running.attached else ""
+    subject = Subject(config, None, running, UpSettings.read(outputs=outputs), taken)
+    with board(as_json) as shown:
+        return subject, check_run(subject, load, shown.report)
+
+
+def tell_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json: bool) -> None:
+    """Print what was found; ends the command with status 2 when that keeps the run from starting.
+
+    Without `preflight` only what is wrong on any machine counts.
+    """
+    from trackway.deploy.dry_run import plan_as_json, plan_of
     from trackway.deploy.run_report import wide
 
-    _tell_settings(config)
-    wide(stdout).print(dry_run(config, None, elsewhere=bool(deployment and deployment.attached)))
+    if as_json:
+        print_json(plan_as_json(checked))
+    else:
+        wide(stdout).print(plan_of(subject, checked))
+    if checked.findings.wrong or (preflight and not checked.findings.starts_here):
+        raise typer.Exit(2)
 
 
 def tell_losses(info: RunInfo, deployment: Deployment) -> None:
-    """Say which spans of the run are not where they should be."""
-    from trackway.deploy.train import trace_losses
+    """Say which spans, metrics and feedback of the run are not where they should be."""
+    from trackway.deploy.train import trace_losses, tracking_losses
 
     for sentence in trace_losses(info, None if deployment.attached else deployment.outputs):
         stderr.print(f"[yellow]traces:[/] {escape(sentence)}", soft_wrap=True)
+    for sentence in tracking_losses(info):
+        stderr.print(f"[yellow]tracking:[/] {escape(sentence)}", soft_wrap=True)
 
 
 @app.command()

@@ -11,12 +11,15 @@ from trackway.deploy.traces.diff import Piece
 from trackway.deploy.traces.render import extent
 from trackway.deploy.traces.text import visible
 from trackway.deploy.traces.tree import SpanNode, TraceTree
+from trackway.system import StorageError, atomic_write
 
 
 def write(path: Path, found: Comparison) -> None:
     """Write the page. Raises UserError when the file cannot be written."""
     try:
-        path.write_text(render(found), encoding="utf-8")
+        atomic_write(path, render(found), what="the page")
+    except StorageError as error:
+        raise UserError(f"--html: {error}") from error
     except OSError as error:
         raise UserError(f"--html: cannot write {path}: {error.strerror}") from error
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from trackway.deploy.errors import UserError
 from trackway.deploy.traces.store import TraceFilter, TraceStore
 from trackway.deploy.traces.tree import TraceTree
+from trackway.wire.sample_index import sample_index
 
 _ID = re.compile(r"(?:tr-)?([0-9a-f]{6,32})")
-_NAME = re.compile(r"(s|val)(\d+)/i(\d+)/n(\d+)")
+_NAME = re.compile(r"(s|val)(\d+)/i(.+)/n(\d+)")
 _SHOWN = 5
 
 
@@ -17,7 +18,7 @@ class Place:
     """A trajectory by its tags."""
 
     step: int
-    sample_index: int
+    sample_index: int | str
     rollout_n: int
     validate: bool = False
     experiment_name: str | None = None
@@ -43,7 +44,7 @@ class Place:
 class Choice:
     """How a person may say which two trajectories to compare."""
 
-    sample_index: int | None = None
+    sample_index: int | str | None = None
     steps: str | None = None
     """Two steps: `1,10`."""
     step: int | None = None
@@ -69,7 +70,14 @@ class Choice:
         )
 
     def _place(self, step: int, rollout_n: int) -> str:
-        return Place(step, self.sample_index or 0, rollout_n, self.validate).name
+        return Place(step, _index(self.sample_index), rollout_n, self.validate).name
+
+
+def _index(value: int | str | None) -> int | str:
+    try:
+        return sample_index(value)
+    except ValueError as error:
+        raise UserError(f"--sample-index: {error}") from error
 
 
 def _two(option: str, text: str) -> tuple[int, int]:
@@ -88,8 +96,8 @@ def resolve(store: TraceStore, ref: str, experiment_name: str | None = None) -> 
     if found := _ID.fullmatch(ref.lower()):
         return _by_id(store, found[1])
     if found := _NAME.fullmatch(ref):
-        kind, step, sample_index, rollout_n = found.groups()
-        place = Place(int(step), int(sample_index), int(rollout_n), kind == "val", experiment_name)
+        kind, step, index, rollout_n = found.groups()
+        place = Place(int(step), _index(index), int(rollout_n), kind == "val", experiment_name)
         return at(store, place)
     raise UserError(
         f"expected a trace id (tr-... or at least 6 of its hex digits) or a name such as s3/i17/n2 or val3/i17/n0, "

@@ -54,10 +54,19 @@ def row(tree: TraceTree) -> TraceRow:
     )
 
 
-_KEYS: dict[str, Callable[[TraceRow], float | str | None]] = {
+Key = float | str | tuple[bool, float, str]
+
+
+def _sample(index: str | None) -> Key | None:
+    """Numbers first, in their order, then texts in theirs."""
+    number = views.number(index)
+    return None if index is None else (number is None, number or 0.0, index)
+
+
+_KEYS: dict[str, Callable[[TraceRow], Key | None]] = {
     "time": lambda row: row.started.timestamp(),
     "step": lambda row: views.number(row.tags.get("step", row.tags.get("train_step"))),
-    "sample": lambda row: views.number(row.tags.get("sample_index")),
+    "sample": lambda row: _sample(row.tags.get("sample_index")),
     "reward": lambda row: row.reward,
     "turns": lambda row: row.turns,
     "tokens": lambda row: row.response_tokens,
@@ -89,9 +98,9 @@ def ordered(rows: Iterable[TraceRow], sort: str, limit: int) -> list[TraceRow]:
     return [one for _, one in heapq.nsmallest(limit, placed, key=lambda pair: _least_first(pair[0]))]
 
 
-def _greatest_first(value: float | str | None) -> tuple[bool, float | str]:
+def _greatest_first(value: Key | None) -> tuple[bool, Key]:
     return (False, 0) if value is None else (True, value)
 
 
-def _least_first(value: float | str | None) -> tuple[bool, float | str]:
+def _least_first(value: Key | None) -> tuple[bool, Key]:
     return (True, 0) if value is None else (False, value)

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ def query_of(wanted: TraceFilter) -> dict[str, Any] | None:
 
 def _any_of(name: str, value: str) -> dict[str, Any]:
     literals: list[str | int | bool] = [value]
-    literals += [int(value)] if value.isdecimal() else []
+    literals += [int(value)] if re.fullmatch(r"-?[0-9]+", value) else []
     literals += [value == "True"] if value in ("True", "False") else []
     equal = [{"$eq": [{"$getField": name}, {"$literal": literal}]} for literal in literals]
     return equal[0] if len(equal) == 1 else {"$or": equal}

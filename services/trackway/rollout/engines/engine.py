@@ -6,9 +6,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+from trackway.rollout.engines.weight_proof import Judgement
 from trackway.wire.rollout import MemoryPart, PauseMode, SamplingParams
 from trackway.wire.trajectory import WeightSpan
-from trackway.wire.weights import Canary
+from trackway.wire.weights import WeightProof
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -27,7 +28,7 @@ class Capability(StrEnum):
     SPANS = "spans"
     """Say which weights generated which tokens when they changed under a request."""
     CANARY = "canary"
-    """Prove new weights by scoring the canary before a request sees them."""
+    """Prove new weights by what it answers before a request sees them."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def judgement(self) -> Judgement | None:
+        """What is known of the weights that serve; None for the base weights and for those without a proof."""
+        ...
+
+    @property
     def paused(self) -> bool:
         """Whether new requests are refused."""
         ...
@@ -126,13 +132,13 @@ class Engine(Protocol):
         """Take requests again and go on with the frozen ones; raises CONFLICT while memory is given back."""
         ...
 
-    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
-        """All or nothing: replace the weights between two steps, after the files and the canary proved right.
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+        """All or nothing: replace the weights between two steps, after the files and the proof were right.
 
         Requests in flight go on with their KV cache, or are cut as by `abort` where the engine lacks KEEP; nothing
         computed by old weights is reused by new requests. An engine that can score only what it has loaded rolls back
-        when the canary fails: it never returns a token of the weights that failed. Raises WEIGHTS_CORRUPT and keeps
-        the old weights otherwise. Called by one caller at a time, also while paused.
+        when the proof fails: it never returns a token of the weights that failed. Raises WEIGHTS_STALE or
+        WEIGHTS_CORRUPT and keeps the old weights otherwise. Called by one caller at a time, also while paused.
         """
         ...
 

@@ -1,8 +1,9 @@
 """How weights change, sleep and wake in an inference server behind HTTP, so that no token of refused ones gets out.
 
 New requests wait here; those in flight are frozen, the folder is loaded under a name that no attempt had before, they
-run on, and the canary is scored. Their tokens of the new weights are held back until it is right. If it is not, the
-last good folder is loaded again, and whoever met the refused weights is cut.
+run on, and the server is asked for its digests and for its logprobs of the probes. Tokens of the new weights are held
+back until these prove them. If they do not, the last good folder is loaded again, and requests that used the
+refused weights are aborted.
 """
 
 import asyncio
@@ -12,12 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trackway.rollout.engines.canary import check_canary
 from trackway.rollout.engines.engine import MemoryPart
 from trackway.rollout.engines.remote_calls import Call, Calls
+from trackway.rollout.engines.weight_folder import check_finite
+from trackway.rollout.engines.weight_proof import HeldDigests, Judgement, judge, require_accepted
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary
+from trackway.wire.weights import WeightProof
 
 _CUT_GRACE_S = 5.0
 _REMEMBERED = 1000
@@ -62,7 +64,9 @@ class _Trial:
 
     new: Serving
     old: Serving
-    canary: Canary | None
+    proof: WeightProof | None
+    before: list[list[float]] | None
+    """The server's logprobs of the probes before the load, where it could be asked."""
     over: asyncio.Event
 
 
@@ -70,6 +74,8 @@ class RemoteWeights(ABC):
     """The weights and memory of one server; a backend says how it is told (`remote.py` lists the methods)."""
 
     loses_weights_asleep = True
+    max_len: int
+    """Longest prompt plus response in tokens."""
     held: str
     """What the server calls the weights that it holds now, on trial or not."""
 
@@ -79,6 +85,7 @@ class RemoteWeights(ABC):
         self._serving = Serving(settings.model_path, 0, self._names.new(0))
         self.held = self._serving.name
         self._trial: _Trial | None = None
+        self.judgement: Judgement | None = None
         self._broken: str | None = None
         self._asleep: set[MemoryPart] = set()
         self._hollow = self._paused = self._kept = self._frozen = False
@@ -114,15 +121,17 @@ class RemoteWeights(ABC):
             return self.settings.dtype
         return "float32" if self.settings.device == "cpu" else "bfloat16"
 
-    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
-        """All or nothing; see `Engine.load_weights`. While the KV cache sleeps the canary waits for its wake-up."""
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+        """All or nothing; see `Engine.load_weights`. While the KV cache sleeps the proof waits for its wake-up."""
+        await asyncio.to_thread(check_finite, folder)
         async with self._control:
             if "weights" in self._asleep:
                 message = "expected the memory of the weights to be awake, got it asleep; POST /wake_up?tags=weights"
                 raise TrackwayError(ErrorCode.CONFLICT, message)
             old = self._trial.old if self._trial else self._serving
             new = Serving(folder, version, self._names.new(version))
-            self._trial = _Trial(new, old, canary, asyncio.Event())
+            before = await self._score_before(proof)
+            self._trial = _Trial(new, old, proof, before, asyncio.Event())
             self._admits.clear()
             await self._try(self._trial, load=True)
 
@@ -160,11 +169,12 @@ class RemoteWeights(ABC):
         try:
             if load:
                 await self._install(trial.new)
-            if self._asleep and trial.canary is not None:
+            if self._asleep and trial.proof is not None:
                 self._serving = trial.new  # no request runs before the wake-up has proved them
                 return
-            await self._prove(trial)
+            judgement = await self._prove(trial, trial.proof) if trial.proof is not None else None
             await self._settle(trial, trial.new)
+            self.judgement = judgement
         except Exception as error:
             await self._roll_back(trial, error)
             raise _corrupt(error, trial.new.folder) from error
@@ -178,11 +188,27 @@ class RemoteWeights(ABC):
         self.held = weights.name
         self._hollow = False
 
-    async def _prove(self, trial: _Trial) -> None:
-        if trial.canary is not None:
-            await self._set_frozen(False)
-            scored = await self._score(trial.canary.token_ids)
-            check_canary(scored, trial.canary, self.dtype, trial.new.folder)
+    async def _prove(self, trial: _Trial, proof: WeightProof) -> Judgement:
+        digests = await self._digests(trial.new.folder, trial.old.folder)
+        await self._set_frozen(False)
+        judgement = judge(proof, self.dtype, await self._scores(proof), digests, trial.before)
+        return require_accepted(judgement, proof, trial.new.version, trial.new.folder)
+
+    async def _score_before(self, proof: WeightProof | None) -> list[list[float]] | None:
+        """Only where these answers may decide, and where the server runs now anyway."""
+        if proof is None or not any(probe.previous for probe in proof.probes):
+            return None
+        if self._trial or self._asleep or self._hollow or self._frozen or self._broken is not None:
+            return None
+        return await self._scores(proof)
+
+    async def _scores(self, proof: WeightProof) -> list[list[float]]:
+        """Logprobs of tokens 1..n-1 of each probe, cut to what the server takes."""
+        return [await self._score(probe.token_ids[: self.max_len - 1]) for probe in proof.probes]
+
+    async def _digests(self, folder: Path, before: Path) -> HeldDigests | None:
+        """How the server's parameters compare with the folder's tensors; None where it cannot tell."""
+        return None
 
     async def _settle(self, trial: _Trial, serving: Serving) -> None:
         """These serve from now on."""

@@ -11,14 +11,16 @@ from trackway.rollout.engines.admission import asleep, check_prompt, overloaded,
 from trackway.rollout.engines.engine import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.engines.sim_answers import Answers
 from trackway.rollout.engines.sim_core import Request, SimCore
+from trackway.rollout.engines.weight_folder import file_digests
+from trackway.rollout.engines.weight_proof import Judgement, compare_digests, judge, require_accepted
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Canary
+from trackway.wire.weights import WeightProof
 
 
 class SimEngine:
-    """An `Engine` whose tokens mean nothing; it cannot check a canary, since it scores nothing."""
+    """An `Engine` whose tokens mean nothing; of a version's proof it checks the digests, since it scores nothing."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
@@ -33,6 +35,8 @@ class SimEngine:
         self._idle = asyncio.Event()
         self._paused = False
         self._asleep: set[MemoryPart] = set()
+        self._held: dict[str, str] = {}
+        self.judgement: Judgement | None = None
 
     @property
     def version(self) -> int:
@@ -114,11 +118,20 @@ class SimEngine:
         self._paused = self._core.frozen = False
         self._set_timer()
 
-    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
-        """Take the time of loading, then be of that version; the files are not read."""
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+        """Take the time of loading, then be of that version; files are read only where digests are published."""
         await asyncio.sleep(self._settings.sim.load_s)
+        judgement = None
+        if proof is not None and proof.digests:
+            held = await asyncio.to_thread(file_digests, folder)
+            published = {tensor.name: tensor.sha256[tensor.dtype] for tensor in proof.digests}
+            digests = compare_digests(held, published, self._held)
+            judgement = judge(proof.model_copy(update={"probes": []}), "float32", [], digests)
+            require_accepted(judgement, proof, version, folder)
+            self._held = held
         self._turn()
         self._core.swap(version)
+        self.judgement = judgement
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
         """Give back memory that it does not have; a cache that slept is empty."""

@@ -17,19 +17,23 @@ import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from http import HTTPStatus
 from pathlib import Path
 
 from trackway.rollout.engines.engine import Capability, MemoryPart
 from trackway.rollout.engines.http import Json
 from trackway.rollout.engines.remote import RemoteEngine
 from trackway.rollout.engines.remote_calls import Call, Tokens
+from trackway.rollout.engines.server_digests import ServerDigests, by_parameter
 from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
+from trackway.rollout.engines.weight_proof import HeldDigests
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary
+from trackway.wire.weights import WeightProof
 
 _GENERATE = "/inference/v1/generate"
 _MEMORY_S = 120.0
+_CHECKSUMS_S = 120.0  # a rank hashes 1 to 2 GB/s
 _PROGRESS_S = 2.0
 _METRICS_S = 20.0  # a server that generates may take seconds to answer
 _CUT_PAUSES_S = (0.02, 0.1, 0.5)
@@ -60,6 +64,7 @@ class VllmEngine(RemoteEngine):
         self._salt = uuid.uuid4().hex
         self._watch: asyncio.Task[None] | None = None
         self._sleeping: set[MemoryPart] = set()
+        self._server_digests: ServerDigests | None = None
 
     async def stop(self) -> None:
         """As `Engine.stop`."""
@@ -68,18 +73,18 @@ class VllmEngine(RemoteEngine):
             await asyncio.wait([self._watch])
         await super().stop()
 
-    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
         """As `Engine.load_weights`; what vLLM would choke on, or misread in silence, is refused before it sees it."""
-        await asyncio.to_thread(self._check_folder, folder, canary)
-        await super().load_weights(folder, version, canary)
+        await asyncio.to_thread(self._check_folder, folder, proof)
+        await super().load_weights(folder, version, proof)
 
-    def _check_folder(self, folder: Path, canary: Canary | None) -> None:
+    def _check_folder(self, folder: Path, proof: WeightProof | None) -> None:
         # A reload that raises in a worker ends the whole server.
         check_same_model(folder, self.settings.model_path)
-        if canary is None and lacks_head(folder, self.settings.model_path):
+        if proof is None and lacks_head(folder, self.settings.model_path):
             raise TrackwayError(
                 ErrorCode.WEIGHTS_CORRUPT,
-                f"expected lm_head.weight or a canary with the tied weights in {folder}, got neither: vLLM may keep "
+                f"expected lm_head.weight or a proof with the tied weights in {folder}, got neither: vLLM may keep "
                 "the old head in silence; publish lm_head.weight too",
             )
 
@@ -129,7 +134,28 @@ class VllmEngine(RemoteEngine):
             await self._swap(self.settings.model_path, self.name)
             await self._thaw()
         await self._check_logprobs()
+        if self.settings.weight_digests and any(self._serving.folder.glob("*.safetensors")):
+            held = by_parameter(await self._checksums())
+            self._server_digests = await asyncio.to_thread(ServerDigests, self._serving.folder, self.dtype, held)
         self._watch = asyncio.create_task(self._watch_progress(), name="vllm-progress")
+
+    async def _checksums(self) -> dict[str, str]:
+        """sha256 by parameter and rank; empty from a vLLM without that route."""
+        try:
+            reply = await self.http.post(
+                "/weight_checker", {"action": "checksum"}, timeout_s=_CHECKSUMS_S, idempotent=True
+            )
+        except TrackwayError as error:
+            if error.detail.get("status") != HTTPStatus.NOT_FOUND:
+                raise
+            return {}
+        return reply["checksums"]
+
+    async def _digests(self, folder: Path, before: Path) -> HeldDigests | None:
+        if self._server_digests is None or not self._server_digests.parameters:
+            return None
+        held = by_parameter(await self._checksums())
+        return await asyncio.to_thread(self._server_digests.compare, folder, held, before)
 
     async def _watch_progress(self) -> None:
         """Whole answers say nothing until they end; vLLM's counters tell whether it gets on with them."""

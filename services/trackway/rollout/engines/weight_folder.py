@@ -3,21 +3,39 @@
 A file is the length of its header in 8 bytes, the header in JSON (name: dtype, shape, place), and the tensors' bytes.
 """
 
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 HEAD = "lm_head.weight"
-_EMBEDDING = "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 _HEAD_FILE = "lm_head.safetensors"
 _INDEX = "model.safetensors.index.json"
+
+SHOWN_TENSORS = 5
+_FLOATS = {
+    "F64": ("<u8", 0x7FF0000000000000),
+    "F32": ("<u4", 0x7F800000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F8_E5M2": ("u1", 0x7C),
+    "F8_E4M3": ("u1", 0x7F),
+}
+"""By safetensors' name of a type: its bits as a number, and the least that is no number when the sign is left out."""
+_PART = 1 << 18
+"""Values looked at together, so that the masked copy stays in the cache."""
 
 
 class Tensor(NamedTuple):
     """Where one tensor is, and what."""
 
+    name: str
     file: Path
     start: int
     end: int
@@ -39,6 +57,16 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def file_digests(folder: Path) -> dict[str, str]:
+    """The sha256 of each tensor's bytes by name."""
+    digests: dict[str, str] = {}
+    for name, tensor in tensors(folder).items():
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.start)
+            digests[name] = hashlib.sha256(file.read(tensor.end - tensor.start)).hexdigest()
+    return digests
+
+
 def check_same_model(folder: Path, base: Path) -> None:
     """Raises WEIGHTS_CORRUPT unless the folder has every tensor of the base in its shape."""
     got, want = tensors(folder), tensors(base)
@@ -49,6 +77,37 @@ def check_same_model(folder: Path, base: Path) -> None:
                 ErrorCode.WEIGHTS_CORRUPT,
                 f"expected {name} of shape {tensor.shape} in {folder}, got {shape}; publish all weights of {base}",
             )
+
+
+def check_finite(folder: Path) -> None:
+    """Raises WEIGHTS_CORRUPT when a value of the folder's safetensors is NaN or infinite.
+
+    Other files, and types of numbers that are not known here, are left to the server that loads them.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return
+    if bad := [name for name, tensor in tensors(folder).items() if not _is_finite(tensor)]:
+        raise not_finite(bad, folder)
+
+
+def not_finite(names: Sequence[str], folder: Path) -> TrackwayError:
+    """The error for weights that hold NaN or infinities in these tensors."""
+    shown = ", ".join(names[:SHOWN_TENSORS])
+    more = f" and {len(names) - SHOWN_TENSORS} more" if len(names) > SHOWN_TENSORS else ""
+    message = f"expected finite weights in {folder}, got NaN or infinities in {shown}{more}; publish finite weights"
+    return TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message, tensors=len(names))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether no value has the bits of NaN or an infinity, which follow those of all numbers, sign aside."""
+    if tensor.dtype not in _FLOATS or tensor.start == tensor.end:
+        return True
+    kind, first = _FLOATS[tensor.dtype]
+    size = np.dtype(kind).itemsize
+    bits = np.memmap(tensor.file, kind, "r", tensor.start, ((tensor.end - tensor.start) // size,))
+    without_sign = np.array(2 ** (8 * size - 1) - 1, kind)
+    parts = (bits[start : start + _PART] for start in range(0, len(bits), _PART))
+    return all(int((part & without_sign).max()) < first for part in parts)
 
 
 def lacks_head(folder: Path, base: Path) -> bool:
@@ -63,7 +122,7 @@ def with_head(folder: Path, into: Path) -> Path:
     into.mkdir()
     for file in folder.iterdir():
         (into / file.name).symlink_to(file.resolve())
-    embedding = next(tensor for name, tensor in tensors(folder).items() if name.endswith(_EMBEDDING))
+    embedding = next(tensor for name, tensor in tensors(folder).items() if name.endswith(EMBEDDING))
     _write(into / _HEAD_FILE, embedding)
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_text())
@@ -81,12 +140,12 @@ def _header(path: Path) -> dict[str, Tensor]:
         header: dict[str, Any] = json.loads(file.read(size))
     begin = 8 + size
     entries = ((name, entry) for name, entry in header.items() if name != "__metadata__")
-    return {name: _tensor(path, begin, entry) for name, entry in entries}
+    return {name: _tensor(name, path, begin, entry) for name, entry in entries}
 
 
-def _tensor(path: Path, begin: int, entry: dict[str, Any]) -> Tensor:
+def _tensor(name: str, path: Path, begin: int, entry: dict[str, Any]) -> Tensor:
     start, end = entry["data_offsets"]
-    return Tensor(path, begin + start, begin + end, entry["dtype"], tuple(entry["shape"]))
+    return Tensor(name, path, begin + start, begin + end, entry["dtype"], tuple(entry["shape"]))
 
 
 def _write(path: Path, tensor: Tensor) -> None:

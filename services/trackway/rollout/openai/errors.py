@@ -1,23 +1,18 @@
 """Error answers that OpenAI's clients read: our body with `type` and `param`, and whether to ask again as a header."""
 
-from collections.abc import Callable, Coroutine
-from typing import Any
-
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from pydantic import JsonValue
 
-from trackway.serving.answers import retry_after
+from trackway.serving.answers import misfit, retry_after
+from trackway.serving.routes import Handler, JsonRoute
 from trackway.wire.errors import ErrorCode, TrackwayError
-
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-class OpenAIRoute(APIRoute):
+class OpenAIRoute(JsonRoute):
     """A route whose errors are OpenAI's."""
 
     def get_route_handler(self) -> Handler:
@@ -50,9 +45,7 @@ def openai_body(error: TrackwayError) -> dict[str, JsonValue]:
 
 
 def _invalid(error: RequestValidationError) -> TrackwayError:
-    problems = [(".".join(str(part) for part in item["loc"][1:]), item) for item in error.errors()]
-    told = "; ".join(f"{place}: {item['msg']}" if place else item["msg"] for place, item in problems)
-    place, first = problems[0]
-    param = first.get("ctx", {}).get("param") or place.partition(".")[0] or None
-    message = f"the request does not fit the schema at /docs: {told}"
-    return TrackwayError(ErrorCode.INVALID_REQUEST, message, param=param)
+    first = error.errors()[0]
+    place = next(map(str, first["loc"][1:]), None)
+    param = first.get("ctx", {}).get("param") or place
+    return TrackwayError(ErrorCode.INVALID_REQUEST, misfit(error, skip=1), param=param)

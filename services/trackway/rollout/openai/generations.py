@@ -41,15 +41,19 @@ def jobs_of(
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
     )
+    requests = [
+        GenerateRequest(token_ids=prompt, sampling_params=params, min_weight_version=request.min_weight_version)
+        for prompt in prompts
+    ]
     only = len(prompts) * request.n == 1
     return [
         Job(
             index,
-            GenerateRequest(
-                request_id=name if only else f"{name}-{index}",
-                token_ids=prompts[index // request.n],
-                sampling_params=params.model_copy(update={"seed": _seed(request, index % request.n)}),
-                min_weight_version=request.min_weight_version,
+            requests[index // request.n].model_copy(  # shares the ids
+                update={
+                    "request_id": name if only else f"{name}-{index}",
+                    "sampling_params": params.model_copy(update={"seed": _seed(request, index % request.n)}),
+                }
             ),
             Reader(tokenizer, request),
         )

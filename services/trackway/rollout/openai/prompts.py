@@ -1,10 +1,13 @@
 """Prompts as token ids: of text by the tokenizer, of messages by the model's chat template."""
 
 import json
+from collections.abc import Sequence
+from functools import lru_cache
 
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
+from trackway.chat.encoding import TooLong, chars_per_token, check_chars, encode_within
 from trackway.chat.offload import offload
 from trackway.chat.templates import template_call
 from trackway.chat.tool_calls import BEGIN
@@ -24,21 +27,27 @@ async def tokenizer_of(text: TokenText) -> Tokenizer:
         raise TrackwayError(ErrorCode.INTERNAL, message + remedy) from error
 
 
-async def completion_prompts(tokenizer: Tokenizer, request: CompletionRequest) -> list[list[int]]:
-    """Each prompt's ids, in order."""
-    prompts = [request.prompt] if isinstance(request.prompt, str) else request.prompt
-    several = [prompts] if isinstance(prompts[0], int) else prompts
-    return [await _ids(tokenizer, prompt, request.add_special_tokens) for prompt in several]
+async def completion_prompts(tokenizer: Tokenizer, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
+    """Each prompt's ids, in order; raises INVALID_REQUEST for text of none, or of more than `max_tokens`."""
+    return [await _ids(tokenizer, prompt, request.add_special_tokens, max_tokens) for prompt in request.prompts]
 
 
-async def _ids(tokenizer: Tokenizer, prompt: object, special: bool) -> list[int]:
+async def _ids(tokenizer: Tokenizer, prompt: str | list[int], special: bool, max_tokens: int) -> list[int]:
     if isinstance(prompt, list):
         return prompt
-    ids = await offload(len(str(prompt)), _encode, tokenizer, str(prompt), special)
+    try:
+        ids = await offload(len(prompt), _encode, tokenizer, prompt, special, max_tokens)
+    except TooLong as error:
+        raise _too_long("prompt", error, max_tokens) from error
     if not ids:
         message = "prompt: expected text of at least one token, got none; send some text"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="prompt")
     return ids
+
+
+def _too_long(param: str, error: TooLong, max_tokens: int) -> TrackwayError:
+    message = f"{param}: expected 1 to {max_tokens} prompt tokens, got at least {error.at_least}; raise max_model_len"
+    return TrackwayError(ErrorCode.INVALID_REQUEST, message, param=param)
 
 
 def forced_prefix(request: ChatRequest) -> str:
@@ -48,16 +57,29 @@ def forced_prefix(request: ChatRequest) -> str:
     return BEGIN if request.tool_choice == "required" else ""
 
 
-async def chat_prompt(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
-    """The conversation's ids with the tools that may be called, up to where the answer goes on."""
+async def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
+    """The conversation's ids with the tools that may be called, up to where the answer goes on.
+
+    Raises INVALID_REQUEST when it has more than `max_tokens`, or the chat template refuses it.
+    """
     if tokenizer.chat_template is None:
         message = "messages: expected a model with a chat template, got one without; use /v1/completions"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages")
-    size = len(request.model_dump_json(include={"messages", "tools"}))
-    return await offload(size, _rendered, tokenizer, request)
+    chars = sum(map(_chars, request.messages))
+    try:
+        check_chars(chars, max_tokens, _most_chars(tokenizer))
+        size = chars + 1000 * (len(request.messages) + len(request.tools))
+        return await offload(size, _rendered, tokenizer, request, max_tokens)
+    except TooLong as error:
+        raise _too_long("messages", error, max_tokens) from error
 
 
-def _rendered(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
+def _chars(message: ChatMessage) -> int:
+    content = message.content
+    return len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+
+
+def _rendered(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
     tools = [_template_tool(tool) for tool in request.tools] if request.tool_choice != "none" else []
     try:
         text = tokenizer.apply_chat_template(
@@ -70,11 +92,19 @@ def _rendered(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
     except (TemplateError, TypeError, ValueError, RecursionError) as error:
         message = f"messages: the model's chat template refuses them: {error}; send what it can show"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
-    return _encode(tokenizer, text + forced_prefix(request), False)
+    return _encode(tokenizer, text + forced_prefix(request), False, max_tokens)
 
 
-def _encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=special)
+def _encode(tokenizer: Tokenizer, text: str, special: bool, max_tokens: int) -> list[int]:
+    def encode(part: str) -> Sequence[int]:
+        return tokenizer.encode(part, add_special_tokens=special)
+
+    return list(encode_within(max_tokens, text, encode, _most_chars(tokenizer)))
+
+
+@lru_cache(maxsize=4)
+def _most_chars(tokenizer: Tokenizer) -> int | None:
+    return chars_per_token(tokenizer.get_vocab(), tokenizer.unk_token_id)
 
 
 def _template_tool(tool: ChatTool) -> dict[str, JsonValue]:

@@ -38,9 +38,10 @@ def openai_routes(service: RolloutService, text: TokenText) -> APIRouter:
     @router.post("/v1/completions", response_model=None, responses=_either(Completion))
     async def completions(body: Annotated[CompletionRequest, Body(examples=[PROMPT])], request: Request) -> Response:
         """Continue prompts, given as text or token ids."""
-        service.served(body.model)
+        card = service.served(body.model)
         tokenizer = await tokenizer_of(text)
-        answer = CompletionAnswer(body, tokenizer, await completion_prompts(tokenizer, body))
+        prompts = await completion_prompts(tokenizer, body, card.max_model_len - 1)
+        answer = CompletionAnswer(body, tokenizer, prompts)
         return await _answer(service, request, body, answer, body.max_tokens, tokenizer)
 
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
@@ -48,7 +49,7 @@ def openai_routes(service: RolloutService, text: TokenText) -> APIRouter:
         """The next message of a conversation, rendered by the model's chat template."""
         card = service.served(body.model)
         tokenizer = await tokenizer_of(text)
-        prompt = await chat_prompt(tokenizer, body)
+        prompt = await chat_prompt(tokenizer, body, card.max_model_len - 1)
         left = max(1, card.max_model_len - len(prompt))
         max_tokens = body.max_completion_tokens or body.max_tokens or left
         return await _answer(service, request, body, ChatAnswer(body, tokenizer, prompt), max_tokens, tokenizer)

@@ -1,4 +1,4 @@
-"""The command line of bubblewrap (`bwrap`) for one interpreter."""
+"""The options of bubblewrap (`bwrap`) for one interpreter."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
@@ -6,7 +6,8 @@ from pathlib import PurePosixPath
 from trackway.tools.sandbox.python_files import PythonFiles
 from trackway.tools.sandbox.settings import SandboxSettings
 
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
+"""Not `zero`: memory that is shared through it has no bound."""
 _ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
 _NOTHING = ("--size", "4096", "--tmpfs")
 """The smallest file system of its own; made read-only once it holds what it shall."""
@@ -15,17 +16,16 @@ _ORDINARY = ("--unshare-user", "--disable-userns", "--uid", "1000", "--gid", "10
 _ROOT = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 
 
-def bubblewrap_command(
-    bwrap: str, files: PythonFiles, settings: SandboxSettings, as_root: bool, seccomp: int | None, info: int
+def bubblewrap_options(
+    files: PythonFiles, settings: SandboxSettings, as_root: bool, seccomp: int | None, info: int
 ) -> list[str]:
-    """All of it up to the interpreter's own arguments.
+    """All of bubblewrap's own arguments.
 
     as_root: whether this process is root; then the interpreter itself changes to another user, and no user namespace
         is needed. Otherwise bubblewrap makes one, in which the code is an ordinary user as well.
     seccomp, info: numbers of the open files with the system call filter and for the process id.
     """
     return [
-        bwrap,
         *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
         *(_ROOT if as_root else _ORDINARY),
         *("--die-with-parent", "--new-session", "--clearenv", "--hostname", "sandbox", "--info-fd", str(info)),
@@ -38,7 +38,7 @@ def bubblewrap_command(
         *("--perms", "1777", "--dir", "/tmp/.shm", "--symlink", "/tmp/.shm", "/dev/shm"),
         *("--symlink", "/proc/self/fd", "/dev/fd", "--remount-ro", "/dev"),
         *_readable(files, settings.read_only_paths),
-        *("--remount-ro", "/", "--", *files.arguments),
+        *("--remount-ro", "/"),
     ]
 
 

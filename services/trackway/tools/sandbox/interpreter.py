@@ -45,7 +45,8 @@ class Outcome:
 class Interpreter:
     """Its process starts with the first call, and anew with the call after one that ended it.
 
-    Calls run one after another; whoever calls sees to that.
+    Calls run one after another, which the caller ensures. Between two calls all processes of a sandbox are stopped:
+    what a call leaves running, threads included, runs only during later calls.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -64,6 +65,7 @@ class Interpreter:
         try:
             async with asyncio.timeout(timeout_s):
                 process = self._process or await self._started(output)
+                process.go_on()
                 self._watch_every(_BUSY_WATCH_S, process)
                 with self._heard(process, output):
                     succeeded = await ask(process.channel, code)
@@ -77,7 +79,8 @@ class Interpreter:
             self._cut_off = self._process is not None
             await self.stop()
             raise
-        self._watch_every(_IDLE_WATCH_S, process)
+        process.pause()
+        self._watch_every(_IDLE_WATCH_S, process, paused=True)
         return Outcome(output.text(), succeeded)
 
     async def stop(self) -> None:
@@ -151,14 +154,16 @@ class Interpreter:
         finally:
             loop.remove_reader(process.output)
 
-    def _watch_every(self, interval_s: float, process: InterpreterProcess) -> None:
+    def _watch_every(self, interval_s: float, process: InterpreterProcess, paused: bool = False) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        self._watch = asyncio.create_task(self._watched(interval_s, process))
+        self._watch = asyncio.create_task(self._watched(interval_s, process, paused))
 
-    async def _watched(self, interval_s: float, process: InterpreterProcess) -> None:
+    async def _watched(self, interval_s: float, process: InterpreterProcess, paused: bool) -> None:
         while process.popen.poll() is None and self._excess is None:
             await asyncio.sleep(interval_s)
+            if paused:
+                process.pause()  # what escaped by forking, or was continued by what did
             self._excess = self._excess or process.excess(self._launcher.settings)
         process.kill()
 

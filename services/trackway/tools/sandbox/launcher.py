@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trackway.tools.sandbox.bubblewrap import bubblewrap_command
+from trackway.tools.sandbox.bubblewrap import bubblewrap_options
 from trackway.tools.sandbox.process import InterpreterProcess, SandboxedProcess
 from trackway.tools.sandbox.python_files import python_files
 from trackway.tools.sandbox.seccomp import filter_program
@@ -21,6 +21,7 @@ _PROGRAM = Path(__file__).with_name("repl.py").read_text()
 _USERS = range(61184, 65520)
 """systemd's range for users made at run time: no file belongs to one of them."""
 _OPEN_FILES = 128
+_PENDING_SIGNALS = 256
 
 
 class Launcher:
@@ -77,10 +78,14 @@ class Launcher:
             rules = None if self._rules is None else _reading(self._rules)
             if rules is not None:
                 child_ends.callback(os.close, rules)
-            command = bubblewrap_command(self._bwrap, self._files, self.settings, user is not None, rules, info_end)
-            inherited = [theirs.fileno(), info_end, *([] if rules is None else [rules])]
+            options = bubblewrap_options(self._files, self.settings, user is not None, rules, info_end)
+            # The code can read its command line, and the options name folders of this machine.
+            arguments = _reading("\0".join(options).encode() + b"\0")
+            child_ends.callback(os.close, arguments)
+            command = ["bwrap", "--args", str(arguments), "--", *self._files.arguments]
+            inherited = [theirs.fileno(), info_end, arguments, *([] if rules is None else [rules])]
             # No environment: it could be read from within the sandbox.
-            popen = _popen([*command, *_program(theirs, limits, user)], inherited, "/", {})
+            popen = _popen([*command, *_program(theirs, limits, user)], inherited, "/", {}, self._bwrap)
         return SandboxedProcess(popen, ours, os.fdopen(info, "rb", buffering=0))
 
     def _bare(self, ours: socket.socket, theirs: socket.socket) -> InterpreterProcess:
@@ -97,6 +102,8 @@ class Launcher:
             "RLIMIT_FSIZE": (disk, disk),
             "RLIMIT_NOFILE": (_OPEN_FILES, _OPEN_FILES),
             "RLIMIT_CORE": (0, 0),
+            "RLIMIT_SIGPENDING": (_PENDING_SIGNALS, _PENDING_SIGNALS),
+            "RLIMIT_MSGQUEUE": (0, 0),
             "RLIMIT_AS": (memory, memory),
         }
 
@@ -113,10 +120,15 @@ def _program(channel: socket.socket, limits: dict[str, tuple[int, int]], user: i
 
 
 def _popen(
-    command: Sequence[str], inherited: Sequence[int], folder: str, environment: dict[str, str]
+    command: Sequence[str],
+    inherited: Sequence[int],
+    folder: str,
+    environment: dict[str, str],
+    executable: str | None = None,
 ) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         command,
+        executable=executable,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -128,8 +140,8 @@ def _popen(
 
 
 def _reading(data: bytes) -> int:
-    """An open file that reads as `data`, which is small enough for a pipe."""
-    reader, writer = os.pipe()
-    os.write(writer, data)
-    os.close(writer)
-    return reader
+    """An open file that reads as `data`."""
+    file = os.memfd_create("bubblewrap")
+    os.write(file, data)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file

@@ -14,7 +14,14 @@ from trackway.tools.sandbox.settings import SandboxSettings
 
 MAX_FILES = 20_000
 """Files in /tmp: empty ones take kernel memory that no size bounds."""
+MAX_LOCKS = 10_000
+"""Locks on files, which take kernel memory as well."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_LOCK_LINE_BYTES = 40
+"""The shortest line of /proc/locks."""
+_STOP_ROUNDS = 20
+_NOT_RUNNING = ("T", "t", "Z", "X")
+"""States in /proc/<pid>/stat: stopped, stopped by a tracer, ended."""
 
 
 class InterpreterProcess:
@@ -47,6 +54,14 @@ class InterpreterProcess:
 
     def ready(self) -> None:
         """The interpreter has spoken for the first time."""
+        return None
+
+    def pause(self) -> None:
+        """Stop the processes until `go_on`, where that is possible."""
+        return None
+
+    def go_on(self) -> None:
+        """Continue the processes that `pause` stopped."""
         return None
 
     def excess(self, settings: SandboxSettings) -> str | None:
@@ -92,12 +107,43 @@ class SandboxedProcess(InterpreterProcess):
         pid = int(json.loads(self._info.read(4096))["child-pid"])
         self._first = (pid, os.pidfd_open(pid))
 
+    def pause(self) -> None:
+        """Stop every process but the first, which runs no code of the sandbox; repeated until none is left running.
+
+        Processes that fork meanwhile may escape one call; the next stops them.
+        """
+        if self._first is None:
+            return
+        for _ in range(_STOP_ROUNDS):
+            running = [pid for pid in _descendants(self._first[0]) if _state(pid) not in _NOT_RUNNING]
+            if not running:
+                return
+            for pid in running:
+                self._signal(pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Continue every process."""
+        if self._first is not None:
+            for pid in _descendants(self._first[0]):
+                self._signal(pid, signal.SIGCONT)
+
+    def _signal(self, pid: int, number: signal.Signals) -> None:
+        """Only to a process of this sandbox: a pid may have become another's since it was read."""
+        assert self._first is not None
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
+            pidfd = os.pidfd_open(pid)
+            try:
+                if os.readlink(f"/proc/{pid}/ns/pid") == os.readlink(f"/proc/{self._first[0]}/ns/pid"):
+                    signal.pidfd_send_signal(pidfd, number)
+            finally:
+                os.close(pidfd)
+
     def excess(self, settings: SandboxSettings) -> str | None:
         """What all its processes together have too much of, or None."""
         if self._first is None:
             return None
         try:
-            return _excess(f"/proc/{self._first[0]}/root", settings)
+            return _excess(self._first[0], settings)
         except OSError:
             return None  # it has just ended
 
@@ -126,7 +172,28 @@ def _is_readable(pidfd: int) -> bool:
     return bool(look.poll(0))
 
 
-def _excess(root: str, settings: SandboxSettings) -> str | None:
+def _descendants(first: int) -> list[int]:
+    """Process ids below `first`, as this process sees them."""
+    pids, unvisited = [], [first]
+    while unvisited:
+        pid = unvisited.pop()
+        with contextlib.suppress(OSError):  # it has just ended
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children") as children:
+                    unvisited.extend(map(int, children.read().split()))
+        pids.append(pid)
+    return pids[1:]
+
+
+def _state(pid: int) -> str:
+    """The letter in /proc/<pid>/stat; X when there is no such process."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(") ")[2][0]
+    return "X"
+
+
+def _excess(first: int, settings: SandboxSettings) -> str | None:
+    root = f"/proc/{first}/root"
     living = [f"{root}/proc/{name}" for name in os.listdir(f"{root}/proc") if name.isdigit()]
     # Usually the kernel holds this bound; bubblewrap's own first process may come on top.
     if len(living) > settings.processes + 1:
@@ -134,11 +201,20 @@ def _excess(root: str, settings: SandboxSettings) -> str | None:
     files = os.statvfs(f"{root}/tmp")
     if files.f_files - files.f_ffree > MAX_FILES:
         return f"more than {MAX_FILES} files"
-    bound = settings.memory_mb << 20
+    with open(f"{root}/proc/locks") as locks:
+        if len(locks.read(MAX_LOCKS * _LOCK_LINE_BYTES)) == MAX_LOCKS * _LOCK_LINE_BYTES:
+            return f"more than {MAX_LOCKS} locks on files"
+    bound = (settings.memory_mb << 20) - _socket_bytes(first)
     if sum(map(_resident_bytes, living)) <= bound:
         return None
     # Forks share pages, and the exact count, which is slower, takes them once.
     return f"more than {settings.memory_mb} MB of memory" if sum(map(_own_bytes, living)) > bound else None
+
+
+def _socket_bytes(first: int) -> int:
+    """What the sockets of its network namespace may hold; the filter refuses to make their buffers larger."""
+    with open(f"/proc/{first}/net/sockstat") as sockstat, open("/proc/sys/net/core/wmem_default") as buffer:
+        return int(sockstat.readline().split()[-1]) * int(buffer.read())
 
 
 def _resident_bytes(process: str) -> int:

@@ -1,7 +1,8 @@
 """The system calls that sandboxed code cannot make, as a filter program for the kernel.
 
-Two kinds: memory that no other bound sees (anonymous files, System V and POSIX queues, network buffers), and doors into
-the kernel that Python code has no use for. Everything else is allowed. Sockets are for the processes of one sandbox.
+Two kinds: memory that no other bound sees (anonymous files, shared memory without a file, huge pages, pages that a pipe
+keeps, System V and POSIX queues, larger socket buffers), and doors into the kernel that Python code has no use for.
+Everything else is allowed. Sockets are for the processes of one sandbox, and the watch counts them (process.py).
 """
 
 import errno
@@ -12,14 +13,21 @@ import struct
 _DENIED_X86_64 = {
     "shmget": 29,
     "semget": 64,
+    "setsockopt": 54,
     "msgget": 68,
     "ptrace": 101,
     "mq_open": 240,
     "add_key": 248,
     "request_key": 249,
     "keyctl": 250,
+    "inotify_init": 253,
     "unshare": 272,
+    "splice": 275,
+    "tee": 276,
+    "vmsplice": 278,
+    "inotify_init1": 294,
     "perf_event_open": 298,
+    "fanotify_init": 300,
     "setns": 308,
     "process_vm_readv": 310,
     "process_vm_writev": 311,
@@ -30,6 +38,12 @@ _DENIED_X86_64 = {
     "memfd_secret": 447,
 }
 _DENIED_AARCH64 = {
+    "inotify_init1": 26,
+    "vmsplice": 75,
+    "splice": 76,
+    "tee": 77,
+    "setsockopt": 208,
+    "fanotify_init": 262,
     "setns": 268,
     "unshare": 97,
     "ptrace": 117,
@@ -50,18 +64,20 @@ _DENIED_AARCH64 = {
     "memfd_secret": 447,
 }
 _CLONE3 = 435
+_MAP_SHARED_ANONYMOUS = 0x21
+_MAP_HUGETLB = 0x40000
 _CLONE_NEWUSER = 0x10000000
 _X32_BIT = 0x40000000
 
 _MACHINES = {
-    # machine: (audit's number of it, socket, clone, denied)
-    "x86_64": (0xC000003E, 41, 56, _DENIED_X86_64),
-    "aarch64": (0xC00000B7, 198, 220, _DENIED_AARCH64),
+    # machine: (audit's number of it, socket, clone, mmap, denied)
+    "x86_64": (0xC000003E, 41, 56, 9, _DENIED_X86_64),
+    "aarch64": (0xC00000B7, 198, 220, 222, _DENIED_AARCH64),
 }
 
-_LOAD, _RETURN = 0x20, 0x06
+_LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
 _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT = 0x15, 0x35, 0x45
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 40
 """Offsets in the kernel's `struct seccomp_data`."""
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 
@@ -71,7 +87,7 @@ def filter_program(machine: str | None = None) -> bytes | None:
     known = _MACHINES.get(machine or platform.machine())
     if known is None:
         return None
-    architecture, socket_call, clone_call, denied = known
+    architecture, socket_call, clone_call, mmap_call, denied = known
     lines = [
         _line(_LOAD, _ARCHITECTURE),
         _line(_IF_EQUAL, architecture, no=0, yes=1),
@@ -83,6 +99,7 @@ def filter_program(machine: str | None = None) -> bytes | None:
         *(line for number in denied.values() for line in _when(_IF_EQUAL, number, [_refuse(errno.EPERM)])),
         *_when(_IF_EQUAL, clone_call, _by_argument(_IF_ANY_BIT, _CLONE_NEWUSER, _refuse(errno.EPERM), _allow())),
         *_when(_IF_EQUAL, socket_call, _by_argument(_IF_EQUAL, socket.AF_UNIX, _allow(), _refuse(errno.EAFNOSUPPORT))),
+        *_when(_IF_EQUAL, mmap_call, _mmap()),
         _allow(),
     ]
     return b"".join(lines)
@@ -103,6 +120,17 @@ def _refuse(error: int) -> bytes:
 def _when(test: int, value: int, then: list[bytes]) -> list[bytes]:
     """`then` must end in a return."""
     return [_line(test, value, no=len(then)), *then]
+
+
+def _mmap() -> list[bytes]:
+    """Shared memory has a file in /tmp, whose size is bounded; without one it is still held when no process maps it."""
+    return [
+        _line(_LOAD, _FOURTH_ARGUMENT),
+        *_when(_IF_ANY_BIT, _MAP_HUGETLB, [_refuse(errno.ENOMEM)]),
+        _line(_AND, _MAP_SHARED_ANONYMOUS),
+        *_when(_IF_EQUAL, _MAP_SHARED_ANONYMOUS, [_refuse(errno.EPERM)]),
+        _allow(),
+    ]
 
 
 def _by_argument(test: int, value: int, yes: bytes, no: bytes) -> list[bytes]:

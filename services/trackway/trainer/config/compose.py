@@ -8,9 +8,10 @@ Hydra parses and merges; what a key means is decided by the models. `+key` and `
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -28,7 +29,17 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 PRESETS = Path(__file__).parent / "presets"
 
+MAX_KEYS = 4096
+"""Keys of one configuration; some 600 are known."""
+MAX_KEY_CHARS = 200
+MAX_UNKNOWN = 10
+"""Unknown keys after which no further one is looked for."""
+MAX_LENGTH = 16_384
+"""Items of a list, characters of a text."""
+
 Tree = dict[str, JsonValue]
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 def compose(overrides: list[str], config_file: Path | None = None, config_name: str = "default") -> RunConfig:
@@ -38,15 +49,36 @@ def compose(overrides: list[str], config_file: Path | None = None, config_name: 
     A file may extend a preset (`defaults: [ppo_trainer]`). Raises TrackwayError(INVALID_REQUEST).
     """
     folder, name = _location(config_file, config_name)
-    lines = [_as_set(line) for line in overrides]
+    problems: list[TrackwayError] = []
+    lines = [set_line for line in overrides if (set_line := _noted(problems, _as_set, line)) is not None]
     ConfigStore.instance().store(name="trackway_defaults", node=_defaults())
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             composed = hydra_compose(name, overrides=[f"hydra.searchpath=[file://{PRESETS}]", *lines])
         tree = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration does not compose: {error}") from error
-    return resolve(cast(Tree, tree))
+        problems.append(TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration does not compose: {error}"))
+        raise together(problems) from error
+    config = _noted(problems, resolve, cast(Tree, tree))
+    if config is None or problems:
+        raise together(problems)
+    return config
+
+
+def together(problems: Sequence[TrackwayError]) -> TrackwayError:
+    """One error that says them all; one alone stays as it is."""
+    if len(problems) == 1:
+        return problems[0]
+    return TrackwayError(ErrorCode.INVALID_REQUEST, "; ".join(problem.message for problem in problems))
+
+
+def _noted(problems: list[TrackwayError], function: Callable[[A], R], argument: A) -> R | None:
+    """What the function returns; an error is added to `problems`, so that all are reported at once."""
+    try:
+        return function(argument)
+    except TrackwayError as error:
+        problems.append(error)
+        return None
 
 
 def resolve(tree: Tree) -> RunConfig:
@@ -55,17 +87,39 @@ def resolve(tree: Tree) -> RunConfig:
     Raises TrackwayError(INVALID_REQUEST) naming the key, what was expected and the nearest known keys.
     """
     given = leaves(tree)
+    _check_size(given)
     moved = {key for key in MOVED if key in given}
     for key in moved:
         _move(given, key)
-    ignored = [key for key in given if without_effect(key) is not None]
+    ignored = {key: None for key in given if without_effect(key) is not None}
+    problems: list[TrackwayError] = []
     for key in given:
         if key not in ignored:
-            _must_be_known(key)
-    kept = {key: value for key, value in given.items() if key not in ignored}
+            _noted(problems, _must_be_known, key)
+        if len(problems) == MAX_UNKNOWN:
+            raise together(problems)
+    unknown = {str(problem.detail["key"]) for problem in problems}
+    kept = {key: value for key, value in given.items() if key not in ignored and key not in unknown}
     notes = [*_earlier_notes(kept), *sorted(moved), *ignored, *_other_loggers(kept)]
     kept["trackway.ignored_keys"] = list[JsonValue](dict.fromkeys(notes))
-    return _validated(kept)
+    config = _noted(problems, _validated, kept)
+    if config is None or problems:
+        raise together(problems)
+    return config
+
+
+def _check_size(given: Tree) -> None:
+    if len(given) > MAX_KEYS:
+        message = f"expected a configuration of at most {MAX_KEYS} keys, got {len(given)}; leave out what is not needed"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+    for key, value in given.items():
+        if len(key) > MAX_KEY_CHARS:
+            message = f"expected keys of at most {MAX_KEY_CHARS} characters, got {key[:40]!r} of {len(key)}"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        if isinstance(value, list | str) and len(value) > MAX_LENGTH:
+            kind = "items" if isinstance(value, list) else "characters"
+            message = f"{key}: expected at most {MAX_LENGTH} {kind}, got {len(value)}; give less, or a file"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message, key=key)
 
 
 def leaves(tree: Tree, prefix: str = "") -> dict[str, JsonValue]:
@@ -125,10 +179,15 @@ def _as_set(line: str) -> str:
 
 
 def _must_be_known(key: str) -> None:
-    known = [*known_keys(), *(name.removesuffix(".*") for name in NO_EFFECT), *MOVED]
+    known = _known_names()
     if key in known or without_effect(key) is not None or any(name.startswith(f"{key}.") for name in known):
         return
     raise unknown_key(key, known)
+
+
+@lru_cache(maxsize=1)
+def _known_names() -> tuple[str, ...]:
+    return (*known_keys(), *(name.removesuffix(".*") for name in NO_EFFECT), *MOVED)
 
 
 def unknown_key(key: str, known: Iterable[str]) -> TrackwayError:
@@ -190,7 +249,10 @@ def _validated(given: dict[str, JsonValue]) -> RunConfig:
 
 def _problem(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"])
-    return f"{where}: {error['msg']}, got {error['input']!r}" if where else error["msg"]
+    if error["type"] == "value_error":  # of a validator of ours, which says what it got
+        reason = str(error.get("ctx", {}).get("error", error["msg"]))
+        return f"{where}: {reason}" if where else reason
+    return f"{where}: {error['msg']}, got {error['input']!r}"
 
 
 def _nested(flat: dict[str, JsonValue]) -> Tree:

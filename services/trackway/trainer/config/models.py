@@ -4,13 +4,17 @@ Key names and defaults are verl's (`verl/trainer/config/ppo_trainer.yaml`) unles
 own live under `trackway.*`.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from trackway.trainer.config.known import LOGGERS, OTHER_LOGGERS
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.section import Section
+from trackway.wire.names import Label, RunName
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What engines and torch take: 64 bits with a sign."""
 
 
 class DataConfig(Section):
@@ -38,7 +42,7 @@ class DataConfig(Section):
     """Draw a new order of the rows for each epoch."""
     drop_last: bool = True
     """Leave out the incomplete batch at the end of each epoch, as verl does; false trains on it too."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of that order; None takes `trackway.seed`."""
 
     @field_validator("train_files", "val_files", mode="before")
@@ -71,10 +75,10 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """How long to train, when to validate and save, and what the run is called."""
 
-    project_name: str = "trackway"
+    project_name: Label = "trackway"
     """The MLflow experiment and the W&B project that the run belongs to, and its traces unless
     `rollout.trace.project_name` says other."""
-    experiment_name: str = "run"
+    experiment_name: RunName = "run"
     """The run's name: its folder, its MLflow and W&B run, and the first part of every trajectory id."""
     logger: list[str] = Field(default_factory=lambda: ["console"])
     """`console` prints a line per step, `wandb` and `tensorboard` keep what they are given; `file`, metrics.jsonl, is
@@ -120,10 +124,10 @@ class TrainerConfig(Section):
 class TrackwayConfig(Section):
     """Keys of our own."""
 
-    seed: int = 42
+    seed: Seed = 42
     """Seed of the learner, the row order, the choice of traced prompts, and of every generation (with its place)."""
-    device: str = "auto"
-    """Where the learner computes: `cpu`, `cuda`, or `auto` for a GPU when there is one."""
+    device: str = Field(default="auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$")
+    """Where the learner computes: `cpu`, `cuda` (or one of them, `cuda:1`), or `auto` for a GPU when there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Arithmetic of the learner, whose weights stay float32; `auto` is bfloat16 on a GPU, as in verl, and float32 on a
     CPU, most of which are slower with bfloat16."""
@@ -160,12 +164,14 @@ class TrackwayConfig(Section):
     feedback: bool = True
     """Record reward, advantage and fate on each trace, in MLflow and in Weave."""
     feedback_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds to wait for a backend that is away, or a trace that has not arrived, before its feedback is given up."""
+    """Seconds that a trace may be missing from an MLflow that answers, before its feedback is given up."""
     sleep_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that engines which share the learner's GPUs may take to give their memory back, and to take it again with
     the new weights loaded."""
     keep_weights: int = Field(default=4, ge=2)
     """Published weight versions that are kept, so that a replica in the middle of loading one is not disturbed."""
+    storage_wait_s: float = Field(default=600.0, ge=0)
+    """Seconds that a run waits for a disk that is full or cannot be written, before it fails and can be resumed."""
     max_restarts: int = Field(default=2, ge=0)
     """How often a learner that dies is started again from its last checkpoint."""
     wandb_run_id: str | None = Field(default=None, pattern="^[^/:]+$")
@@ -191,6 +197,26 @@ class RunConfig(Section):
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: expected at most data.train_batch_size "
                 f"({self.data.train_batch_size}), got {mini}; both count prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_leave_room_in_the_engine(self) -> Self:
+        longest, prompt = self.actor_rollout_ref.rollout.max_model_len, self.data.max_prompt_length
+        if longest is not None and longest <= prompt:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.max_model_len: expected more than data.max_prompt_length ({prompt}), got "
+                f"{longest}; an engine takes prompt and response together"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_fit_the_gpus(self) -> Self:
+        each, gpus = self.actor_rollout_ref.rollout.tensor_model_parallel_size, self.trainer.n_gpus_per_node
+        if each is not None and gpus and each > gpus * (self.trainer.nnodes or 1):
+            raise ValueError(
+                "actor_rollout_ref.rollout.tensor_model_parallel_size: expected at most the run's "
+                f"{gpus * (self.trainer.nnodes or 1)} GPUs (trainer.n_gpus_per_node x trainer.nnodes), got {each}"
             )
         return self
 

@@ -1,10 +1,11 @@
 """The section `actor_rollout_ref.*`: the model, its optimisation, how it is sampled, and the reference policy."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from trackway.trainer.config.section import Section
+from trackway.wire.names import Label
 from trackway.wire.tracing import TraceBackend
 
 KlKind = Literal[
@@ -26,6 +27,10 @@ KlKind = Literal[
 ]
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+"""Of a running mean: the share that the past keeps."""
+
+
 class ModelConfig(Section):
     """The policy's weights."""
 
@@ -43,7 +48,7 @@ class OptimConfig(Section):
 
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
     weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's decoupled weight decay."""
@@ -132,7 +137,7 @@ class ValKwargs(Section):
     """Temperature when `do_sample` is true."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the distribution that is kept."""
-    top_k: int = -1
+    top_k: int = Field(default=-1, ge=-1)
     """Most likely tokens that are kept; -1 keeps all."""
     n: int = Field(default=1, ge=1, le=1024)
     """Rollouts per validation prompt."""
@@ -167,9 +172,9 @@ class TraceConfig(Section):
     """Put the text of prompts and responses on spans, not only the number of tokens."""
     max_samples_per_step_per_worker: int | None = Field(default=None, ge=0)
     """Prompts per step that are traced with all their rollouts; None traces all when a backend is set."""
-    project_name: str | None = Field(default=None, min_length=1)
+    project_name: Label | None = None
     """MLflow experiment, or Weave project (`entity/project`), of the traces; None takes `trainer.project_name`."""
-    experiment_name: str | None = Field(default=None, min_length=1)
+    experiment_name: Label | None = None
     """The tag `experiment_name` of each trace; None takes `trainer.experiment_name`."""
 
     @field_validator("backend", mode="before")
@@ -203,7 +208,7 @@ class RolloutConfig(Section):
     """Divides the logits, in sampling and in the learner's log-probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the distribution that is kept."""
-    top_k: int = -1
+    top_k: int = Field(default=-1, ge=-1)
     """Most likely tokens that are kept; -1 keeps all."""
     log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
     """Trajectories per pass that recomputes old logprobs; None takes `actor.ppo_micro_batch_size_per_gpu`."""

@@ -1,4 +1,4 @@
-"""The base of every configuration section: unknown keys are refused, and a field's docstring is its help."""
+"""The base of every configuration section: unknown keys and non-finite numbers are refused, docstrings are help."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -6,4 +6,4 @@ from pydantic import BaseModel, ConfigDict
 class Section(BaseModel):
     """Part of the configuration tree; immutable once validated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)

@@ -1,7 +1,6 @@
 """Rows as parquet files that verl reads too, and verl's files as rows."""
 
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import JsonValue, ValidationError
 
+from trackway.system import replacing, writing
 from trackway.trainer.data.progress import counted
 from trackway.trainer.data.records import Record, Rejected, read_records
 from trackway.trainer.data.rows import from_record, to_record
@@ -20,33 +20,57 @@ RAW_GSM8K = {"question", "answer"}
 SHAPES = {
     "prompt": 'prompt as [{"role": "user", "content": "..."}]',
     "reward_model": 'reward_model as {"style": "rule", "ground_truth": "<text>"}',
-    "extra_info": 'extra_info as {"index": <whole number>, ...}',
+    "extra_info": 'extra_info as {"index": <number or text>, "tools_kwargs": {"<tool>": {"create_kwargs": {...}}}}',
 }
 """How columns are written that files often have in another form."""
 
 
 def write_rows(path: Path, rows: list[Sample]) -> None:
-    """Replace the file at `path` with these rows; a reader sees the old file or the whole new one."""
+    """Replace the file at `path` with these rows; a reader sees the old file or the whole new one.
+
+    Raises StorageError when it cannot be written, INVALID_REQUEST without rows.
+    """
     path = path.expanduser()
     if not rows:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected at least one row for {path}, got none; ask for more")
     table = _to_table([to_record(row) for row in rows])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        pq.write_table(table, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    what = f"{len(rows)} rows"
+    with writing(path, what):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, what) as draft:
+        pq.write_table(table, draft)
 
 
 def read_rows(path: Path) -> list[Sample]:
-    """The rows of a parquet or JSONL file in verl's schema; the first one that is not a row is an error."""
+    """The rows of a parquet or JSONL file in verl's schema; records that are not rows are one error."""
     path = path.expanduser()
-    rows = [_to_row(record) for record in counted(read_records(path), f"{path}: rows read")]
+    rows: list[Sample] = []
+    first_errors: list[TrackwayError] = []
+    wrong = 0
+    for record in counted(read_records(path), f"{path}: rows read"):
+        try:
+            rows.append(_to_row(record))
+        except TrackwayError as error:
+            wrong += 1
+            if wrong <= _ERRORS_SHOWN:
+                first_errors.append(error)
+    if wrong:
+        raise _all_of(first_errors, wrong, len(rows) + wrong)
     if not rows:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected rows in {path}, the file has none; write it again")
     return rows
+
+
+_ERRORS_SHOWN = 3
+"""Unreadable rows that are reported with their reason; the others are counted."""
+
+
+def _all_of(first_errors: Sequence[TrackwayError], wrong: int, records: int) -> TrackwayError:
+    if wrong == 1:
+        return first_errors[0]
+    told = "; ".join(error.message for error in first_errors)
+    more = f"; and {wrong - len(first_errors)} more" if wrong > len(first_errors) else ""
+    return TrackwayError(ErrorCode.INVALID_REQUEST, f"{wrong} of {records} records are not rows: {told}{more}")
 
 
 def _to_table(records: list[dict[str, JsonValue]]) -> pa.Table:
@@ -71,7 +95,6 @@ def _to_row(record: Record | Rejected) -> Sample:
     _require_columns(record)
     try:
         row = from_record(record.data)
-        _ = row.index
     except ValidationError as error:
         problem = error.errors()[0]
         raise _misshapen(record, ".".join(map(str, problem["loc"])), problem["msg"]) from error

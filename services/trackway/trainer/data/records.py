@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import JsonValue
 
+from trackway.system import visible
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -102,4 +103,9 @@ def _parse_line(path: Path, number: int, line: bytes) -> Record | Rejected:
 def _to_record(path: Path, number: int, data: JsonValue) -> Record | Rejected:
     if not isinstance(data, dict):
         return Rejected(path, number, f"expected a JSON object, got {type(data).__name__}")
+    try:
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = visible(error.object[error.start])
+        return Rejected(path, number, f"expected text, got a lone surrogate, {half}, which is half a character")
     return Record(path, number, data)

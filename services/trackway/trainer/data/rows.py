@@ -12,6 +12,7 @@ from pydantic import Field, JsonValue
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.base import WireReply
 from trackway.wire.chat import Message
+from trackway.wire.sample_index import SampleIndex
 
 Split = Literal["train", "test"]
 
@@ -39,7 +40,7 @@ class ExtraInfo(WireReply):
     """The `extra_info` column as Trackway writes it."""
 
     split: Split
-    index: int
+    index: SampleIndex
     """Unique within the split; it becomes the `sample_index` tag of the trajectories."""
     answer: str
     """The worked answer as the source gives it."""

@@ -10,25 +10,29 @@ PACKAGES = ("mlflow", "tensorboard", "wandb")
 
 
 def check_loggers(config: RunConfig, default_mlflow_uri: str | None) -> None:
-    """Raises TrackwayError(INVALID_REQUEST) for a named logger whose package is missing, or MLflow without a URI."""
+    """Raises TrackwayError(INVALID_REQUEST) for named loggers whose package is missing, and MLflow without a URI."""
+    missing = missing_for_loggers(config, default_mlflow_uri)
+    if missing:
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, "; ".join(missing), key="trainer.logger")
+
+
+def missing_for_loggers(config: RunConfig, default_mlflow_uri: str | None) -> list[str]:
+    """A sentence for each thing that a named logger needs where the trainer runs and does not find."""
     names = config.trainer.logger
-    for name in names:
-        if name in PACKAGES and not _installed(name):
-            raise _refused(
-                f"expected the package {name} where the trainer runs, found none; "
-                f"pip install 'trackway[{name}]', or leave {name} out"
-            )
+    missing = [
+        f"trainer.logger: expected the package {name} where the trainer runs, found none; "
+        f"pip install 'trackway[{name}]', or leave {name} out"
+        for name in names
+        if name in PACKAGES and not _installed(name)
+    ]
     if "mlflow" in names and not (config.trackway.mlflow_uri or default_mlflow_uri):
-        raise _refused(
-            "expected a tracking URI for mlflow, got none; set trackway.mlflow_uri, or MLFLOW_TRACKING_URI in the "
-            "environment of the trainer service and start that again, or leave mlflow out"
+        missing.append(
+            "trainer.logger: expected a tracking URI for mlflow, got none; set trackway.mlflow_uri, or "
+            "MLFLOW_TRACKING_URI in the environment of the trainer service and start that again, or leave mlflow out"
         )
+    return missing
 
 
 def _installed(package: str) -> bool:
     spec = find_spec(package)
     return spec is not None and spec.origin is not None  # a folder of that name, as W&B makes one, has no origin
-
-
-def _refused(reason: str) -> TrackwayError:
-    return TrackwayError(ErrorCode.INVALID_REQUEST, f"trainer.logger: {reason}", key="trainer.logger")

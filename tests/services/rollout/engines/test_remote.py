@@ -2,19 +2,16 @@
 
 import asyncio
 import json
-import math
 from pathlib import Path
 
 import pytest
 
-from trackway.rollout.engines.canary import check_canary
 from trackway.rollout.engines.model_facts import ModelFacts
 from trackway.rollout.engines.remote_calls import Calls
 from trackway.rollout.engines.remote_weights import VersionNames
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Canary
 
 FACTS = ModelFacts(vocab_size=10, max_positions=100, eos_token_ids=frozenset({2}))
 
@@ -31,27 +28,6 @@ def test_old_names_are_forgotten() -> None:
     for version in range(1002):
         names.new(version)
     assert (names.version("1"), names.version("2")) == (None, 2)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "difference", "right"),
-    [("float32", 9e-4, True), ("float32", 2e-3, False), ("bfloat16", 0.14, True), ("bfloat16", 0.16, False)],
-)
-def test_a_canary_is_right_within_the_noise_of_the_type(dtype: str, difference: float, right: bool) -> None:
-    canary = Canary(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0])
-    scored = [-1.0, -2.0 + difference]
-    if right:
-        check_canary(scored, canary, dtype, Path("w"))
-    else:
-        with pytest.raises(TrackwayError, match=f"difference of {difference:.3g} for the weights in w") as raised:
-            check_canary(scored, canary, dtype, Path("w"))
-        assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
-
-
-@pytest.mark.parametrize("scored", [[-1.0], [-1.0, math.nan], []])
-def test_a_canary_without_numbers_or_of_another_length_is_wrong(scored: list[float]) -> None:
-    with pytest.raises(TrackwayError):
-        check_canary(scored, Canary(token_ids=[1, 2, 3], logprobs=[-1.0, -2.0]), "bfloat16", Path("w"))
 
 
 def write(folder: Path, config: dict[str, object], generation: dict[str, object] | None = None) -> Path:

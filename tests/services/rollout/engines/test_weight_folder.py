@@ -1,6 +1,7 @@
 """Folders of safetensors, judged by their headers."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from rollout_models import build
 from safetensors.torch import load_file, save_file
 
-from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, tensors, with_head
+from trackway.rollout.engines.weight_folder import check_finite, check_same_model, lacks_head, tensors, with_head
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -81,3 +82,28 @@ def test_the_head_that_is_added_is_the_embedding_and_an_index_knows_it(tied: Pat
     found = json.loads((whole / "model.safetensors.index.json").read_text())["weight_map"]
     assert found == {**index["weight_map"], "lm_head.weight": "lm_head.safetensors"}
     assert "lm_head.weight" not in (tied / "model.safetensors.index.json").read_text()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2])
+def test_a_value_that_is_not_finite_is_found_and_its_tensor_named(
+    tmp_path: Path, dtype: torch.dtype, number: float
+) -> None:
+    values = torch.ones(3 << 18)
+    values[-1] = number
+    save_file({"a": values.to(dtype), "b": torch.ones(4, dtype=dtype)}, tmp_path / "model.safetensors")
+
+    with pytest.raises(
+        TrackwayError, match=f"expected finite weights in {tmp_path}, got NaN or infinities in a;"
+    ) as got:
+        check_finite(tmp_path)
+    assert got.value.code is ErrorCode.WEIGHTS_CORRUPT
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_the_largest_numbers_and_whole_ones_are_finite(tmp_path: Path, dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    ends = torch.tensor([limits.max, limits.min, -0.0], dtype=torch.float64).to(dtype)
+    save_file({"a": ends, "b": torch.tensor([-1, 2**62]), "none": ends[:0]}, tmp_path / "model.safetensors")
+
+    check_finite(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from trackway.tools.sandbox import Interpreter, Launcher, SandboxSettings, launcher_for
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("isolation")]
+pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
 
 @pytest.fixture

@@ -49,6 +49,7 @@ def python() -> str:
     pytest.skip("no Python with our packages that an ordinary user may start")
 
 
+@pytest.mark.program("bwrap")
 @pytest.mark.usefixtures("isolation")
 def test_the_layers_hold_for_an_ordinary_user(python: str) -> None:
     fork = """

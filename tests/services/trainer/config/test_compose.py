@@ -2,6 +2,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 
 from trackway.trainer.config import RunConfig, compose, no_effect, resolve
 from trackway.trainer.config.compose import PRESETS, known_keys
@@ -14,6 +15,9 @@ for _given, _shell in (("\\\n", " "), ("$HOME", ""), ("$PROJECT_DIR", "")):
     SCRIPT = SCRIPT.replace(_given, _shell)
 REPRODUCE = [word for word in shlex.split(SCRIPT.partition("main_ppo")[2].partition('"$@"')[0]) if word[:2] != "--"]
 """The arguments of verl's GSM8K script, as a shell gives them."""
+
+ACTOR = "actor_rollout_ref.actor"
+TRACE = "actor_rollout_ref.rollout.trace"
 
 GSM8K_YAML = """
 hydra:
@@ -98,6 +102,32 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path):
         compose([], tmp_path / "mine.yaml")
 
 
+def test_every_mistake_is_told_at_once(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ntrainer:\n  safe_freq: 7\n")
+    words = ["data.train_bach_size=3", "data.seed", f"{ACTOR}.optim.lr=nan", "trainer.experiment_name=a/b"]
+
+    with pytest.raises(TrackwayError) as caught:
+        compose([*words, "data.max_prompt_length=0"], tmp_path / "mine.yaml")
+
+    for said in (
+        "'data.train_bach_size'",
+        "'data.seed'",
+        "'trainer.safe_freq'",
+        "optim.lr",
+        "experiment_name",
+        "prompt_l",
+    ):
+        assert said in caught.value.message
+
+
+def test_replicas_that_take_more_gpus_than_the_run_has_are_refused():
+    gpus = ["actor_rollout_ref.rollout.tensor_model_parallel_size=4", "trainer.n_gpus_per_node=2"]
+
+    with pytest.raises(TrackwayError, match=r"tensor_model_parallel_size: expected at most the run's 2 GPUs .*, got 4"):
+        compose(gpus)
+    assert compose([*gpus, "trainer.nnodes=2"]).trainer.nnodes == 2
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -107,6 +137,26 @@ def test_an_unknown_key_in_a_file_is_refused(tmp_path):
         ("data.train_batch_size=8", "ppo_mini_batch_size: expected at most data.train_batch_size"),
         ("data.seed", "expected key=value in Hydra's grammar, got 'data.seed'"),
         ("data.seed=${nowhere}", "the configuration does not compose"),
+        (f"{ACTOR}.optim.betas=[0.9,1.0]", f"{ACTOR}.optim.betas.1: Input should be less than 1, got 1.0"),
+        ("actor_rollout_ref.rollout.top_k=-2", "rollout.top_k: Input should be greater than or equal to -1, got -2"),
+        (
+            "trackway.device=gpu",
+            "trackway.device: String should match pattern '^(auto|cpu|cuda(:[0-9]+)?)$', got 'gpu'",
+        ),
+        ("trackway.seed=9223372036854775808", "trackway.seed: Input should be less than 9223372036854775808"),
+        (
+            "actor_rollout_ref.rollout.max_model_len=512",
+            "actor_rollout_ref.rollout.max_model_len: expected more than data.max_prompt_length (512), got 512",
+        ),
+        (f"{ACTOR}.optim.lr=inf", f"{ACTOR}.optim.lr: Input should be a finite number, got inf"),
+        (f"{ACTOR}.optim.lr=1e999", f"{ACTOR}.optim.lr: Input should be a finite number, got inf"),
+        (f"{ACTOR}.optim.betas=[0.9,nan]", f"{ACTOR}.optim.betas.1: Input should be a finite number, got nan"),
+        (f"{ACTOR}.entropy_coeff=-inf", f"{ACTOR}.entropy_coeff: Input should be a finite number, got -inf"),
+        ("trainer.experiment_name=../../evil", "trainer.experiment_name: expected a run name of letters, digits"),
+        ("trainer.experiment_name=''", "trainer.experiment_name: expected a run name of letters, digits"),
+        ("trainer.experiment_name=weights", "trainer.experiment_name: expected a run name other than mlflow, spool"),
+        ("trainer.project_name=../evil", "trainer.project_name: expected a name of 1 to 256 printable characters"),
+        (f"{TRACE}.experiment_name=''", f"{TRACE}.experiment_name: expected a name of 1 to 256 printable"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_key(argument: str, message: str):
@@ -117,7 +167,6 @@ def test_a_bad_value_is_refused_with_its_key(argument: str, message: str):
     assert message in caught.value.message
 
 
-TRACE = "actor_rollout_ref.rollout.trace"
 EVERY_TRACE_KEY = ["backend=weave", "token2text=true", "max_samples_per_step_per_worker=3", "project_name=me/p"]
 
 
@@ -254,3 +303,24 @@ def test_every_key_has_a_sentence_and_none_is_both_honoured_and_without_effect()
 
     assert [key for key, sentence in keys.items() if not sentence.endswith(".")] == []
     assert set(keys) & set(NO_EFFECT) == set()
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({f"k{number}": 1 for number in range(4097)}, "expected a configuration of at most 4096 keys, got 4097"),
+        ({"x" * 201: 1}, f"expected keys of at most 200 characters, got '{'x' * 40}' of 201"),
+        ({"data": {"train_files": ["a"] * 16_385}}, "data.train_files: expected at most 16384 items, got 16385"),
+        ({"data": {"train_files": "a" * 16_385}}, "data.train_files: expected at most 16384 characters, got 16385"),
+    ],
+)
+def test_a_configuration_of_no_reasonable_size_is_refused(tree: dict[str, JsonValue], message: str) -> None:
+    with pytest.raises(TrackwayError) as refused:
+        resolve(tree)
+    assert refused.value.message.startswith(message)
+
+
+def test_only_the_first_ten_unknown_keys_are_looked_up() -> None:
+    with pytest.raises(TrackwayError) as refused:
+        resolve({f"nonsense_{number:04}": 1 for number in range(4000)})
+    assert refused.value.message.count("unknown key") == 10

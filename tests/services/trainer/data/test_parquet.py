@@ -204,10 +204,19 @@ def test_columns_of_other_names_are_met_with_the_name_that_is_meant(
         ),
         ({"reward_model": "1"}, """; write reward_model as {"style": "rule", "ground_truth": "<text>"}"""),
         (
-            {"extra_info": {"index": "gsm8k-1"}},
-            "got extra_info.index: invalid literal for int() with base 10: 'gsm8k-1'",
+            {"extra_info": {"index": [1]}},
+            "rows.jsonl:1: expected verl's row schema, got extra_info: index: expected a whole number or 1 to 128 "
+            'printable characters, got [1]; write extra_info as {"index": <number or text>',
         ),
-        ({"extra_info": {"index": [1]}}, "got extra_info.index: int() argument must be"),
+        ({"extra_info": {"index": 1.5}}, "got extra_info: index: expected a whole number"),
+        ({"extra_info": {"tools_kwargs": "zz"}}, "got extra_info: tools_kwargs: expected an object, got str; write"),
+        (
+            {"extra_info": {"tools_kwargs": {"calculator": {"create_kwargs": [1]}}}},
+            "got extra_info: tools_kwargs.calculator.create_kwargs: expected an object, got list; write",
+        ),
+        ({"extra_info": "zz"}, "got extra_info: Input should be a valid dictionary; write"),
+        ({"reward_model": {"ground_truth": 4}}, "got reward_model.ground_truth: Input should be a valid string; write"),
+        ({"prompt": [{"role": "user", "content": 4}]}, "got prompt.0.content: Input should be a valid string; write"),
     ],
 )
 def test_a_column_of_another_shape_is_met_with_the_shape_that_is_meant(
@@ -221,12 +230,58 @@ def test_a_column_of_another_shape_is_met_with_the_shape_that_is_meant(
     assert message in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("written", "index"), [(7, 7), ("7", 7), (7.0, 7), ("007", "007"), ("django__django-11099", "django__django-11099")]
+)
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_row_may_be_numbered_or_named(tmp_path: Path, suffix: str, written: object, index: int | str) -> None:
+    path = tmp_path / f"rows.{suffix}"
+    record = _record(extra_info={"index": written})  # pyright: ignore[reportArgumentType]
+    if suffix == "jsonl":
+        path.write_text(json.dumps(record))
+    else:
+        pq.write_table(pa.Table.from_pylist([record]), path)
+
+    [row] = read_rows(path)
+
+    assert row.index == index and type(row.index) is type(index)
+
+
+def test_text_that_is_no_unicode_is_named_by_its_line(tmp_path: Path) -> None:
+    lines = [json.dumps(_record()), json.dumps(_record(prompt=[{"role": "user", "content": "half \ud83d"}]))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    (tmp_path / "rows.json").write_text(f"[{', '.join(lines)}]")
+
+    with pytest.raises(TrackwayError, match=r"rows\.jsonl:2: .*expected text, got a lone surrogate, \\ud83d"):
+        read_rows(tmp_path / "rows.jsonl")
+    with pytest.raises(TrackwayError, match=r"rows\.json:2: .*expected text, got a lone surrogate, \\ud83d"):
+        read_rows(tmp_path / "rows.json")
+
+
 def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path) -> None:
     lines = [_record(), _record(prompt=[{"role": "robot", "content": "q"}])]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     with pytest.raises(TrackwayError, match=r"rows\.jsonl:2: expected verl's row schema, got prompt\.0\.role"):
         read_rows(tmp_path / "rows.jsonl")
+
+
+def test_all_bad_rows_are_one_error_the_first_few_with_their_reason(tmp_path: Path) -> None:
+    lines = [_record(), *[_record(prompt="no list")] * 5]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+
+    with pytest.raises(TrackwayError) as caught:
+        read_rows(tmp_path / "rows.jsonl")
+
+    assert caught.value.message.startswith("5 of 6 records are not rows: ") and caught.value.message.endswith(
+        "and 2 more"
+    )
+    assert [f"rows.jsonl:{line}: expected" in caught.value.message for line in (2, 3, 4, 5)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_broken_line_is_an_error_and_not_skipped(tmp_path: Path) -> None:

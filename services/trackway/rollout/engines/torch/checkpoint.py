@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trackway.rollout.engines.torch.decoder import DecoderWeights, LayerWeights
 from trackway.rollout.engines.torch.model_config import DecoderConfig
+from trackway.rollout.engines.weight_folder import not_finite
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 LM_HEAD = "lm_head.weight"
@@ -17,10 +18,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def read_weights(folder: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    """The weights in the folder's `*.safetensors`; raises WEIGHTS_CORRUPT when names or shapes are not the model's."""
+    """The weights in the folder's `*.safetensors`.
+
+    Raises WEIGHTS_CORRUPT when names or shapes are not the model's, or a value is NaN or infinite in `dtype`.
+    """
     tensors = _read_tensors(folder)
     check(tensors, config, folder)
-    return _fuse({name: tensor.to(device, dtype) for name, tensor in tensors.items()}, config)
+    placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    require_finite(placed, folder)
+    return _fuse(placed, config)
 
 
 def expected_shapes(config: DecoderConfig) -> Shapes:
@@ -65,6 +71,14 @@ def check(tensors: dict[str, Tensor], config: DecoderConfig, folder: Path) -> No
             f"weights in {folder} do not fit the served model: {shown}; publish weights of the same architecture",
             tensors=len(wrong),
         )
+
+
+def require_finite(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Raises WEIGHTS_CORRUPT unless all values are finite, whose sums are then finite too, but for huge ones."""
+    sums = torch.stack([tensor.sum(dtype=tensor.dtype) for tensor in tensors.values()])  # one wait for the device
+    suspects = [name for name, finite in zip(tensors, sums.isfinite().tolist(), strict=True) if not finite]
+    if bad := [name for name in suspects if not bool(tensors[name].isfinite().all())]:
+        raise not_finite(bad, folder)
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -18,14 +18,15 @@ from trackway.rollout.engines.engine import Capability, EngineStats, Generation,
 from trackway.rollout.engines.places import Places
 from trackway.rollout.engines.torch.core import Ended, EngineCore
 from trackway.rollout.engines.torch.decoder import Decoder
-from trackway.rollout.engines.torch.loading import device_of, dtype_of, load
+from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, prove
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.rollout.engines.torch.scheduler import Continuation
 from trackway.rollout.engines.torch.thread import EngineThread
+from trackway.rollout.engines.weight_proof import Judgement, require_accepted
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Canary
+from trackway.wire.weights import WeightProof
 
 Pending = asyncio.Future[Generation | TrackwayError]
 
@@ -49,6 +50,7 @@ class TorchEngine:
         self._waiting: dict[Continuation, Pending] = {}
         self._places = Places(settings.max_num_seqs, _FIRST_GUESS_S)
         self._paused = False
+        self.judgement: Judgement | None = None
 
     @property
     def version(self) -> int:
@@ -72,7 +74,7 @@ class TorchEngine:
 
     async def start(self) -> None:
         """Load the base weights and start the thread."""
-        weights = await asyncio.to_thread(load, self._decoder, self._settings.model_path, None)
+        weights = await asyncio.to_thread(load, self._decoder, self._settings.model_path)
         self._core = EngineCore(self._decoder, weights, 0, self._settings.max_num_seqs)
         self._thread = EngineThread(self._core, self._resolve, self._fail)
 
@@ -127,11 +129,16 @@ class TorchEngine:
         self._paused = False
         await self._thread.freeze(False)
 
-    async def load_weights(self, folder: Path, version: int, canary: Canary | None) -> None:
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
         """All or nothing; see `Engine.load_weights`."""
         core = self._started()
-        weights = await asyncio.to_thread(load, self._decoder, folder, canary)
+        weights = await asyncio.to_thread(load, self._decoder, folder)
+        judgement = None
+        if proof is not None:
+            judgement = await asyncio.to_thread(prove, self._decoder, weights, core.weights, proof)
+            require_accepted(judgement, proof, version, folder)
         await self._thread.call(lambda: core.swap(weights, version))
+        self.judgement = judgement
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
         """Refused: this engine keeps its memory."""

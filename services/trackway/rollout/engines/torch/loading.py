@@ -1,23 +1,29 @@
-"""New weights become servable: read, put on the device, and scored on the canary before anyone meets them."""
+"""New weights become servable: read, put on the device, and proved before a request meets them."""
 
 from pathlib import Path
 
 import torch
 
-from trackway.rollout.engines.canary import check_canary
 from trackway.rollout.engines.torch.checkpoint import read_weights
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
+from trackway.rollout.engines.torch.digests import held_digests, published_digests
+from trackway.rollout.engines.weight_proof import HeldDigests, Judgement, compare_digests, judge
 from trackway.rollout.settings import RolloutSettings
-from trackway.wire.weights import Canary
+from trackway.wire.weights import WeightProof
 
 
-def load(decoder: Decoder, folder: Path, canary: Canary | None) -> DecoderWeights:
-    """The folder's weights; raises WEIGHTS_CORRUPT when they are not the model's or miss the canary."""
+def load(decoder: Decoder, folder: Path) -> DecoderWeights:
+    """The folder's weights; raises WEIGHTS_CORRUPT when they are not the model's."""
     with torch.inference_mode():
-        weights = read_weights(folder, decoder.config, decoder.device, decoder.dtype)
-        if canary is not None:
-            check_canary(decoder.score(weights, canary.token_ids), canary, str(decoder.dtype).split(".")[1], folder)
-        return weights
+        return read_weights(folder, decoder.config, decoder.device, decoder.dtype)
+
+
+def prove(decoder: Decoder, weights: DecoderWeights, before: DecoderWeights, proof: WeightProof) -> Judgement:
+    """Whether these are the published weights; `before` are those that they replace."""
+    with torch.inference_mode():
+        digests = _compare(decoder, weights, before, proof)
+        scored = [decoder.score(weights, probe.token_ids[: decoder.max_len]) for probe in proof.probes]
+    return judge(proof, str(decoder.dtype).removeprefix("torch."), scored, digests)
 
 
 def device_of(settings: RolloutSettings) -> torch.device:
@@ -31,3 +37,12 @@ def dtype_of(settings: RolloutSettings, device: torch.device) -> torch.dtype:
     """The type that settings name; `auto` is bfloat16 on CUDA, else float32, which a CPU without AMX does faster."""
     name = settings.dtype if settings.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _compare(decoder: Decoder, weights: DecoderWeights, before: DecoderWeights, proof: WeightProof) -> HeldDigests:
+    published = published_digests(proof.digests, decoder.dtype)
+    held = compare_digests(held_digests(weights, decoder.config, proof.digests), published)
+    if held.other:  # only then it matters whether they are the old ones
+        old = held_digests(before, decoder.config, proof.digests)
+        held = compare_digests(held_digests(weights, decoder.config, proof.digests), published, old)
+    return held

@@ -10,7 +10,7 @@ from sglang_fake import Fake
 from trackway.rollout.engines.engine import Generation
 from trackway.rollout.engines.sglang import SglangEngine
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Canary
+from trackway.wire.weights import Probe, WeightProof
 
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -24,10 +24,11 @@ def answer(seed: int, count: int, prompt: list[int] = PROMPT) -> list[int]:
     return sequence[len(prompt) :]
 
 
-def canary(seed: int) -> Canary:
+def proof(seed: int) -> WeightProof:
     """What a publisher of these weights says."""
     tokens = [3, 4, 5, 6]
-    return Canary(token_ids=tokens, logprobs=[fakes.logprob(seed, token) for token in tokens[1:]])
+    logprobs = [fakes.logprob(seed, token) for token in tokens[1:]]
+    return WeightProof(probes=[Probe(token_ids=tokens, positions=[1, 2, 3], logprobs=logprobs)])
 
 
 def params(count: int, **more: Any) -> SamplingParams:

@@ -10,7 +10,7 @@ Run as a program it takes the command line of `python -m sglang.launch_server`.
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,6 +132,9 @@ class Fake:
         self.hang: set[str] = set()
         self.forced: list[int] = []
         self.nan_at: int | None = None
+        self.folder = folder
+        self.score: Callable[[list[int]], list[float]] | None = None
+        """A real model's logprobs of a prompt's tokens 1..n-1, for those who ask for them."""
         self.continued = asyncio.Event()
         self.continued.set()
 
@@ -208,7 +211,9 @@ class Fake:
         if body.return_logprob and total:
             meta["output_token_logprobs"] = rows[first:]
             start = max(0, body.logprob_start_len)
-            prompt = [[None if at == 0 else logprob(self.seed or 0, t), t, None] for at, t in enumerate(body.input_ids)]
+            score = self.score or (lambda ids: [logprob(self.seed or 0, token) for token in ids[1:]])
+            scores = [None, *score(body.input_ids)]
+            prompt = [[lp, token, None] for lp, token in zip(scores, body.input_ids, strict=True)]
             meta["input_token_logprobs"] = prompt[start:] if body.logprob_start_len >= 0 else []
         if body.return_sampling_mask and total:
             meta["output_token_sampling_logprobs"] = [(lp or 0.0) / 2 for lp in request.logprobs]
@@ -325,6 +330,7 @@ def make_app(fake: Fake) -> FastAPI:
             return fake.crime("Cache flush failed after updating weights")
         if body.flush_cache:
             fake.cache.clear()
+        fake.folder = Path(body.model_path)
         fake.seed, fake.version = seed, body.weight_version or fake.version
         return JSONResponse({"success": True, "message": "Succeeded to update model weights."})
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from replica_group import Group
-from sglang_cases import canary
+from sglang_cases import proof
 from sglang_fake import Fake, serving, write_weights
 
 from trackway.clients.weights import WeightStore
@@ -35,7 +35,7 @@ async def test_the_trainer_puts_two_sglang_replicas_to_sleep_and_wakes_them_with
         before = [len(fake.calls) for fake in fakes]
         await engines.sleep()
         asleep = [fake.asleep.copy() for fake in fakes]
-        store.publish(1, "run", new, canary(4))
+        store.publish(1, "run", new, proof=proof(4))
         await engines.wake_up(1)
         after = [len(fake.calls) for fake in fakes]
         made = [

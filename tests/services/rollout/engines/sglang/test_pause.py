@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine_runs import until
-from sglang_cases import LONG, PROMPT, answer, canary, in_flight, params, sent
+from sglang_cases import LONG, PROMPT, answer, in_flight, params, proof, sent
 from sglang_fake import Fake
 
 from trackway.rollout.engines.engine import Capability, Generation
@@ -142,7 +142,7 @@ async def test_memory_is_given_back_after_frozen_requests_were_aborted(engine: S
 
 
 async def test_waking_up_at_once_brings_the_weights_back(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
-    await engine.load_weights(folder(1), 1, canary(1))
+    await engine.load_weights(folder(1), 1, proof(1))
     await engine.pause("wait")
     await engine.sleep(["weights", "kv_cache"])
     await engine.wake_up(["weights", "kv_cache"])
@@ -155,7 +155,7 @@ async def test_waking_up_at_once_brings_the_weights_back(engine: SglangEngine, f
 async def test_weights_that_did_not_come_back_may_come_back_at_the_next_wake_up(
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
-    await engine.load_weights(folder(1), 1, canary(1))
+    await engine.load_weights(folder(1), 1, proof(1))
     await engine.pause("wait")
     await engine.sleep(["weights", "kv_cache"])
     fake.fail["/update_weights_from_disk"] = (500, {"message": "no room"})
@@ -175,13 +175,13 @@ async def test_weights_are_loaded_between_the_two_stages_of_the_wake_up_and_prov
     await engine.pause("wait")
     await engine.sleep(["weights", "kv_cache"])
     with pytest.raises(TrackwayError, match=r"wake_up\?tags=weights"):
-        await engine.load_weights(folder(4), 1, canary(4))
+        await engine.load_weights(folder(4), 1, proof(4))
     await engine.wake_up(["weights"])
     assert engine.asleep == fake.asleep == {"kv_cache"}
-    await engine.load_weights(folder(4), 1, canary(4))
+    await engine.load_weights(folder(4), 1, proof(4))
     assert sent(fake, "/generate") == []
     await engine.wake_up(["kv_cache"])
-    assert [body["input_ids"] for body in sent(fake, "/generate")] == [canary(4).token_ids]
+    assert [body["input_ids"] for body in sent(fake, "/generate")] == [proof(4).probes[0].token_ids]
     await engine.resume()
     assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(4, 5)
     assert len(sent(fake, "/update_weights_from_disk")) == 1
@@ -193,8 +193,8 @@ async def test_a_canary_that_is_wrong_at_the_wake_up_brings_the_old_weights_back
     await engine.pause("wait")
     await engine.sleep(["weights", "kv_cache"])
     await engine.wake_up(["weights"])
-    await engine.load_weights(folder(4), 1, canary(5))
-    with pytest.raises(TrackwayError, match="canary logprobs"):
+    await engine.load_weights(folder(4), 1, proof(5))
+    with pytest.raises(TrackwayError, match="got other weights"):
         await engine.wake_up(["kv_cache"])
     assert engine.asleep == frozenset()
     await engine.resume()

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import sglang_fake as fakes
+import torch
 from engine_runs import until
-from sglang_cases import LONG, PROMPT, answer, canary, in_flight, params, sent
+from safetensors.torch import save_file
+from sglang_cases import LONG, PROMPT, answer, in_flight, params, proof, sent
 from sglang_fake import Fake
 
 from trackway.rollout.engines.engine import Generation, Piece
@@ -24,7 +26,7 @@ Starts = Callable[..., AbstractAsyncContextManager[SglangEngine]]
 
 
 async def test_new_weights_serve_after_their_canary_is_right(engine: SglangEngine, fake: Fake, folder: Folder) -> None:
-    await engine.load_weights(folder(4), 7, canary(4))
+    await engine.load_weights(folder(4), 7, proof(4))
     made = await engine.generate(PROMPT, params(5), "r")
     assert engine.version == 7
     assert (made.token_ids, made.spans) == (answer(4, 5), [WeightSpan(version=7, start=0, end=5)])
@@ -43,7 +45,7 @@ async def test_a_request_in_flight_goes_on_under_new_weights_and_says_where_they
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
     task = await in_flight(engine, fake)
-    await engine.load_weights(folder(4), 1, canary(4))
+    await engine.load_weights(folder(4), 1, proof(4))
     made = await task
     (old, new) = made.spans
     assert (old.version, old.start, new.version, new.end) == (0, 0, 1, 200)
@@ -65,7 +67,7 @@ async def test_nothing_that_old_weights_computed_is_reused(engine: SglangEngine,
 async def test_weights_whose_canary_is_wrong_never_show_a_token(
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
-    await engine.load_weights(folder(1), 1, canary(1))
+    await engine.load_weights(folder(1), 1, proof(1))
     task = await in_flight(engine, fake)
     pieces: list[Piece] = []
 
@@ -74,8 +76,8 @@ async def test_weights_whose_canary_is_wrong_never_show_a_token(
 
     reading = asyncio.create_task(read())
     await until(lambda: len(fake.requests) == 2)
-    with pytest.raises(TrackwayError, match="canary logprobs") as raised:
-        await engine.load_weights(folder(4), 2, canary(5))
+    with pytest.raises(TrackwayError, match="got other weights") as raised:
+        await engine.load_weights(folder(4), 2, proof(5))
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
     made = await task
     await reading
@@ -93,7 +95,7 @@ async def test_a_request_that_comes_during_a_load_waits_and_meets_only_proved_we
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
     fake.hang.add("/update_weights_from_disk")
-    load = asyncio.create_task(engine.load_weights(folder(4), 1, canary(4)))
+    load = asyncio.create_task(engine.load_weights(folder(4), 1, proof(4)))
     await until(lambda: sent(fake, "/update_weights_from_disk"))
     late = asyncio.create_task(engine.generate(PROMPT, params(5), "late"))
     gone = asyncio.create_task(engine.generate(PROMPT, params(5), "gone"))
@@ -104,7 +106,7 @@ async def test_a_request_that_comes_during_a_load_waits_and_meets_only_proved_we
     assert await gone == Generation([], [], "abort", [])
     fake.hang.clear()
     await load
-    assert [body["input_ids"] for body in sent(fake, "/generate")] == [canary(4).token_ids]
+    assert [body["input_ids"] for body in sent(fake, "/generate")] == [proof(4).probes[0].token_ids]
     assert await late == Generation(
         answer(4, 5), (await late).logprobs, "length", [WeightSpan(version=1, start=0, end=5)]
     )
@@ -115,7 +117,7 @@ async def test_a_load_that_is_cancelled_leaves_nothing_to_serve_until_a_load_suc
 ) -> None:
     running = await in_flight(engine, fake)
     fake.hang.add("/update_weights_from_disk")
-    load = asyncio.create_task(engine.load_weights(folder(4), 1, canary(4)))
+    load = asyncio.create_task(engine.load_weights(folder(4), 1, proof(4)))
     await until(lambda: sent(fake, "/update_weights_from_disk"))
     late = asyncio.create_task(engine.generate(PROMPT, params(5), "late"))
     await asyncio.sleep(0.02)
@@ -126,7 +128,7 @@ async def test_a_load_that_is_cancelled_leaves_nothing_to_serve_until_a_load_suc
     assert (await running).finish_reason == "abort"
     assert engine.stuck_for() == math.inf
     fake.hang.clear()
-    await engine.load_weights(folder(4), 1, canary(4))
+    await engine.load_weights(folder(4), 1, proof(4))
     assert engine.stuck_for() == 0.0
     assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(4, 5)
 
@@ -136,8 +138,8 @@ async def test_a_version_that_failed_is_tried_again_under_a_name_of_its_own(
 ) -> None:
     for _ in range(2):
         with pytest.raises(TrackwayError):
-            await engine.load_weights(folder(4), 1, canary(5))
-    await engine.load_weights(folder(4), 1, canary(4))
+            await engine.load_weights(folder(4), 1, proof(5))
+    await engine.load_weights(folder(4), 1, proof(4))
     names = [body["weight_version"] for body in sent(fake, "/update_weights_from_disk")]
     assert names == ["1", "0+1", "1+2", "0+3", "1+4"]
     assert (await engine.generate(PROMPT, params(2), "r")).spans == [WeightSpan(version=1, start=0, end=2)]
@@ -149,7 +151,7 @@ async def test_a_folder_that_does_not_load_leaves_frozen_requests_whole(
     task = await in_flight(engine, fake)
     (tmp_path / "broken").mkdir()
     with pytest.raises(TrackwayError, match="Failed to update weights") as raised:
-        await engine.load_weights(tmp_path / "broken", 1, canary(1))
+        await engine.load_weights(tmp_path / "broken", 1, proof(1))
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
     made = await task
     assert (made.token_ids, made.spans) == (answer(0, 200), [WeightSpan(version=0, start=0, end=200)])
@@ -160,7 +162,7 @@ async def test_an_answer_to_the_canary_that_makes_no_sense_brings_the_old_weight
 ) -> None:
     fake.fail["/generate"] = (200, {"meta_info": {"input_token_logprobs": "none"}})
     with pytest.raises(TrackwayError, match="is this SGLang"):
-        await engine.load_weights(folder(4), 1, canary(4))
+        await engine.load_weights(folder(4), 1, proof(4))
     assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(0, 5)
 
 
@@ -171,7 +173,7 @@ async def test_a_step_of_the_load_that_fails_once_brings_the_old_weights_back(
     task = await in_flight(engine, fake)
     fake.fail[route] = (500, {"message": "because"})
     with pytest.raises(TrackwayError, match="500: because") as raised:
-        await engine.load_weights(folder(4), 1, canary(4))
+        await engine.load_weights(folder(4), 1, proof(4))
     assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
     assert (await task).token_ids == answer(0, 200)
     assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(0, 5)
@@ -181,11 +183,11 @@ async def test_without_the_last_good_folder_nothing_is_served_until_a_load_succe
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
     good = folder(1)
-    await engine.load_weights(good, 1, canary(1))
+    await engine.load_weights(good, 1, proof(1))
     task = await in_flight(engine, fake)
     shutil.rmtree(good)
-    with pytest.raises(TrackwayError, match=r"canary logprobs(.|\n)*it was pruned") as raised:
-        await engine.load_weights(folder(4), 2, canary(5))
+    with pytest.raises(TrackwayError, match=r"got other weights(.|\n)*it was pruned") as raised:
+        await engine.load_weights(folder(4), 2, proof(5))
     assert raised.value.code is ErrorCode.UNAVAILABLE
     assert engine.stuck_for() == math.inf
     made = await task
@@ -193,7 +195,7 @@ async def test_without_the_last_good_folder_nothing_is_served_until_a_load_succe
     with pytest.raises(TrackwayError, match="did not load again") as raised:
         await engine.generate(PROMPT, params(1), "r")
     assert raised.value.code is ErrorCode.UNAVAILABLE
-    await engine.load_weights(folder(4), 3, canary(4))
+    await engine.load_weights(folder(4), 3, proof(4))
     assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(4, 5)
 
 
@@ -202,7 +204,7 @@ async def test_weights_load_while_paused_and_frozen_requests_stay_frozen(
 ) -> None:
     task = await in_flight(engine, fake)
     await engine.pause("keep")
-    await engine.load_weights(folder(4), 1, canary(4))
+    await engine.load_weights(folder(4), 1, proof(4))
     made = len(fake.requests[0].output)
     await asyncio.sleep(0.05)
     assert len(fake.requests[0].output) == made
@@ -217,3 +219,16 @@ async def test_a_server_that_somebody_used_before_gets_the_base_weights(starts: 
     async with starts() as engine:
         made = await engine.generate(PROMPT, params(5), "r")
     assert (made.token_ids, made.spans) == (answer(0, 5), [WeightSpan(version=0, start=0, end=5)])
+
+
+async def test_a_folder_that_is_not_finite_is_refused_before_the_server_sees_it(
+    engine: SglangEngine, fake: Fake, folder: Folder
+) -> None:
+    save_file({"model.norm.weight": torch.tensor([1.0, math.nan])}, folder(4) / "model.safetensors")
+
+    with pytest.raises(TrackwayError, match=r"NaN or infinities in model\.norm\.weight") as raised:
+        await engine.load_weights(folder(4), 1, None)
+
+    assert raised.value.code is ErrorCode.WEIGHTS_CORRUPT
+    assert sent(fake, "/update_weights_from_disk") == []
+    assert engine.version == 0

@@ -179,7 +179,7 @@ def test_prefills_that_exceed_a_forward_are_computed_in_several(model_path: Path
 
 def test_in_bfloat16_logprobs_stay_within_its_rounding(model_path: Path) -> None:
     engine = TorchEngine(RolloutSettings(model_path=model_path, max_model_len=256, device="cpu", dtype="bfloat16"))
-    core = EngineCore(engine._decoder, load(engine._decoder, model_path, None), 0, slots=4)
+    core = EngineCore(engine._decoder, load(engine._decoder, model_path), 0, slots=4)
     requests = ragged()
     run(core, *requests)
     found = differences(model_path, requests)

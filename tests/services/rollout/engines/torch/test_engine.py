@@ -10,10 +10,11 @@ from rollout_models import EOS, VOCAB
 from transformers import AutoModelForCausalLM
 
 from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.engines.weight_proof import proof_of_canary
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
-from trackway.wire.weights import Canary
+from trackway.wire.weights import Canary, WeightProof
 
 pytestmark = pytest.mark.anyio
 
@@ -24,11 +25,11 @@ async def refused(engine: TorchEngine, prompt: list[int]) -> TrackwayError:
     return raised.value
 
 
-def canary_of(folder: Path, shift: float = 0.0) -> Canary:
+def proof_of(folder: Path, shift: float = 0.0) -> WeightProof:
     tokens = list(range(3, 20))
     logits = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([tokens])).logits[0, :-1]
     logprobs = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    return Canary(token_ids=tokens, logprobs=(logprobs + shift).tolist(), tolerance=1e-3)
+    return proof_of_canary(Canary(token_ids=tokens, logprobs=(logprobs + shift).tolist(), tolerance=1e-3))
 
 
 async def test_generation_ends_with_a_stop_token_which_is_part_of_it(engine: TorchEngine) -> None:
@@ -127,7 +128,7 @@ async def test_a_pause_that_keeps_freezes_requests_and_an_update_goes_under_them
     await running(engine, 1)
     await engine.pause("keep")
     frozen = engine.stats()
-    await engine.load_weights(other_path, 4, canary_of(other_path))
+    await engine.load_weights(other_path, 4, proof_of(other_path))
     assert engine.stats() == frozen
     await engine.resume()
     spans = (await task).spans
@@ -135,21 +136,21 @@ async def test_a_pause_that_keeps_freezes_requests_and_an_update_goes_under_them
     assert [(s.version, s.start, s.end) for s in spans] == [(0, 0, cut), (4, cut, 300)]
 
 
-async def test_weights_that_fail_their_canary_are_not_taken(engine: TorchEngine, other_path: Path) -> None:
+async def test_weights_that_fail_their_proof_are_not_taken(engine: TorchEngine, other_path: Path) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     before = await engine.generate(PROMPT, greedy, "a")
-    with pytest.raises(TrackwayError, match=r"expected 16 canary logprobs within 0.001 .* a difference of 0\.5"):
-        await engine.load_weights(other_path, 1, canary_of(other_path, shift=0.5))
+    with pytest.raises(TrackwayError, match=r"got other weights: its logprobs are off by 0\.5 \(at most 0\.001\)"):
+        await engine.load_weights(other_path, 1, proof_of(other_path, shift=0.5))
     assert engine.version == 0
     assert (await engine.generate(PROMPT, greedy, "b")).token_ids == before.token_ids
-    await engine.load_weights(other_path, 1, canary_of(other_path))
+    await engine.load_weights(other_path, 1, proof_of(other_path))
     assert engine.version == 1
     assert (await engine.generate(PROMPT, greedy, "c")).token_ids != before.token_ids
 
 
-async def test_a_canary_of_no_number_is_not_taken(engine: TorchEngine, other_path: Path) -> None:
-    with pytest.raises(TrackwayError, match="difference of nan"):
-        await engine.load_weights(other_path, 1, canary_of(other_path, shift=float("nan")))
+async def test_a_proof_of_no_number_is_not_taken(engine: TorchEngine, other_path: Path) -> None:
+    with pytest.raises(TrackwayError, match="off by nan"):
+        await engine.load_weights(other_path, 1, proof_of(other_path, shift=float("nan")))
     assert engine.version == 0
 
 

@@ -1,0 +1,53 @@
+"""Log lines that text from outside cannot break: a session's id with a newline must not become a line of its own.
+
+The escaping is done by the records themselves, so it holds for every logger and handler of the process, Ray's and
+uvicorn's included.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable
+from functools import lru_cache
+
+from trackway.system.text import visible
+from trackway.wire.errors import shortened
+
+MAX_CHARS = 16_384
+"""Longest message and longest traceback of a record; a longer one loses its middle."""
+_INDENT = "  "
+"""Before each line of a traceback, whose last lines are the exception's own text."""
+
+
+class _Escaping(logging.LogRecord):
+    def getMessage(self) -> str:
+        return visible(shortened(super().getMessage(), MAX_CHARS))
+
+
+def escape_log_records() -> None:
+    """Write control characters of every log record of this process as escapes, from now on."""
+    make = logging.getLogRecordFactory()
+    if not isinstance(make, _Factory):
+        logging.setLogRecordFactory(_Factory(make))
+
+
+class _Factory:
+    """Ray puts its own factory around this one, and this one goes around any that is there before it."""
+
+    def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
+        self._make = make
+
+    def __call__(self, *args: object, **kwargs: object) -> logging.LogRecord:
+        record = self._make(*args, **kwargs)
+        record.__class__ = _escaping(type(record))
+        if record.exc_info and record.exc_info[0] is not None and not record.exc_text:
+            text = shortened("".join(traceback.format_exception(*record.exc_info)), MAX_CHARS)
+            lines = text.rstrip("\n").split("\n")
+            record.exc_text = "\n".join(_INDENT + visible(line) for line in lines)
+        return record
+
+
+@lru_cache(maxsize=16)
+def _escaping(kind: type[logging.LogRecord]) -> type[logging.LogRecord]:
+    if issubclass(kind, _Escaping):
+        return kind
+    return _Escaping if kind is logging.LogRecord else type(kind.__name__, (_Escaping, kind), {})

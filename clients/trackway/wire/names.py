@@ -1,0 +1,58 @@
+"""Names that a user gives to runs and projects: one rule for every place that takes them.
+
+A run's name is a folder and the first part of each trajectory's id: letters and digits of any script, without spaces
+and slashes. The label of a project or an experiment is only shown and sent to a backend: it may have those too.
+"""
+
+import re
+import unicodedata
+from typing import Annotated
+
+from pydantic import AfterValidator, StringConstraints
+
+LONGEST_RUN_NAME = 128
+"""Bytes in UTF-8."""
+RESERVED_NAMES = frozenset({"mlflow", "spool", "weights"})
+"""Folders of an outputs folder that are no runs."""
+LONGEST_LABEL = 256
+"""Characters."""
+
+
+def checked_run_name(name: str) -> str:
+    """The name, when a run may have it; else raises ValueError."""
+    fits = 1 <= len(name) <= LONGEST_RUN_NAME and name[0].isalnum() and all(map(_in_a_run_name, name))
+    if not fits or len(name.encode()) > LONGEST_RUN_NAME:
+        raise ValueError(
+            f"expected a run name of letters, digits, '.', '_' and '-' that begins with a letter or a digit and has at "
+            f"most {LONGEST_RUN_NAME} bytes, got {_shown(name)}; rename it"
+        )
+    if name in RESERVED_NAMES:
+        raise ValueError(f"expected a run name other than {', '.join(sorted(RESERVED_NAMES))}, got {name!r}; rename it")
+    return name
+
+
+def checked_label(label: str) -> str:
+    """The label, when it can be shown and sent as it stands; else raises ValueError."""
+    parts = re.split(r"[/\\]", label)
+    if not 1 <= len(label) <= LONGEST_LABEL or label != label.strip() or not label.isprintable() or ".." in parts:
+        raise ValueError(
+            f"expected a name of 1 to {LONGEST_LABEL} printable characters without spaces at its ends and without "
+            f"'..' as a part, got {_shown(label)}; rename it"
+        )
+    return label
+
+
+RunName = Annotated[str, AfterValidator(checked_run_name)]
+RunNameInPath = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_RUN_NAME, pattern=r"^\w[\w.-]*$")]
+"""Says less when it refuses and shows its pattern in OpenAPI; the whole rule comes after it."""
+Label = Annotated[str, AfterValidator(checked_label)]
+
+
+def _in_a_run_name(character: str) -> bool:
+    """Letters and digits, what is written above or below them, and three marks."""
+    return character.isalnum() or character in "._-" or unicodedata.category(character) in ("Mn", "Mc")
+
+
+def _shown(name: str) -> str:
+    """At most the beginning, in ASCII: it goes into logs."""
+    return ascii(name) if len(name) <= LONGEST_LABEL else f"{name[:40]!a} of {len(name)} characters"

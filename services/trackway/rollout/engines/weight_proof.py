@@ -1,0 +1,270 @@
+"""Whether an engine holds the weights that were published: one verdict from digests and from answers.
+
+Digests tell everything: which tensor is right, which is still the old one, which is neither. Where an engine cannot
+give them, its logprobs are compared with those of the new version and of the one before it, on tokens where the two
+differ. With d the difference between the versions and e that between the engine and the old version,
+
+    nearness = sum(d e) / sum(d d)
+
+is 1 for the new weights and 0 for the old ones, whatever the size of d; independent rounding moves it by about
+rounding / (d sqrt(tokens)). Its standard error is heteroscedasticity-consistent (HC3: MacKinnon and White 1985) and
+widened, as tokens of a sequence share a part of their rounding. Above 1/8 nothing is decided by value; below, four
+errors around the nearness must exclude 1/4 for the new weights and 3/4 for the old. So n tokens tell two versions apart
+that differ by d > 12 rounding / sqrt(n): for 512 tokens and bfloat16's 0.02 that is 0.011. An engine of a narrower type
+than the published one lags behind it: its rounding may be wholly along d, and d > 4 rounding is needed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.weights import Canary, Probe, Verdict, WeightManifest, WeightProof
+
+_OLD, _NEW = 0.25, 0.75
+"""Nearness up to which weights may be the old ones, and from which they may be the new ones."""
+_ERRORS = 4.0
+_LARGEST_ERROR = 0.125
+_SHARED = 1.5
+"""Of 48 loads of right and old weights the errors were 1.4 standard errors (rms), as if tokens were half as many."""
+_ROUNDINGS = 4.0
+"""Engines' kernels differ from the publisher's, which measured its own rounding."""
+_BFLOAT16 = 0.15
+"""Where the publisher did not measure it. Alone it moves a logprob by up to 0.055, a stale lm_head by 0.3."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict and what it rests on."""
+
+    verdict: Verdict
+    reason: str
+    tensors: int = 0
+    """Whose digest is right."""
+    tensors_published: int = 0
+    tokens: int = 0
+    """That the engine scored."""
+    nearness: float | None = None
+    """1 for the new version, 0 for the one before; None where the publisher knows no version before."""
+    error: float | None = None
+    """Of the nearness."""
+    off: float = 0.0
+    """Root mean square of the engine's logprobs from the new version's."""
+
+    def summary(self) -> str:
+        """In one line, for people."""
+        parts = [f"{self.tensors} of {self.tensors_published} tensors by digest"] if self.tensors_published else []
+        if self.tokens:
+            parts.append(f"{self.tokens} tokens off by {self.off:.2g}")
+        if self.nearness is not None and self.error is not None:
+            parts.append(f"nearness {self.nearness:.3g} +- {self.error:.2g}")
+        return f"{self.verdict.value} ({', '.join(parts)})" if parts else self.verdict.value
+
+
+@dataclass(frozen=True)
+class HeldDigests:
+    """Of the tensors whose digest an engine could tell: which are right, still old, or neither, by name."""
+
+    right: Sequence[str] = ()
+    old: Sequence[str] = ()
+    other: Sequence[str] = ()
+    unchanged: int = 0
+    """How many of those that are right were so before the load, too."""
+    published: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every published tensor is right."""
+        return self.published > 0 and len(self.right) == self.published
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """An engine's logprobs on the probes' tokens, beside the publisher's."""
+
+    got: list[float] = field(default_factory=list)
+    new: list[float] = field(default_factory=list)
+    old: list[float] = field(default_factory=list)
+    """Empty unless all are known."""
+
+
+def proof_of(manifest: WeightManifest) -> WeightProof | None:
+    """A version's proof; an older publisher's canary as one, None without either."""
+    if manifest.proof is not None:
+        return manifest.proof
+    return None if manifest.canary is None else proof_of_canary(manifest.canary)
+
+
+def proof_of_canary(canary: Canary) -> WeightProof:
+    """One sequence without the version before it."""
+    positions = list(range(1, len(canary.token_ids)))
+    probe = Probe(token_ids=canary.token_ids, positions=positions, logprobs=canary.logprobs)
+    return WeightProof(probes=[probe], tolerance=canary.tolerance)
+
+
+def compare_digests(
+    held: Mapping[str, str], published: Mapping[str, str], before: Mapping[str, str] | None = None
+) -> HeldDigests:
+    """Sorts tensors by name; `before` are the digests of the weights that the engine held before the load."""
+    before = before or {}
+    right = [name for name in held if held[name] == published.get(name)]
+    wrong = [name for name in held if name in published and held[name] != published[name]]
+    old = [name for name in wrong if held[name] == before.get(name)]
+    unchanged = sum(before.get(name) == published[name] for name in right)
+    return HeldDigests(right, old, [name for name in wrong if name not in old], unchanged, len(published))
+
+
+def judge(
+    proof: WeightProof,
+    dtype: str,
+    scored: Sequence[Sequence[float]],
+    digests: HeldDigests | None = None,
+    before: Sequence[Sequence[float]] | None = None,
+) -> Judgement:
+    """The verdict on an engine that holds and computes in `dtype`.
+
+    `scored` are its logprobs of tokens 1..n-1 of each probe, `before` the same from before the load. A probe that is
+    longer than what was scored counts as far as it was. Answers that no bit of has changed are old ones, however
+    little the versions differ, unless the engine's type is narrower than the published one and may hide the change.
+    """
+    digests = digests or HeldDigests()
+    answers = _answers(proof.probes, scored)
+    nearness, error = _nearness(answers, _noise(proof, dtype), narrower=proof.dtype not in (None, dtype))
+    off = _rms(answers.got, answers.new)
+
+    def judged(verdict: Verdict, reason: str) -> Judgement:
+        return Judgement(
+            verdict,
+            reason,
+            tensors=len(digests.right),
+            tensors_published=digests.published,
+            tokens=len(answers.got),
+            nearness=nearness,
+            error=error,
+            off=off,
+        )
+
+    if digests.old and not digests.other and len(digests.right) == digests.unchanged:
+        return judged(Verdict.STALE, f"{_names(digests.old)}: still as before the load")
+    if digests.old or digests.other:
+        parts = [f"{_names(digests.old)}: still as before the load"] if digests.old else []
+        parts += [f"{_names(digests.other)}: other than published"] if digests.other else []
+        return judged(Verdict.WRONG, "; ".join(parts))
+    if not all(map(math.isfinite, answers.got)) or len(scored) != len(proof.probes):
+        return judged(Verdict.WRONG, "not all of its logprobs are numbers")
+    if proof.probes and not answers.got:
+        return judged(Verdict.WRONG, "it scored no token of the probes")
+    bound = _bound(proof, dtype)
+    fits = off <= bound  # False for NaN
+    if digests.complete:
+        if not fits:
+            reason = f"its tensors are right, and its logprobs off by {off:.3g} (at most {bound:.3g}): another model"
+            return judged(Verdict.WRONG, reason)
+        return judged(Verdict.PROVEN, "every tensor has its digest")
+    may_be_old = may_be_new = True
+    measured = "no version before is known"
+    if nearness is not None and error is not None:
+        may_be_old = error > _LARGEST_ERROR or nearness - _ERRORS * error <= _OLD
+        may_be_new = error > _LARGEST_ERROR or nearness + _ERRORS * error >= _NEW
+        measured = f"nearness {nearness:.3g} +- {error:.2g} (new 1, old 0)"
+    if fits and not may_be_old and may_be_new:
+        return judged(Verdict.ROUNDED, measured)
+    if _unchanged(answers, proof, dtype, scored, before):
+        return judged(
+            Verdict.STALE, f"its logprobs of {len(answers.got)} tokens are to the last bit as before the load"
+        )
+    if may_be_old and not may_be_new:
+        if _rms(answers.got, answers.old) <= bound:
+            return judged(Verdict.STALE, measured)
+        return judged(Verdict.WRONG, f"{measured}, and not the version before: an older one's or another run's")
+    if not may_be_old and not may_be_new:
+        return judged(Verdict.WRONG, f"{measured}: some tensors are old")
+    if not fits:
+        return judged(Verdict.WRONG, f"its logprobs are off by {off:.3g} (at most {bound:.3g})")
+    return judged(Verdict.INDISTINGUISHABLE, measured)
+
+
+def require_accepted(judgement: Judgement, proof: WeightProof, version: int, folder: Path) -> Judgement:
+    """The judgement; raises WEIGHTS_STALE or WEIGHTS_CORRUPT for one that is not accepted."""
+    if judgement.verdict.accepted:
+        return judgement
+    detail = {"verdict": judgement.verdict.value, "tensors": judgement.tensors, "off": str(judgement.off)}
+    if judgement.verdict is Verdict.STALE:
+        before = "the version before" if proof.previous_version is None else f"version {proof.previous_version}"
+        raise TrackwayError(
+            ErrorCode.WEIGHTS_STALE,
+            f"expected an engine with weights version {version} from {folder}, got one that still has {before} or an "
+            f"older one: {judgement.reason}; restart the replica",
+            **detail,
+        )
+    raise TrackwayError(
+        ErrorCode.WEIGHTS_CORRUPT,
+        f"expected an engine with weights version {version} from {folder}, got other weights: {judgement.reason}; "
+        "publish the weights that the trainer scored, in full, lm_head.weight included",
+        **detail,
+    )
+
+
+def _answers(probes: Sequence[Probe], scored: Sequence[Sequence[float]]) -> _Answers:
+    answers = _Answers()
+    for probe, logprobs in zip(probes, scored, strict=False):
+        within = [place for place, position in enumerate(probe.positions) if position <= len(logprobs)]
+        answers.got.extend(logprobs[probe.positions[place] - 1] for place in within)
+        answers.new.extend(probe.logprobs[place] for place in within)
+        answers.old.extend(probe.previous[place] for place in within if probe.previous)
+    if len(answers.old) != len(answers.new):
+        answers.old.clear()
+    return answers
+
+
+def _nearness(answers: _Answers, noise: float, *, narrower: bool) -> tuple[float, float] | tuple[None, None]:
+    """The slope of the engine's change upon the published one, through the origin, and its error."""
+    change = [new - old for new, old in zip(answers.new, answers.old, strict=False)]
+    size = math.fsum(d * d for d in change)
+    if size == 0.0 or not math.isfinite(size) or not all(map(math.isfinite, answers.got)):
+        return None, None
+    moved = [got - old for got, old in zip(answers.got, answers.old, strict=True)]
+    slope = math.fsum(d * e for d, e in zip(change, moved, strict=True)) / size
+    variance = 0.0
+    for d, e in zip(change, moved, strict=True):
+        leverage = d * d / size
+        if leverage > 1.0 - 1e-9:
+            return slope, math.inf  # one token alone says nothing about its own rounding
+        variance += (d * (e - slope * d) / (1.0 - leverage)) ** 2
+    along = 0.5 * math.sqrt(len(change)) if narrower else _SHARED
+    return slope, max(_SHARED * math.sqrt(variance) / size, along * noise / math.sqrt(size))
+
+
+def _unchanged(
+    answers: _Answers,
+    proof: WeightProof,
+    dtype: str,
+    scored: Sequence[Sequence[float]],
+    before: Sequence[Sequence[float]] | None,
+) -> bool:
+    """Whether no bit of the answers has changed although the versions differ in the engine's own type."""
+    if before is None or proof.dtype != dtype or not answers.old or answers.old == answers.new:
+        return False
+    return [*map(list, before)] == [*map(list, scored)]
+
+
+def _noise(proof: WeightProof, dtype: str) -> float:
+    return (proof.rounding or 0.0) if dtype == "bfloat16" else 0.0
+
+
+def _bound(proof: WeightProof, dtype: str) -> float:
+    if dtype != "bfloat16":
+        return proof.tolerance
+    return max(proof.tolerance, _BFLOAT16 if proof.rounding is None else _ROUNDINGS * proof.rounding)
+
+
+def _rms(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    squares = [(one - other) ** 2 for one, other in zip(ours, theirs, strict=False)]
+    return math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,191 @@
+"""Limits of a server's connections: how many, and how long and how large a request's header may be.
+
+uvicorn has none of them: a connection that never completes a header stays open. A subclass of its HTTP protocol
+sets them, in the server that runs a service (`bound_server`), at a replica's own port and in Ray Serve's proxy.
+
+A connection *waits* while no request of it is in work: it is new, idle, or in the middle of a header. When there are
+too many connections, the one that has waited longest is closed, and a new one is refused only if all are at work.
+"""
+
+import asyncio
+import logging
+import os
+import resource
+import time
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive
+from uvicorn import Config
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from trackway.serving.answers import retry_after
+from trackway.serving.settings import ConnectionSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+logger = logging.getLogger("trackway.serving")
+
+MAX_HEADER_BYTES = 64 * 1024
+"""Beyond the first piece of a header that is read at once, at most 256 KiB."""
+_WARN_EVERY_S = 60.0
+
+
+class BoundedProtocol(asyncio.Protocol):
+    """Mixed into one of uvicorn's HTTP protocols; `bounded_protocol` makes a class of both for each server."""
+
+    settings: ClassVar[ConnectionSettings]
+    max_connections: ClassVar[int]
+    held: ClassVar[set["BoundedProtocol"]]
+    """Every connection that counts."""
+    waiting: ClassVar[dict["BoundedProtocol", None]]
+    """Those without a request in work, longest first."""
+    warned_at: ClassVar[float] = float("-inf")
+
+    # uvicorn's
+    cycle: Any
+    connections: set[Any]
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+
+    _timer: asyncio.TimerHandle | None = None
+    _heard = False
+    _in_header = False
+    _header_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.held.add(self)
+        self._wait()
+        if len(self.held) > self.max_connections:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        in_header, self._heard = self._in_header, True
+        super().data_received(data)
+        if self not in self.connections or self._in_work:  # the first: it is a web socket now
+            self._stop_waiting()
+        elif self._timer is None:
+            self._wait()
+        if in_header and self._in_header:
+            self._header_bytes += len(data)
+            if self._header_bytes > MAX_HEADER_BYTES:
+                self._refuse(
+                    431, f"expected a header of at most {MAX_HEADER_BYTES} bytes, got more; send a shorter one"
+                )
+
+    # Of the parser of httptools; that of h11 has a limit of its own.
+
+    def on_message_begin(self) -> None:
+        self._in_header, self._header_bytes = True, 0
+        super().on_message_begin()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        super().on_headers_complete()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # pyright: ignore[reportAttributeAccessIssue]
+        if not self._in_work and not self.transport.is_closing():
+            self._heard = False
+            self.waiting[self] = None  # uvicorn's own timer ends an idle connection
+
+    @property
+    def _in_work(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait(self) -> None:
+        self._timer = self.loop.call_later(self.settings.header_timeout_s, self._late)
+        self.waiting[self] = None
+
+    def _stop_waiting(self) -> None:
+        self.waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _forget(self) -> None:
+        self._stop_waiting()
+        self.held.discard(self)
+
+    def _late(self) -> None:
+        self._timer = None
+        if self._in_work or self.transport.is_closing():
+            return
+        if self._in_header or (self._heard and self.cycle is None):
+            self._refuse(408, f"expected a complete header within {self.settings.header_timeout_s:g} s, got a part")
+            return
+        self._forget()
+        self.transport.close()
+
+    def _make_room(self) -> None:
+        longest = next(iter(self.waiting))
+        if longest is not self:
+            longest._forget()
+            longest.transport.close()
+            self._warn("closed a connection without a request in work")
+            return
+        self._warn("refused a connection")
+        error = TrackwayError(
+            ErrorCode.OVERLOADED,
+            f"expected fewer than {self.max_connections} connections at work on this process; ask again later, or "
+            "raise max_connections and the limit of open files",
+        )
+        self._refuse(error.status, error)
+
+    def _warn(self, what: str) -> None:
+        kind = type(self)
+        if time.monotonic() - kind.warned_at >= _WARN_EVERY_S:
+            kind.warned_at = time.monotonic()
+            logger.warning("more than %d connections: %s (told once a minute)", self.max_connections, what)
+
+    def _refuse(self, status: int, error: str | TrackwayError) -> None:
+        """Answer unless an answer is on its way, and close."""
+        self._forget()
+        if not self._in_work:
+            if isinstance(error, str):
+                error = TrackwayError(ErrorCode.INVALID_REQUEST, error)
+            headers = {**retry_after(error), "connection": "close"}
+            response = JSONResponse(error.to_reply().model_dump(mode="json"), status, headers)
+            head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}".encode()]
+            head += [b"%s: %s" % header for header in response.raw_headers]
+            self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
+        self.transport.close()
+
+
+def bound_server(receive: Receive, settings: ConnectionSettings) -> None:
+    """Have the uvicorn server whose lifespan this is keep the limits, before it listens; another server is let be."""
+    # uvicorn tells an app nothing of its server, but the object of this method has its Config.
+    config = getattr(getattr(receive, "__self__", None), "config", None)
+    if isinstance(config, Config):
+        config.http_protocol_class = bounded_protocol(settings, config.http_protocol_class)
+
+
+def bounded_protocol(
+    settings: ConnectionSettings, protocol: type[asyncio.Protocol] = AutoHTTPProtocol
+) -> type[asyncio.Protocol]:
+    """The protocol class within the limits, for one server; one that is not uvicorn's for HTTP/1.1 stays as it is."""
+    if issubclass(protocol, BoundedProtocol) or not issubclass(protocol, (AutoHTTPProtocol, H11Protocol)):
+        return protocol
+    own = {
+        "settings": settings,
+        "max_connections": min(settings.max_connections, _connections_by_files()),
+        "held": set(),
+        "waiting": {},
+    }
+    return type(f"Bounded{protocol.__name__}", (BoundedProtocol, protocol), own)
+
+
+def _connections_by_files() -> int:
+    """Three quarters of the files that this process may still open; the others are for its own work."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 30
+    return max(1, (limit - len(os.listdir("/dev/fd"))) * 3 // 4)

@@ -1,0 +1,59 @@
+"""Routes that validate a JSON body straight from its bytes, which takes half the memory of parsing it first."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+
+from trackway.serving.answers import body_problems
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is one model; RequestValidationError names the first things that are wrong with it."""
+
+    def get_route_handler(self) -> Handler:
+        """FastAPI's handler, which is given the validated body where it expects parsed JSON."""
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        body_type: TypeAdapter[object] = TypeAdapter(self.body_field.field_info.annotation or object)
+
+        async def answer(request: Request) -> Response:
+            validating = _ValidatingRequest(request, body_type)
+            try:
+                return await handle(validating)
+            except HTTPException:
+                if validating.failure is None:
+                    raise
+                raise validating.failure from None
+
+        return answer
+
+
+class ServiceRouter(APIRouter):
+    """A router of JsonRoutes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{"route_class": JsonRoute, **kwargs})
+
+
+class _ValidatingRequest(Request):
+    """`json()` gives the validated body; FastAPI answers 400 for whatever it raises, so `failure` keeps the cause."""
+
+    def __init__(self, request: Request, body_type: TypeAdapter[object]) -> None:
+        super().__init__(request.scope, request.receive)
+        self.failure: RequestValidationError | None = None
+        self._body_type = body_type
+
+    async def json(self) -> object:
+        try:
+            return self._body_type.validate_json(await self.body())
+        except ValidationError as error:
+            self.failure = RequestValidationError(body_problems(error))
+        raise self.failure

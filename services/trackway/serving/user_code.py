@@ -1,0 +1,143 @@
+"""Code that users bring (tools, scorers, agent loops, their modules): what it raises fails its own call.
+
+asyncio lets SystemExit and KeyboardInterrupt leave the event loop, which ends the server with everything in it, and no
+`except Exception` sees them or any other exception that is not an Exception. Out of reach is code that ends the process
+without raising: `os._exit`, a signal to itself, `loop.stop()`.
+"""
+
+import asyncio
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
+from contextvars import Context, ContextVar
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+Steps = Coroutine[Any, Any, T] | Generator[Any, Any, T]
+
+_inside: ContextVar[bool] = ContextVar("trackway_user_code", default=False)
+_LEAVE_THE_LOOP = (SystemExit, KeyboardInterrupt)
+
+
+class UserCodeExit(RuntimeError):
+    """User code called `sys.exit`, or raised something that is not an Exception."""
+
+
+def failure_of(error: BaseException) -> Exception:
+    """The error as an Exception: itself, or UserCodeExit, which says what the code did."""
+    if isinstance(error, Exception):
+        return error
+    if isinstance(error, SystemExit):
+        return UserCodeExit(f"it called sys.exit({'' if error.code is None else repr(error.code)})")
+    if isinstance(error, asyncio.CancelledError):
+        return UserCodeExit("it cancelled itself")
+    return UserCodeExit(f"it raised {described(error)}, which is not an Exception")
+
+
+def described(error: BaseException) -> str:
+    """Type and message; of a UserCodeExit the message alone. Never raises, whatever the type's `__str__` does."""
+    try:
+        message = str(error)
+    except BaseException:
+        message = "(its message cannot be read: __str__ raised)"
+    if isinstance(error, UserCodeExit):
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Around a synchronous call: UserCodeExit, which begins with `what`, for what is not an Exception."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        raise UserCodeExit(f"{what}: {described(failure_of(error))}") from error
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Around the import of a user's module: UserCodeExit with the remedy when it exits."""
+    with user_code(what):
+        try:
+            yield
+        except SystemExit as error:
+            remedy = "put what must not run on import under `if __name__ == '__main__'`"
+            raise UserCodeExit(f"{what}: {described(failure_of(error))} on import; {remedy}") from error
+
+
+async def contained(awaitable: Awaitable[T]) -> T:
+    """The awaitable's result, in a task of its own: what would leave the event loop becomes UserCodeExit."""
+    _inside.set(True)
+    try:
+        return await awaitable
+    except _LEAVE_THE_LOOP as error:
+        raise failure_of(error) from error
+
+
+async def run_user_code(call: Callable[[], Awaitable[T]]) -> T:
+    """The result of `call`, in a task of its own, which is cancelled with its caller.
+
+    Raises what the code raised, as an Exception; a CancelledError of its own making is UserCodeExit.
+    """
+
+    async def run() -> T:
+        return await contained(call())
+
+    work = asyncio.create_task(run())
+    cancellation: asyncio.CancelledError | None = None
+    try:
+        await asyncio.wait({work})
+    except asyncio.CancelledError as error:
+        cancellation = error
+        work.cancel(*error.args)
+        await asyncio.wait({work})
+    if cancellation is not None and (work.cancelled() or work.exception() is None):
+        raise cancellation
+    return outcome_of(work)
+
+
+def outcome_of(work: asyncio.Task[T]) -> T:
+    """The result of a task of user code that has ended; its error is raised as an Exception."""
+    if work.cancelled():
+        raise failure_of(asyncio.CancelledError())
+    error = work.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise failure_of(error) from error
+    return work.result()
+
+
+class ContainedTasks:
+    """A task factory: tasks that user code makes (`gather`, `wait_for`, `create_task`) are contained too."""
+
+    def __init__(self, factory: Callable[..., asyncio.Future[Any]] | None) -> None:
+        self._make = factory or _task
+
+    def __call__(
+        self, loop: asyncio.AbstractEventLoop, coro: Steps[T], context: Context | None = None, **options: Any
+    ) -> asyncio.Future[T]:
+        if context is not None:
+            options["context"] = context
+        if not (_inside.get() if context is None else context.get(_inside, False)):
+            return self._make(loop, coro, **options)
+        task = self._make(loop, contained(_awaitable(coro)), **options)
+        task.add_done_callback(lambda _: coro.close())  # a task that is cancelled before it starts awaits nothing
+        return task
+
+
+def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Let no task that user code makes end this loop; once is enough."""
+    factory = loop.get_task_factory()
+    if not isinstance(factory, ContainedTasks):
+        loop.set_task_factory(ContainedTasks(factory))
+
+
+def _task(loop: asyncio.AbstractEventLoop, coro: Steps[T], **options: Any) -> asyncio.Task[T]:
+    return asyncio.Task(coro, loop=loop, **options)
+
+
+@types.coroutine
+def _awaitable(coro: Steps[T]) -> Generator[Any, Any, T]:
+    return (yield from cast("Generator[Any, Any, T]", coro))  # a coroutine allows it in here

@@ -1,0 +1,109 @@
+"""Sending what runs that have ended left unsent: MLflow or Weave was away, or their process was killed.
+
+The trainer service does it, whichever one it is: the one that had the run, or a later one for the same outputs folder.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trackway.tracing import TracingSettings
+from trackway.trainer.delivery import Delivery, Later
+from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.trace_check import weave_project
+from trackway.trainer.tracking.mlflow_run import NAME as MLFLOW
+from trackway.trainer.tracking.mlflow_run import STATUS, MlflowRun, mlflow_summary, read_state, tracking_folder
+from trackway.trainer.weave import WeaveFeedback, weave_summary
+from trackway.wire.trainer import RunInfo
+
+FIRST_PAUSE_S = 5.0
+"""Before a run is tried again whose backend took nothing; doubled each time."""
+LONGEST_PAUSE_S = 300.0
+
+logger = logging.getLogger("trackway.trainer")
+
+
+class Leftovers:
+    """A thread that sends what ended runs left; `offer` gives it the runs to look at."""
+
+    def __init__(self, outputs: Path, settings: TracingSettings) -> None:
+        self._outputs = outputs
+        self._settings = settings
+        self._offered: Sequence[RunInfo] = ()
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._due: dict[str, tuple[float, float]] = {}
+        """By the run's name: when it is tried again (time.monotonic), and the last pause."""
+        self._thread: threading.Thread | None = None
+
+    def offer(self, runs: Sequence[RunInfo]) -> None:
+        """Look at these runs; returns at once."""
+        with self._changed:
+            self._offered = [info for info in runs if info.state in STATUS]
+            if self._thread is None and self._offered:
+                self._thread = threading.Thread(target=self._work, name="leftovers", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Send nothing more after the request that is under way."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._offered or self._is_stopping)
+                runs, self._offered = self._offered, ()
+            for info in runs:
+                if self._is_stopping:
+                    return
+                self._send(info)
+
+    def _send(self, info: RunInfo) -> None:
+        due, pause = self._due.get(info.run, (0.0, 0.0))
+        if time.monotonic() < due:
+            return
+        try:
+            for delivery in left_by(RunFolder(self._outputs / info.run), info, self._settings):
+                try:
+                    while not self._is_stopping and delivery.advance():
+                        pass
+                finally:
+                    delivery.close()
+            self._due.pop(info.run, None)
+        except Exception as error:
+            # Whatever it is: one run's trouble must not keep the others' from being sent.
+            if not isinstance(error, Later) or not pause:
+                logger.warning("run %s: what it left unsent waits: %s: %s", info.run, type(error).__name__, error)
+            pause = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, pause * 2))
+            self._due[info.run] = (time.monotonic() + pause, pause)
+
+
+def left_by(folder: RunFolder, info: RunInfo, settings: TracingSettings) -> Iterator[Delivery]:
+    """What a run that has ended left unsent, if anything."""
+    kept = tracking_folder(folder)
+    if not kept.is_dir():
+        return
+    state = read_state(folder)
+    status = STATUS[info.state]
+    if (kept / f"{MLFLOW}.json").is_file() and (mlflow_summary(folder, status).waiting or state.doubtful_creates):
+        config = folder.config()
+        run = MlflowRun(folder, config, config.trackway.mlflow_uri or settings.mlflow_uri or state.uri)
+        run.end(status, int((folder.path / "state.json").stat().st_mtime * 1000))
+        yield run
+    if weave_summary(kept).waiting:
+        weave = weave_feedback(folder, weave_project(folder.config(), settings.weave_api_key), settings)
+        if weave is not None:
+            yield weave
+
+
+def weave_feedback(folder: RunFolder, project: str | None, settings: TracingSettings) -> WeaveFeedback | None:
+    """What waits for Weave, of a run whose traces are in `project`; None without one, or without a key."""
+    key = settings.weave_api_key
+    if key is None or project is None:
+        return None
+    return WeaveFeedback(tracking_folder(folder), settings.weave_url, project, key)

@@ -1,0 +1,183 @@
+"""Whatever a model can hold, its JSON says, and its own reader takes back: NaN and the infinities too."""
+
+import functools
+import importlib
+import json
+import math
+import pkgutil
+import types
+from collections.abc import Collection, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel, JsonValue, SecretStr, ValidationError
+from typing_extensions import TypeAliasType
+
+import trackway.wire
+from trackway.deploy.console import print_json
+from trackway.deploy.demo import Summary
+from trackway.serving.answers import error_response
+from trackway.trainer.config import RunConfig
+from trackway.trainer.config.compose import leaves
+from trackway.trainer.owner import Beat
+from trackway.trainer.plan import Progress
+from trackway.trainer.settings import ServiceUrls
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.openai import ChatTool, CompletionRequest
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.trainer import MetricsRow, RunInfo, RunState
+from trackway.wire.trajectory import Trajectory
+
+NUMBERS = [math.nan, math.inf, -math.inf]
+ABOUT_THE_NUMBER = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+SPECIAL: dict[type[BaseModel], dict[str, object]] = {
+    ChatTool: {"function": {"name": "calculator"}},
+}
+"""What is not free to choose, by model."""
+
+
+def wire_models() -> Iterator[type[BaseModel]]:
+    for module in pkgutil.iter_modules(trackway.wire.__path__, "trackway.wire."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.name:
+                yield value
+
+
+MODELS = [*wire_models(), Progress, Beat, ServiceUrls, Summary]
+
+
+def value_for(annotation: Any, number: float) -> object:
+    """A value of the type in which every float is this one."""
+    if isinstance(annotation, TypeAliasType):
+        return "text" if annotation is JsonValue else value_for(annotation.__value__, number)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return value_for(arguments[0], number)
+    if origin in (Union, types.UnionType):
+        return value_for(max(arguments, key=lambda kind: "float" in str(kind) or kind is not type(None)), number)
+    if origin is Literal:
+        return arguments[0]
+    if origin in (list, tuple):
+        return [value_for(kind, number) for kind in arguments if kind is not Ellipsis]
+    if origin is dict:
+        return {value_for(arguments[0], number): value_for(arguments[1], number)}
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return fields_of(annotation, number)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return next(iter(annotation))
+    return {float: number, int: 1, bool: True, str: "text", SecretStr: "text"}.get(annotation)
+
+
+def fields_of(model: type[BaseModel], number: float) -> dict[str, object]:
+    """Every field that holds a float at any depth, and those that must be given."""
+    if model is Trajectory:
+        one_token = {"response_ids": [1], "response_mask": [1], "response_logprobs": [number]}
+        return one_token | fields_with_floats(model, number, one_token.keys())
+    return SPECIAL.get(model, {}) | fields_with_floats(model, number, SPECIAL.get(model, {}).keys())
+
+
+def fields_with_floats(model: type[BaseModel], number: float, given: Collection[str]) -> dict[str, object]:
+    return {
+        field.alias or name: value_for(field.annotation, number)
+        for name, field in model.model_fields.items()
+        if name not in given and (field.is_required() or "nan" in repr(value_for(field.annotation, math.nan)))
+    }
+
+
+def strictly(text: str | bytes) -> Any:
+    """The parsed JSON; bare NaN is none."""
+
+    def refuse(constant: str) -> object:
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_what_a_model_holds_is_what_its_reader_gets_or_the_model_refuses_to_hold_it(
+    model: type[BaseModel], number: float
+):
+    try:
+        held = model.model_validate(fields_of(model, number))
+    except ValidationError as error:
+        assert not math.isfinite(number)
+        assert {problem["type"] for problem in error.errors()} <= ABOUT_THE_NUMBER
+        return
+    text = held.model_dump_json()
+
+    assert strictly(text) is not None
+    assert repr(model.model_validate_json(text)) == repr(held)  # NaN is not equal to itself
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=str)
+@pytest.mark.parametrize(
+    "key", [key for key, value in leaves(RunConfig().model_dump()).items() if type(value) is float]
+)
+def test_a_value_of_the_configuration_is_kept_or_refused(key: str, number: float):
+    tree: dict[str, Any] = {}
+    *sections, name = key.split(".")
+    functools.reduce(lambda section, part: section.setdefault(part, {}), sections, tree)[name] = number
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError as error:
+        assert key.rpartition(".")[2] in str(error)
+        return
+
+    assert repr(RunConfig.model_validate_json(config.model_dump_json())) == repr(config)
+
+
+def test_the_models_with_floats_are_among_them():
+    with_floats = {model.__name__ for model in MODELS if "nan" in repr(fields_of(model, math.nan))}
+
+    assert {
+        "RunInfo",
+        "MetricsRow",
+        "Trajectory",
+        "Reward",
+        "ToolResult",
+        "Canary",
+        "Summary",
+        "Progress",
+    } <= with_floats
+
+
+@pytest.mark.parametrize("text", ['{"step": 1, "data": {"x": null}}', '{"step": 1, "data": {"x": NaN}}'])
+def test_metrics_of_earlier_versions_hold_null_and_are_read_as_nan(text: str):
+    assert math.isnan(MetricsRow.model_validate_json(text).data["x"])
+
+
+def test_a_state_and_a_checkpoint_of_earlier_versions_are_read_as_nan():
+    info = RunInfo.model_validate_json('{"run": "old", "state": "running", "metrics": {"actor/grad_norm": null}}')
+    progress = Progress.model_validate({"step": 2, "metrics": {"actor/grad_norm": None}})
+
+    assert math.isnan(info.metrics["actor/grad_norm"])
+    assert math.isnan(progress.metrics["actor/grad_norm"])
+
+
+@pytest.mark.parametrize("body", [{"temperature": "NaN"}, {"temperature": math.inf}, {"temperature": math.nan}])
+@pytest.mark.parametrize("model", [SamplingParams, CompletionRequest])
+def test_a_request_cannot_ask_for_what_is_no_number(model: type[BaseModel], body: dict[str, object]):
+    with pytest.raises(ValidationError, match="temperature"):
+        model.model_validate({**fields_of(model, 1.0), **body})
+
+
+def test_machine_output_of_the_command_is_json_that_every_parser_reads(capsys: pytest.CaptureFixture[str]):
+    info = RunInfo(run="run", state=RunState.RUNNING, metrics={"actor/grad_norm": math.nan})
+
+    print_json(info)
+    of_a_model = strictly(capsys.readouterr().out)
+    print_json({"worst": math.inf, "runs": [info.model_dump(mode="json")], "folder": Path("outputs")})
+    of_a_mapping = strictly(capsys.readouterr().out)
+
+    assert of_a_model["metrics"] == {"actor/grad_norm": "NaN"}
+    assert (of_a_mapping["worst"], of_a_mapping["folder"]) == ("Infinity", "outputs")
+    assert of_a_mapping["runs"][0]["metrics"] == {"actor/grad_norm": "NaN"}
+
+
+def test_an_error_that_names_a_number_which_is_none_is_answered_as_itself():
+    answer = error_response(TrackwayError(ErrorCode.CONFLICT, "expected a finite score", score=math.nan))
+
+    assert strictly(bytes(answer.body))["error"]["detail"] == {"score": "NaN"}

@@ -1,0 +1,26 @@
+"""The sizes and seeds of the chaos runs: one in CI, ten on demand (`make test-chaos`)."""
+
+from typing import NamedTuple
+
+from fault_schedule import Fault, fault_schedule
+
+TRAJECTORIES = 16
+"""Training trajectories of a step of a small run (tests/e2e/small_runs.py): 4 prompts, 4 rollouts each."""
+
+
+class ChaosSettings(NamedTuple):
+    """A run and the number of its faults."""
+
+    seed: int
+    faults: int
+    steps: int
+
+    @property
+    def schedule(self) -> tuple[Fault, ...]:
+        """The faults."""
+        return fault_schedule(self.seed, self.faults, self.steps, TRAJECTORIES)
+
+
+IN_CI = ChaosSettings(seed=3, faults=4, steps=6)
+ON_DEMAND = [ChaosSettings(seed, faults=6, steps=8) for seed in range(17, 27)]
+"""Together they send every signal to every target."""

@@ -1,0 +1,132 @@
+"""The promise: whichever process is killed, stopped or terminated whenever, a run loses and repeats no trajectory.
+
+`make test-chaos` runs these schedules on demand. Targets, signals and moments are drawn from the
+seed (tests/chaos/fault_schedule.py); the run is held against one of the same settings that was left alone.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from operator import eq
+from pathlib import Path
+
+import pytest
+from chaos_settings import IN_CI, ON_DEMAND, TRAJECTORIES, ChaosSettings
+from fault_injection import ChaosRun, leftovers
+from mlflow import MlflowClient
+from run_invariants import (
+    drift_of,
+    mlflow_differences,
+    of_the_first_weights,
+    rollout_of,
+    rows_of,
+    trajectories_of,
+    unexplained_gaps,
+)
+from small_runs import small_run
+from test_training import quiet
+
+from trackway.clients import TrainerClient, run
+from trackway.deploy import status, train
+from trackway.deploy.settings import Deployment
+from trackway.deploy.traces import MlflowStore
+from trackway.trainer.config import compose
+from trackway.wire.trainer import RunInfo, RunState
+
+SETTLED_S = 120.0
+"""Longest wait until everything has reached MLflow and every process has come back."""
+RARE_SAVES = ("trainer.save_freq=2", "trainer.test_freq=4")
+"""A killed worker then trains a step again."""
+PATIENT = ("trackway.max_restarts=6", "trackway.feedback_deadline_s=30")
+
+_undisturbed: dict[int, RunInfo] = {}
+
+
+def start(deployment: Deployment, name: str, steps: int) -> RunInfo:
+    words = small_run(deployment.outputs, name, steps, *RARE_SAVES, *PATIENT)
+    return train.start_run(deployment, compose(words, config_name="tiny_demo"), name)
+
+
+def undisturbed(deployment: Deployment, steps: int) -> RunInfo:
+    """A run of so many steps that was left alone; one for all schedules."""
+    if steps not in _undisturbed:
+        name = start(deployment, f"undisturbed-{steps}", steps).run
+        _undisturbed[steps] = train.follow(deployment, name, quiet)
+    return _undisturbed[steps]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(IN_CI, marks=pytest.mark.chaos, id=f"seed {IN_CI.seed}"),
+        *(pytest.param(settings, marks=pytest.mark.chaos, id=f"seed {settings.seed}") for settings in ON_DEMAND),
+    ],
+)
+def test_a_run_survives_signals_to_random_processes(deployment: Deployment, settings: ChaosSettings) -> None:
+    calm = undisturbed(deployment, settings.steps)
+    replicas = {found.service: len(found.replicas) for found in status.service_statuses(deployment)}
+    chaos = ChaosRun(deployment, start(deployment, f"chaos-{settings.seed}", settings.steps).run)
+
+    info = chaos.endure(settings.schedule)
+
+    assert (info.state, info.step, calm.state, calm.step) == (RunState.FINISHED, settings.steps) * 2
+    assert [injection.fault for injection in chaos.injections] == list(settings.schedule)
+    has_every_trajectory_once(calm, info)
+    has_the_rows_of(calm, info)
+    has_whole_traces(chaos, info)
+    eventually_empty("left behind", lambda: leftovers(deployment, chaos, replicas))
+    eventually_empty("not in MLflow", lambda: not_in_mlflow(deployment, chaos))
+
+
+def has_every_trajectory_once(calm: RunInfo, info: RunInfo) -> None:
+    """Trajectories in are trajectories out: those of the undisturbed run, each once and without an error."""
+    wanted, trained = trajectories_of(Path(calm.folder)), trajectories_of(Path(info.folder))
+
+    assert [(trajectory.id, trajectory.error) for trajectory in trained if trajectory.error is not None] == []
+    assert Counter(rollout_of(trajectory).key for trajectory in trained) == Counter(
+        rollout_of(trajectory).key for trajectory in wanted
+    )
+    assert len(trained) == info.step * TRAJECTORIES + 8 * (2 + (info.step - 1) // 4)
+
+
+def has_the_rows_of(calm: RunInfo, info: RunInfo) -> None:
+    """Byte by byte what the data set and the model's own weights give.
+
+    Later weights differ between any two runs: the order in which an engine batches its requests rounds the logprobs.
+    There the learner must agree with the engine, which it does only if both hold the weights of the same step.
+    """
+    wanted = [rollout_of(trajectory) for trajectory in trajectories_of(Path(calm.folder))]
+    trained = [rollout_of(trajectory) for trajectory in trajectories_of(Path(info.folder))]
+
+    assert [(rollout.key, rollout.prompt) for rollout in trained] == [
+        (rollout.key, rollout.prompt) for rollout in wanted
+    ]
+    print(f"{sum(map(eq, trained, wanted))} of {len(wanted)} trajectories have the very same content", flush=True)
+    assert of_the_first_weights(trained) == of_the_first_weights(wanted)
+    assert rows_of(Path(info.folder)) == rows_of(Path(calm.folder))
+    assert len(drift_of(Path(info.folder))) == info.step and max(drift_of(Path(info.folder))) < 1e-4
+
+
+def has_whole_traces(chaos: ChaosRun, info: RunInfo) -> None:
+    """Every trajectory that was to be traced is a whole trace, but for spans that died with a killed process."""
+    store = MlflowStore(chaos.deployment.mlflow_uri, [str(info.experiment_id)])
+    traced = [trajectory for trajectory in trajectories_of(Path(info.folder)) if trajectory.trace_id]
+
+    assert len(traced) == info.step * TRAJECTORIES + 2 * (2 + (info.step - 1) // 4)
+    assert unexplained_gaps(store, chaos, SETTLED_S) == []
+
+
+def not_in_mlflow(deployment: Deployment, chaos: ChaosRun) -> list[str]:
+    """What the run still lacks in MLflow, or has there differently."""
+    info = run(TrainerClient(f"{deployment.base_url}/trainer").run(chaos.name))
+    losses = [str(summary) for summary in info.tracking if summary.waiting or summary.lost]
+    return losses or mlflow_differences(MlflowClient(tracking_uri=deployment.mlflow_uri), info)
+
+
+def eventually_empty(what: str, look: Callable[[], list[str]]) -> None:
+    """Return once `look` finds nothing; fails with what it found last."""
+    end = time.monotonic() + SETTLED_S
+    while found := look():
+        assert time.monotonic() < end, f"after {SETTLED_S:.0f} s {what}: {found}"
+        time.sleep(0.5)
