@@ -1,4 +1,4 @@
-"""Feedback on a trajectory's call, as the trainer records it, and the reader's program of docs/weave.md."""
+"""Feedback on a trajectory's call, as the trainer records it, and the reader's program of docs/guides/weave.md."""
 
 import os
 import re
