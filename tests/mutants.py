@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -38,6 +38,8 @@ CONFIG = Path(__file__).with_name("mutants.toml")
 STATE = ROOT / "outputs" / "mutants.json"
 """Verdicts by mutant: a run that was cut goes on from there as long as the module and its tests stay as they are."""
 
+_Named = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
 
 class Module(BaseModel):
     """A module to mutate."""
@@ -48,6 +50,8 @@ class Module(BaseModel):
     tests: list[str]
     keywords: str = ""
     """pytest's `-k`, for tests that have no part in the module."""
+    within: list[str] = []
+    """Classes and functions to mutate, methods as `Class.method`; the whole module without any."""
 
 
 class Equivalent(BaseModel):
@@ -93,27 +97,47 @@ class Mutant:
         return f"{self.path}:{self.place}: {self.line or '(nothing)'}  ->  {self.changed or '(nothing)'}"
 
 
-def mutants_of(path: str, operators: list[str]) -> Iterator[Mutant]:
-    """Every different mutant of a module that changes more than annotations."""
+def mutants_of(path: str, operators: list[str], within: Sequence[str] = ()) -> Iterator[Mutant]:
+    """Every different mutant of a module, or of the parts named, that changes more than annotations."""
     source = (ROOT / path).read_text()
     tree, seen = get_ast(source), {_meaning(source)}
+    lines = _lines_of(path, source, within)
     for name in operators:
         operator = get_operator(f"core/{name}")()
         count = sum(1 for node in ast_nodes(tree) for _ in operator.mutation_positions(node))
         for occurrence in range(count):
-            code = mutate_code(source, operator, occurrence)
-            if code is None or (meaning := _meaning(code)) in seen:
+            try:
+                code = mutate_code(source, operator, occurrence)
+                meaning = _meaning(code or source)
+            except (AttributeError, SyntaxError):  # ExceptionReplacer on a dotted name
+                continue
+            if code is None or meaning in seen:
                 continue
             seen.add(meaning)
-            yield Mutant(path, *_difference(source, code), code)
+            place, line, changed = _difference(source, code)
+            if not within or place in lines:
+                yield Mutant(path, place, line, changed, code)
+
+
+def _lines_of(path: str, source: str, within: Sequence[str]) -> set[int]:
+    """Numbers of the lines of the classes and functions named, decorators included."""
+    lines: set[int] = set()
+    for name in within:
+        node: ast.Module | _Named = ast.parse(source)
+        for part in name.split("."):
+            found = [child for child in node.body if isinstance(child, _Named) and child.name == part]
+            if not found:
+                raise ValueError(f"expected {name!r} (within) in {path}, got none of that name; mend mutants.toml")
+            node = found[0]
+        assert not isinstance(node, ast.Module)
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        lines.update(range(first, (node.end_lineno or first) + 1))
+    return lines
 
 
 def _meaning(code: str) -> str:
-    """The syntax tree without annotations; a mutant that cannot be parsed means its text."""
-    try:
-        tree = ast.parse(code)
-    except SyntaxError:
-        return code
+    """The syntax tree without annotations."""
+    tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign):
             node.annotation = ast.Constant(None)
@@ -274,7 +298,7 @@ def score(module: Module, config: Config, verdicts: Verdicts, end: float) -> Sco
     result = Score(module.path)
     known = {(one.line, one.mutant) for one in config.equivalents if one.path == module.path}
     limit_s = 0.0
-    for mutant in mutants_of(module.path, config.operators):
+    for mutant in mutants_of(module.path, config.operators, module.within):
         if (mutant.line, mutant.changed) in known:
             result.equivalent += 1
             continue
