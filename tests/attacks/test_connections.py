@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -26,7 +26,8 @@ pytestmark = pytest.mark.anyio
 
 PARTIAL = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-slow: "
 WHOLE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
-ENDS_WITHIN_S = 5.0
+ENDS_WITHIN_S = 30.0
+"""Far above every limit that the tests set, so that only a connection without a limit lasts as long."""
 
 
 class Gate:
@@ -44,15 +45,33 @@ class Gate:
         await self.opened.wait()
         return "through"
 
+    async def holds(self, requests: int) -> None:
+        """Return once so many requests wait inside."""
+        async with asyncio.timeout(ENDS_WITHIN_S):
+            while self.inside < requests:
+                await asyncio.sleep(0.01)
+
+
+def asking(port: int) -> httpx.AsyncClient:
+    """A client of the service at that port."""
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=ENDS_WITHIN_S)
+
 
 @asynccontextmanager
 async def serving(app: ASGIApp, http: str = "auto") -> AsyncIterator[int]:
     """Its port while it runs under uvicorn."""
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http=http, log_level="error", lifespan="on" if isinstance(app, FastAPI) else "off")
+        uvicorn.Config(
+            app,
+            port=0,
+            http=http,
+            timeout_keep_alive=600,  # only our own limits end a connection
+            log_level="error",
+            lifespan="on" if isinstance(app, FastAPI) else "off",
+        )
     )
     task = asyncio.create_task(server.serve())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(ENDS_WITHIN_S):
         while not server.started:
             assert not task.done()
             await asyncio.sleep(0.01)
@@ -60,7 +79,7 @@ async def serving(app: ASGIApp, http: str = "auto") -> AsyncIterator[int]:
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(ENDS_WITHIN_S):
             await task
 
 
@@ -82,7 +101,10 @@ class Raw:
         await self.writer.drain()
 
     async def trickle(self, piece: bytes, every_s: float) -> None:
-        """Send a piece again and again until the server hangs up."""
+        """Send a piece again and again until the server hangs up.
+
+        A piece that reaches a closed connection resets it, and a reset may drop an answer that was not read yet.
+        """
         try:
             while not self.reader.at_eof():
                 await self.send(piece)
@@ -91,12 +113,13 @@ class Raw:
             return
 
     async def rest(self, within_s: float = ENDS_WITHIN_S) -> bytes:
-        """All that comes until the server closes the connection."""
+        """All that comes until the server closes or resets the connection."""
+        received = b""
         async with asyncio.timeout(within_s):
-            try:
-                return await self.reader.read()
-            except ConnectionError:
-                return b""
+            with suppress(ConnectionError):
+                while piece := await self.reader.read(65536):
+                    received += piece
+        return received
 
     async def one_answer(self) -> bytes:
         async with asyncio.timeout(ENDS_WITHIN_S):
@@ -122,7 +145,7 @@ def error_of(answer: bytes) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
 async def test_a_header_that_is_not_complete_in_time_is_answered_408_and_the_connection_closed(http: str) -> None:
-    async with serving(Gate(header_timeout_s=0.3).app, http) as port:
+    async with serving(Gate(header_timeout_s=1.0).app, http) as port:
         connections = [await Raw.to(port), await Raw.to(port, PARTIAL), await Raw.to(port, PARTIAL)]
         with closing(connections):
             silent, partial, slow = connections
@@ -130,31 +153,30 @@ async def test_a_header_that_is_not_complete_in_time_is_answered_408_and_the_con
             answers = await asyncio.gather(silent.rest(), partial.rest(), slow.rest())
             await trickling
 
-    late = (408, "invalid_request", "expected a complete header within 0.3 s, got a part")
-    assert (answers[0], error_of(answers[1]), error_of(answers[2])) == (b"", late, late)
+    late = (408, "invalid_request", "expected a complete header within 1 s, got a part")
+    assert (answers[0], error_of(answers[1])) == (b"", late)
+    assert answers[2] == b"" or error_of(answers[2]) == late
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
 async def test_each_further_header_of_a_connection_has_the_same_time_limit(http: str) -> None:
-    async with serving(Gate(header_timeout_s=0.3).app, http) as port:
+    async with serving(Gate(header_timeout_s=1.0).app, http) as port:
         raw = await Raw.to(port, WHOLE)
         with closing([raw]):
             first = await raw.one_answer()
-            began = time.monotonic()
             trickling = asyncio.create_task(raw.trickle(b"\r\n", 0.05))  # empty lines are no header yet
             await raw.rest()
-            took = time.monotonic() - began
             await trickling
 
     assert first.startswith(b"HTTP/1.1 200")
-    assert took < 2.0
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
 async def test_a_request_in_work_has_no_time_limit_of_its_connection(http: str) -> None:
-    gate = Gate(header_timeout_s=0.1)
-    async with serving(gate.app, http) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    gate = Gate(header_timeout_s=1.0)
+    async with serving(gate.app, http) as port, asking(port) as client:
         waiting = asyncio.create_task(client.post("/wait"))
+        await gate.holds(1)
         late = await Raw.to(port, PARTIAL)
         with closing([late]):
             await late.rest()  # as long as a header may take
@@ -163,25 +185,27 @@ async def test_a_request_in_work_has_no_time_limit_of_its_connection(http: str) 
 
 
 async def test_half_open_connections_give_way_to_those_that_send_a_request() -> None:
-    async with serving(Gate(max_connections=20).app) as port:
+    async with serving(Gate(max_connections=20, header_timeout_s=600.0).app) as port:
         with closing([await Raw.to(port, PARTIAL) for _ in range(60)]) as half_open:
             whole = await Raw.to(port, WHOLE)
             with closing([whole]):
                 answer = await whole.one_answer()
-                first = await half_open[0].rest()
-                held = [raw for raw in half_open if not raw.reader.at_eof()]
+                closed = [await raw.rest() for raw in half_open[:41]]
+                held = half_open[41:]
+                for raw in held:
+                    await raw.send(b"\r\n\r\n")
+                completed = [await raw.one_answer() for raw in held]
 
-    assert (answer.split()[1], first, len(held)) == (b"200", b"", 19)
+    assert (answer.split()[1], closed) == (b"200", [b""] * 41)
+    assert [answer.split()[1] for answer in completed] == [b"200"] * 19
 
 
 async def test_when_all_connections_are_at_work_a_new_one_is_told_to_come_again() -> None:
     gate = Gate(max_connections=3)
-    async with serving(gate.app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with serving(gate.app) as port, asking(port) as client:
         working = [asyncio.create_task(client.post("/wait")) for _ in range(3)]
-        async with asyncio.timeout(5):
-            while gate.inside < 3:
-                await asyncio.sleep(0.01)
-        refused = await Raw.to(port, WHOLE)
+        await gate.holds(3)
+        refused = await Raw.to(port)
         with closing([refused]):
             answer = await refused.rest()
         gate.opened.set()
@@ -195,7 +219,7 @@ async def test_when_all_connections_are_at_work_a_new_one_is_told_to_come_again(
 
 
 async def test_a_header_without_end_is_refused_by_its_size() -> None:
-    async with serving(Gate(header_timeout_s=30.0).app) as port:
+    async with serving(Gate(header_timeout_s=600.0).app) as port:
         raw = await Raw.to(port, PARTIAL)
         with closing([raw]):
             trickling = asyncio.create_task(raw.trickle(b"a" * 16384, 0.001))
@@ -207,22 +231,24 @@ async def test_a_header_without_end_is_refused_by_its_size() -> None:
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-async def test_a_body_that_trickles_is_answered_422_and_its_connection_closed(http: str) -> None:
-    async with serving(Gate(body_timeout_s=0.3, header_timeout_s=0.3).app, http) as port:
-        raw = await Raw.to(port, b"POST /wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n")
-        with closing([raw]):
-            trickling = asyncio.create_task(raw.trickle(b"a", 0.05))
-            answer = await raw.one_answer()
-            await raw.rest()
+async def test_a_body_that_is_not_complete_in_time_is_answered_422_and_its_connection_closed(http: str) -> None:
+    part = b"POST /wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\na"
+    async with serving(Gate(body_timeout_s=0.3, header_timeout_s=1.0).app, http) as port:
+        with closing([await Raw.to(port, part), await Raw.to(port, part)]) as connections:
+            stuck, slow = connections
+            trickling = asyncio.create_task(slow.trickle(b"a", 0.05))
+            answers = await asyncio.gather(stuck.one_answer(), slow.rest())
             await trickling
 
     message = "expected the whole body within 0.3 s, got a part; send less at once, or faster"
-    assert error_of(answer) == (422, "invalid_request", message)
+    late = (422, "invalid_request", message)
+    assert error_of(answers[0]) == late
+    assert answers[1] == b"" or error_of(answers[1]) == late
 
 
 async def test_a_replicas_own_port_has_the_limits() -> None:
     gate = Gate()
-    port = DirectPort(gate.app, "127.0.0.1", int, 0.0, ConnectionSettings(header_timeout_s=0.2, max_connections=5))
+    port = DirectPort(gate.app, "127.0.0.1", int, 0.0, ConnectionSettings(header_timeout_s=2.0, max_connections=5))
     async with gate.app.router.lifespan_context(gate.app):
         number = int(port.url.rpartition(":")[2])
         with closing([await Raw.to(number, PARTIAL) for _ in range(20)]) as half_open:
@@ -234,7 +260,7 @@ async def test_a_replicas_own_port_has_the_limits() -> None:
 
 
 async def test_serves_proxy_takes_the_limits_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKWAY_HEADER_TIMEOUT_S", "0.2")
+    monkeypatch.setenv("TRACKWAY_HEADER_TIMEOUT_S", "1.0")
     monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])
 
     assert bound_connections() == []
@@ -247,17 +273,17 @@ async def test_serves_proxy_takes_the_limits_from_the_environment(monkeypatch: p
 
 
 async def test_a_process_with_few_files_answers_beside_half_open_connections_and_does_not_spin(tmp_path: Path) -> None:
-    with service_process("reward", tmp_path, {"header_timeout_s": "4"}, files=100) as service:
+    with service_process("reward", tmp_path, {"header_timeout_s": "8"}, files=100) as service:
         connections = [await Raw.to(service.port, PARTIAL) for _ in range(140)]
         with closing(connections):
             began = time.monotonic()
-            healthy = httpx.get(f"http://127.0.0.1:{service.port}/health", timeout=20).status_code
+            healthy = httpx.get(f"http://127.0.0.1:{service.port}/health", timeout=ENDS_WITHIN_S).status_code
             answered_s = time.monotonic() - began
             before = sum(psutil.Process(service.process.pid).cpu_times()[:2])
-            await asyncio.gather(*(raw.rest(20) for raw in connections))
+            await asyncio.gather(*(raw.rest() for raw in connections))
             cpu_s = sum(psutil.Process(service.process.pid).cpu_times()[:2]) - before
-        after = httpx.get(f"http://127.0.0.1:{service.port}/health", timeout=20).status_code
+        after = httpx.get(f"http://127.0.0.1:{service.port}/health", timeout=ENDS_WITHIN_S).status_code
 
     assert (healthy, after) == (200, 200)
-    assert answered_s < 3.0
+    assert answered_s < 6.0  # not only once the others' headers were late
     assert cpu_s < 2.0

@@ -50,7 +50,7 @@ async def test_sessions_beyond_their_number_are_answered_429_and_the_others_work
 async def test_an_idle_session_expires_and_makes_room(running) -> None:
     async with running(create_app(ToolsSettings(mcp_max_sessions=1, mcp_session_idle_s=0.2))) as client:
         first = await opened(client)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (second := await opened(client)).status_code == 429:
                 await asyncio.sleep(0.05)
         gone = await listed(client, first.headers["mcp-session-id"])
