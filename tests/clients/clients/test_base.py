@@ -1,6 +1,7 @@
 """How a service is called: retries, deadlines, keys, errors."""
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 
 import httpx
 import pytest
@@ -48,6 +49,37 @@ class Script:
 
 
 OK = httpx.Response(200, json={"value": 7})
+
+
+@pytest.fixture
+def at_1000(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands at the Unix time 1000."""
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+
+
+@pytest.mark.usefixtures("at_1000")
+@pytest.mark.parametrize(
+    ("at", "remaining", "expired"),
+    [(1060.0, 60.0, False), (1001.0, 1.0, False), (1000.5, 0.5, False), (1000.0, 0.0, True), (999.0, 0.0, True)],
+)
+def test_a_deadline_tells_the_seconds_that_are_left(at: float, remaining: float, expired: bool) -> None:
+    assert (Deadline(at).remaining, Deadline(at).expired) == (remaining, expired)
+
+
+@pytest.mark.usefixtures("at_1000")
+def test_a_deadline_lies_the_seconds_given_from_now() -> None:
+    assert Deadline.after(60.0) == Deadline(1060.0)
+
+
+@pytest.mark.usefixtures("at_1000")
+@pytest.mark.parametrize(("seconds", "at"), [(20.0, 1020.0), (60.0, 1060.0), (90.0, 1060.0)])
+def test_a_deadline_may_be_made_earlier_but_not_later(seconds: float, at: float) -> None:
+    assert Deadline(1060.0).earlier(seconds) == Deadline(at)
+
+
+def test_a_deadline_cannot_be_moved() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Deadline(1060.0).at = 2000.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 async def test_a_services_error_is_raised_again_with_its_code_and_detail() -> None:

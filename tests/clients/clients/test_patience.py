@@ -9,11 +9,12 @@ from trackway.clients.patience import Patience
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
-def after(error: Exception, tries: int = 1, upcoming_s: float = 0.0) -> RetryCallState:
-    """The state of a call whose last try raised this."""
+def after(error: Exception, tries: int = 1, upcoming_s: float = 0.0, elapsed_s: float = 0.0) -> RetryCallState:
+    """The state of a call whose last try raised this, so long after its start."""
     state = RetryCallState(AsyncRetrying(), None, (), {})
     state.set_exception((type(error), error, None))
     state.attempt_number, state.upcoming_sleep = tries, upcoming_s
+    state.start_time, state.outcome_timestamp = 0.0, elapsed_s
     return state
 
 
@@ -42,10 +43,25 @@ def test_without_a_word_of_the_service_pauses_grow_up_to_a_bound() -> None:
     assert pauses(full, tries=99)[1] == pytest.approx(5.0, rel=0.01)
 
 
-def test_a_call_that_is_put_off_ends_when_its_time_is_up() -> None:
+@pytest.mark.parametrize(
+    ("elapsed_s", "pause_s", "ends"),
+    [(0.0, 9.5, False), (0.0, 10.0, True), (0.0, 10.5, True), (4.0, 5.5, False), (4.0, 6.0, True)],
+)
+def test_a_call_that_is_put_off_ends_when_its_next_try_would_come_too_late(
+    elapsed_s: float, pause_s: float, ends: bool
+) -> None:
     patience = Patience(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
     full = TrackwayError(ErrorCode.OVERLOADED, "full")
-    assert [patience.stop(after(full, upcoming_s=pause)) for pause in (9.9, 10.1)] == [False, True]
+    assert patience.stop(after(full, upcoming_s=pause_s, elapsed_s=elapsed_s)) is ends
+
+
+def test_a_call_that_fails_ends_with_its_last_try() -> None:
+    patience = Patience(attempts=3, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
+    assert [patience.stop(after(httpx.ConnectError("refused"), tries=number)) for number in (1, 2, 3)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(

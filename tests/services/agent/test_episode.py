@@ -5,22 +5,40 @@ import pytest
 from agent_world import group
 
 from trackway.agent.episode import Episode, cut_prompt
+from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, TokenLogprob
-from trackway.wire.trajectory import StopReason, WeightSpan
+from trackway.wire.trajectory import StopReason, Turn, WeightSpan
 
 
 def episode(**changes: Any) -> Episode:
     return Episode.begin(group(**changes), 2, "tool_agent")
 
 
-def choice(*ids: int, logprobs: int | None = None) -> GenerateChoice:
+def choice(*ids: int, logprobs: int | None = None, spans: list[WeightSpan] | None = None) -> GenerateChoice:
     count = len(ids) if logprobs is None else logprobs
     content = [TokenLogprob(token_id=0, logprob=-0.5)] * count
-    spans = [WeightSpan(version=1, start=0, end=len(ids))]
     return GenerateChoice(
-        finish_reason="stop", token_ids=list(ids), logprobs=ChoiceLogprobs(content=content), weight_versions=spans
+        finish_reason="stop",
+        token_ids=list(ids),
+        logprobs=ChoiceLogprobs(content=content),
+        weight_versions=[WeightSpan(version=1, start=0, end=len(ids))] if spans is None else spans,
     )
+
+
+def said(by: Episode, *ids: int) -> None:
+    """The model writes one turn."""
+    start = len(by.response_ids)
+    by.add_generated(choice(*ids))
+    message = Message(role="assistant", content=str(ids))
+    turn = Turn(
+        index=len(by.turns), messages=[message], response_start=start, response_end=start + len(ids), finish_reason=""
+    )
+    by.turns.append(turn)
+
+
+def observed(text: str) -> Message:
+    return Message(role="tool", content=text)
 
 
 def test_the_id_names_run_step_sample_and_rollout() -> None:
@@ -57,6 +75,117 @@ def test_an_answer_that_is_too_long_or_lacks_logprobs_is_refused(ids: list[int],
 
     assert caught.value.code is ErrorCode.INTERNAL
     assert small.response_ids == []
+
+
+def test_what_the_model_wrote_has_mask_1_and_its_logprobs_and_an_observation_has_neither() -> None:
+    grown = episode()
+
+    said(grown, 1, 2)
+    assert grown.add_observation([3, 4, 5], [observed("a")]) is True
+    said(grown, 6)
+
+    assert grown.response_ids == [1, 2, 3, 4, 5, 6]
+    assert grown.response_mask == [1, 1, 0, 0, 0, 1]
+    assert grown.response_logprobs == [-0.5, -0.5, 0.0, 0.0, 0.0, -0.5]
+    assert grown.written() == [[1, 2], [6]]
+
+
+def test_the_context_grows_and_the_room_shrinks_by_each_token() -> None:
+    grown = episode(limits__max_response_length=9)
+    assert (grown.shown, grown.room, grown.num_turns) == (0, 9, 1)
+
+    grown.add_prompt([10, 11, 12])
+    said(grown, 1, 2)
+    assert (grown.context, grown.shown, grown.room, grown.num_turns) == ([10, 11, 12, 1, 2], 5, 7, 2)
+
+    grown.add_observation([3], [observed("a")])
+    assert (grown.context, grown.shown, grown.room, grown.num_turns) == ([10, 11, 12, 1, 2, 3], 5, 6, 3)
+
+    said(grown, 4, 5)
+    assert (grown.context, grown.shown, grown.room, grown.num_turns) == ([10, 11, 12, 1, 2, 3, 4, 5], 8, 4, 4)
+
+
+def test_weight_spans_are_counted_from_the_first_token_of_the_response() -> None:
+    grown = episode()
+    said(grown, 1, 2)
+    grown.add_observation([3], [observed("a")])
+
+    two = [WeightSpan(version=1, start=0, end=1), WeightSpan(version=2, start=1, end=4)]
+    grown.add_generated(choice(4, 5, 6, 7, spans=two))
+
+    assert [(span.version, span.start, span.end) for span in grown.weight_versions] == [(1, 0, 2), (1, 3, 4), (2, 4, 7)]
+
+
+def test_an_observation_belongs_to_the_turn_before_it() -> None:
+    grown = episode()
+    for number in range(3):
+        said(grown, number)
+
+    grown.add_observation([3, 4], [observed("a"), observed("b")])
+
+    assert [[message.content for message in turn.messages] for turn in grown.turns] == [
+        ["(0,)"],
+        ["(1,)"],
+        ["(2,)", "a", "b"],
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(1, True), (2, True), (3, False), (4, False)])
+def test_an_observation_must_leave_room_for_an_answer(tokens: int, fits: bool) -> None:
+    small = episode(limits__max_response_length=5)
+    said(small, 1, 2)
+
+    assert small.add_observation([3] * tokens, [observed("a")]) is fits
+
+    assert len(small.response_ids) == (2 + tokens if fits else 2)
+    assert (len(small.turns[0].messages), small.user_turns) == ((2, 1) if fits else (1, 0))
+
+
+def test_the_model_may_fill_the_response_to_its_last_token() -> None:
+    small = episode(limits__max_response_length=5)
+    said(small, 1, 2)
+    said(small, 3, 4, 5)
+    assert (small.response_ids, small.room) == ([1, 2, 3, 4, 5], 0)
+
+
+def test_a_prompt_may_be_as_long_as_its_limit() -> None:
+    full = episode(limits__max_prompt_length=3)
+    full.add_prompt([1, 2, 3])
+    assert full.prompt_ids == [1, 2, 3]
+
+
+def test_a_longer_prompt_is_refused_with_what_can_be_done() -> None:
+    with pytest.raises(TrackwayError) as caught:
+        episode(limits__max_prompt_length=3).add_prompt([1, 2, 3, 4])
+    assert (caught.value.code, caught.value.message) == (
+        ErrorCode.INVALID_REQUEST,
+        "expected a prompt of at most 3 tokens (max_prompt_length), got 4; "
+        "raise the limit, filter the row out, or let the prompt be cut (prompt_truncation)",
+    )
+
+
+def test_a_longer_prompt_that_may_be_cut_is_cut() -> None:
+    cut = episode(limits__max_prompt_length=3, limits__prompt_truncation="left")
+    cut.add_prompt([1, 2, 3, 4])
+    assert cut.prompt_ids == [2, 3, 4]
+
+
+def test_a_prompt_that_is_too_long_to_be_cut_is_refused_without_that_advice() -> None:
+    error = episode(limits__max_prompt_length=3, limits__prompt_truncation="left").prompt_too_long(70_000)
+    assert error.message == (
+        "expected a prompt of at most 65536 tokens (max_prompt_length), got 70000; "
+        "raise the limit or filter the row out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("chars", "ids", "sent"), [(16_384, [], True), (16_385, [], False), (16_385, [1], True), (5, [1], True)]
+)
+def test_a_long_prompt_that_was_refused_is_not_sent_back(chars: int, ids: list[int], sent: bool) -> None:
+    prompt = [{"role": "system", "content": "x"}, {"role": "user", "content": "x" * (chars - 1)}]
+    asked = episode(sample__prompt=prompt)
+    asked.add_prompt(ids)
+    assert asked.trajectory().prompt_messages == (asked.sample.prompt if sent else [])
 
 
 def test_a_failed_episode_keeps_its_tokens_and_loses_its_reward() -> None:
