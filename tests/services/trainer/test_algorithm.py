@@ -70,6 +70,7 @@ def test_advantages_without_a_group_for_each_score_are_refused():
     ("advantage", "ratio", "loss", "clipped", "lower"),
     [
         (1.0, 1.0, -1.0, 0.0, 0.0),
+        (0.5, 1.0, -0.5, 0.0, 0.0),
         (1.0, 1.5, -1.28, 1.0, 0.0),
         (1.0, 0.5, -0.5, 0.0, 0.0),
         (-1.0, 0.5, 0.8, 1.0, 0.0),
@@ -146,7 +147,8 @@ def test_kl_penalty_of_log_ratios_to_the_reference(kind: str, penalties: list[fl
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"), [("kl+", 0.5), ("abs+", 0.5), ("k2+", 0.125), ("low_var_kl+", 0.1065306597126334)]
+    ("kind", "value"),
+    [("kl+", 0.5), ("abs+", 0.5), ("k2+", 0.125), ("low_var_kl+", 0.1065306597126334), ("k3+", 0.1065306597126334)],
 )
 def test_a_kl_kind_with_a_plus_has_its_own_value_and_the_gradient_of_k2(kind: str, value: float):
     logp = tensor(-1.0).requires_grad_()

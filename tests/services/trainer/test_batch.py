@@ -1,6 +1,7 @@
 """Exact positions of a batch, and what is left out of it."""
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -87,6 +88,19 @@ def test_micro_batches_are_rows_of_like_length_and_keep_the_order_of_equal_ones(
     assert [part.ref_logprobs.shape for _, part in parts] == [(2, 1), (2, 3)]
     assert [index.tolist() for index, _ in batch.micro_batches(None)] == [[1, 3, 2, 0]]
     assert [len(part) for _, part in batch.micro_batches(3)] == [3, 1]
+
+
+def test_rows_of_one_length_keep_their_order_however_many_they_are(rollout: Rollout):
+    batch = TrainingBatch.of([rollout() for _ in range(200)], [0.0] * 200)
+
+    assert [index.tolist() for index, _ in batch.micro_batches(None)] == [list(range(200))]
+
+
+def test_a_batch_cannot_be_changed(rollout: Rollout):
+    batch = two_rows(rollout)
+
+    with pytest.raises(FrozenInstanceError):
+        batch.lengths = batch.lengths + 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_an_advantage_is_needed_for_each_trajectory(rollout: Rollout):
