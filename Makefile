@@ -26,7 +26,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast test-vllm test-pods test-chaos test-mutants test-all check check-manifests format lock image picture clean
+.PHONY: help demo ui bench test test-fast test-vllm test-pods test-chaos test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -72,6 +72,13 @@ check-manifests: $(VENV)/.dev ## Check the manifests, that breaking them is noti
 	$(BIN)/python k8s/check.py
 	$(PYTEST) -p no:schemathesis -p no:hypothesispytest -m manifests $(MANIFEST_TESTS) --quiet
 	$(BIN)/hadolint deploy/docker/Dockerfile
+
+docs: $(VENV)/.dev ## Build the documentation into outputs/site; its Reference is made from the code.
+	cd docs && ../$(BIN)/python -m generators
+	$(BIN)/zensical build --strict --clean
+
+docs-serve: docs ## Show the documentation at http://localhost:8000, built again when a page changes.
+	$(BIN)/zensical serve
 
 format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
 	$(BIN)/ruff check --fix $(CODE)

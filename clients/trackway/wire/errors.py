@@ -48,49 +48,73 @@ class ErrorCode(StrEnum):
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"
     WEIGHTS_STALE = "weights_stale"
     NOT_FINITE = "not_finite"
-    """A reward, a logprob or a weight is NaN, infinite, or too large for float32."""
     DISK_FULL = "disk_full"
-    """No room is left, or a quota is used up."""
     NOT_WRITABLE = "not_writable"
-    """The storage is read-only, broken, or not ours to write."""
     UNAVAILABLE = "unavailable"
     INTERNAL = "internal"
 
 
 class ErrorSpec(NamedTuple):
-    """The HTTP status of a code, and whether the same request may succeed later."""
+    """The HTTP status of a code, whether the same request may succeed later, and what the code means."""
 
     status: int
     retryable: bool
+    meaning: str
 
 
 ERRORS: dict[ErrorCode, ErrorSpec] = {
-    ErrorCode.INVALID_REQUEST: ErrorSpec(422, False),
-    ErrorCode.UNAUTHORIZED: ErrorSpec(401, False),
-    ErrorCode.FORBIDDEN: ErrorSpec(403, False),
-    ErrorCode.NOT_FOUND: ErrorSpec(404, False),
-    ErrorCode.MODEL_NOT_FOUND: ErrorSpec(404, False),
-    ErrorCode.UNKNOWN_TOOL: ErrorSpec(404, False),
-    ErrorCode.UNKNOWN_AGENT: ErrorSpec(404, False),
-    ErrorCode.UNKNOWN_DATA_SOURCE: ErrorSpec(422, False),
-    ErrorCode.INSTANCE_NOT_FOUND: ErrorSpec(404, False),
-    ErrorCode.INSTANCE_LOST: ErrorSpec(410, False),
-    ErrorCode.CONFLICT: ErrorSpec(409, False),
-    ErrorCode.WEIGHTS_BEHIND: ErrorSpec(409, True),
-    ErrorCode.PAYLOAD_TOO_LARGE: ErrorSpec(413, False),
-    ErrorCode.OVERLOADED: ErrorSpec(429, True),
-    ErrorCode.PAUSED: ErrorSpec(503, True),
-    ErrorCode.TOOL_FAILED: ErrorSpec(500, False),
-    ErrorCode.DEADLINE_EXCEEDED: ErrorSpec(504, False),
-    ErrorCode.ENGINE_FAILED: ErrorSpec(500, False),
-    ErrorCode.WEIGHTS_CORRUPT: ErrorSpec(500, False),
-    ErrorCode.CHECKPOINT_CORRUPT: ErrorSpec(500, False),
-    ErrorCode.WEIGHTS_STALE: ErrorSpec(500, False),
-    ErrorCode.NOT_FINITE: ErrorSpec(500, False),
-    ErrorCode.DISK_FULL: ErrorSpec(507, False),
-    ErrorCode.NOT_WRITABLE: ErrorSpec(507, False),
-    ErrorCode.UNAVAILABLE: ErrorSpec(503, True),
-    ErrorCode.INTERNAL: ErrorSpec(500, False),
+    ErrorCode.INVALID_REQUEST: ErrorSpec(
+        422, False, "The request does not fit its schema, or a value in it cannot be used."
+    ),
+    ErrorCode.UNAUTHORIZED: ErrorSpec(
+        401, False, "The service expects a bearer token that it knows, and got none or another one."
+    ),
+    ErrorCode.FORBIDDEN: ErrorSpec(403, False, "The token is known but lacks the scope that the route needs."),
+    ErrorCode.NOT_FOUND: ErrorSpec(404, False, "There is no such route, run or file."),
+    ErrorCode.MODEL_NOT_FOUND: ErrorSpec(404, False, "The rollout service serves another model than the one named."),
+    ErrorCode.UNKNOWN_TOOL: ErrorSpec(404, False, "The tool server offers no tool of that name."),
+    ErrorCode.UNKNOWN_AGENT: ErrorSpec(404, False, "The agent service has no agent loop of that name."),
+    ErrorCode.UNKNOWN_DATA_SOURCE: ErrorSpec(422, False, "The reward service has no scorer for that data source."),
+    ErrorCode.INSTANCE_NOT_FOUND: ErrorSpec(
+        404, False, "The tool instance was never created on this replica, or has been released."
+    ),
+    ErrorCode.INSTANCE_LOST: ErrorSpec(
+        410, False, "The tool instance existed and its state is gone; create another one."
+    ),
+    ErrorCode.CONFLICT: ErrorSpec(
+        409,
+        False,
+        "The request contradicts the current state, such as a second active run or a reused idempotency key.",
+    ),
+    ErrorCode.WEIGHTS_BEHIND: ErrorSpec(409, True, "The replica does not hold the requested weight version yet."),
+    ErrorCode.PAYLOAD_TOO_LARGE: ErrorSpec(413, False, "The request is over a limit in bytes or JSON items."),
+    ErrorCode.OVERLOADED: ErrorSpec(429, True, "The queue is full; `Retry-After` says when to ask again."),
+    ErrorCode.PAUSED: ErrorSpec(503, True, "The engine is paused, as during a weight update or while it sleeps."),
+    ErrorCode.TOOL_FAILED: ErrorSpec(
+        500, False, "The tool raised an exception, or its remote server refused the call."
+    ),
+    ErrorCode.DEADLINE_EXCEEDED: ErrorSpec(
+        504, False, "The time limit of the call, or the caller's own deadline, has passed."
+    ),
+    ErrorCode.ENGINE_FAILED: ErrorSpec(500, False, "The inference engine failed or answered something unusable."),
+    ErrorCode.WEIGHTS_CORRUPT: ErrorSpec(
+        500, False, "Published weights are incomplete, damaged, or not what the engine shows after loading them."
+    ),
+    ErrorCode.CHECKPOINT_CORRUPT: ErrorSpec(
+        500, False, "A file of the checkpoint differs from its digest or cannot be read."
+    ),
+    ErrorCode.WEIGHTS_STALE: ErrorSpec(
+        500, False, "After a load the engine still answers with an earlier weight version."
+    ),
+    ErrorCode.NOT_FINITE: ErrorSpec(
+        500, False, "A reward, a logprob or a weight is NaN, infinite, or too large for float32."
+    ),
+    ErrorCode.DISK_FULL: ErrorSpec(507, False, "No room is left on the storage, or a quota is used up."),
+    ErrorCode.NOT_WRITABLE: ErrorSpec(507, False, "The storage is read-only, broken, or not writable for this user."),
+    ErrorCode.UNAVAILABLE: ErrorSpec(
+        503, True, "The service, or one that it depends on, is starting, stopping or does not answer."
+    ),
+    ErrorCode.INTERNAL: ErrorSpec(500, False, "An unexpected exception; the service's log has it."),
 }
 
 

@@ -53,7 +53,9 @@ def create_app(
 def _routes(groups: Groups) -> ServiceRouter:
     router = ServiceRouter(tags=["agent"])
 
-    @router.post("/groups", response_class=StreamingResponse)
+    @router.post(
+        "/groups", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
+    )
     async def run_group(request: GroupRequest) -> StreamingResponse:
         """Run n rollouts of a sample; one Trajectory per line of NDJSON, each as it ends."""
         return GroupStream(groups.start(request))

@@ -59,7 +59,7 @@ def service_app(
     app.state.settings = settings
     app.state.tracing = tracing
     app.state.tokens = tokens
-    metrics = ServiceMetrics(service, tracing, gauges, collectors)
+    app.state.metrics = metrics = ServiceMetrics(service, tracing, gauges, collectors)
     for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)
     install_error_answers(app)

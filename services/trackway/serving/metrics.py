@@ -6,7 +6,7 @@ What each request touches is counted in plain integers, and only made into metri
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -58,6 +58,10 @@ class ServiceMetrics:
         for gauge in gauges:
             create = meter.create_observable_counter if gauge.total else meter.create_observable_gauge
             create(gauge.name, callbacks=[_observing(gauge)], description=gauge.description)
+
+    def collect(self) -> Iterable[Metric]:
+        """Every metric with its type, its description and its samples."""
+        return self._registry.collect()
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -88,7 +88,11 @@ def _routes(runs: Runs) -> ServiceRouter:
         """Where a run stands."""
         return runs.tracked(runs.info(run))
 
-    @router.get("/runs/{run}/metrics")
+    @router.get(
+        "/runs/{run}/metrics",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"application/x-ndjson": {}}}},
+    )
     async def metrics(run: RunNameInPath, follow: bool = False) -> StreamingResponse:
         """One MetricsRow per line; with `follow`, until the run has ended."""
         runs.info(run)  # an unknown run is a 404, which a stream that has begun could not say any more

@@ -8,14 +8,15 @@ from prometheus_client.registry import Collector
 
 from trackway.wire.trainer import RunInfo
 
-_OF_A_STEP = {
+OF_A_STEP = {
     "reward": ("critic/rewards/mean", "Mean reward of the newest step"),
     "score": ("critic/score/mean", "Mean score of the newest step"),
     "response_tokens": ("response_length/mean", "Mean tokens of a response of the newest step"),
     "step_seconds": ("timing_s/step", "Seconds of the newest step"),
     "tokens_per_second_per_gpu": ("perf/throughput", "Prompt and response tokens per second and GPU, newest step"),
-    "failed_trajectories": ("training/rollout_failure/failed_trajectories", "Of the newest step"),
+    "failed_trajectories": ("training/rollout_failure/failed_trajectories", "Failed trajectories of the newest step"),
 }
+"""By name after `trackway_run_`: the step's metric that is shown, and its description."""
 _ACCURACY = re.compile("val-core/(.+)/acc/mean@[0-9]+")
 
 
@@ -36,7 +37,7 @@ class RunGauges(Collector):
         yield _gauge(info, "step", "Last finished step", info.step)
         yield _gauge(info, "total_steps", "Steps of the whole run", info.total_steps)
         yield _gauge(info, "restarts", "How often it went on by itself", info.restarts)
-        for name, (key, description) in _OF_A_STEP.items():
+        for name, (key, description) in OF_A_STEP.items():
             if key in info.metrics:
                 yield _gauge(info, name, description, info.metrics[key])
         yield _accuracy(info)

@@ -1,0 +1,27 @@
+"""The page of the command line."""
+
+import re
+
+import typer
+from typer.cli import get_docs_for_click
+from typer.main import get_command
+
+from generators.markdown import page
+from trackway.deploy import cli
+from trackway.deploy.commands import main_ppo
+
+
+def command_line() -> str:
+    """Every command with its arguments and options, by Typer's own generator."""
+    return page(
+        "Command line",
+        "`trackway COMMAND --help` prints the same.",
+        _documented(cli.app, "trackway"),
+        _documented(main_ppo.app, "python -m trackway.main_ppo"),
+    )
+
+
+def _documented(app: typer.Typer, name: str) -> str:
+    command = get_command(app)
+    text = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name=name), name=name)
+    return re.sub("^#", "##", text, flags=re.MULTILINE)

@@ -1,0 +1,49 @@
+"""The page of a run's configuration keys."""
+
+import json
+from collections import defaultdict
+
+from generators.markdown import breakable, code, page, table
+from trackway.trainer.config import Explanation, explain
+from trackway.trainer.config.known import DEPLOYMENT, MOVED, NO_EFFECT
+
+
+def configuration_keys() -> str:
+    """Every key by section with its default and meaning; then those that moved, and those without effect."""
+    sections: dict[str, list[Explanation]] = defaultdict(list)
+    for key in explain():
+        if key.honoured:
+            sections[_section(key.key)].append(key)
+    return page(
+        "Configuration keys",
+        "The keys of a training run, in verl's names; keys of Trackway's own begin with `trackway.`. Give them to "
+        "`trackway train` or `python -m trackway.main_ppo` as `key=value`, or in a YAML file. An unknown key is an "
+        "error that names the nearest one. `trackway config explain KEY` prints one row of this page.",
+        "Keys marked *deployment* decide how `python -m trackway.main_ppo` deploys the services; they do not change "
+        "services that run already.",
+        *(f"## `{section}`\n\n{_honoured(keys)}" for section, keys in sections.items()),
+        "## Moved",
+        "Old spellings, read as the new key.",
+        table(("Old key", "New key"), ((breakable(old), breakable(new)) for old, new in MOVED.items())),
+        "## Without effect",
+        "Keys of verl that are accepted so that its command lines run unchanged. A name that ends in `.*` stands for "
+        "everything below it. Those that a run was given are listed, with the reason, when it starts.",
+        table(("Key", "Reason"), ((breakable(key), reason) for key, reason in NO_EFFECT.items())),
+    )
+
+
+def _section(key: str) -> str:
+    parts = key.split(".")
+    return ".".join(parts[: 2 if parts[0] == "actor_rollout_ref" else 1])
+
+
+def _honoured(keys: list[Explanation]) -> str:
+    rows = [
+        (
+            breakable(key.key),
+            code(json.dumps(key.default)),
+            key.meaning + (" *(deployment)*" if key.key in DEPLOYMENT else ""),
+        )
+        for key in keys
+    ]
+    return table(("Key", "Default", "Meaning"), rows)

@@ -1,0 +1,32 @@
+"""Pieces of Markdown."""
+
+import html
+import re
+from collections.abc import Iterable, Sequence
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; cells are Markdown, of which line breaks and `|` are made safe."""
+    lines = [list(header), ["---"] * len(header), *([_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def code(text: str) -> str:
+    """`text` as inline code; the empty string stays empty."""
+    if not text:
+        return ""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def breakable(text: str) -> str:
+    """A dotted name or a path as code that a narrow column may break, but only after a dot or a slash."""
+    return f"<code>{re.sub('(?<=.[./])(?=.)', '<wbr>', html.escape(text))}</code>"
+
+
+def page(title: str, *parts: str) -> str:
+    """A page of paragraphs, tables and headings, one below the other."""
+    return "\n\n".join([f"# {title}", *(part.strip("\n") for part in parts)]) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
