@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.weave, pytest.mark.slow]
 
-DOCS = Path(__file__).parents[2] / "docs" / "weave.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "weave.md"
 
 
 @pytest.fixture(scope="module")
