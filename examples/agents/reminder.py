@@ -57,5 +57,7 @@ class CarefulScorer:
     async def score(self, request: ScoreRequest, method: str) -> Reward:
         """The score, and its parts as components."""
         correct = gsm8k.score(request.solution_str, request.ground_truth, gsm8k.Method.STRICT)
-        failed = float(sum(call["error"] is not None for call in request.extra_info.get("tool_calls", [])))
+        calls = request.extra_info.get("tool_calls")
+        records = calls if isinstance(calls, list) else []
+        failed = float(sum(isinstance(record, dict) and record["error"] is not None for record in records))
         return Reward(score=correct - 0.1 * failed, components={"correct": correct, "failed_calls": failed})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from agent_world import World, group
+from pydantic import JsonValue
 
 from trackway.reward.scorers import load_scorers
 from trackway.wire.reward import ScoreRequest
@@ -40,7 +41,7 @@ async def test_the_loop_reminds_the_model_of_the_format_and_runs_its_calls(world
 @pytest.mark.anyio
 async def test_the_scorer_takes_a_tenth_for_a_failed_call() -> None:
     [_, scorer] = load_scorers(["reminder:CarefulScorer"])
-    calls = {"tool_calls": [{"error": None}, {"error": "tool_failed"}]}
+    calls: dict[str, JsonValue] = {"tool_calls": [{"error": None}, {"error": "tool_failed"}]}
     request = ScoreRequest(data_source="me/sums", solution_str="#### 7", ground_truth="7", extra_info=calls)
 
     reward = await scorer.score(request, "strict")
