@@ -10,7 +10,7 @@ from generators.config_keys import configuration_keys
 from generators.errors import error_codes
 from generators.http_api import http_api
 from generators.metrics import metrics_page
-from generators.python_api import python_api
+from generators.python_api import PACKAGES, overview, python_api
 from generators.settings import settings_page
 from generators.wire import wire_page
 
@@ -20,13 +20,10 @@ PAGES: dict[str, Callable[[], str]] = {
     "configuration": configuration_keys,
     "errors": error_codes,
     "metrics": metrics_page,
-    "http": http_api,
+    "http-api": http_api,
     "wire": wire_page,
-    "clients": partial(python_api, "trackway.clients", "Clients"),
-    "tracing": partial(python_api, "trackway.tracing", "Tracing"),
-    "agent": partial(python_api, "trackway.agent", "Agent loops"),
-    "tools": partial(python_api, "trackway.tools", "Tools"),
-    "reward": partial(python_api, "trackway.reward", "Scorers"),
+    "python-api": overview,
+    **{name: partial(python_api, package, title) for name, (title, package) in PACKAGES.items()},
 }
 
 

@@ -24,4 +24,10 @@ def command_line() -> str:
 def _documented(app: typer.Typer, name: str) -> str:
     command = get_command(app)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name=name), name=name)
-    return re.sub("^#", "##", text, flags=re.MULTILINE)
+    text = re.sub("^#", "##", text, flags=re.MULTILINE)
+    text = re.sub(r"\*\*Commands\*\*:\n\n(?:\* .*\n)+\n", "", text)  # their sentences are cut; each has a heading below
+    return re.sub(r"\s+Example: (.+?)(?=\n\n)", _fenced, text, flags=re.DOTALL)
+
+
+def _fenced(example: re.Match[str]) -> str:
+    return f"\n\n```console\n$ {' '.join(example[1].split())}\n```"

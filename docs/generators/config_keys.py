@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 
-from generators.markdown import breakable, code, page, table
+from generators.markdown import breakable, code, page, sentence, table
 from trackway.trainer.config import Explanation, explain
 from trackway.trainer.config.known import DEPLOYMENT, MOVED, NO_EFFECT
 
@@ -28,7 +28,7 @@ def configuration_keys() -> str:
         "## Without effect",
         "Keys of verl that are accepted so that its command lines run unchanged. A name that ends in `.*` stands for "
         "everything below it. Those that a run was given are listed, with the reason, when it starts.",
-        table(("Key", "Reason"), ((breakable(key), reason) for key, reason in NO_EFFECT.items())),
+        table(("Key", "Reason"), ((breakable(key), sentence(reason)) for key, reason in NO_EFFECT.items())),
     )
 
 
@@ -42,7 +42,7 @@ def _honoured(keys: list[Explanation]) -> str:
         (
             breakable(key.key),
             code(json.dumps(key.default)),
-            key.meaning + (" *(deployment)*" if key.key in DEPLOYMENT else ""),
+            sentence(key.meaning) + (" *(deployment)*" if key.key in DEPLOYMENT else ""),
         )
         for key in keys
     ]

@@ -6,14 +6,20 @@ from pathlib import Path
 
 import griffe
 
+from generators.markdown import sentence
+
 
 def field_docstrings(cls: type) -> dict[str, str]:
-    """Docstring by field of a class and of the project's classes that it derives from; each on one line."""
+    """Docstring by field of a class and of the project's classes that it derives from, as Markdown on one line."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.startswith("trackway."):
             members = _parsed(inspect.getfile(base)).members[base.__name__].members
-            found |= {name: " ".join(one.docstring.value.split()) for name, one in members.items() if one.docstring}
+            found |= {
+                name: sentence(" ".join(member.docstring.value.split()))
+                for name, member in members.items()
+                if member.docstring
+            }
     return found
 
 

@@ -7,7 +7,7 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from generators.apps import service_apps
-from generators.markdown import breakable, code, page, table
+from generators.markdown import breakable, code, page, sentence, table
 from generators.wire import link
 from trackway.serving import needs_admin
 
@@ -53,7 +53,7 @@ def operations(service: str) -> list[Operation]:
         Operation(
             method.upper(),
             path,
-            described.get("description", described["summary"]),
+            sentence(described.get("description", described["summary"])),
             _request(described),
             _response(described["responses"]),
             (path, method.upper()) in admin,

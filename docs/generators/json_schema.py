@@ -18,6 +18,9 @@ _BOUNDS = {
     "maxLength": "at most {} characters",
 }
 
+_MAX_VALUES = 12
+"""Values of an enumeration that are listed; a longer one is linked by its name."""
+
 
 def type_of(schema: Schema, definitions: Mapping[str, Schema], link: Callable[[str], str]) -> str:
     """The type with its bounds, such as `list of integer (at most 8)`; `link` gives the text of a model's name."""
@@ -35,7 +38,8 @@ def _kind(schema: Schema, definitions: Mapping[str, Schema], link: Callable[[str
             definition = definitions.get(name, {})
             if not definition:  # pydantic's JsonValue
                 return "any JSON"
-            return inner(definition) if "enum" in definition or "const" in definition else link(name)
+            is_short = "const" in definition or len(definition.get("enum", [])) in range(1, _MAX_VALUES)
+            return inner(definition) if is_short else link(name)
         case {"const": value}:
             return code(json.dumps(value))
         case {"enum": values}:

@@ -4,6 +4,9 @@ import html
 import re
 from collections.abc import Iterable, Sequence
 
+_CONSTANTS = {"None": "null", "True": "true", "False": "false"}
+_CONSTANT = re.compile(r"\b(?:None|True|False)\b")
+
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; cells are Markdown, of which line breaks and `|` are made safe."""
@@ -20,12 +23,21 @@ def code(text: str) -> str:
 
 def breakable(text: str) -> str:
     """A dotted name or a path as code that a narrow column may break, but only after a dot or a slash."""
-    return f"<code>{re.sub('(?<=.[./])(?=.)', '<wbr>', html.escape(text))}</code>"
+    return f"<code>{re.sub('(?<=.[./])(?=.)', '<wbr>', html.escape(text, quote=False))}</code>"
 
 
 def page(title: str, *parts: str) -> str:
     """A page of paragraphs, tables and headings, one below the other."""
     return "\n\n".join([f"# {title}", *(part.strip("\n") for part in parts)]) + "\n"
+
+
+def sentence(docstring: str) -> str:
+    """A field's docstring for readers of JSON and YAML: null, true and false instead of Python's names; no HTML."""
+    parts = docstring.split("`")
+    parts[::2] = [
+        _CONSTANT.sub(lambda found: f"`{_CONSTANTS[found[0]]}`", html.escape(part, quote=False)) for part in parts[::2]
+    ]
+    return "`".join(parts)
 
 
 def _cell(text: str) -> str:

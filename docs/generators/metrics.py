@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from generators.apps import service_apps
 from generators.markdown import breakable, code, page, table
+from trackway.deploy.replica_metrics import merged
 from trackway.serving.metrics import ServiceMetrics
 from trackway.trainer.run_gauges import OF_A_STEP, RunGauges
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState
@@ -46,6 +48,8 @@ def metrics_page() -> str:
             for service, found in by_service.items()
             if service != "reward"
         ),
+        "## Only under `/replicas/metrics`",
+        _table(rows(text_string_to_metric_families(merged({}, asked=0)))),
     )
 
 

@@ -1,11 +1,36 @@
 """The pages of the Python API: what a public package exports. mkdocstrings fills them in from the docstrings."""
 
 import importlib
+import inspect
 
-from generators.markdown import page
+from generators.markdown import code, page, table
+
+PACKAGES = {
+    "clients": ("Clients", "trackway.clients"),
+    "agent": ("Agent loops", "trackway.agent"),
+    "tools": ("Tools", "trackway.tools"),
+    "reward": ("Scorers", "trackway.reward"),
+    "tracing": ("Tracing", "trackway.tracing"),
+}
+"""Title and package by the name of its page."""
+
+
+def overview() -> str:
+    """The packages that code of one's own imports."""
+    rows = ((f"[{title}]({name}.md)", code(package), _summary(package)) for name, (title, package) in PACKAGES.items())
+    return page(
+        "Python API",
+        "What your own code may import: clients of the services, and what agent loops, tools and scorers are made of. "
+        "Each page has what its package exports; anything else may change.",
+        table(("Page", "Package", "Purpose"), rows),
+    )
 
 
 def python_api(package: str, title: str) -> str:
     """The package's docstring and everything in its `__all__`."""
     summary = f"::: {package}\n    options:\n      members: false\n      show_root_heading: false"
     return page(title, summary, *(f"::: {package}.{name}" for name in importlib.import_module(package).__all__))
+
+
+def _summary(package: str) -> str:
+    return (inspect.getdoc(importlib.import_module(package)) or "").partition("\n\n")[0]

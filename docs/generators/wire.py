@@ -13,9 +13,10 @@ from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from generators.docstrings import field_docstrings
 from generators.json_schema import type_of
-from generators.markdown import code, page, table
+from generators.markdown import code, page, sentence, table
 from trackway import wire
 from trackway.wire.base import WireReply, WireRequest
+from trackway.wire.errors import ErrorCode
 
 
 def wire_page() -> str:
@@ -33,6 +34,8 @@ def wire_page() -> str:
 
 def link(name: str, page: str = "") -> str:
     """A link to a model, from the page itself or from another one of the Reference; else its name as code."""
+    if name == ErrorCode.__name__:
+        return f"[{name}](errors.md)"
     return f"[{name}]({page}#{name.lower()})" if name in _by_name() else code(name)
 
 
@@ -60,8 +63,11 @@ def _models(module: ModuleType) -> list[type[BaseModel]]:
 
 
 def _described(module: ModuleType) -> str:
-    models = (f"### {cls.__name__}\n\n{inspect.getdoc(cls) or ''}\n\n{fields(cls)}" for cls in _models(module))
-    return "\n\n".join([inspect.getdoc(module) or "", *models])
+    models = (
+        f"### {cls.__name__}\n\n{sentence(inspect.getdoc(cls) or '')}\n\n{fields(cls)}" for cls in _models(module)
+    )
+    summary = (inspect.getdoc(module) or "").partition("\n\n")[0]
+    return "\n\n".join([summary, *models])
 
 
 def fields(cls: type[BaseModel]) -> str:

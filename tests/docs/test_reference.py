@@ -9,7 +9,7 @@ from generators.cli import command_line
 from generators.config_keys import configuration_keys
 from generators.errors import error_codes
 from generators.http_api import http_api
-from generators.markdown import breakable, code, table
+from generators.markdown import breakable, code, sentence, table
 from generators.metrics import metrics_page
 from generators.python_api import python_api
 from generators.settings import settings_page
@@ -34,6 +34,10 @@ def test_code_may_hold_a_backtick_and_a_name_breaks_only_after_a_dot_or_a_slash(
     assert (code("a`b"), code("")) == ("`` a`b ``", "")
     assert breakable("/v1/models") == "<code>/v1/<wbr>models</code>"
     assert breakable("data.train_files") == "<code>data.<wbr>train_files</code>"
+
+
+def test_a_docstring_speaks_of_json_and_holds_no_html_but_code_stays_as_it_is() -> None:
+    assert sentence("None takes outputs/<run>; `None` <b>") == "`null` takes outputs/&lt;run&gt;; `None` &lt;b&gt;"
 
 
 def test_an_error_code_has_its_status_whether_to_retry_and_its_meaning() -> None:
@@ -109,7 +113,7 @@ def test_a_field_of_a_wire_model_has_its_type_with_bounds_its_default_and_its_me
     assert row(wire_page(), "`rollouts`")[1:] == [
         "list of integer (at most 1024) or null",
         "`null`",
-        "Exactly these rollout_n, to mend a broken stream; None asks for 0..n-1.",
+        "Exactly these rollout_n, to mend a broken stream; `null` asks for 0..n-1.",
     ]
 
 
@@ -118,6 +122,10 @@ def test_a_command_has_its_options_with_their_variables_and_defaults() -> None:
     outputs = "`--outputs <path>`: Folder of runs, weights and logs.  [env var: TRACKWAY_UP_OUTPUTS; default: outputs]"
     assert "### `trackway scale`\n\nGive one service another number of replicas while it runs." in page
     assert f"* {outputs}\n" in page
+
+
+def test_an_example_of_a_command_is_a_block_to_copy() -> None:
+    assert "while it runs.\n\n```console\n$ trackway scale rollout 2\n```\n\n**Usage**" in command_line()
 
 
 def test_a_page_of_the_python_api_asks_for_each_exported_name() -> None:
