@@ -56,7 +56,6 @@ test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes of a whole deploy
 	$(PYTEST) -m chaos tests/e2e/test_chaos.py $(ARGS)
 
 test-mutants: $(VENV)/.dev ## Change the pure modules one place at a time: do their tests fail? ARGS='--minutes 5 loss'.
-	$(INSTALL) --editable '.[mutants]'
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 test-all: test test-vllm ## Run both, as CI does.
@@ -85,7 +84,7 @@ format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
 	$(BIN)/ruff format $(CODE)
 
 lock: $(VENV)/.uv ## Resolve constraints.txt anew.
-	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --extra mutants --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
+	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
 	$(BIN)/uv pip compile tests/weave/requirements.in --python-version 3.11 --no-annotate --no-header --quiet --upgrade -o tests/weave/constraints.txt
 	$(BIN)/uv pip compile tests/vllm/requirements.in --override tests/vllm/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/vllm/constraints.txt
 	$(BIN)/uv pip compile deploy/docker/inside/vllm.in --python-version 3.11 --python-platform x86_64-manylinux_2_36 --no-annotate --no-header --quiet --upgrade -o deploy/docker/inside/vllm.txt

@@ -5,7 +5,7 @@ packages already: cosmic-ray's own runner starts an interpreter per mutant, whic
 changed. A mutant that fails a test, cannot be imported or runs past its limit is killed. One that only changes an
 annotation is left out; one that `mutants.toml` calls equivalent is listed there with its reason.
 
-    python tests/mutants.py [--minutes M] [part of a module's path ...]
+    python tests/mutants.py [--minutes M] [--config FILE] [part of a module's path ...]
 """
 
 import argparse
@@ -28,15 +28,16 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
-from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
-from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
-from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
 from pydantic import BaseModel, ConfigDict
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-ROOT = Path(__file__).parents[1]
 CONFIG = Path(__file__).with_name("mutants.toml")
-STATE = ROOT / "outputs" / "mutants.json"
-"""Verdicts by mutant: a run that was cut goes on from there as long as the module and its tests stay as they are."""
+VERDICTS = Path("outputs/mutants.jsonl")
+"""A line for each mutant that ran: a run that was cut goes on from there while the module and its tests stay the same.
+Lines are only added, so that runs beside each other lose none."""
 
 _Named = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -47,6 +48,7 @@ class Module(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     path: str
+    """Like those of its tests, from the folder above that of `mutants.toml`."""
     tests: list[str]
     keywords: str = ""
     """pytest's `-k`, for tests that have no part in the module."""
@@ -99,7 +101,7 @@ class Mutant:
 
 def mutants_of(path: str, operators: list[str], within: Sequence[str] = ()) -> Iterator[Mutant]:
     """Every different mutant of a module, or of the parts named, that changes more than annotations."""
-    source = (ROOT / path).read_text()
+    source = Path(path).read_text()
     tree, seen = get_ast(source), {_meaning(source)}
     lines = _lines_of(path, source, within)
     for name in operators:
@@ -202,7 +204,7 @@ def _wait(child: int, end: float) -> int | None:
 
 def _in_fork(module: Module, code: str | None, modules_file: Path | None) -> int:
     if code is not None:
-        _replace(ROOT / module.path, code)
+        _replace(Path(module.path).resolve(), code)
     own = ["-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest", "-p", "no:xdist"]
     ignored = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     keywords = ["-k", module.keywords] if module.keywords else []
@@ -220,7 +222,7 @@ def _replace(file: Path, code: str) -> None:
     load = SourceFileLoader.get_code
 
     def get_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
-        if Path(self.path).resolve() == file.resolve():
+        if Path(self.path).resolve() == file:
             return compile(code, self.path, "exec", dont_inherit=True)
         return load(self, fullname)
 
@@ -248,27 +250,36 @@ def prepare(module: Module) -> Ran:
     return run_tests(module, None, 600.0)
 
 
+class Verdict(BaseModel):
+    """How a mutant ended; a line of `VERDICTS`."""
+
+    key: str
+    killed: bool
+
+
 class Verdicts:
-    """Mutants that were killed or survived, kept over runs."""
+    """Whether the mutants that ran were killed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, bool] = json.loads(STATE.read_text()) if STATE.exists() else {}
+        lines = VERDICTS.read_text().splitlines() if VERDICTS.exists() else []
+        self._killed = {verdict.key: verdict.killed for verdict in map(Verdict.model_validate_json, lines)}
 
     @staticmethod
     def key(module: Module, mutant: Mutant) -> str:
         """Of a mutant of the module as it is, under its tests as they are."""
-        tests = "".join((ROOT / path).read_text() for path in module.tests)
+        tests = "".join(Path(path).read_text() for path in module.tests)
         return f"{hash_of(mutant.code)}/{hash_of(tests + module.keywords)}"
 
     def get(self, key: str) -> bool | None:
         """Whether it was killed; None when it has not been run."""
-        return self._known.get(key)
+        return self._killed.get(key)
 
     def put(self, key: str, killed: bool) -> None:
-        """Keep a verdict."""
-        self._known[key] = killed
-        STATE.parent.mkdir(exist_ok=True)
-        STATE.write_text(json.dumps(self._known))
+        """Keep a verdict, in one write at the end of the file."""
+        self._killed[key] = killed
+        VERDICTS.parent.mkdir(exist_ok=True)
+        with VERDICTS.open("ab", buffering=0) as file:
+            file.write(f"{Verdict(key=key, killed=killed).model_dump_json()}\n".encode())
 
 
 def hash_of(text: str) -> str:
@@ -293,33 +304,63 @@ class Score:
         return 100.0 * self.killed / ran if ran else 100.0
 
 
-def score(module: Module, config: Config, verdicts: Verdicts, end: float) -> Score:
+def score(module: Module, config: Config, end: float) -> Score:
     """Run the module's mutants until the time is up, and print those that survive."""
-    result = Score(module.path)
-    known = {(one.line, one.mutant) for one in config.equivalents if one.path == module.path}
+    result, verdicts = Score(module.path), Verdicts()
+    mutants = list(mutants_of(module.path, config.operators, module.within))
+    equivalent = _equivalent(module, mutants, config)
     limit_s = 0.0
-    for mutant in mutants_of(module.path, config.operators, module.within):
-        if (mutant.line, mutant.changed) in known:
-            result.equivalent += 1
-            continue
-        key = verdicts.key(module, mutant)
-        killed = verdicts.get(key)
-        if killed is None and time.monotonic() > end:
-            result.left += 1
-            continue
-        if killed is None:
-            if not limit_s:
-                unchanged = prepare(module)
-                if not unchanged.passed:
-                    sys.exit(f"expected the tests of {module.path} to pass without a mutant, got\n{unchanged.output}")
-                limit_s = config.limit_factor * unchanged.seconds + config.limit_extra_s
-            killed = not run_tests(module, mutant.code, limit_s).passed
-            verdicts.put(key, killed)
-        result.killed += killed
-        result.survived += not killed
-        if not killed:
-            print(f"survived: {mutant}", flush=True)
+    with _progress() as progress:
+        task = progress.add_task(module.path, total=len(mutants), survived=0)
+        for mutant in mutants:
+            progress.update(task, advance=1, survived=result.survived, refresh=True)
+            if (mutant.line, mutant.changed) in equivalent:
+                result.equivalent += 1
+                continue
+            key = verdicts.key(module, mutant)
+            killed = verdicts.get(key)
+            if killed is None and time.monotonic() > end:
+                result.left += 1
+                continue
+            if killed is None:
+                limit_s = limit_s or _limit_s(module, config)
+                killed = not run_tests(module, mutant.code, limit_s).passed
+                verdicts.put(key, killed)
+            result.killed += killed
+            result.survived += not killed
+            if not killed:
+                progress.console.print(f"survived: {mutant}", markup=False, highlight=False, soft_wrap=True)
     return result
+
+
+def _progress() -> Progress:
+    """Shown on a terminal only. No thread draws it, since the process forks; the tests' output is not redirected."""
+    survived = TextColumn("{task.fields[survived]} survived")
+    return Progress(
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), survived, TimeRemainingColumn()),
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+
+
+def _equivalent(module: Module, mutants: list[Mutant], config: Config) -> set[tuple[str, str]]:
+    """Lines and their changes that no test can kill; raises ValueError for those that are no mutants of the module."""
+    listed = {(entry.line, entry.mutant) for entry in config.equivalents if entry.path == module.path}
+    for line, changed in listed - {(mutant.line, mutant.changed) for mutant in mutants}:
+        raise ValueError(
+            f"expected mutants of {module.path} under [[equivalents]], got {line!r} -> {changed!r}, which is none now; "
+            "take it out of mutants.toml, or write it as the module does"
+        )
+    return listed
+
+
+def _limit_s(module: Module, config: Config) -> float:
+    unchanged = prepare(module)
+    if not unchanged.passed:
+        raise ValueError(f"expected the tests of {module.path} to pass without a mutant, got\n{unchanged.output}")
+    return config.limit_factor * unchanged.seconds + config.limit_extra_s
 
 
 def table(scores: list[Score]) -> str:
@@ -328,13 +369,13 @@ def table(scores: list[Score]) -> str:
     print("| module | mutants | killed | survived | equivalent | not run | score |", file=text)
     print("|---|---|---|---|---|---|---|", file=text)
     total = Score("all")
-    for one in scores:
+    for module in scores:
         for name in ("killed", "survived", "equivalent", "left"):
-            setattr(total, name, getattr(total, name) + getattr(one, name))
-    for one in [*scores, total]:
-        name = one.path.split("trackway/", 1)[-1]
-        count = one.killed + one.survived + one.equivalent + one.left
-        numbers = f"{count} | {one.killed} | {one.survived} | {one.equivalent} | {one.left} | {one.percent:.1f} %"
+            setattr(total, name, getattr(total, name) + getattr(module, name))
+    for row in [*scores, total]:
+        name = row.path.split("trackway/", 1)[-1]
+        count = row.killed + row.survived + row.equivalent + row.left
+        numbers = f"{count} | {row.killed} | {row.survived} | {row.equivalent} | {row.left} | {row.percent:.1f} %"
         print(f"| `{name}` | {numbers} |", file=text)
     return text.getvalue()
 
@@ -344,16 +385,23 @@ def main() -> int:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("parts", nargs="*", help="parts of the paths of the modules to mutate; all without any")
     words.add_argument("--minutes", type=float, default=1e9, help="end after so many minutes; the next run goes on")
+    words.add_argument("--config", type=Path, default=CONFIG, help="another mutants.toml; its folder is that of tests")
     asked = words.parse_args()
-    config = Config.model_validate(tomllib.loads(CONFIG.read_text()))
-    chosen = [one for one in config.modules if not asked.parts or any(part in one.path for part in asked.parts)]
+    config = Config.model_validate(tomllib.loads(asked.config.read_text()))
+    os.chdir(asked.config.resolve().parents[1])
+    chosen = [
+        module for module in config.modules if not asked.parts or any(part in module.path for part in asked.parts)
+    ]
+    if not chosen:
+        words.error(f"expected parts of {', '.join(module.path for module in config.modules)}, got {asked.parts}")
     end = time.monotonic() + 60 * asked.minutes
-    verdicts = Verdicts()
-    scores = [score(module, config, verdicts, end) for module in chosen]
+    try:
+        scores = [score(module, config, end) for module in chosen]
+    except ValueError as error:
+        sys.exit(str(error))
     print(table(scores))
-    return int(any(one.left or one.percent < config.score for one in scores))
+    return int(any(module.left or module.percent < config.score for module in scores))
 
 
 if __name__ == "__main__":
-    os.chdir(ROOT)
     sys.exit(main())

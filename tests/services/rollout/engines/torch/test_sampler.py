@@ -62,6 +62,42 @@ def test_a_token_of_probability_zero_is_never_drawn() -> None:
     assert drawn == {1, 3}
 
 
+def test_top_p_cuts_off_a_token_when_those_before_it_reach_it_exactly() -> None:
+    logits = torch.zeros(1, 2)  # a half each
+
+    assert sample(logits, [SamplingParams(top_p=0.5)], [0.99]) == ([0], [0.0])
+
+
+def test_a_top_k_of_0_keeps_all_beside_a_top_p() -> None:
+    assert draw(0.99, SamplingParams(top_k=0, top_p=0.81)) == (2, pytest.approx(0.15 / 0.95, rel=1e-5))
+
+
+def test_of_equally_likely_tokens_the_first_are_kept() -> None:
+    sampled = sample(torch.zeros(1, 100), [SamplingParams(top_k=10)], [0.99])
+
+    assert (sampled.token_ids, sampled.logprobs) == ([9], pytest.approx([math.log(0.1)], rel=1e-6))
+
+
+def test_a_temperature_of_2_takes_the_root_of_the_odds() -> None:
+    weights = [math.sqrt(p) for p in PROBS]
+
+    assert draw(0.5, SamplingParams(temperature=2)) == (1, pytest.approx(weights[1] / sum(weights), rel=1e-5))
+
+
+def test_logits_that_are_not_numbers_give_a_token_of_the_vocabulary_without_a_logprob() -> None:
+    sampled = sample(torch.full((1, 4), math.nan), [SamplingParams()], [0.5])
+
+    assert sampled.token_ids == [3]
+    assert math.isnan(sampled.logprobs[0])
+
+
+def test_a_seeds_numbers_are_those_of_torchs_generator_however_large_the_seed() -> None:
+    expected = torch.rand(150, generator=torch.Generator().manual_seed(7)).tolist()
+
+    assert [list(islice(uniforms(seed), 150)) for seed in (7, 7 + 2**63, 7 + 2**70)] == [expected] * 3
+    assert list(islice(uniforms(-1), 2)) == list(islice(uniforms(2**63 - 1), 2))
+
+
 def test_a_seed_gives_the_same_numbers_each_time_and_none_gives_others() -> None:
     first, again, unseeded, other = (list(islice(uniforms(seed), 200)) for seed in (7, 7, None, None))
     assert first == again

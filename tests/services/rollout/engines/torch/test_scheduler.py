@@ -1,7 +1,9 @@
 """Who is admitted, in which order, and which requests are computed together."""
 
+import torch
 from rollout_models import continuation
 
+from trackway.rollout.engines.engine import Generation, Piece
 from trackway.rollout.engines.torch.scheduler import Continuation, Scheduler
 from trackway.wire.rollout import SamplingParams
 
@@ -36,9 +38,9 @@ def test_prefills_join_the_decoding_requests_as_far_as_the_budget_reaches() -> N
     scheduler = Scheduler(slots=8, max_len=64, group_tokens=50)
     prompts = [[10 * n + i for i in range(length)] for n, length in enumerate((21, 3, 22, 25, 60))]
     long, short, longer, other, longest = waiting(scheduler, *prompts)
-    one, two = waiting(scheduler, [99], [98])
+    decoding, too = waiting(scheduler, [99], [98])
     scheduler.admit()
-    assert scheduler.groups() == [[one, two, long, short, longer], [other], [longest]]
+    assert scheduler.groups() == [[decoding, too, long, short, longer], [other], [longest]]
 
 
 def test_a_token_extends_the_span_of_its_version_or_opens_one() -> None:
@@ -47,3 +49,103 @@ def test_a_token_extends_the_span_of_its_version_or_opens_one() -> None:
     assert reasons == [None, None, "length"]
     assert [(s.version, s.start, s.end) for s in request.spans] == [(1, 0, 2), (2, 2, 3)]
     assert (request.cached, request.pending_ids) == (5, [7])
+
+
+def test_a_prefill_joins_a_group_that_it_fills_exactly() -> None:
+    scheduler = Scheduler(slots=2, max_len=64, group_tokens=10)
+    first, second = waiting(scheduler, [1, 2, 3, 4], [11, 12, 13, 14, 15, 16])
+    scheduler.admit()
+    assert scheduler.groups() == [[first, second]]
+
+
+def test_decoding_requests_are_one_group_whatever_the_budget_and_a_prefill_finds_it_used_up() -> None:
+    scheduler = Scheduler(slots=4, max_len=64, group_tokens=2)
+    first, second, third, prefill = waiting(scheduler, [1], [2], [3], [4, 5])
+    scheduler.admit()
+    assert scheduler.groups() == [[first, second, third], [prefill]]
+
+
+def test_a_group_takes_1024_tokens_unless_told_otherwise() -> None:
+    scheduler = Scheduler(slots=3, max_len=1100)
+    first, second, third = waiting(scheduler, [1] * 1000, [2] * 24, [3] * 2)
+    scheduler.admit()
+    assert scheduler.groups() == [[first, second], [third]]
+
+
+def test_a_prompt_is_shared_once_it_is_computed() -> None:
+    scheduler = Scheduler(slots=2, max_len=64)
+    first, sibling = waiting(scheduler, SHARED, SHARED)
+    scheduler.admit()
+    scheduler.computed([first])
+    (place,) = scheduler.admit()
+    assert (place.source, place.cached) == (first.slot, 19)
+    assert (sibling.slot, sibling.cached, sibling.pending, sibling.pending_ids) == (place.slot, 19, 1, [19])
+
+
+def test_a_request_that_goes_on_after_the_weights_changed_shares_nothing_of_its_prompt() -> None:
+    scheduler = Scheduler(slots=2, max_len=64)
+    (first,) = waiting(scheduler, SHARED)
+    scheduler.admit()
+    scheduler.computed([first])
+    first.accept(50, -1.0, version=1)
+    scheduler.slots.forget()
+    scheduler.computed([first])
+    waiting(scheduler, SHARED)
+    assert [place.cached for place in scheduler.admit()] == [0]
+
+
+def test_a_request_that_leaves_hands_over_what_was_computed_and_one_that_waits_leaves_the_queue() -> None:
+    scheduler = Scheduler(slots=1, max_len=64)
+    first, second, third = waiting(scheduler, SHARED, [50], [*SHARED, 60, 61, 62])
+    scheduler.admit()
+    scheduler.computed([first])
+    first.accept(60, -1.0, version=1)
+    first.accept(61, -1.0, version=1)
+    scheduler.leave(second)
+    scheduler.leave(first)
+    assert (scheduler.running, list(scheduler.waiting)) == ([], [third])
+    # 61 was sampled and never computed.
+    assert [place.cached for place in scheduler.admit()] == [21]
+
+
+def test_a_scheduler_is_busy_while_a_request_waits_or_runs() -> None:
+    scheduler = Scheduler(slots=1, max_len=64)
+    states = [scheduler.busy]
+    (request,) = waiting(scheduler, [1])
+    states.append(scheduler.busy)
+    scheduler.admit()
+    states.append(scheduler.busy)
+    scheduler.leave(request)
+    assert [*states, scheduler.busy] == [False, True, True, False]
+
+
+def test_clearing_ends_those_that_run_then_those_that_wait_and_shares_nothing_afterwards() -> None:
+    scheduler = Scheduler(slots=1, max_len=64)
+    first, second = waiting(scheduler, SHARED, [50])
+    scheduler.admit()
+    scheduler.computed([first])
+    assert scheduler.clear() == [first, second]
+    assert (scheduler.busy, scheduler.slots.free) == (False, 1)
+    waiting(scheduler, SHARED)
+    assert [place.cached for place in scheduler.admit()] == [0]
+
+
+def test_a_stop_token_ends_before_the_limit_does_and_each_token_is_told() -> None:
+    heard: list[Piece] = []
+    request = Continuation("r", [1, 2], SamplingParams(), frozenset([9]), limit=2, hear=heard.append)
+    assert (request.length, request.pending, request.pending_ids) == (2, 2, [1, 2])
+    assert [request.accept(5, -0.5, version=3), request.accept(9, -0.25, version=3)] == [None, "stop"]
+    assert heard == [Piece([5], [-0.5], 3), Piece([9], [-0.25], 3)]
+    assert (request.length, request.cached, request.pending) == (4, 3, 1)
+    assert request.result("stop") == Generation([5, 9], [-0.5, -0.25], "stop", request.spans)
+
+
+def test_the_draws_of_a_request_follow_from_its_seed() -> None:
+    numbers = torch.rand(2, generator=torch.Generator().manual_seed(7)).tolist()
+    request = continuation([1], SamplingParams(seed=7))
+    assert [next(request.draws), next(request.draws)] == numbers
+
+
+def test_requests_of_the_same_content_are_still_two() -> None:
+    first, second = (Continuation("r", [1], SamplingParams(), frozenset(), limit=1) for _ in range(2))
+    assert {first: "first", second: "second"}[second] == "second"
