@@ -13,7 +13,7 @@ Another tool server in the same run: start it, and name it with its URL, process
     --also verl-tool http://127.0.0.1:5500/get_observation 4711 '{"trajectory_ids": ["t"], "actions": ["x"],
         "extra_fields": [{}], "finish": [true]}'
 
-docs/benchmarks.md says how verl-tool and NeMo-Gym are started. The children of the process are counted with it.
+benchmarks/README.md says how verl-tool and NeMo-Gym are started. The children of the process are counted with it.
 """
 
 import argparse
