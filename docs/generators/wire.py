@@ -58,6 +58,7 @@ def _models(module: ModuleType) -> list[type[BaseModel]]:
         if inspect.isclass(cls)
         and issubclass(cls, BaseModel)
         and cls.__module__ == module.__name__
+        and not cls.__name__.startswith("_")
         and cls not in (WireRequest, WireReply)
     ]
 
@@ -85,7 +86,10 @@ def fields(cls: type[BaseModel]) -> str:
         )
         for name, field in cls.model_fields.items()
     ]
-    return table(("Field", "Type", "Default", "Meaning"), rows) if rows else ""
+    header = ("Field", "Type", "Default", "Meaning")
+    if not any(meaning for *_, meaning in rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    return table(header, rows) if rows else ""
 
 
 def _default(field: FieldInfo) -> str:

@@ -55,7 +55,7 @@ seconds_sum{replica="aaa"} 1.5
 # HELP trackway_replicas_asked Running replicas of this service
 # TYPE trackway_replicas_asked gauge
 trackway_replicas_asked 3.0
-# HELP trackway_replicas_answered Those whose metrics are here
+# HELP trackway_replicas_answered Replicas whose metrics are included
 # TYPE trackway_replicas_answered gauge
 trackway_replicas_answered 2.0
 """

@@ -59,7 +59,7 @@ def test_a_setting_has_its_variable_its_default_and_its_sentence() -> None:
 
 def test_a_nested_setting_has_the_variable_that_reaches_it_and_the_default_of_its_place() -> None:
     names = "`rollout_policy.read_s`<br>`TRACKWAY_ROLLOUT_POLICY__READ_S`"
-    assert row(settings_page(), names)[1:] == ["`600.0`", "Longest silence of the server."]
+    assert row(settings_page(), names)[1:] == ["`600.0`", "Time limit for the next bytes of an answer."]
 
 
 def test_a_default_is_not_what_the_environment_of_the_build_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,8 @@ def test_a_metric_of_a_run_is_there_though_no_run_is() -> None:
 
 def test_a_route_has_its_models_and_the_scope_it_needs() -> None:
     assert row(http_api(), "POST", "`/abort_requests`")[2:] == [
-        "Cut generations by request id, or all; each answers with what it has and finish_reason `abort`. *(admin)*",
+        "Abort generations by request id, or all; each answers with its tokens so far and finish_reason `abort`. "
+        "*(admin)*",
         "[AbortRequest](wire.md#abortrequest)",
         "[AbortReply](wire.md#abortreply)",
     ]
@@ -113,14 +114,14 @@ def test_a_field_of_a_wire_model_has_its_type_with_bounds_its_default_and_its_me
     assert row(wire_page(), "`rollouts`")[1:] == [
         "list of integer (at most 1024) or null",
         "`null`",
-        "Exactly these rollout_n, to mend a broken stream; `null` asks for 0..n-1.",
+        "Only these `rollout_n`, to complete a broken stream; `null` asks for 0..n-1.",
     ]
 
 
 def test_a_command_has_its_options_with_their_variables_and_defaults() -> None:
     page = command_line()
     outputs = "`--outputs <path>`: Folder of runs, weights and logs.  [env var: TRACKWAY_UP_OUTPUTS; default: outputs]"
-    assert "### `trackway scale`\n\nGive one service another number of replicas while it runs." in page
+    assert "### `trackway scale`\n\nChange a service's number of replicas while it runs." in page
     assert f"* {outputs}\n" in page
 
 

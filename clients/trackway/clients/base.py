@@ -62,19 +62,19 @@ class CallPolicy:
     """Bounds of one logical call, its retries included."""
 
     connect_s: float = 5.0
-    """Longest wait for a connection."""
+    """Time limit for opening a connection."""
     read_s: float = 120.0
-    """Longest silence of the server."""
+    """Time limit for the next bytes of an answer."""
     total_s: float = 300.0
-    """Longest the whole call may take when the caller gives no deadline."""
+    """Time limit of the whole call when the caller gives no deadline."""
     attempts: int = 5
-    """Tries of one call, the first included; answers of a service that is full (429) do not count."""
+    """Attempts of one call, the first included; a 429 answer does not count."""
     backoff_s: float = 0.2
     """First pause before a retry; doubled each time, with full jitter."""
     max_backoff_s: float = 5.0
     """Longest pause before a retry."""
     max_in_flight: int = 256
-    """Requests of one client at once; the others wait here, where a deadline ends their wait."""
+    """Concurrent requests of one client; others wait in the client until their deadline."""
 
 
 class ServiceClient:

@@ -26,7 +26,7 @@ class TrainerClient(ServiceClient):
         return await self.call("POST", f"/runs/{name}/stop", reply=RunInfo)
 
     async def resume(self, name: str, skip_damaged: bool = False) -> RunInfo:
-        """Go on from a run's last checkpoint; with `skip_damaged` from the last one that is whole."""
+        """Resume a run from its last checkpoint; with `skip_damaged` from the last intact one."""
         path = f"/runs/{name}/resume" + ("?skip_damaged=true" if skip_damaged else "")
         return await self.call("POST", path, reply=RunInfo)
 

@@ -35,7 +35,7 @@ class BackendStats:
 
     exported: int = 0
     refused: int = 0
-    """The backend will never take them: it said so."""
+    """The backend rejected them permanently."""
     dropped: int = 0
     """There was no room in memory and on disk, the process ended without a disk, or a file on it was unreadable."""
     waiting: int = 0

@@ -43,37 +43,38 @@ class TracingSettings(BaseModel):
     """Where spans go and how much text they carry."""
 
     backends: list[TraceBackend] | None = None
-    """Where traces go whose run names no backend; None takes MLflow if its URI is known, else OTLP if that is."""
+    """Backends of runs that name none; None takes MLflow if its URI is set, else OTLP if its endpoint is set."""
     mlflow_uri: str | None = Field(default_factory=_env("MLFLOW_TRACKING_URI"))
     """MLflow: a server, or a local `sqlite:///file.db` or folder, for which one server is started or reused."""
     experiment_id: str | None = None
-    """MLflow experiment of traces whose run names none; None is MLflow's default experiment."""
+    """MLflow experiment of runs that name none; None is MLflow's default experiment."""
     weave_api_key: SecretStr | None = Field(default_factory=_key_in_env)
     """W&B's API key; from WANDB_API_KEY."""
     weave_url: str = Field(default_factory=lambda: _env("WF_TRACE_SERVER_URL")() or HOSTED_WEAVE)
     """Weave's trace server; from WF_TRACE_SERVER_URL."""
     weave_project: str | None = Field(default_factory=_project_in_env)
-    """`entity/project` of traces whose run names none; from WANDB_ENTITY and WANDB_PROJECT."""
+    """Weave project (`entity/project`) of runs that name none; from WANDB_ENTITY and WANDB_PROJECT."""
     otlp_endpoint: str | None = Field(default_factory=_otlp_in_env)
     """Full OTLP/HTTP URL of a collector; from OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT."""
     otlp_headers: dict[str, str] = Field(default_factory=_headers_in_env)
-    """Sent with every OTLP export, e.g. an API key; from OTEL_EXPORTER_OTLP_HEADERS."""
+    """Headers of every OTLP export, e.g. an API key; from OTEL_EXPORTER_OTLP_HEADERS."""
     collected: list[Literal[TraceBackend.MLFLOW, TraceBackend.WEAVE]] = Field(default_factory=list)
-    """Backends behind that receiver: traces for them are sent to it, once, and never past it."""
+    """Backends that the OTLP collector forwards to: their traces are sent to the collector once, and never directly."""
     token2text: bool = True
-    """Put decoded text on the spans of traces whose run does not say; False leaves counts only."""
+    """Put decoded text on the spans of runs that do not say; False leaves token counts only."""
     redact: str | None = None
     """`package.module:function` from text to text, applied to each text before it is stored on a span."""
     max_text_bytes: int = Field(default=16384, ge=256)
-    """Longer texts are cut, with a visible marker."""
+    """Longest text on a span in bytes; a longer one is truncated, with a marker."""
     max_queue_size: int = Field(default=16384, ge=1)
     """Spans waiting to be encoded; beyond it spans are dropped and counted."""
     schedule_delay_s: float = Field(default=1.0, gt=0)
     """Longest time that a span waits for its batch."""
     export_timeout_s: float = Field(default=30.0, gt=0)
-    """Longest wait for a backend's answer; a slower one counts as down. MLflow waits 20 s for a locked sqlite."""
+    """Timeout of an export; a slower backend counts as down. MLflow itself waits up to 20 s for a locked SQLite
+    database."""
     spool_dir: Path | None = None
-    """Folder for what a backend does not take now; it is sent when the backend is back. None keeps it in memory."""
+    """Folder for spans that a backend cannot take now; they are sent once it recovers. None keeps them in memory."""
     max_spool_bytes: int = Field(default=256 * 1024 * 1024, ge=0)
     """Bytes on disk per backend and process; beyond it spans are dropped and counted."""
 

@@ -24,7 +24,7 @@ class RewardModel(WireReply):
 
 
 class Sample(WireReply):
-    """A dataset row in verl's schema; `extra_info` is passed on unread but for the keys used here."""
+    """A dataset row in verl's schema; `extra_info` is passed on unread, except for the keys used here."""
 
     data_source: str = Field(max_length=1024)
     agent_name: str | None = Field(default=None, max_length=1024)
@@ -80,13 +80,13 @@ class Limits(WireRequest):
     max_prompt_length: Int = Field(default=512, ge=1)
     """Tokens of the prompt."""
     prompt_truncation: Literal["left", "right", "middle", "error"] = "error"
-    """What goes of a longer prompt, as verl's `data.truncation`: its first, its last or its middle tokens; `error` cuts
-    nothing and ends the trajectory."""
+    """Which tokens of a longer prompt are removed, as in verl's `data.truncation`: its first, last or middle ones;
+    `error` removes none and ends the trajectory."""
     max_response_length: Int = Field(default=512, ge=1)
     """Tokens of the whole multi-turn response, observations included."""
     max_assistant_turns: Int | None = Field(default=None, ge=1)
     max_parallel_calls: Int = Field(default=1, ge=1)
-    """Calls of one turn that run; each further one is answered by an observation that says so."""
+    """Calls of one turn that run; the observation of each further call says that it did not run."""
     on_bad_call: Literal["observe", "end"] = "observe"
     """A call that cannot be read or names no offered tool: tell the model, or run nothing and end with `bad_call`."""
     max_tool_response_length: Int | None = Field(default=256, ge=1)
@@ -94,7 +94,7 @@ class Limits(WireRequest):
     max_tool_response_tokens: Int | None = Field(default=None, ge=1)
     """Tokens of one observation that are kept, on top of the bound in characters; None is no bound."""
     tool_response_truncate_side: str = Field(default="middle", pattern="^(left|right|middle)$")
-    """Which end of a longer observation goes; a marker, not counted, stands there."""
+    """Where a longer observation is truncated; a marker, which does not count, takes the place."""
     timeout_s: Float = Field(default=600.0, gt=0)
     """Seconds that one trajectory may take; then it ends with `deadline_exceeded`."""
 
@@ -116,7 +116,7 @@ class GroupRequest(WireRequest):
     sample: Sample
     n: Int = Field(default=1, ge=1, le=MAX_ROLLOUTS)
     rollouts: Annotated[list[Int], Field(max_length=MAX_ROLLOUTS, fail_fast=True)] | None = None
-    """Exactly these rollout_n, to mend a broken stream; None asks for 0..n-1."""
+    """Only these `rollout_n`, to complete a broken stream; None asks for 0..n-1."""
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     limits: Limits = Field(default_factory=Limits)
     min_weight_version: Int = Field(default=0, ge=0)
@@ -125,7 +125,7 @@ class GroupRequest(WireRequest):
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
     """Where these traces go."""
     tools: Annotated[list[str], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Names of the tools the model is offered; None offers every tool of the server."""
+    """Names of the tools offered to the model; None offers every tool of the server."""
 
     def rollout_numbers(self) -> list[int]:
         """The rollout_n values this request asks for."""
@@ -133,7 +133,7 @@ class GroupRequest(WireRequest):
 
 
 class AgentInfo(WireReply):
-    """An agent loop that can be asked for by `agent_name`."""
+    """An agent loop that `agent_name` may name."""
 
     name: str
     description: str

@@ -1,4 +1,4 @@
-"""Every error that crosses a process: its code, its HTTP status, and whether asking again can help.
+"""Every error that crosses a process: its code, its HTTP status, and whether a retry can succeed.
 
 A non-2xx body of ours is always `{"error": {"code", "message", "retryable", "detail"}}`. A 5xx without such a body was
 not made by us (Ray Serve answers plain text when a replica dies), and is therefore retried.

@@ -1,4 +1,4 @@
-"""A file that crosses machines or time, and the digest by which a reader knows it again."""
+"""A stored or transferred file with the digest that its reader checks."""
 
 from trackway.wire.base import WireReply
 

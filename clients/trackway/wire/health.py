@@ -7,18 +7,18 @@ from trackway.wire.rollout import WeightsReply
 
 
 class SpanCounts(WireReply):
-    """Recorded spans of one process by their fate, since it began; a span for two backends counts at each."""
+    """What happened to the spans of one process since its start; a span for two backends counts at each."""
 
     ended: int = 0
     exported: int = 0
     dropped: int = 0
-    """There was no room for them, or their backend is not known there."""
+    """The queue or the spool was full, or the process does not know their backend."""
     refused: int = 0
-    """The backend will never take them: it said so."""
+    """The backend rejected them permanently."""
     waiting: int = 0
-    """Now, in memory and on disk."""
+    """Spans that wait now, in memory and on disk."""
     spool_bytes: int = 0
-    """Now, on disk."""
+    """Bytes that wait on disk now."""
 
 
 class Installation(WireReply):
@@ -31,14 +31,14 @@ class Installation(WireReply):
 
 
 class Health(Installation):
-    """A living process and what it runs on: two replicas that differ there are an installation error."""
+    """A live process and its installation, in which the replicas of a deployment must not differ."""
 
     service: str
     status: str = "ok"
     replica: str
     pid: int
     trace_backends: list[str] = Field(default_factory=list)
-    """Where this process can send spans: what it lacks nothing for, as far as settings and environment say."""
+    """Backends that this process can export to, judged by its settings and environment."""
     spans: SpanCounts = Field(default_factory=SpanCounts)
 
 
@@ -48,17 +48,17 @@ class Ready(WireReply):
     ready: bool
     reason: str = ""
     broken: bool = False
-    """It will not become ready by itself: only a new process helps, so a health check should ask for one."""
+    """The service cannot recover by itself; a health check should restart the process."""
 
 
 class ReplicaInfo(WireReply):
-    """One replica of a service: what it runs on, whether it is ready, and (rollout) which weights it holds."""
+    """One replica of a service: its installation, whether it is ready, and (rollout) which weights it holds."""
 
     health: Health
     ready: Ready
     weights: WeightsReply | None = None
     url: str | None = None
-    """Where it answers by itself, past Ray Serve's proxy; None when it does so nowhere."""
+    """Address at which it answers directly, without Ray Serve's proxy; None when it has none."""
 
 
 class ReplicaList(WireReply):
@@ -66,5 +66,5 @@ class ReplicaList(WireReply):
 
     replicas: list[ReplicaInfo]
     passes: dict[str, str] = Field(default_factory=dict, repr=False)
-    """By replica: what to send to its `url` instead of the token that this was asked with. It is good there alone, so
-    that whoever has the address by then learns no token; none without tokens."""
+    """By replica: the token to send to its `url` instead of the caller's own. It is valid there only, so another
+    process that takes over the address learns no other token. Empty without tokens."""

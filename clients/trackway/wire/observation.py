@@ -1,4 +1,4 @@
-"""verl-tool's wire: a batch of what models wrote, answered by what the tools said to it."""
+"""verl-tool's protocol: a batch of model outputs in, the tools' observations out."""
 
 from typing import Annotated, Self
 
@@ -21,17 +21,17 @@ TrajectoryId = Annotated[str, BeforeValidator(_as_text), Field(max_length=MAX_SE
 
 
 class ObservationRequest(BaseModel):
-    """One action for each trajectory; the lists that are given are of one length. Unknown fields are ignored."""
+    """One action for each trajectory; all lists given have the same length. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     trajectory_ids: list[TrajectoryId] = Field(min_length=1, max_length=MAX_ACTIONS, fail_fast=True)
     actions: list[str] = Field(max_length=MAX_ACTIONS, fail_fast=True)
-    """What the model wrote, the tool call within it."""
+    """The model's output, which contains the tool call."""
     extra_fields: Annotated[list[dict[str, JsonValue]], _ENTRIES] | None = None
     """The dataset rows' `extra_info`; `tools_kwargs.<tool>.create_kwargs` and `.execute_kwargs` count."""
     finish: Annotated[list[bool], _ENTRIES] | None = None
-    """Whether the trajectory is over: its tools are released, its action is not looked at."""
+    """Whether the trajectory is over: its tools are released and its action is ignored."""
     is_last_step: Annotated[list[bool], _ENTRIES] | None = None
     """Whether the trajectory's tools are released after this action."""
 
@@ -54,7 +54,7 @@ class ToldObservation(WireReply):
     invalid_reason: str | None = None
     available_tools: str | None = None
     error: str | None = None
-    """What went wrong on the server's side; the trajectory cannot go on."""
+    """An error of the server; the trajectory cannot continue."""
     tool_type: str | None = None
 
 
@@ -64,5 +64,5 @@ class ObservationReply(WireReply):
     observations: list[str | ToldObservation]
     dones: list[bool]
     valids: list[bool]
-    """Whether the action had a call that could be read and was run."""
+    """Whether the action had a valid call, which was run."""
     processing_time_ms: float

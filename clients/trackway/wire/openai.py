@@ -1,4 +1,4 @@
-"""What one may ask of OpenAI's routes, with vLLM's names for what OpenAI lacks (token ids, `top_k`, ...).
+"""Requests of OpenAI's routes, with vLLM's names for what OpenAI lacks (token ids, `top_k`, ...).
 
 A request is refused when a field would change its result and we do not have it. Null is the same as not sent.
 """
@@ -79,16 +79,16 @@ class OpenAIRequest(WireRequest):
 
 
 class StreamOptions(OpenAIRequest):
-    """What a stream carries beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
-    """One more chunk at the end, without choices, has the counts."""
+    """Send a last chunk without choices that has the token counts."""
     include_obfuscation: bool = False
     """Without effect: no padding is ever sent."""
 
 
 class SampledRequest(OpenAIRequest):
-    """What both kinds of request share."""
+    """Fields of both kinds of request."""
 
     model: str
     n: Int = Field(default=1, ge=1, le=128)
@@ -109,11 +109,12 @@ class SampledRequest(OpenAIRequest):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    """Ids of prompt and output beside the text, and which weights made them."""
+    """Also return the ids of prompt and output, and the weight versions that generated them."""
     return_tokens_as_token_ids: bool = False
     """Logprobs name tokens as `token_id:17`, which is exact where text is not."""
     min_weight_version: Int = Field(default=0, ge=0)
-    """A replica whose weights are older catches up first, or answers 409 `weights_behind`."""
+    """Oldest weight version that may answer; a replica with an older one loads it first, or answers 409
+    `weights_behind`."""
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "SampledRequest":
@@ -141,7 +142,7 @@ class CompletionRequest(SampledRequest):
     logprobs: Annotated[Int | None, BeforeValidator(_sampled_only)] = None
     """0 for the logprob of each sampled token; more is refused."""
     add_special_tokens: bool = True
-    """Whether the tokenizer puts its own (a BOS) before a text prompt."""
+    """Whether the tokenizer adds its special tokens (a BOS) to a text prompt."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -216,7 +217,7 @@ class ChatRequest(SampledRequest):
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_tokens: Int | None = Field(default=None, ge=1)
     max_completion_tokens: Int | None = Field(default=None, ge=1)
-    """Goes before `max_tokens`; without both, as many as the model's length leaves."""
+    """Takes precedence over `max_tokens`; without both, the rest of the model's context length."""
     logprobs: bool = False
     tools: list[ChatTool] = Field(default_factory=list, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"

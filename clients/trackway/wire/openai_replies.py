@@ -1,4 +1,4 @@
-"""What OpenAI's completions and chat completions answer, with vLLM's names for what OpenAI lacks."""
+"""Replies of OpenAI's completions and chat completions, with vLLM's names for what OpenAI lacks."""
 
 from typing import Literal
 
@@ -22,15 +22,15 @@ ChoiceEnd = Literal["stop", "length", "tool_calls"]
 
 
 class Choice(OpenAIReply):
-    """What both kinds of choice share."""
+    """Fields of both kinds of choice."""
 
     index: int
     finish_reason: ChoiceEnd | None
     """None in every chunk of a stream but the last."""
     token_ids: list[int] | None = None
-    """Of the output, with `return_token_ids`; the token that ended it is one of them."""
+    """Token ids of the output, the stop token included; with `return_token_ids`."""
     weight_versions: list[WeightSpan] | None = None
-    """Which weights made `token_ids`, with `return_token_ids`; counted over the choice's whole output."""
+    """Weight versions that generated `token_ids`, as spans over the choice's whole output; with `return_token_ids`."""
 
 
 class CompletionLogprobs(OpenAIReply):
@@ -40,11 +40,11 @@ class CompletionLogprobs(OpenAIReply):
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
-    """Where in the choice's text the token begins."""
+    """Offset in the choice's text at which the token begins."""
 
 
 class CompletionChoice(Choice):
-    """One continuation, or in a stream what is new of it."""
+    """One continuation, or its next part in a stream."""
 
     text: str
     logprobs: CompletionLogprobs | None
@@ -113,13 +113,13 @@ class ChatCompletion(_ChatAnswer):
 
 
 class ToolCallDelta(ToolCall):
-    """A call in a stream, always whole."""
+    """A tool call in a stream, always complete."""
 
     index: int
 
 
 class ChatDelta(OpenAIReply):
-    """What is new of a message."""
+    """The next part of a message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -127,7 +127,7 @@ class ChatDelta(OpenAIReply):
 
 
 class ChatChunkChoice(Choice):
-    """What is new of one answer."""
+    """The next part of one answer."""
 
     delta: ChatDelta
     logprobs: ChatLogprobs | None

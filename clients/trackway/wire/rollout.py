@@ -13,7 +13,7 @@ MemoryPart = Literal["weights", "kv_cache"]
 
 
 class SamplingParams(WireRequest):
-    """How tokens are drawn; logprobs are those of the distribution after temperature, top_k and top_p."""
+    """How tokens are sampled; logprobs are those of the distribution after temperature, top_k and top_p."""
 
     temperature: Float = Field(default=1.0, ge=0.0)
     """0 is greedy: the logprobs are then those at temperature 1."""
@@ -22,10 +22,10 @@ class SamplingParams(WireRequest):
     """-1 or 0 keeps the whole vocabulary."""
     max_tokens: Int = Field(default=256, ge=1)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024, fail_fast=True)
-    """Beside the model's own end-of-sequence token; a stop token is part of the output."""
+    """Stop tokens beside the model's own end-of-sequence token; a stop token is part of the output."""
     ignore_eos: bool = False
     logprobs: Int = Field(default=0, ge=0, le=0)
-    """How many of the most likely tokens to name beside the sampled one; 0, which vLLM must be told."""
+    """Most likely tokens to return beside the sampled one; only 0 is supported, which vLLM needs to be sent."""
     seed: Int | None = None
     """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch."""
 
@@ -39,7 +39,8 @@ class GenerateRequest(WireRequest):
     token_ids: list[TokenId] = Field(min_length=1, fail_fast=True)
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     min_weight_version: Int = Field(default=0, ge=0)
-    """A replica whose weights are older catches up first, or answers 409 `weights_behind`."""
+    """Oldest weight version that may answer; a replica with an older one loads it first, or answers 409
+    `weights_behind`."""
     context_start: Int = Field(default=0, ge=0)
     """Index of the first prompt token that no earlier call of this trajectory has shown; for the trace's text."""
 
@@ -95,7 +96,7 @@ class WeightsReply(WireReply):
     model: str
     replica: str
     verdict: Verdict | None = None
-    """What the replica's load of them showed; None for weights without a proof."""
+    """Result of the check when the replica loaded them; None for weights without a proof."""
 
 
 class WeightInfo(WireReply):
@@ -105,26 +106,26 @@ class WeightInfo(WireReply):
 
 
 class AbortRequest(WireRequest):
-    """Whom to cut: generations by their `request_id`; all of them when None."""
+    """Generations to abort, by `request_id`; None aborts all."""
 
     request_ids: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class AbortReply(WireReply):
-    """How many generations were cut; each answers with what it has and `finish_reason` `abort`."""
+    """How many generations were aborted; each answers with its tokens so far and `finish_reason` `abort`."""
 
     status: str = "aborted"
     aborted: int
 
 
 class PauseRequest(WireRequest):
-    """How to stop: let requests finish, cut them with what they have, or freeze them in place."""
+    """How to pause: let requests finish, abort them with their tokens so far, or freeze them in place."""
 
     mode: PauseMode = "wait"
 
 
 class PauseReply(WireReply):
-    """Whether new requests are refused, and who works still (frozen requests count as running)."""
+    """Whether new requests are refused, and how many requests remain (frozen ones count as running)."""
 
     paused: bool
     running: int
@@ -138,12 +139,12 @@ class PausedReply(WireReply):
 
 
 class SleepReply(WireReply):
-    """Which parts of its memory a replica has given back; vLLM's `/is_sleeping` and more beside."""
+    """Which parts of its memory a replica has released; vLLM's `/is_sleeping` with further fields."""
 
     is_sleeping: bool
     asleep: list[MemoryPart] = Field(default_factory=list)
     can_sleep: bool = False
-    """Whether its engine can give memory back at all."""
+    """Whether its engine can release memory."""
     replica: str = ""
 
 

@@ -1,4 +1,4 @@
-"""The retriever API that search-agent recipes call: `POST /retrieve`, on our tool server and on theirs."""
+"""The retriever API that search-agent recipes call: `POST /retrieve`."""
 
 from typing import Annotated
 

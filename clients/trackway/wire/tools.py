@@ -16,17 +16,17 @@ class ToolList(WireReply):
 
     tools: list[ToolSchema]
     stateless: list[str] = Field(default_factory=list)
-    """Names of tools that keep nothing between calls: the one-shot route does for them, at a fourth of the requests."""
+    """Names of tools without state between calls; for these the one-shot route needs a fourth of the requests."""
 
 
 class CreateInstance(WireRequest):
-    """Make one tool's state for one trajectory."""
+    """Create one tool's state for one trajectory."""
 
     tool: str = Field(max_length=128)
     session_id: str | None = Field(default=None, max_length=MAX_SESSION_CHARS)
     """The trajectory; its instances are listed and released by it."""
     create_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the dataset row gives under `extra_info.tools_kwargs.<tool>.create_kwargs`."""
+    """The dataset row's `extra_info.tools_kwargs.<tool>.create_kwargs`."""
 
 
 class InstanceCreated(WireReply):
@@ -51,7 +51,7 @@ class RewardRequest(WireRequest):
 
 
 class ReleaseRequest(WireRequest):
-    """Give an instance back."""
+    """Release an instance."""
 
     release_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
@@ -63,7 +63,7 @@ class OneShotRequest(ExecuteRequest, RewardRequest, ReleaseRequest):
 
 
 class ToolResult(WireReply):
-    """What a call gave: text for the model, a step reward, and metrics."""
+    """The result of a call: text for the model, a step reward, and metrics."""
 
     text: str
     reward: float = 0.0
@@ -83,7 +83,8 @@ class InstanceInfo(WireReply):
     tool: str
     session_id: str | None
     state: Literal["creating", "idle", "busy", "stuck", "released"]
-    """`stuck`: its call was told to stop and does not; no call can use it, and it is released when the call ends."""
+    """`stuck`: its cancelled call has not stopped; no other call can use the instance, and it is released when that
+    call ends."""
     age_s: float
     idle_s: float
     """Seconds since its last call ended; 0 while one runs."""
@@ -94,11 +95,11 @@ class InstanceList(WireReply):
 
     instances: list[InstanceInfo]
     total: int
-    """How many there are, also those beyond the limit of the request."""
+    """Instances of the replica, those beyond the request's limit included."""
 
 
 class SessionReleased(WireReply):
-    """What became of a trajectory's instances."""
+    """How the release of a trajectory's instances went."""
 
     released: int
     failed: list[str] = Field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a caller says about a trace: where it goes, and what may happen on its way."""
+"""Where a trace goes, and what can happen to its trajectory."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -21,7 +21,7 @@ HeaderText = Annotated[str, Field(pattern=r"^[\x20-\x7e]{1,1024}$")]
 
 
 class TraceTarget(WireRequest):
-    """Where a trace goes and what it carries; services outlive runs, so each trace says it for itself."""
+    """Where a trace goes and what it carries; sent with each trace, since services outlive runs."""
 
     model_config = ConfigDict(frozen=True)
 

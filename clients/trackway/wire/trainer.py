@@ -57,22 +57,22 @@ class RunRequest(WireRequest):
 
 
 class TraceSummary(WireReply):
-    """What a run traced, and what became of its spans in every process of the deployment meanwhile."""
+    """What a run traced, and what happened to the spans of every process of the deployment meanwhile."""
 
     trajectories: int = 0
     """Traced trajectories, validation included."""
     bytes: int = 0
-    """Of their spans and of the trainer's own, before compression."""
+    """Bytes of their spans and of the trainer's own, before compression."""
     spans_dropped: int = 0
-    """There was no room for them, or a service did not know their backend."""
+    """Spans dropped because a queue or a spool was full, or a service did not know their backend."""
     spans_refused: int = 0
-    """A backend said that it will never take them."""
+    """Spans that a backend rejected permanently."""
     spans_waiting: int = 0
-    """Not yet sent when the run ended, or now."""
+    """Spans not yet sent, now or when the run ended."""
     spool_bytes: int = 0
-    """Of those, on disk."""
+    """Bytes of these on disk."""
     unknown: list[str] = Field(default_factory=list)
-    """Services that did not say what became of their spans."""
+    """Services that did not report their spans."""
 
     @property
     def spans_lost(self) -> int:
@@ -81,7 +81,7 @@ class TraceSummary(WireReply):
 
 
 class BackendSummary(WireReply):
-    """What a backend of metrics or feedback does not have of a run."""
+    """What a backend of metrics or feedback lacks of a run."""
 
     backend: str
     """`mlflow`, `weave`, `wandb` or `tensorboard`."""
@@ -90,15 +90,15 @@ class BackendSummary(WireReply):
     feedback_waiting: int = 0
     """Values of feedback that wait on disk."""
     end_waiting: bool = False
-    """It has not been told yet how the run ended."""
+    """Whether the end of the run has not been sent yet."""
     metrics_lost: int = 0
     """Values of metrics that it refused, or that found no room."""
     feedback_lost: int = 0
     """Values of feedback that it refused, that found no room, or whose trace did not arrive."""
     waits_for: str = ""
-    """Why something waits; empty when nothing hinders it."""
+    """Why values wait; empty when nothing prevents sending them."""
     lost_because: str = ""
-    """Why the last of what was lost was lost."""
+    """Why the most recent loss happened."""
 
     @property
     def waiting(self) -> bool:
@@ -116,14 +116,15 @@ class RunInfo(WireReply):
 
     run: str
     uid: str = ""
-    """Tells this run from another one of the same name elsewhere; kept when it is resumed."""
+    """Tells this run from others of the same name; kept when the run is resumed."""
     state: RunState
     step: int = 0
     total_steps: int = 0
     restarts: int = 0
-    """How often it went on by itself: its process died, or was interrupted and the service resumes such runs."""
+    """Automatic restarts: its process died, or was interrupted and the service resumes interrupted runs."""
     interrupted: bool = False
-    """It is stopped or failed because its service or machine went, neither on request nor by an error of its own."""
+    """Whether it is stopped or failed because its service or machine was lost, neither on request nor by an error of
+    its own."""
     message: str = ""
     folder: str = ""
     mlflow_uri: str | None = None

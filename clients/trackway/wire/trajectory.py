@@ -1,4 +1,4 @@
-"""The trajectory: the one currency. Training data, dumps, traces and comparisons are views of it.
+"""The trajectory, from which training data, dumps, traces and comparisons are made.
 
 Names follow verl's AgentLoopOutput (verl/experimental/agent_loop/agent_loop.py): `response_ids` holds model and
 observation tokens, `response_mask` is 1 where the model wrote, `response_logprobs` is 0.0 where it did not.
@@ -33,7 +33,7 @@ class StopReason(StrEnum):
 
 
 class Tags(WireReply):
-    """What a trajectory is found by in a trace backend; verl's five keys."""
+    """Tags that find a trajectory in a trace backend; verl's five keys."""
 
     experiment_name: str
     step: int
@@ -66,12 +66,12 @@ def add_span(spans: list[WeightSpan], version: int, start: int, end: int) -> Non
 
 
 class ToolCallRecord(WireReply):
-    """A call that was sent to its tool, and what came of it."""
+    """A call that was sent to its tool, and its result."""
 
     tool: str
     tool_call_id: str
     seconds: float = 0.0
-    """From its sending to its answer, retries and the recovery of a lost instance included."""
+    """Seconds from request to answer, retries and the recovery of a lost instance included."""
     reward: float = 0.0
     """The tool's step reward; 0.0 for a call that failed."""
     error: ErrorCode | None = None
@@ -87,7 +87,7 @@ class Turn(WireReply):
 
     index: int
     messages: list[Message]
-    """What this turn appended: the assistant's message, then one tool message per call."""
+    """Messages that this turn appended: the assistant's, then one tool message for each call."""
     response_start: int
     """Index into `response_ids` of the turn's first model token."""
     response_end: int
@@ -96,13 +96,13 @@ class Turn(WireReply):
     calls_executed: int = 0
     """Calls that reached their tool; malformed ones, unknown names and calls over the limit do not."""
     calls: list[ToolCallRecord] = Field(default_factory=list)
-    """What came of each call that was sent, in the order of the text."""
+    """Each call that was sent, in the order of the text."""
     generate_s: float = 0.0
     tools_s: float = 0.0
 
 
 class Reward(WireReply):
-    """The score of a trajectory and what it is made of."""
+    """The score of a trajectory and its components."""
 
     score: float
     components: dict[str, float] = Field(default_factory=dict)
@@ -145,7 +145,7 @@ class Trajectory(WireReply):
     trace_bytes: int = 0
     """Bytes of all its spans in every process, before compression; counted against `trace_bytes_per_day`."""
     incidents: list[Incident] = Field(default_factory=list)
-    """What went wrong on the way and was survived, traced or not."""
+    """Problems that the trajectory recovered from, whether it is traced or not."""
     error: ErrorBody | None = None
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ class Canary(WireReply):
 
 
 class TensorDigest(WireReply):
-    """What one published tensor must hash to: the sha256 of its bytes, row by row, in each type an engine may hold."""
+    """Digest of one published tensor: the sha256 of its bytes, row by row, in each type an engine may hold."""
 
     name: str
     dtype: str
@@ -34,15 +34,15 @@ class Probe(WireReply):
 
     token_ids: list[int]
     positions: list[int]
-    """Of the tokens in question, ascending, from 1."""
+    """Positions of these tokens, ascending, from 1."""
     logprobs: list[float]
     """One for each position."""
     previous: list[float] = Field(default_factory=list)
-    """The same under the version published before; empty where the publisher does not know it."""
+    """The same logprobs under the version before; empty where the publisher does not know them."""
 
 
 class WeightProof(WireReply):
-    """What tells an engine with this version's weights from one with older, other or merely rounded ones."""
+    """Evidence that tells an engine with this version's weights from one with older, other or rounded ones."""
 
     digests: list[TensorDigest] = Field(default_factory=list)
     probes: list[Probe] = Field(default_factory=list)
@@ -83,7 +83,7 @@ class WeightManifest(WireReply):
     run: str
     files: list[FileDigest]
     canary: Canary | None = None
-    """For replicas that are older than `proof`."""
+    """For replicas of a release without `proof`."""
     proof: WeightProof | None = None
 
 

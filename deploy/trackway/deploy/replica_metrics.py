@@ -57,7 +57,7 @@ def merged(texts: Mapping[str, str], asked: int) -> str:
                 family.samples.append(sample._replace(labels={**sample.labels, "replica": replica}))
     counts = [
         GaugeMetricFamily("trackway_replicas_asked", "Running replicas of this service", asked),
-        GaugeMetricFamily("trackway_replicas_answered", "Those whose metrics are here", len(texts)),
+        GaugeMetricFamily("trackway_replicas_answered", "Replicas whose metrics are included", len(texts)),
     ]
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families([*families.values(), *counts]))

@@ -50,9 +50,9 @@ class UpSettings(BaseSettings):
     tokens_file: Path | None = None
     """Bearer tokens of all services, a JSON file; TRACKWAY_TOKEN must be one of them. None: this machine only."""
     min_memory_gb: float = Field(default=3.0, ge=0)
-    """Refuse to start with less available memory."""
+    """Gigabytes of available memory below which nothing is started."""
     start_timeout_s: float = Field(default=240.0, gt=0)
-    """Longest wait for everything to run."""
+    """Seconds that everything may take to start."""
 
     @classmethod
     def read(cls, **given: Any) -> Self:

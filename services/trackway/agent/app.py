@@ -57,7 +57,7 @@ def _routes(groups: Groups) -> ServiceRouter:
         "/groups", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
     )
     async def run_group(request: GroupRequest) -> StreamingResponse:
-        """Run n rollouts of a sample; one Trajectory per line of NDJSON, each as it ends."""
+        """Run n rollouts of a sample; streams one Trajectory per line of NDJSON, each as it ends."""
         return GroupStream(groups.start(request))
 
     @router.post("/trajectories")
@@ -73,7 +73,7 @@ def _routes(groups: Groups) -> ServiceRouter:
 
     @router.get("/agents")
     async def list_agents() -> AgentList:
-        """Every agent loop that `agent_name` may ask for."""
+        """Every agent loop that `agent_name` may name."""
         return AgentList(agents=agents())
 
     return router

@@ -91,7 +91,9 @@ class Groups(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Trajectories, as Prometheus wants them: an outcome is a stop reason, an error's code, or `aborted`."""
-        yield GaugeMetricFamily("trackway_trajectories_running", "Those that wait for a slot included", self.running)
+        yield GaugeMetricFamily(
+            "trackway_trajectories_running", "Trajectories that run or wait for a slot", self.running
+        )
         labels = ("kind", "outcome")
         yield counted("trackway_trajectories", "Ended trajectories by kind and outcome", labels, self._ended)
 

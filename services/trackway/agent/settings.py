@@ -10,21 +10,21 @@ class AgentSettings(ServiceSettings):
     """What an agent replica needs beside the addresses of the other services."""
 
     model_path: str
-    """Folder or Hugging Face name of the tokenizer; it must be that of the model which the rollout service holds."""
+    """Folder or Hugging Face id of the tokenizer; it must be that of the rollout service's model."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Variables of the chat template, e.g. `{"enable_thinking": false}`; verl's `data.apply_chat_template_kwargs`."""
     tool_parser: str = "hermes"
-    """How tool calls are read from the model's text; a name given to `register_parser`."""
+    """Parser of tool calls in the model's text, by the name given to `register_parser`."""
     agent_modules: list[str] = Field(default_factory=list)
-    """Python modules imported at the start, whose `@register` adds agent loops of your own."""
+    """Python modules to import at start-up; their classes with `@register` become agent loops."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1)
-    """Trajectories that run at once on this replica; further ones wait, and their time limit starts afterwards."""
+    """Trajectories that run at once on this replica; others wait, and their time limit starts when they run."""
     tools_refresh_s: float = Field(default=30.0, ge=0)
-    """Seconds for which the tool server's list of schemas is taken as known."""
+    """Seconds that the tool server's schemas are cached."""
     tools_direct: bool = True
-    """Call the tool server's replicas at their own addresses where these can be reached, else through Serve's proxy."""
+    """Call the tool server's replicas directly where they can be reached, else through Serve's proxy."""
     release_timeout_s: float = Field(default=5.0, gt=0)
-    """Seconds that giving back a trajectory's tool instances may take; the tool server forgets the rest by itself."""
+    """Time limit for releasing a trajectory's tool instances; the tool server expires the rest."""
     rollout_policy: CallPolicy = CallPolicy(read_s=600.0, total_s=1800.0, attempts=8, max_in_flight=512)
     """Bounds of one generation; it is retried through a weight update, which takes seconds."""
     tools_policy: CallPolicy = CallPolicy()

@@ -47,7 +47,7 @@ def routes(service: RewardService) -> ServiceRouter:
 
     @router.post("/score", responses=_answer(REWARD))
     async def score(request: Annotated[ScoreRequest, Body(examples=[ONE])]) -> Reward:
-        """Score one solution. 422 unknown_data_source and invalid_request (method) name what there is."""
+        """Score one solution. 422 `unknown_data_source`, or `invalid_request` for a method, names the valid ones."""
         return await service.score(request)
 
     @router.post("/score/batch", responses=_answer({"rewards": [REWARD]}))

@@ -80,7 +80,8 @@ def routes(service: RolloutService) -> ServiceRouter:
     @router.post("/inference/v1/generate", include_in_schema=False)
     @router.post("/generate")
     async def generate(request: Annotated[GenerateRequest, Body(examples=[PROMPT])]) -> GenerateReply:
-        """Continue a prompt given as token ids. 409 weights_behind, 429 overloaded and 503 paused: ask again later."""
+        """Continue a prompt given as token ids. After 409 `weights_behind`, 429 `overloaded` or 503 `paused`, retry
+        later."""
         return await service.generate(request)
 
     @router.get("/weights")
@@ -103,12 +104,13 @@ def control_routes(service: RolloutService) -> ServiceRouter:
 
     @router.post("/pause", dependencies=operator)
     async def pause(request: PauseRequest | None = None, mode: PauseMode | None = None) -> PauseReply:
-        """Refuse new requests (503 paused); answers when those in flight have finished, are cut, or are frozen."""
+        """Refuse new requests (503 `paused`); answers once those in flight have finished, are aborted, or are
+        frozen."""
         return await service.pause(mode or (request or PauseRequest()).mode)
 
     @router.post("/resume", dependencies=operator)
     async def resume() -> PauseReply:
-        """Take requests again; frozen ones go on with their KV cache."""
+        """Accept requests again; frozen ones continue with their KV cache."""
         return await service.resume()
 
     @router.get("/is_paused")
@@ -119,7 +121,7 @@ def control_routes(service: RolloutService) -> ServiceRouter:
     @router.post("/inference/v1/abort_requests", include_in_schema=False, dependencies=operator)
     @router.post("/abort_requests", dependencies=operator)
     async def abort(request: AbortRequest | None = None) -> AbortReply:
-        """Cut generations by request id, or all; each answers with what it has and finish_reason `abort`."""
+        """Abort generations by request id, or all; each answers with its tokens so far and finish_reason `abort`."""
         return await service.abort(request.request_ids if request else None)
 
     @router.get("/weight_info")
@@ -129,7 +131,7 @@ def control_routes(service: RolloutService) -> ServiceRouter:
 
     @router.post("/sleep", dependencies=operator)
     async def sleep(mode: PauseMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
-        """Pause, then give GPU memory back (all of it, or the parts in `tags`); for an engine that can sleep."""
+        """Pause, then release GPU memory (all of it, or the parts in `tags`); for an engine that can sleep."""
         return await service.sleep(mode, tags)
 
     @router.post("/wake_up", dependencies=operator)
@@ -138,7 +140,7 @@ def control_routes(service: RolloutService) -> ServiceRouter:
         min_weight_version: Annotated[int, Query(ge=0)] = 0,
         x_request_deadline: Annotated[float | None, Header()] = None,
     ) -> SleepReply:
-        """Take memory again, in stages by `tags`; generation goes on when all of it is back.
+        """Allocate the memory again, in stages by `tags`; generation continues when all of it is back.
 
         With `min_weight_version` the answer waits for such weights, or is 409 `weights_behind` before the deadline.
         """
@@ -147,7 +149,7 @@ def control_routes(service: RolloutService) -> ServiceRouter:
 
     @router.get("/is_sleeping")
     async def is_sleeping() -> SleepReply:
-        """Which parts of the memory are given back, and whether the engine can do that."""
+        """Which parts of the memory are released, and whether the engine can release any."""
         return service.sleeping()
 
     return router

@@ -13,37 +13,37 @@ class RolloutSettings(ServiceSettings):
     """Which model is served, from where its weights come, and how much work one replica takes."""
 
     model_path: Path = Path("model")
-    """Hugging Face folder: config, tokenizer, and the weights that are version 0 while nothing is published."""
+    """Hugging Face folder with config, tokenizer and weights; these weights are version 0."""
     model_name: str = "policy"
     """Name in `/v1/models` and in replies."""
     weights_url: str | None = None
-    """Weight store (a folder or any fsspec URL) that this replica follows; without it version 0 is served for ever."""
+    """Weight store (a folder or any fsspec URL) that this replica follows; without one it stays at version 0."""
     weights_cache: Path | None = None
-    """Where versions of a remote store are copied to; a folder of this process in the temporary one by default."""
+    """Folder for copies of a remote store's versions; by default a temporary one of this process."""
     engine: Literal["torch", "vllm", "sglang", "sim"] = "torch"
-    """Backend that generates: embedded torch, a vLLM or SGLang server beside this process, or a simulation."""
+    """Inference engine: embedded torch, a vLLM or SGLang server beside this process, or a simulation."""
     engine_url: str | None = None
-    """A vLLM or SGLang server that runs already; without it the replica starts one of its own."""
+    """URL of a running vLLM or SGLang server; without one the replica starts its own."""
     engine_python: Path | None = None
-    """Interpreter of the environment that vLLM or SGLang is installed in; its pins conflict with ours."""
+    """Python interpreter of the environment with vLLM or SGLang, whose pinned dependencies conflict with Trackway's."""
     engine_args: list[str] = Field(default_factory=list)
-    """More command-line arguments for the server that the replica starts, as they are."""
+    """Extra command-line arguments of the server that the replica starts."""
     engine_start_s: float = Field(default=600.0, gt=0.0)
-    """Longest start of that server in seconds."""
+    """Seconds that this server may take to start."""
     engine_log: Path | None = None
-    """Where its output goes; a file named after this replica in the temporary folder by default."""
+    """Log file of this server; by default in the temporary folder, named after the replica."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """GPUs that one copy of the model is spread over (vLLM, SGLang)."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0.0, le=1.0)
     """Share of a GPU's memory for weights and KV cache (vLLM, SGLang); verl's default."""
     enforce_eager: bool = False
-    """Without CUDA graphs (vLLM, SGLang): slower tokens, a faster start."""
+    """Run without CUDA graphs (vLLM, SGLang): faster to start, slower to generate."""
     enable_sleep: bool = False
-    """The server can give its GPU memory to the trainer: `/sleep` and `/wake_up` (vLLM, SGLang; sim pretends to)."""
+    """Let `/sleep` and `/wake_up` lend the server's GPU memory to the trainer (vLLM, SGLang; simulated by sim)."""
     weight_digests: bool = True
-    """Compare the digests of a vLLM server's parameters at each load, for which it hashes its weights (1 to 2 GB/s)."""
+    """Compare the digests of a vLLM server's parameters after each load; hashing them runs at 1 to 2 GB/s."""
     prefix_caching: bool = True
-    """Keep the KV of finished prompts for those that begin alike (vLLM, SGLang; torch always does)."""
+    """Reuse the KV cache of prompts with a common prefix (vLLM, SGLang; torch always does)."""
     sim: SimSettings = Field(default_factory=SimSettings)
     """What the simulated engine says, and how fast."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
@@ -51,22 +51,23 @@ class RolloutSettings(ServiceSettings):
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """`auto` is float32 on the CPU (bfloat16 is four times slower there) and bfloat16 on CUDA."""
     threads: int = Field(default=1, ge=1)
-    """Torch threads; more than the idle cores makes every step many times slower."""
+    """Torch threads; more than there are idle cores makes every step many times slower."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Requests that run in one batch, which is also the number of KV slots."""
     max_queue: int = Field(default=1024, ge=0)
-    """Requests that may wait beside the running ones; one more is answered 429 `overloaded`."""
+    """Requests that may wait in the queue; one more is answered 429 `overloaded`."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus response in tokens; the model's own limit, at most 4096, by default."""
     weight_wait_s: float = Field(default=30.0, ge=0.0)
     """Longest wait of a request for weights that this replica does not hold yet; then 409 `weights_behind`."""
     weights_late_s: float = Field(default=2.0, ge=0.0)
-    """A wait for weights beyond this is an incident of the trajectory, `weights_behind`."""
+    """A longer wait for weights is recorded as the trajectory's incident `weights_behind`."""
     update_mode: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight when weights change: go on with their KV cache, finish first, or are cut and continued."""
+    """What requests in flight do when weights change: `keep` continues with the KV cache, `wait` finishes them first,
+    `abort` ends them early and the agent continues them."""
     drain_s: float = Field(default=300.0, gt=0.0)
-    """With `update_mode` wait: requests that take longer to finish are cut and continued."""
+    """With `update_mode` wait: requests that need longer than this are aborted, and the agent continues them."""
     stuck_s: float = Field(default=60.0, gt=0.0)
-    """`/ready` fails when the engine has had work for so long and got nothing done."""
+    """`/ready` fails when the engine has had requests for this long without progress."""
     watch_interval_s: float = Field(default=0.2, gt=0.0)
-    """Seconds between two looks at the weight store."""
+    """Seconds between polls of the weight store."""

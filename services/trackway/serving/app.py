@@ -112,12 +112,12 @@ def _common_routes(
 
     @router.get("/health", response_model=Health)
     async def health() -> Health:
-        """The process lives; says which interpreter and packages it runs on."""
+        """The process is up; reports its interpreter and packages."""
         return process_health(service, settings.replica, tracing)
 
     @router.get("/ready", response_model=Ready)
     async def readiness() -> JSONResponse:
-        """200 when the service can work now, 503 with the reason when not."""
+        """200 when the service can work now, else 503 with the reason."""
         state = Ready(ready=True) if ready is None else await ready()
         return JSONResponse(state.model_dump(), status_code=200 if state.ready else 503)
 

@@ -52,9 +52,13 @@ class ServiceMetrics:
         spans = _span_counts(tracing)
         meter.create_observable_counter("trackway_spans", callbacks=[spans], description="Spans by fate")
         waiting = _spans_waiting(tracing)
-        meter.create_observable_gauge("trackway_spans_waiting", callbacks=[waiting], description="Spans to send")
+        meter.create_observable_gauge(
+            "trackway_spans_waiting", callbacks=[waiting], description="Spans that wait to be exported"
+        )
         on_disk = _spool_bytes(tracing)
-        meter.create_observable_gauge("trackway_spool_bytes", callbacks=[on_disk], description="Traces on disk")
+        meter.create_observable_gauge(
+            "trackway_spool_bytes", callbacks=[on_disk], description="Bytes of spans that wait on disk"
+        )
         for gauge in gauges:
             create = meter.create_observable_counter if gauge.total else meter.create_observable_gauge
             create(gauge.name, callbacks=[_observing(gauge)], description=gauge.description)
@@ -106,10 +110,10 @@ class RequestCounts(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """As Prometheus wants it."""
-        yield GaugeMetricFamily("trackway_in_flight", "Requests in work", self.in_flight)
+        yield GaugeMetricFamily("trackway_in_flight", "Requests in progress", self.in_flight)
         labels = ("route", "method", "status")
         yield counted("trackway_requests", "Requests by route and status", labels, self._ended)
-        yield self._seconds.family("trackway_request_seconds", "Seconds of a request", "route")
+        yield self._seconds.family("trackway_request_seconds", "Duration of requests in seconds", "route")
 
 
 def counted(name: str, description: str, labels: Sequence[str], counts: Mapping[tuple[str, ...], float]) -> Metric:

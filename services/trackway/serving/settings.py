@@ -31,27 +31,27 @@ class ConnectionSettings(BaseSettings):
     header_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds in which a request's header must be complete; then its connection is closed."""
     max_connections: int = Field(default=4096, ge=1)
-    """Connections of one process, at most three quarters of the files it may open. Beyond it the connection that has
-    waited longest without a request in work is closed; when all are at work, a new one is answered 429."""
+    """Connections of one process, at most three quarters of its limit of open files. Beyond it the longest idle
+    connection is closed; when none is idle, a new connection is answered 429."""
 
 
 class ServiceSettings(ConnectionSettings):
     """Where the other services are, where traces go, and what a request may cost."""
 
     base_url: str = "http://127.0.0.1:8000"
-    """Root under which every service has its prefix: `{base_url}/tools`, `{base_url}/reward`, ..."""
+    """Root URL of the services, each below its own prefix: `{base_url}/tools`, `{base_url}/reward`, ..."""
     rollout_url: str | None = None
-    """Rollout service, when it is not under base_url."""
+    """URL of the rollout service if it is not under `base_url`."""
     agent_url: str | None = None
-    """Agent service, when it is not under base_url."""
+    """URL of the agent service if it is not under `base_url`."""
     tools_url: str | None = None
-    """Tool server, when it is not under base_url."""
+    """URL of the tool server if it is not under `base_url`."""
     reward_url: str | None = None
-    """Reward service, when it is not under base_url."""
+    """URL of the reward service if it is not under `base_url`."""
     trainer_url: str | None = None
-    """Trainer service, when it is not under base_url."""
+    """URL of the trainer service if it is not under `base_url`."""
     token: SecretStr | None = None
-    """Bearer token that this service sends to the others; the environment's TRACKWAY_TOKEN."""
+    """Bearer token that this service sends to the others."""
     auth: AuthSettings = Field(default_factory=AuthSettings)
     """Tokens of this service's callers; without any, only callers on this machine are answered."""
     tracing: TracingSettings = Field(default_factory=TracingSettings)
@@ -61,7 +61,7 @@ class ServiceSettings(ConnectionSettings):
     body_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds in which a request's body must be complete; a slower one is answered 422."""
     max_json_items: int = Field(default=500_000, ge=1024)
-    """Items of all lists and members of all objects in a request's JSON, e.g. token ids; more are answered 413."""
+    """List items and object members in a request's JSON, token ids included; more are answered 413."""
     max_json_nodes: int = Field(default=100_000, ge=1024)
     """Lists, objects and object members in a request's JSON, each up to 800 bytes of memory; more are answered 413."""
     replica: str = Field(default_factory=lambda: uuid.uuid4().hex[:12], pattern="^[0-9a-z]{4,32}$")

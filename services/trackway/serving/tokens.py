@@ -102,12 +102,12 @@ class AuthSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
     tokens: Tokens = Field(default_factory=dict)
-    """Tokens by name; the name is said in errors and logs."""
+    """Tokens by name; errors and logs show the name."""
     tokens_file: Path | None = None
     """JSON file of further tokens by name, e.g. a mounted secret: `{"agents": {"secret": "..."}}`; read again when it
     changes."""
     trust_loopback: bool = True
-    """Whether a loopback address means a caller on this machine; false behind a proxy on this machine that hides its
+    """Whether a caller with a loopback address is on this machine; set it to false behind a local proxy that hides its
     clients' addresses."""
 
     @property

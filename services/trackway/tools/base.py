@@ -37,9 +37,9 @@ class ToolLimits(BaseModel):
     call_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds that one create, execute, reward or release may run."""
     stop_timeout_s: float = Field(default=2.0, gt=0)
-    """Seconds that a call may take to stop when it is told to; after that its instance is lost."""
+    """Seconds that a cancelled call may take to stop; after that its instance is lost."""
     wait_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that a call may wait for its instance and for a free place of its tool."""
+    """Seconds that a call may wait for its instance and for a free slot of its tool."""
     tool_concurrency: int = Field(default=64, ge=1)
     """Calls of one tool that run at the same time on this replica."""
     max_output_chars: int = Field(default=16384, ge=1)

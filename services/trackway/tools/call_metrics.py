@@ -41,5 +41,5 @@ class ToolCalls(Collector):
     def collect(self) -> Iterator[Metric]:
         """As Prometheus wants it."""
         yield counted("trackway_tool_calls", "Calls by tool and result", ("tool", "result"), self._calls)
-        yield self._seconds.family("trackway_tool_seconds", "Seconds of a tool's call", "tool")
-        yield GaugeMetricFamily("trackway_tool_instances", "Living instances", len(self._instances))
+        yield self._seconds.family("trackway_tool_seconds", "Duration of tool calls in seconds", "tool")
+        yield GaugeMetricFamily("trackway_tool_instances", "Tool instances that exist", len(self._instances))

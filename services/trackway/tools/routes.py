@@ -65,7 +65,7 @@ def instance_routes(server: ToolServer) -> ServiceRouter:
         "/instances", status_code=201, responses=responses(201, examples.CREATED, *CREATES, links=_TAKES_INSTANCE)
     )
     async def create_instance(request: Annotated[CreateInstance, Body(examples=[examples.CREATE])]) -> InstanceCreated:
-        """Make one tool's state for one trajectory; send its `x-session-id` with every call."""
+        """Create one tool's state for one trajectory; send the same `x-session-id` with every call."""
         return await server.create(request)
 
     @router.post("/instances/{instance_id}/execute", responses=responses(200, examples.EXECUTED, *CALLS))
@@ -87,7 +87,7 @@ def instance_routes(server: ToolServer) -> ServiceRouter:
     async def release_instance(
         instance_id: Name, request: Annotated[ReleaseRequest | None, Body(examples=[{}])] = None
     ) -> None:
-        """Forget an instance; a second time is 404."""
+        """Release an instance; a second time is 404."""
         await server.release(instance_id, request.release_kwargs if request else {})
 
     return router
@@ -110,7 +110,7 @@ def operator_routes(server: ToolServer) -> ServiceRouter:
 
     @router.delete("/sessions/{session_id:path}", responses=responses(200, examples.SESSION_RELEASED, *errors))
     async def release_session(session_id: Session) -> SessionReleased:
-        """Release every instance of a trajectory on this replica, each after the call that it is in."""
+        """Release every instance of a trajectory on this replica, each after its current call."""
         return await server.release_session(session_id)
 
     return router
@@ -126,7 +126,7 @@ def observation_routes(face: ObservationFace) -> ServiceRouter:
     async def get_observation(
         http: Request, request: Annotated[ObservationRequest, Body(examples=[examples.OBSERVE])]
     ) -> ObservationReply:
-        """Run what models wrote, a batch of trajectories at once; an action that fails fails in its own entry."""
+        """Run the calls in the outputs of a batch of trajectories; a failed action fails only its own entry."""
         return await face.answer(request, http.scope[CALLER].name)
 
     return router

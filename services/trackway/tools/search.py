@@ -46,21 +46,21 @@ class SearchConfig(CorpusLimits):
     documents: Path | None = None
     """Folder of .txt, .md and .jsonl files, read when the server starts."""
     index: Path | None = None
-    """Folder where the index is kept for the next start; a changed document makes it anew."""
+    """Folder where the index is kept for the next start; it is rebuilt when a document changes."""
     retrieval_service_url: HttpUrl | None = None
-    """Where the retriever is asked by POST, mostly `http://<host>:8000/retrieve`."""
+    """URL of the retriever's POST route, usually `http://<host>:8000/retrieve`."""
     token: SecretStr = SecretStr("")
     """Bearer token for that retriever; TRACKWAY_TOKEN is not sent there."""
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
     """Documents per query."""
     timeout: float = Field(default=30.0, gt=0, validation_alias=AliasChoices("timeout", "default_timeout"))
-    """Seconds for the retriever's answer, all tries together; call_timeout_s holds too."""
+    """Seconds for the retriever's answer, retries included; `call_timeout_s` also applies."""
     num_workers: int = Field(default=120, ge=1)
-    """verl's word: requests to the retriever at once."""
+    """Concurrent requests to the retriever; verl's name."""
     rate_limit: int = Field(default=120, ge=1)
-    """verl's word: requests to the retriever at once, if this is less."""
+    """Concurrent requests to the retriever if this is less than `num_workers`; verl's name."""
     enable_global_rate_limit: bool = True
-    """verl's word: whether rate_limit counts; it is that of this replica."""
+    """Whether `rate_limit` applies, to this replica; verl's name."""
 
     @property
     def max_in_flight(self) -> int:

@@ -31,7 +31,7 @@ class CorpusLimits(BaseModel):
     max_files: int = Field(default=10_000, ge=1)
     """Files that are read; more are an error."""
     max_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
-    """Bytes of all files together; more are an error: put such a corpus behind a retriever of its own."""
+    """Bytes of all files together; more are an error: use a retriever service for such a corpus."""
     passage_chars: int = Field(default=1200, ge=100)
     """Longest passage that a .txt or .md file is cut into, at blank lines where there are any."""
 

@@ -84,7 +84,7 @@ class ToolServer:
         return True
 
     async def create(self, request: CreateInstance) -> InstanceCreated:
-        """Make one tool's state for one trajectory."""
+        """Create one tool's state for one trajectory."""
         tool = self._registry.get(request.tool)
         if self._instances.full:
             await self.reap()

@@ -20,13 +20,13 @@ class ToolsSettings(ServiceSettings):
     function_tool_path: Path | None = None
     """A Python file; its functions with `@function_tool` are offered."""
     tool_config: dict[str, ToolConfig] = Field(default_factory=dict)
-    """Config by tool name, laid over the tool's own; it may lower the limits below for that tool."""
+    """Config by tool name, merged over the tool's own; it may lower the limits below for that tool."""
     call_timeout_s: float = Field(default=30.0, gt=0)
     """Seconds that one call of a tool may run; then it is cancelled and answered 504."""
     stop_timeout_s: float = Field(default=2.0, gt=0)
-    """Seconds that a cancelled call may take to stop; after that its instance is lost, and the call's place taken."""
+    """Seconds that a cancelled call may take to stop; after that its instance is lost, and its slot stays taken."""
     wait_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that a call may wait for its instance and for a free place of its tool; then it is answered 429."""
+    """Seconds that a call may wait for its instance and for a free slot of its tool; then it is answered 429."""
     tool_concurrency: int = Field(default=64, ge=1)
     """Calls of one tool that run at the same time on this replica."""
     max_output_chars: int = Field(default=16384, ge=1)
@@ -34,20 +34,20 @@ class ToolsSettings(ServiceSettings):
     max_instances: int = Field(default=16384, ge=1)
     """Instances that may live at once on this replica; one more is answered 429."""
     instance_ttl_s: float = Field(default=3600.0, gt=0)
-    """Seconds without a call after which an instance is released: its trajectory died without saying so."""
+    """Seconds without a call after which an instance is released, as when its trajectory's process was killed."""
     reap_interval_s: float = Field(default=30.0, gt=0)
-    """Seconds between two looks for idle instances."""
+    """Seconds between checks for idle instances."""
     mcp_max_sessions: int = Field(default=1024, ge=1)
     """MCP sessions (`Mcp-Session-Id`) open at once on this replica, 40 kB each; one more is answered 429."""
     mcp_session_idle_s: float = Field(default=1800.0, gt=0)
     """Seconds without a request after which an MCP session ends; its id is then answered 404."""
     direct_host: str | None = None
-    """Under Ray Serve: address on which each replica also answers by itself, on a free port that `/replicas` names.
-    `node` is the node's own, for callers on other nodes; None takes 127.0.0.1 when base_url is on this machine, else
-    `node`; an empty one means only by the proxy."""
+    """Under Ray Serve: address at which each replica also answers directly, on a free port that `/replicas` lists.
+    `node` is the node's own address, for callers on other nodes; None takes 127.0.0.1 when base_url is on this machine,
+    else `node`; with an empty one replicas answer only through the proxy."""
     drain_s: float = Field(default=10.0, ge=0)
-    """Under Ray Serve: seconds that a replica which is to stop waits there for its instances to be released; less than
-    Serve's graceful_shutdown_timeout_s."""
+    """Under Ray Serve: seconds that a stopping replica waits for its instances to be released; keep it below Serve's
+    graceful_shutdown_timeout_s."""
 
     @property
     def built_in(self) -> list[str]:

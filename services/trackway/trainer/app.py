@@ -75,7 +75,7 @@ def _routes(runs: Runs) -> ServiceRouter:
 
     @router.post("/runs", status_code=202, dependencies=operator)
     async def start(request: RunRequest) -> RunInfo:
-        """Start a run; its process is being started when this answers."""
+        """Start a run; its process may still be starting when this answers."""
         return await runs.start(request)
 
     @router.get("/runs")
@@ -110,7 +110,7 @@ def _routes(runs: Runs) -> ServiceRouter:
 
     @router.post("/runs/{run}/resume", status_code=202, dependencies=operator)
     async def resume(run: RunNameInPath, skip_damaged: bool = False) -> RunInfo:
-        """Go on from a run's last checkpoint; with `skip_damaged` from the last one that is whole."""
+        """Resume a run from its last checkpoint; with `skip_damaged` from the last intact one."""
         return await runs.resume(run, skip_damaged=skip_damaged)
 
     return router

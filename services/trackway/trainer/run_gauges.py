@@ -31,12 +31,12 @@ class RunGauges(Collector):
         info = self._newest()
         if info is None:
             return
-        state = GaugeMetricFamily("trackway_run_state", "1 for the state that it is in", labels=["run", "state"])
+        state = GaugeMetricFamily("trackway_run_state", "1 for the run's current state", labels=["run", "state"])
         state.add_metric([info.run, info.state.value], 1.0)
         yield state
         yield _gauge(info, "step", "Last finished step", info.step)
         yield _gauge(info, "total_steps", "Steps of the whole run", info.total_steps)
-        yield _gauge(info, "restarts", "How often it went on by itself", info.restarts)
+        yield _gauge(info, "restarts", "Automatic restarts of the run", info.restarts)
         for name, (key, description) in OF_A_STEP.items():
             if key in info.metrics:
                 yield _gauge(info, name, description, info.metrics[key])
@@ -64,7 +64,9 @@ def _tracking(info: RunInfo) -> Iterator[Metric]:
     labels = ["run", "backend"]
     rows = GaugeMetricFamily("trackway_run_rows_waiting", "Rows of metrics that wait on disk", labels=labels)
     feedback = GaugeMetricFamily("trackway_run_feedback_waiting", "Feedback values that wait on disk", labels=labels)
-    lost = GaugeMetricFamily("trackway_run_tracking_lost", "Values of metrics and feedback lost", labels=labels)
+    lost = GaugeMetricFamily(
+        "trackway_run_tracking_lost", "Values of metrics and feedback that a backend will never get", labels=labels
+    )
     for one in info.tracking:
         place = [info.run, one.backend]
         rows.add_metric(place, one.rows_waiting)

@@ -42,14 +42,14 @@ class TrainerSettings(ServiceSettings):
     """Settings of the trainer service."""
 
     outputs_dir: str = "outputs"
-    """Folder of the runs: one folder each."""
+    """Folder of the runs, one subfolder for each."""
     weights_url: str = "outputs/weights"
     """fsspec URL of the weight store, shared with the rollout replicas."""
     stop_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds that a learner gets to finish its step and save before it is killed."""
+    """Seconds that a learner may take to finish its step and save before it is killed."""
     resume_interrupted: bool = False
-    """Whether a run whose service or machine went away goes on by itself, from its last checkpoint and as often as its
-    `trackway.max_restarts` allows, once the services are ready; for trainers that Kubernetes moves."""
+    """Resume interrupted runs (their service or machine was lost) from the last checkpoint once the services are ready,
+    at most `trackway.max_restarts` times; meant for trainers on Kubernetes."""
 
     def service_urls(self) -> ServiceUrls:
         """What is handed to a run's process."""

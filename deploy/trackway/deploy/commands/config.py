@@ -26,7 +26,7 @@ def explain(
     config_name: Annotated[str, typer.Option(help="Also show what this preset or file says.")] = "default",
     as_json: Json = False,
 ) -> None:
-    """Tell what a key means, its default, and whether verl has it.  Example: trackway config explain data.truncation"""
+    """Show a key's meaning and default, and whether verl has it.  Example: trackway config explain data.truncation"""
     from trackway.deploy.run_report import table, wide
     from trackway.trainer.config import compose
     from trackway.trainer.config import explain as explanations

@@ -40,7 +40,7 @@ def demo(
     wait: Wait = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Train the tiny model, here or on attached services, and look at every step of it.
+    """Train the tiny model, here or on attached services, and record every step.
 
     Example: trackway demo --seed 1
 

@@ -13,14 +13,14 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Print the plan and start nothing; status 2 when something is wrong with it on any machine.",
+        help="Print the plan and start nothing; status 2 when it could not run on any machine.",
     ),
 ]
 Preflight = Annotated[
     bool,
     typer.Option(
         "--preflight",
-        help="Load what training would load, start no service, and tell every problem; status 2 when there is one.",
+        help="Load what training would load, start no service, and report every problem; status 2 when there is one.",
     ),
 ]
 Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for attached services that do not answer yet.")]

@@ -35,7 +35,7 @@ def up(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Start Ray, MLflow and the five services, and wait until they work.  Example: trackway up --port 0"""
+    """Start Ray, MLflow and the five services, and wait until they are ready.  Example: trackway up --port 0"""
     from trackway.deploy.up import bring_up
 
     settings = up_settings(
@@ -72,7 +72,7 @@ def attach(
     wait: Wait = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Use services that run elsewhere, as on Kubernetes, with the other commands; nothing is started.
+    """Use services that run elsewhere, such as on Kubernetes; starts nothing.
 
     Each command sends TRACKWAY_TOKEN to the services, and RAY_AUTH_TOKEN or the file of RAY_AUTH_TOKEN_PATH to Ray.
 
@@ -91,7 +91,7 @@ def attach(
 
 @app.command()
 def down(outputs: Outputs = OUTPUTS) -> None:
-    """Stop everything that `trackway up` started; attached services run on.  Example: trackway down"""
+    """Stop everything that `trackway up` started; attached services keep running.  Example: trackway down"""
     from trackway.deploy.up import take_down
 
     deployment = Deployment.load(outputs.resolve())
@@ -144,7 +144,7 @@ def scale(
     outputs: Outputs = OUTPUTS,
     as_json: Json = False,
 ) -> None:
-    """Give one service another number of replicas while it runs.  Example: trackway scale rollout 2"""
+    """Change a service's number of replicas while it runs.  Example: trackway scale rollout 2"""
     from trackway.deploy import status as statuses
     from trackway.deploy.running import load_running
     from trackway.deploy.serve_config import Replicas

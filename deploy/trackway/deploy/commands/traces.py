@@ -114,7 +114,7 @@ def traces_compare(
     width: Width = None,
     as_json: Json = False,
 ) -> None:
-    """Lay two trajectories side by side: facts, texts, tool calls.
+    """Show two trajectories side by side: facts, texts, tool calls.
 
     Example: trackway traces compare --sample-index 7 --steps 1,10 --html compare.html
     """

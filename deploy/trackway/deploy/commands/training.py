@@ -26,9 +26,9 @@ def train(
     config: Annotated[Path | None, typer.Option(help="YAML file, or a folder with --config-name in it.")] = None,
     config_name: Annotated[str, typer.Option(help="Preset: default, ppo_trainer, tiny_demo.")] = "default",
     run: Annotated[str | None, typer.Option(help="Name of the run; default trainer.experiment_name.")] = None,
-    resume: Annotated[str | None, typer.Option(help="Go on with this run from its last checkpoint.")] = None,
+    resume: Annotated[str | None, typer.Option(help="Resume this run from its last checkpoint.")] = None,
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="With --resume: from the last checkpoint that is whole.")
+        bool, typer.Option("--skip-damaged", help="With --resume: take the last intact checkpoint.")
     ] = False,
     dry_run: DryRun = False,
     preflight: Preflight = False,

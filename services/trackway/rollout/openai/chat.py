@@ -26,7 +26,7 @@ from trackway.wire.openai_replies import (
 
 
 class _Parts(NamedTuple):
-    """What is new of a message."""
+    """The next part of a message."""
 
     content: str
     calls: list[ToolCallDelta]

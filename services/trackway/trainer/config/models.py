@@ -31,7 +31,7 @@ class DataConfig(Section):
     val_max_samples: int = Field(default=-1, ge=-1)
     """Validate on the first rows only; -1 takes all."""
     max_prompt_length: int = Field(default=512, ge=1)
-    """Tokens of a templated prompt; a longer one is filtered out before, or is what `truncation` says."""
+    """Tokens of a templated prompt; a longer one is filtered out, or handled as `truncation` says."""
     max_response_length: int = Field(default=512, ge=1)
     """Tokens of the whole multi-turn response, observations included."""
     filter_overlong_prompts: bool = False
@@ -76,13 +76,12 @@ class TrainerConfig(Section):
     """How long to train, when to validate and save, and what the run is called."""
 
     project_name: Label = "trackway"
-    """The MLflow experiment and the W&B project that the run belongs to, and its traces unless
-    `rollout.trace.project_name` says other."""
+    """MLflow experiment and W&B project of the run, and of its traces unless `rollout.trace.project_name` is set."""
     experiment_name: RunName = "run"
     """The run's name: its folder, its MLflow and W&B run, and the first part of every trajectory id."""
     logger: list[str] = Field(default_factory=lambda: ["console"])
-    """`console` prints a line per step, `wandb` and `tensorboard` keep what they are given; `file`, metrics.jsonl, is
-    always written, and `mlflow` is on when a URI is known, which naming it demands."""
+    """Loggers: `console` prints a line per step; `wandb` and `tensorboard` record to these; `file` (metrics.jsonl) is
+    always written; `mlflow` is on whenever its URI is set, and naming it requires one."""
     total_epochs: int = Field(default=30, ge=1)
     """Passes over the rows."""
     total_training_steps: int | None = Field(default=None, ge=1)
@@ -96,10 +95,10 @@ class TrainerConfig(Section):
     val_only: bool = False
     """Validate once and end."""
     max_actor_ckpt_to_keep: int | None = Field(default=None, ge=1)
-    """Older checkpoints than this many are removed; None keeps all."""
+    """Newest checkpoints to keep; None keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """`auto` goes on from the run folder's newest checkpoint; `disable` starts again from the model; `resume_path`
-    begins at `resume_from_path`."""
+    """`auto` resumes from the run folder's newest checkpoint; `disable` starts from the model; `resume_path` starts
+    from `resume_from_path`."""
     resume_from_path: str | None = None
     """A checkpoint, `.../global_step_<n>`, of this or another run."""
     n_gpus_per_node: int | None = Field(default=None, ge=0)
@@ -134,21 +133,21 @@ class TrackwayConfig(Section):
     threads: int = Field(default=1, ge=1)
     """CPU threads of the learner; more than the idle cores makes it slower, not faster."""
     max_inflight_groups: int = Field(default=64, ge=1)
-    """Prompts whose rollouts are asked for at the same time."""
+    """Prompts whose rollouts are requested at the same time."""
     group_attempts: int = Field(default=8, ge=1)
-    """How often a group is asked for what is still missing, before that is recorded as failed."""
+    """Attempts to get a group's missing rollouts before they are recorded as failed."""
     group_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that all rollouts of one prompt may take, attempts included."""
     trajectory_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds that one trajectory may take before the agent ends it."""
     tools: list[str] | None = None
-    """Names of the tools the model is offered; None offers every tool of the tool server."""
+    """Names of the tools offered to the model; None offers every tool of the tool server."""
     max_tool_response_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one observation that are kept, beside the bound in characters, `multi_turn.max_tool_response_length`;
     None is no bound."""
     on_bad_call: Literal["observe", "end"] = "observe"
-    """A tool call that cannot be read or names no offered tool: `observe` tells the model and goes on, `end` ends the
-    trajectory there, scored as it stands."""
+    """What a tool call that cannot be parsed or names no offered tool does: `observe` tells the model and continues,
+    `end` ends the trajectory and scores it as it is."""
     trace_prompts_per_step: int | None = Field(default=None, ge=0)
     """Prompts per step whose rollouts are all traced; None takes `rollout.trace.max_samples_per_step_per_worker`."""
     trace_validation_samples: int = Field(default=4, ge=0)
@@ -164,21 +163,21 @@ class TrackwayConfig(Section):
     feedback: bool = True
     """Record reward, advantage and fate on each trace, in MLflow and in Weave."""
     feedback_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds that a trace may be missing from an MLflow that answers, before its feedback is given up."""
+    """Seconds that a trace may be missing from a reachable MLflow before its feedback is dropped."""
     sleep_timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds that engines which share the learner's GPUs may take to give their memory back, and to take it again with
-    the new weights loaded."""
+    """Seconds that engines which share the learner's GPUs may take to release their memory, and to allocate it again
+    and load the new weights."""
     keep_weights: int = Field(default=4, ge=2)
-    """Published weight versions that are kept, so that a replica in the middle of loading one is not disturbed."""
+    """Published weight versions to keep, so that none is removed while a replica loads it."""
     storage_wait_s: float = Field(default=600.0, ge=0)
     """Seconds that a run waits for a disk that is full or cannot be written, before it fails and can be resumed."""
     max_restarts: int = Field(default=2, ge=0)
-    """How often a learner that dies is started again from its last checkpoint."""
+    """How often a learner that died is restarted from its last checkpoint."""
     wandb_run_id: str | None = Field(default=None, pattern="^[^/:]+$")
-    """W&B run that Weave traces are linked to, in the project of the traces, and that the logger `wandb` goes on with:
-    its bare id."""
+    """Id of the W&B run that Weave traces are linked to, in the project of the traces, and that the logger `wandb`
+    resumes."""
     ignored_keys: list[str] = Field(default_factory=list)
-    """Known keys that were given and have no effect here; filled when the configuration is composed."""
+    """Keys given to the run that have no effect here; filled in when the configuration is composed."""
 
 
 class RunConfig(Section):

@@ -75,16 +75,16 @@ class OffloadConfig(Section):
     """What waits in main memory while the GPU is not used for it; without a GPU nothing moves."""
 
     param_offload: bool = False
-    """Weights are on the GPU only while they are computed with."""
+    """Keep the weights on the GPU only while they are computed with."""
     optimizer_offload: bool = False
-    """AdamW's moments are on the GPU only during an optimiser step."""
+    """Keep AdamW's moments on the GPU only during an optimiser step."""
 
 
 class RefOffloadConfig(Section):
     """Likewise for the reference policy, which has no optimiser."""
 
     param_offload: bool = False
-    """The reference's weights are on the GPU only while they are computed with."""
+    """Keep the reference's weights on the GPU only while they are computed with."""
 
 
 class ActorConfig(Section):
@@ -132,7 +132,7 @@ class ValKwargs(Section):
     """How validation samples."""
 
     do_sample: bool = False
-    """False is greedy, whatever the temperature."""
+    """False samples greedily, whatever the temperature."""
     temperature: float = Field(default=0.0, ge=0)
     """Temperature when `do_sample` is true."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -171,7 +171,7 @@ class TraceConfig(Section):
     token2text: bool = False
     """Put the text of prompts and responses on spans, not only the number of tokens."""
     max_samples_per_step_per_worker: int | None = Field(default=None, ge=0)
-    """Prompts per step that are traced with all their rollouts; None traces all when a backend is set."""
+    """Prompts per step to trace, each with all its rollouts; None traces all when a backend is set."""
     project_name: Label | None = None
     """MLflow experiment, or Weave project (`entity/project`), of the traces; None takes `trainer.project_name`."""
     experiment_name: Label | None = None

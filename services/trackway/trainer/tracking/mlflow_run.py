@@ -73,9 +73,9 @@ class MlflowState(BaseModel):
     doubted_at: float = 0.0
     """Seconds since 1970: the last of them."""
     waits_for: str = ""
-    """Why something waits; empty when nothing hinders it."""
+    """Why values wait; empty when nothing prevents sending them."""
     lost_because: str = ""
-    """Why the last of what was lost was lost."""
+    """Why the most recent loss happened."""
 
 
 class MlflowRun:
