@@ -9,6 +9,7 @@ import httpx
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 from replica_group import Group
+from time_limits import ENDS_SOON
 
 from trackway.clients import Deadline
 from trackway.deploy.broadcast import Refusal, agreed, replicas_route
@@ -88,6 +89,7 @@ async def test_who_cannot_sleep_is_named_and_the_others_sleep(group: Group) -> N
     assert said == {names[0]: (True, True), names[1]: (False, False)}
 
 
+@ENDS_SOON
 async def test_who_does_not_finish_in_the_callers_time_is_named(group: Group) -> None:
     async with group.running(SLEEPY, SLEEPY) as client:
         names, second = await group.names(), group.https[1]
@@ -104,6 +106,7 @@ async def test_who_does_not_finish_in_the_callers_time_is_named(group: Group) ->
     assert cut == "abort"
 
 
+@ENDS_SOON
 async def test_weights_that_do_not_come_are_asked_for_until_the_deadline_and_everybody_is_named(group: Group) -> None:
     async with group.running(SLEEPY, SLEEPY) as client:
         names, began = sorted(await group.names()), time.monotonic()

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel, JsonValue
+from time_limits import ENDS_SOON
 
 from trackway.clients import CallPolicy, Deadline, ServiceClient
 from trackway.tracing import Tracing, TracingSettings, ledger, trajectory_span
@@ -129,6 +130,7 @@ async def test_an_internal_error_of_ours_is_not_retried() -> None:
     assert len(script.requests) == 1
 
 
+@ENDS_SOON
 async def test_retries_end_at_the_deadline() -> None:
     policy = CallPolicy(attempts=1000, backoff_s=10.0, max_backoff_s=10.0)
     client = client_of(Script(*[httpx.ConnectError("refused")] * 1000), policy)

@@ -1,5 +1,9 @@
 """The weight store: atomic visibility, idempotence, digests, and the same over another file system."""
 
+import contextlib
+import errno
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +11,8 @@ import fsspec
 import pytest
 
 from trackway.clients import weights as module
-from trackway.clients.weights import WeightStore
+from trackway.clients.weight_claim import FolderClaim, LeaseClaim
+from trackway.clients.weights import WeightStore, version_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Canary
 
@@ -125,7 +130,7 @@ def test_latest_json_of_a_folder_is_replaced_not_rewritten(source: Path, tmp_pat
     store.publish(1, "run-a", source)
     with (tmp_path / "store" / "latest.json").open() as reader:
         store.publish(2, "run-a", change(source, b"two"))
-        assert '"version": 1' in reader.read()
+        assert reader.read() == '{\n  "version": 1,\n  "run": "run-a",\n  "path": "1"\n}'
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["1", "2", "latest.json"]
 
 
@@ -143,6 +148,50 @@ def test_pruning_keeps_the_newest_and_what_is_being_published(store: WeightStore
     store._fs.pipe_file(f"{store._root}/9/model.safetensors", b"unfinished")
     assert store.prune(keep=2) == [1, 2]
     assert store.versions() == [3, 4, 9]
+
+
+def test_pruning_leaves_a_version_that_is_being_published_first(store: WeightStore) -> None:
+    store._fs.makedirs(f"{store._root}/1", exist_ok=True)
+    store._fs.pipe_file(f"{store._root}/1/model.safetensors", b"unfinished")
+    assert (store.prune(keep=1), store.versions()) == ([], [1])
+
+
+def test_pruning_to_nothing_is_refused_and_to_the_latest_version_is_not(store: WeightStore, source: Path) -> None:
+    for version in (1, 2):
+        store.publish(version, "run-a", source)
+    with pytest.raises(ValueError, match=r"expected keep >= 1 .*, got 0"):
+        store.prune(keep=0)
+    assert (store.prune(keep=1), store.versions()) == ([1], [2])
+
+
+def test_a_folder_is_claimed_by_a_lock_and_any_other_storage_by_a_lease(tmp_path: Path) -> None:
+    for url, kind in ((str(tmp_path), FolderClaim), (f"memory://{tmp_path.name}", LeaseClaim)):
+        with contextlib.closing(WeightStore(url).claim("run-a")) as claim:
+            assert type(claim) is kind
+
+
+def test_only_the_files_of_a_folder_are_published_and_no_manifest(store: WeightStore, source: Path) -> None:
+    (source / "manifest.json").write_bytes(b"of another version")
+    (source / "checkpoints").mkdir()
+    assert [file.name for file in store.publish(1, "run-a", source).files] == ["config.json", "model.safetensors"]
+
+
+def test_a_copy_in_the_cache_is_verified_and_not_fetched_again(source: Path, tmp_path: Path) -> None:
+    store = WeightStore(f"memory://{tmp_path.name}")
+    store.publish(1, "run-a", source)
+    folder = store.fetch(1, tmp_path / "cache")
+    store._fs.rm(f"{store._root}/1/model.safetensors")
+
+    assert store.fetch(1, tmp_path / "cache") == folder == tmp_path / "cache" / "1"
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["1"]
+    (folder / "model.safetensors").write_bytes(b"bad")
+    with pytest.raises(TrackwayError, match="expected sha256"):
+        store.fetch(1, tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("name", "version"), [("7", 7), (".7.5f0e", 7), ("notes", None), (".x.7", None)])
+def test_a_folder_of_a_cache_is_known_by_its_name(name: str, version: int | None) -> None:
+    assert version_of(Path("cache") / name) == version
 
 
 def test_an_empty_folder_cannot_be_published(store: WeightStore, tmp_path: Path) -> None:
@@ -170,6 +219,80 @@ def test_a_full_disk_leaves_readers_at_the_old_version_and_room_for_others(
     assert latest is not None and latest.version == 1
     assert store.versions() == [1]
     assert store.publish(2, "run-a", change(source, b"smaller")).version == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "remedy"),
+    [
+        (errno.ENOSPC, ErrorCode.DISK_FULL, "free space there, or keep fewer versions (trackway.keep_weights)"),
+        (errno.EROFS, ErrorCode.NOT_WRITABLE, "make the folder writable for this user, or give another one"),
+    ],
+)
+def test_a_version_that_cannot_be_written_is_removed_and_the_error_says_what_helps(
+    store: WeightStore, source: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: ErrorCode, remedy: str
+) -> None:
+    store.publish(1, "run-a", source)
+    put_file = store._fs.put_file
+
+    def fails(local: str, remote: str) -> None:
+        if local.endswith("model.safetensors"):
+            raise OSError(number, os.strerror(number))
+        put_file(local, remote)
+
+    monkeypatch.setattr(store._fs, "put_file", fails)
+    with pytest.raises(TrackwayError) as caught:
+        store.publish(2, "run-a", source)
+
+    assert (caught.value.code, store.versions()) == (code, [1])
+    if store.url.startswith("memory"):
+        assert caught.value.detail == {"version": 2, "bytes": 5}
+        remedy = "free space or grant the right there"
+        assert caught.value.message.startswith(f"expected to write the 5 bytes of weights version 2 to {store.url}, ")
+    assert caught.value.message.endswith(f"; {remedy}")
+
+
+def test_an_error_of_the_storage_that_is_neither_full_nor_closed_is_raised_as_it_is(
+    store: WeightStore, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(local: str, remote: str) -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+    monkeypatch.setattr(store._fs, "put_file", fails)
+    with pytest.raises(ConnectionResetError):
+        store.publish(1, "run-a", source)
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, TrackwayError), (errno.ECONNRESET, ConnectionResetError)])
+def test_a_copy_that_cannot_be_written_leaves_nothing_behind(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
+    store = WeightStore(f"memory://{tmp_path.name}")
+    store.publish(1, "run-a", source)
+
+    def fails(remote: str, local: str) -> None:
+        Path(local).write_bytes(b"a part")
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch, pytest.raises(error) as caught:
+        patch.setattr(store._fs, "get_file", fails)
+        store.fetch(1, tmp_path / "cache")
+
+    assert list((tmp_path / "cache").iterdir()) == []
+    if isinstance(caught.value, TrackwayError):
+        assert caught.value.code is ErrorCode.DISK_FULL
+        assert caught.value.message.startswith(f"expected to write weights version 1 to {tmp_path}/cache/1, got 'No s")
+
+
+def test_of_several_fields_that_cannot_be_read_the_first_is_named(store: WeightStore, source: Path) -> None:
+    store.publish(1, "run-a", source)
+    path = f"{store._root}/1/manifest.json"
+    store._fs.pipe_file(path, json.dumps({"version": -1, "run": None, "files": []}).encode())
+    with pytest.raises(TrackwayError) as caught:
+        store.manifest(1)
+    assert caught.value.message == (
+        f"expected {path} to be readable, got version: Input should be greater than or equal to 0; "
+        "publish a new version"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"null", b"\xff", b'{"version": 1, "run": "a", "files": []'])

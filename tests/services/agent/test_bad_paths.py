@@ -9,6 +9,7 @@ import pytest
 from agent_world import World, open_world, until
 from bad_paths import ANSWER, BUSY, COUNT, PATHS, BadPath, Seen, seen
 from replaceable import Answer, answers
+from time_limits import ENDS_SOON
 from transformers import PreTrainedTokenizerFast
 
 from trackway.agent.settings import AgentSettings
@@ -86,6 +87,7 @@ async def test_an_event_says_what_where_and_which_try(world: World) -> None:
     }
 
 
+@ENDS_SOON
 @pytest.mark.anyio
 async def test_the_time_limit_fails_the_root_and_what_it_interrupted(world: World) -> None:
     async def never() -> str:

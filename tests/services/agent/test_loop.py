@@ -5,12 +5,13 @@ import logging
 import sys
 
 import pytest
-from agent_world import World, group
+from agent_world import World, call, group
 from replaceable import answers
-from scripted_model import END
+from scripted_model import END, Words
 
 from trackway.agent import AgentLoop, Episode, Toolbox, register
 from trackway.agent.loop import agent_loop, agents
+from trackway.rollout.engines.engine import FinishReason
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, GenerateReply, TokenLogprob, Usage
 from trackway.wire.trajectory import StopReason, WeightSpan
@@ -96,6 +97,48 @@ async def test_a_seed_gives_each_rollout_its_own_whatever_the_run_is_called(worl
     assert first[0] == first[1]
     assert second[0] == second[1]
     assert first[0] != second[0]
+
+
+def says(world: World, *parts: str) -> list[Words]:
+    """One turn whose generation the engine cuts behind each part but the last."""
+
+    def part(text: str, finish_reason: FinishReason | None) -> Words:
+        async def word() -> str:
+            world.model.finish_reason = finish_reason
+            return text
+
+        return word
+
+    return [*(part(text, "abort") for text in parts[:-1]), part(parts[-1], None)]
+
+
+@pytest.mark.anyio
+async def test_a_turn_that_was_cut_goes_on_under_a_name_of_its_own_with_the_tokens_it_has_left(world: World) -> None:
+    trajectory = await world.say(
+        call("counter") + END, *says(world, "####", " ", "18" + END), sampling_params__max_tokens=100
+    )
+
+    assert [(request.request_id, request.sampling_params.max_tokens) for request in world.model.seen()] == [
+        ("run-a/1/7/0/0", 100),
+        ("run-a/1/7/0/1", 100),
+        ("run-a/1/7/0/1+1", 96),
+        ("run-a/1/7/0/1+2", 95),
+    ]
+    assert trajectory.stop_reason is StopReason.ANSWERED
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("limit", ["sampling_params__max_tokens", "limits__max_response_length"])
+@pytest.mark.parametrize(("tokens", "asked"), [(4, [4]), (5, [5, 1]), (6, [6, 2])])
+async def test_a_turn_that_was_cut_ends_with_its_last_token(
+    world: World, limit: str, tokens: int, asked: list[int]
+) -> None:
+    trajectory = await world.say(*says(world, "####", "1234" + END), **{limit: tokens})
+
+    assert [request.sampling_params.max_tokens for request in world.model.seen()] == asked
+    assert trajectory.response_ids == world.model.encode("####1234"[:tokens])
+    assert [turn.finish_reason for turn in trajectory.turns] == ["length"]
+    assert trajectory.error is None
 
 
 @pytest.mark.anyio

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from agent_world import World, call, group, until
 from scripted_model import END
+from time_limits import ENDS_SOON
 
 from trackway.agent.catalog import Offer
 from trackway.agent.toolbox import Toolbox
@@ -123,6 +124,7 @@ async def test_a_failing_tool_server_does_not_wait_for_the_calls_beside(world: W
     assert len(world.counter.released) == 1
 
 
+@ENDS_SOON
 @pytest.mark.anyio
 async def test_a_call_that_the_time_limit_cut_off_leaves_a_record(world: World) -> None:
     world.counter.before = lambda: until(lambda: given_back(world) > 0)

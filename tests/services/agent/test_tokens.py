@@ -1,9 +1,15 @@
+import json
+import threading
+from typing import Any
+
 import pytest
-from scripted_model import byte_tokenizer
-from transformers import PreTrainedTokenizerFast
+from scripted_model import CHATML, END, byte_tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from trackway.agent.tokens import ChatTokens
 from trackway.wire.chat import FunctionCall, FunctionSchema, Message, ToolCall, ToolSchema
+from trackway.wire.errors import ErrorCode, TrackwayError
 
 ADD = ToolSchema(function=FunctionSchema(name="add", parameters={"type": "object", "properties": {}}))
 QUESTION = Message(role="user", content="9+9?")
@@ -77,6 +83,104 @@ async def test_text_keeps_special_tokens_and_plain_text_keeps_only_tool_calls(
 
     assert await tokens.text(ids) == "<tool_call>{}</tool_call><|im_end|>"
     assert await tokens.turn_text(ids) == await tokens.plain_text(ids) == "<tool_call>{}</tool_call>"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [("", ""), ("x", "x"), ("x" + END, "x"), ("x<|endoftext|>", "x"), ("x<|im_start|>", "x<|im_start|>")],
+)
+async def test_a_turn_is_shown_without_the_token_that_ends_turns_or_texts(written: str, text: str) -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.eos_token = "<|endoftext|>"
+
+    assert await ChatTokens(tokenizer).turn_text(encoded(tokenizer, written)) == text
+
+
+@pytest.mark.anyio
+async def test_each_token_lies_at_its_characters(tokens: ChatTokens) -> None:
+    assert await tokens.places("aéb") == [(0, 1), (1, 2), (1, 2), (2, 3)]
+
+
+class Letters(PreTrainedTokenizer):
+    """A tokenizer in Python, which knows no places."""
+
+    vocab_size = 128
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(number): number for number in range(128)}
+
+    def _tokenize(self, text: str, **kwargs: object) -> list[str]:
+        return list(text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token)
+
+
+@pytest.mark.anyio
+async def test_a_tokenizer_that_knows_no_places_is_refused_by_name() -> None:
+    slow: Any = Letters(chat_template="{{ messages[1].content }}|", name_or_path="letters")
+
+    with pytest.raises(TrackwayError) as caught:
+        await ChatTokens(slow).places("a")
+
+    assert (caught.value.code, caught.value.message) == (
+        ErrorCode.INVALID_REQUEST,
+        "max_tool_response_tokens: expected a fast tokenizer, got that of letters; bound characters instead",
+    )
+
+
+@pytest.mark.anyio
+async def test_a_token_that_the_tokenizer_puts_before_every_text_stays_away(tokens: ChatTokens) -> None:
+    tokenizer = byte_tokenizer(CHATML)
+    [start] = encoded(tokenizer, "<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", start)])
+    assert tokenizer.encode("a") == [start, *encoded(tokenizer, "a")]
+
+    eager = ChatTokens(tokenizer)
+
+    assert await eager.prompt([QUESTION], [], 4096) == await tokens.prompt([QUESTION], [], 4096)
+    assert await eager.observation(["18"], []) == await tokens.observation(["18"], [])
+    assert await eager.places("ab") == [(0, 1), (1, 2)]
+
+
+@pytest.mark.anyio
+async def test_ids_that_are_kept_count_four_characters_each_beside_their_text(tokens: ChatTokens) -> None:
+    conversation, tools = json.dumps([{"role": "user", "content": "9+9?"}]), json.dumps([ADD.model_dump(mode="json")])
+
+    prompt = await tokens.prompt([QUESTION], [ADD], 4096)
+    behind = await tokens.observation(["18", "x"], [])
+
+    kept: list[Any] = [tokens._prompt.cache, tokens._behind.cache]
+    assert [cache.currsize for cache in kept] == [4 * len(prompt) + len(conversation) + len(tools), 4 * len(behind) + 3]
+    assert [cache.maxsize for cache in kept] == [16 * 1024 * 1024] * 2
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("chars", "aside"), [(100, False), (20_000, True)])
+async def test_long_schemas_are_rendered_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, chars: int, aside: bool
+) -> None:
+    tokenizer, threads = byte_tokenizer(CHATML), []
+    render = tokenizer.apply_chat_template
+
+    def noted(*args: Any, **kwargs: Any) -> object:
+        threads.append(threading.current_thread())
+        return render(*args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", noted)
+    long = ToolSchema(function=FunctionSchema(name="add", description="x" * chars, parameters={}))
+
+    await ChatTokens(tokenizer).prompt([QUESTION], [long], 4096)
+
+    assert [thread is not threading.main_thread() for thread in threads] == [aside]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("template", ["nothing", "{{ messages[1].content }}"], ids=["no content", "nothing behind it"])
+async def test_a_template_that_shows_no_end_of_a_turn_is_refused(template: str) -> None:
+    with pytest.raises(ValueError, match="does not show the assistant's content; use one that does"):
+        await ChatTokens(byte_tokenizer(template)).observation(["18"], [])
 
 
 @pytest.mark.anyio

@@ -8,6 +8,7 @@ import pytest
 from agent_world import World, call, group
 from replaceable import Answer, breaks
 from scripted_model import END
+from time_limits import ENDS_SOON
 
 from trackway.agent.catalog import Offer
 from trackway.agent.toolbox import Toolbox
@@ -161,6 +162,7 @@ async def test_a_tool_server_that_is_gone_for_the_replay_ends_the_trajectory(wor
     assert [one.error for one in trajectory.turns[1].calls] == [ErrorCode.UNAVAILABLE]
 
 
+@ENDS_SOON
 @pytest.mark.anyio
 async def test_a_call_that_was_cut_off_is_not_replayed(world: World) -> None:
     ended = asyncio.Event()

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from agent_world import World, call, group
 from scripted_model import END
+from time_limits import ENDS_SOON
 
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason
@@ -44,6 +45,7 @@ async def test_a_refused_connection_is_an_error_of_the_trajectory(world: World) 
     await closed.aclose()
 
 
+@ENDS_SOON
 @pytest.mark.anyio
 async def test_a_call_that_exceeds_the_tools_own_limit_is_told_to_the_model(world: World) -> None:
     world.slow_tool_server(call_timeout_s=0.05)
@@ -66,6 +68,7 @@ async def test_a_reward_service_that_is_down_is_an_error_and_the_tools_are_relea
     assert len(world.counter.released) == 1
 
 
+@ENDS_SOON
 @pytest.mark.anyio
 async def test_the_time_limit_ends_a_trajectory_and_releases_its_tools(world: World) -> None:
     async def never() -> str:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from time_limits import ENDS_SOON
 
 from trackway.clients.reward import RewardClient
 from trackway.reward.app import create_app
@@ -54,6 +55,7 @@ async def test_a_batch_keeps_the_order(running: Run) -> None:
     ]
 
 
+@ENDS_SOON
 @pytest.mark.parametrize(
     ("request_", "code", "message"),
     [

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from engine_runs import until
 from fastapi import FastAPI
+from time_limits import ENDS_SOON
 
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
@@ -112,6 +113,7 @@ async def test_a_wake_up_answers_when_the_weights_asked_for_are_loaded(
     assert generated.json()["choices"][0]["weight_versions"][0]["version"] == 3
 
 
+@ENDS_SOON
 async def test_a_wake_up_for_weights_that_do_not_come_says_what_there_is_before_the_deadline(
     running: Running, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
+from time_limits import ENDS_SOON
 
 from trackway.serving import Gauge, ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, inject, tool_span
@@ -202,6 +203,7 @@ async def test_keyed_work_goes_on_when_its_client_leaves(running) -> None:
     assert (response.json()["value"], counter.runs) == (2, 1)
 
 
+@ENDS_SOON
 async def test_the_callers_deadline_ends_the_work_with_a_504(running) -> None:
     counter = Counter()
     counter.gate.clear()

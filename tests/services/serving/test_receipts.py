@@ -10,6 +10,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import StreamingResponse
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from time_limits import ENDS_SOON
 
 from trackway.serving import ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, add_incident, tool_span
@@ -77,6 +78,7 @@ async def test_the_receipt_weighs_the_spans_and_names_the_incidents(running, wor
     assert weighed > 0
 
 
+@ENDS_SOON
 @pytest.mark.parametrize(("how", "status"), [("refuse", 409), ("raise", 500), ("late", 504)])
 @pytest.mark.parametrize("key", [{}, {"idempotency-key": "a"}], ids=["without a key", "with a key"])
 async def test_an_error_answer_carries_it_too(

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from faulty_tool import FaultyTool
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from time_limits import ENDS_SOON
 from tools_rig import eventually
 
 from trackway.clients.tools import ToolsClient
@@ -117,6 +118,7 @@ async def test_the_callers_mistakes_are_told(
     assert message in answer[2]
 
 
+@ENDS_SOON
 @pytest.mark.parametrize(
     ("mode", "status", "code"),
     [("raise", 500, ErrorCode.TOOL_FAILED), ("sleep", 504, ErrorCode.DEADLINE_EXCEEDED)],

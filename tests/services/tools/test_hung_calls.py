@@ -3,12 +3,13 @@
 import asyncio
 
 import pytest
+from time_limits import ENDS_SOON
 from tools_rig import Make, Rig, eventually
 
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import OneShotRequest
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, ENDS_SOON]
 
 BRIEF = {"call_timeout_s": 0.02, "stop_timeout_s": 0.02}
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 from faulty_tool import FaultyTool
+from time_limits import ENDS_SOON
 from tools_rig import eventually
 
 from trackway.clients.tools import ToolsClient
@@ -72,6 +73,7 @@ async def test_reward_and_release_need_no_body(http: httpx.AsyncClient, faulty: 
     assert faulty.given == {"calc_reward": {}, "release": {}}
 
 
+@ENDS_SOON
 async def test_the_callers_deadline_ends_a_call_before_the_tools_own_does(running, faulty: FaultyTool) -> None:
     async with running(create_app(ToolsSettings(call_timeout_s=60.0), [faulty])) as http:
         path = f"/instances/{await made(http)}/execute"
@@ -85,6 +87,7 @@ async def test_the_callers_deadline_ends_a_call_before_the_tools_own_does(runnin
     assert (faulty.running, after.json()["text"]) == (0, "ok 1")
 
 
+@ENDS_SOON
 async def test_a_retry_after_a_504_is_given_the_504_and_runs_nothing(
     http: httpx.AsyncClient, faulty: FaultyTool
 ) -> None:

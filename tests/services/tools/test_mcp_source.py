@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from mcp_rig import STDIO, port_of, serving_notes, yaml_for
 from notes_server import NOTE_SCHEMA, NotesServer
+from time_limits import ENDS_SOON
 from tools_rig import eventually
 
 from trackway.tools.base import ToolLimits
@@ -174,6 +175,7 @@ async def test_a_process_that_dies_during_a_call_has_lost_the_instance(tmp_path:
     assert code is ErrorCode.INSTANCE_LOST
 
 
+@ENDS_SOON
 async def test_a_call_over_its_deadline_leaves_the_session_usable(tmp_path: Path) -> None:
     async with (
         serving_notes(NotesServer()) as url,

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from python_rig import Run, leaving, processes_with, served
+from time_limits import ENDS_SOON
 from tools_rig import eventually
 
 from trackway.tools.sandbox.process import SandboxedProcess
@@ -79,6 +80,7 @@ async def test_they_end_with_a_one_shot_call(running: Run) -> None:
         assert processes_with("left-by-one-shot") == []
 
 
+@ENDS_SOON
 async def test_they_end_with_a_call_beyond_its_deadline(running: Run) -> None:
     async with served(running, timeout_s=1.0) as server:
         session = await server.session()
@@ -86,6 +88,7 @@ async def test_they_end_with_a_call_beyond_its_deadline(running: Run) -> None:
         assert processes_with("left-by-deadline") == []
 
 
+@ENDS_SOON
 async def test_they_end_when_the_server_cuts_the_call_off(running: Run) -> None:
     async with served(running, call_timeout_s=1.0) as server:
         session = await server.session()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from python_rig import LOST, Run, served
+from time_limits import ENDS_SOON
 
 from trackway.clients.base import Deadline
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -94,6 +95,7 @@ async def test_the_metric_says_whether_the_code_raised(running: Run) -> None:
     assert metrics == [{"succeeded": 1.0}, {"succeeded": 0.0}]
 
 
+@ENDS_SOON
 async def test_a_call_beyond_its_deadline_loses_the_variables_and_says_so(running: Run) -> None:
     async with served(running, timeout_s=3.0) as server:
         session = await server.session()
@@ -105,6 +107,7 @@ async def test_a_call_beyond_its_deadline_loses_the_variables_and_says_so(runnin
     assert after == "False\n"
 
 
+@ENDS_SOON
 async def test_a_call_that_the_server_cuts_off_is_told_to_the_next_one(running: Run) -> None:
     async with served(running, call_timeout_s=3.0) as server:
         session = await server.session()
@@ -129,6 +132,7 @@ async def test_a_stateful_interpreter_is_not_offered_as_stateless(running: Run) 
         assert (await server.client.offer()).stateless == []
 
 
+@ENDS_SOON
 async def test_one_interpreter_too_many_is_429_until_one_is_released(running: Run) -> None:
     async with served(running, max_interpreters=1) as server:
         first, second = await server.session(), await server.session()

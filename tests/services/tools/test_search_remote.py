@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from mcp_rig import serving
 from pydantic import JsonValue
+from time_limits import ENDS_SOON
 
 from trackway.clients import close_shared_http
 from trackway.tools.app import create_app
@@ -139,6 +140,7 @@ async def test_a_retriever_that_stays_away_is_no_fault_of_the_model() -> None:
     assert error.message.startswith("search: the retriever http://127.0.0.1:9/retrieve did not answer: ")
 
 
+@ENDS_SOON
 async def test_a_silent_retriever_is_given_up_in_time() -> None:
     asked, over = 0, asyncio.Event()
 

@@ -3,6 +3,7 @@ import logging
 
 import pytest
 from faulty_tool import PreparedTool
+from time_limits import ENDS_SOON
 from tools_rig import Make, Rig, eventually
 
 from trackway.tools.base import ToolLimits
@@ -44,6 +45,7 @@ async def test_a_reward_that_json_cannot_carry_is_the_tools_failure(rig: Rig) ->
     assert caught.value.code is ErrorCode.TOOL_FAILED
 
 
+@ENDS_SOON
 @pytest.mark.anyio
 async def test_a_call_past_its_deadline_ends_and_the_instance_stays_usable(make_rig: Make) -> None:
     rig = make_rig(config={"call_timeout_s": 0.01}, call_timeout_s=1000.0)

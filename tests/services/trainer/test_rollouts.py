@@ -2,6 +2,7 @@ from collections.abc import Callable
 
 import httpx
 import pytest
+from time_limits import ENDS_SOON
 
 from trackway.clients import AgentClient
 from trackway.trainer.rollouts import Ask, Patience, Rollouts
@@ -63,6 +64,7 @@ async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, 
     assert {one.error.code for one in failed if one.error} == {ErrorCode.UNAVAILABLE}
 
 
+@ENDS_SOON
 async def test_a_deadline_ends_the_waiting_and_keeps_what_came(agent, agent_url, http, sample):
     agent.holding_at = 1
 

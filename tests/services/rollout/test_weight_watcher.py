@@ -1,0 +1,329 @@
+"""The watcher alone, on an engine that takes any weights: what it loads, when it looks again, what it tells."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import fsspec
+import pytest
+from engine_runs import until, watching
+from idle_engine import IdleEngine
+
+from trackway.clients.weights import WeightStore
+from trackway.rollout import weights as module
+from trackway.rollout.engines.weight_proof import Judgement
+from trackway.rollout.weights import WeightWatcher
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Ready
+from trackway.wire.weights import Verdict, WeightProof
+
+pytestmark = pytest.mark.anyio
+
+
+class NotingEngine(IdleEngine):
+    """Notes what it is asked for; may refuse weights, or wait before it takes them or pauses."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.refusals: list[Exception] = []
+        """One for each of the next loads."""
+        self.loads, self.drained = asyncio.Event(), asyncio.Event()
+        self.loads.set()
+        self.drained.set()
+
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+        self.events.append(f"load {version}")
+        await self.loads.wait()
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.version = version
+
+    async def pause(self, mode: str) -> None:
+        self.events.append(f"pause {mode}")
+        if mode == "wait":
+            await self.drained.wait()
+
+    async def resume(self) -> None:
+        self.events.append("resume")
+
+
+class Waits:
+    """`asyncio` with timeouts that are noted and passed at once."""
+
+    def __init__(self) -> None:
+        self.noted: list[float] = []
+
+    def timeout(self, delay: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+        self.noted.append(delay)
+        return asyncio.timeout(min(delay, 0.001))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(asyncio, name)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    noting = Waits()
+    monkeypatch.setattr(module, "asyncio", noting)
+    return noting
+
+
+@pytest.fixture
+def engine(anyio_backend: str) -> NotingEngine:
+    return NotingEngine()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[WeightStore]:
+    """A store whose versions must be copied to the cache."""
+    yield WeightStore(f"memory://{tmp_path.name}")
+    fsspec.filesystem("memory").store.clear()
+
+
+def corrupt() -> TrackwayError:
+    return TrackwayError(ErrorCode.WEIGHTS_CORRUPT, "other weights")
+
+
+@pytest.mark.parametrize(("held", "loaded"), [(0, ["load 7"]), (6, ["load 7"]), (7, []), (8, [])])
+async def test_only_a_newer_version_is_loaded(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, held: int, loaded: list[str]
+) -> None:
+    engine.version = held
+    store.publish(7, "run", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
+        assert (engine.events, watcher.updates, watcher.latest) == (loaded, len(loaded), max(held, 7))
+        assert watcher.ready() == Ready(ready=True)
+        assert (watcher.behind(engine.version), watcher.behind(engine.version + 1)) == (False, True)
+
+
+async def test_nothing_is_loaded_from_an_empty_store_and_the_replica_is_ready(
+    engine: NotingEngine, store: WeightStore, tmp_path: Path
+) -> None:
+    async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
+        assert (engine.events, watcher.latest, watcher.ready()) == ([], 0, Ready(ready=True))
+
+
+async def test_a_sleeping_engine_is_left_alone(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
+) -> None:
+    engine.asleep = frozenset({"weights"})
+    store.publish(7, "run", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
+        assert (engine.events, watcher.latest, watcher.ready()) == ([], 7, Ready(ready=True))
+
+
+async def test_a_replica_is_not_ready_before_it_has_read_its_store(
+    engine: NotingEngine, store: WeightStore, tmp_path: Path
+) -> None:
+    watcher = WeightWatcher(engine, store, tmp_path / "cache", 60.0, 5.0)
+
+    with pytest.raises(TrackwayError) as caught:
+        await watcher.catch_up(0)
+
+    reason = "weights are not loaded yet: the store was not read yet"
+    assert (watcher.ready(), watcher.updates) == (Ready(ready=False, reason=reason), 0)
+    assert (caught.value.code, caught.value.message) == (ErrorCode.UNAVAILABLE, f"{reason}; ask again")
+
+
+async def test_without_a_store_a_replica_is_ready_and_refuses_newer_versions_at_once(
+    engine: NotingEngine, tmp_path: Path, waits: Waits
+) -> None:
+    async with watching(engine, None, tmp_path / "cache", wait_s=3600.0) as watcher:
+        assert watcher.ready() == Ready(ready=True)
+        await watcher.catch_up(0)
+        with pytest.raises(TrackwayError) as caught:
+            await watcher.catch_up(1)
+    assert waits.noted == [0]
+    assert caught.value.message == (
+        "expected weights version 1 within 3600.0 s, got 0: the newest version published is 0; ask again later"
+    )
+
+
+@pytest.mark.parametrize(("within_s", "bound_s", "said"), [(None, 0.126, "0.13"), (0.254, 0.254, "0.25")])
+async def test_a_version_that_does_not_come_is_refused_after_the_bound_given_or_the_usual_one(
+    engine: NotingEngine,
+    store: WeightStore,
+    tmp_path: Path,
+    waits: Waits,
+    within_s: float | None,
+    bound_s: float,
+    said: str,
+) -> None:
+    watcher = WeightWatcher(engine, store, tmp_path / "cache", 60.0, 0.126)
+    await watcher._try_sync(store)
+
+    with pytest.raises(TrackwayError) as caught:
+        await watcher.catch_up(2, within_s)
+
+    assert waits.noted == [bound_s]
+    assert (caught.value.code, caught.value.detail) == (ErrorCode.WEIGHTS_BEHIND, {"have": 0, "want": 2})
+    assert caught.value.message == (
+        f"expected weights version 2 within {said} s, got 0: the newest version published is 0; ask again later"
+    )
+
+
+async def test_a_request_for_a_newer_version_makes_the_watcher_look(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
+) -> None:
+    async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
+        for version in (1, 2):
+            store.publish(version, "run", source)
+            await watcher.catch_up(version)
+            assert engine.version == version
+
+
+async def test_looks_that_fail_come_ever_later_up_to_five_seconds(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, waits: Waits
+) -> None:
+    engine.refusals = [OSError("no room")] * 6
+    store.publish(1, "run", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=0.5):
+        await until(lambda: len(waits.noted) >= 8)
+    assert waits.noted[:8] == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 0.5]
+    assert engine.events == ["load 1"] * 7
+
+
+async def test_a_version_that_the_engine_refuses_is_tried_once_and_the_next_one_is_taken(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, waits: Waits
+) -> None:
+    engine.refusals = [corrupt()]
+    store.publish(1, "run", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=0.5) as watcher:
+        await until(lambda: len(waits.noted) >= 3)
+        reason = "weights are not loaded yet: other weights"
+        assert (engine.events, watcher.updates, watcher.ready()) == (["load 1"], 1, Ready(ready=False, reason=reason))
+        store.publish(2, "run", source)
+        await until(lambda: engine.version == 2)
+    assert engine.events == ["load 1", "load 2"]
+
+
+async def test_an_error_is_logged_once_and_again_when_it_changes(
+    engine: NotingEngine,
+    store: WeightStore,
+    source: Path,
+    tmp_path: Path,
+    waits: Waits,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine.refusals = [OSError("no room")] * 3 + [OSError("no right")]
+    store.publish(1, "run", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=0.5):
+        await until(lambda: engine.version == 1)
+    assert [record.message for record in caplog.records] == [
+        "weights stay at version 0: OSError: no room",
+        "weights stay at version 0: OSError: no right",
+    ]
+
+
+async def test_a_version_that_failed_once_is_no_reason_any_more_when_it_is_loaded(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
+) -> None:
+    engine.refusals = [OSError("no room")]
+    store.publish(1, "run", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=0.001) as watcher:
+        await until(lambda: watcher.ready().ready)
+        with pytest.raises(TrackwayError, match="got 1: the newest version published is 1; ask again later"):
+            await watcher.catch_up(2, 0.01)
+
+
+@pytest.mark.parametrize(("judgement", "said"), [(None, "no proof"), (Judgement(Verdict.PROVEN, "right"), "proven")])
+async def test_a_load_is_logged_with_its_proof(
+    engine: NotingEngine,
+    store: WeightStore,
+    source: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    judgement: Judgement | None,
+    said: str,
+) -> None:
+    caplog.set_level(logging.INFO, "trackway.rollout")
+    engine.judgement = judgement
+    store.publish(3, "run-a", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=60):
+        pass
+    assert [record.message for record in caplog.records] == [f"weights version 3 of run run-a loaded: {said}"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "paused", "events", "updates"),
+    [
+        ("keep", False, ["load 1"], 1),
+        ("keep", True, ["load 1"], 1),
+        ("wait", True, ["load 1"], 1),
+        ("wait", False, ["pause wait", "load 1", "resume"], 2),
+        ("abort", False, ["pause abort", "load 1", "resume"], 2),
+    ],
+)
+async def test_requests_are_held_back_unless_they_may_run_on_or_none_can(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, mode, paused, events, updates
+) -> None:
+    engine.paused = paused
+    store.publish(1, "run", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=60, mode=mode) as watcher:
+        assert (engine.events, watcher.updates) == (events, updates)
+
+
+async def test_while_requests_are_held_back_the_replica_is_not_ready_and_the_gate_is_shut(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
+) -> None:
+    async with watching(engine, store, tmp_path / "cache", wait_s=0.01, interval_s=0.001, mode="abort") as watcher:
+        await watcher.gate()
+        engine.loads.clear()
+        store.publish(3, "run", source)
+        await until(lambda: "load 3" in engine.events)
+
+        assert watcher.ready() == Ready(ready=False, reason="weights version 3 is being loaded")
+        with pytest.raises(TrackwayError) as caught:
+            await watcher.gate()
+        assert (caught.value.code, caught.value.message) == (
+            ErrorCode.PAUSED,
+            "weights version 3 is still being loaded after 0.01 s; ask again later",
+        )
+
+        engine.loads.set()
+        await until(lambda: watcher.ready().ready)
+        await watcher.gate()
+
+
+async def test_requests_that_do_not_finish_in_time_are_cut(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, waits: Waits
+) -> None:
+    engine.drained.clear()
+    store.publish(1, "run", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=60, mode="wait"):
+        assert engine.events == ["pause wait", "pause abort", "load 1", "resume"]
+        assert waits.noted[0] == 300.0
+
+
+async def test_of_the_copies_the_loaded_version_and_the_one_before_are_kept_and_nothing_else_is_touched(
+    engine: NotingEngine, remote: WeightStore, source: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    for name in ("2", "9", "10", ".8.5f0e", ".12.77aa", "13", "notes"):
+        (cache / name).mkdir(parents=True)
+    (cache / "7").write_bytes(b"a file")
+    remote.publish(11, "run", source)
+
+    async with watching(engine, remote, cache, interval_s=60) as watcher:
+        assert watcher.ready() == Ready(ready=True)
+
+    assert sorted(path.name for path in cache.iterdir()) == [".12.77aa", "10", "11", "13", "7", "notes"]
+
+
+async def test_versions_that_are_read_in_place_are_the_stores_own(
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path
+) -> None:
+    for version in (1, 2, 3):
+        store.publish(version, "run", source)
+    async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
+        assert (watcher.ready(), store.versions()) == (Ready(ready=True), [1, 2, 3])
