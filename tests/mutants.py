@@ -11,6 +11,7 @@ annotation is left out; one that `mutants.toml` calls equivalent is listed there
 import argparse
 import ast
 import difflib
+import gc
 import hashlib
 import importlib
 import io
@@ -205,7 +206,8 @@ def _wait(child: int, end: float) -> int | None:
 def _in_fork(module: Module, code: str | None, modules_file: Path | None) -> int:
     if code is not None:
         _replace(Path(module.path).resolve(), code)
-    own = ["-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest", "-p", "no:xdist"]
+    unused = ("cacheprovider", "schemathesis", "hypothesispytest", "xdist", "optional_programs")
+    own = [word for name in unused for word in ("-p", f"no:{name}")]
     ignored = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     keywords = ["-k", module.keywords] if module.keywords else []
     with open(os.devnull) as nothing:
@@ -247,6 +249,7 @@ def prepare(module: Module) -> Ran:
                 importlib.import_module(name)
             except Exception:  # what only works inside a test run is imported there
                 sys.modules.pop(name, None)
+    gc.freeze()  # a collection in a fork would copy every page of these modules
     return run_tests(module, None, 600.0)
 
 
