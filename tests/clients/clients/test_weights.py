@@ -142,12 +142,12 @@ def test_a_folder_is_verified_in_place_without_a_copy(source: Path, tmp_path: Pa
 
 
 def test_pruning_keeps_the_newest_and_what_is_being_published(store: WeightStore, source: Path) -> None:
-    for version in range(1, 5):
+    for version in range(1, 6):
         store.publish(version, "run-a", change(source, bytes([version])))
     store._fs.makedirs(f"{store._root}/9", exist_ok=True)
     store._fs.pipe_file(f"{store._root}/9/model.safetensors", b"unfinished")
-    assert store.prune(keep=2) == [1, 2]
-    assert store.versions() == [3, 4, 9]
+    assert store.prune(keep=2) == [1, 2, 3]
+    assert store.versions() == [4, 5, 9]
 
 
 def test_pruning_leaves_a_version_that_is_being_published_first(store: WeightStore) -> None:

@@ -1,5 +1,6 @@
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,7 +106,9 @@ async def test_each_token_lies_at_its_characters(tokens: ChatTokens) -> None:
 class Letters(PreTrainedTokenizer):
     """A tokenizer in Python, which knows no places."""
 
-    vocab_size = 128
+    @property
+    def vocab_size(self) -> int:
+        return 128
 
     def get_vocab(self) -> dict[str, int]:
         return {chr(number): number for number in range(128)}
@@ -194,6 +197,12 @@ async def test_arguments_of_earlier_calls_reach_the_template_as_an_object() -> N
     ids = await ChatTokens(tokenizer).prompt([Message(role="assistant", content="", tool_calls=[past])], [], 4096)
 
     assert tokenizer.decode(ids) == '{"a": 1}'
+
+
+@pytest.mark.anyio
+async def test_a_tokenizer_is_loaded_from_its_folder(tokens: ChatTokens, model_path: Path) -> None:
+    loaded = ChatTokens.load(str(model_path))
+    assert await loaded.prompt([QUESTION], [ADD], 4096) == await tokens.prompt([QUESTION], [ADD], 4096)
 
 
 def test_a_tokenizer_without_chat_template_is_refused() -> None:

@@ -185,7 +185,7 @@ async def test_a_request_for_a_newer_version_makes_the_watcher_look(
 async def test_looks_that_fail_come_ever_later_up_to_five_seconds(
     engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, waits: Waits
 ) -> None:
-    engine.refusals = [OSError("no room")] * 6
+    engine.refusals = [OSError("no room") for _ in range(6)]
     store.publish(1, "run", source)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.5):
         await until(lambda: len(waits.noted) >= 8)
@@ -215,7 +215,7 @@ async def test_an_error_is_logged_once_and_again_when_it_changes(
     waits: Waits,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    engine.refusals = [OSError("no room")] * 3 + [OSError("no right")]
+    engine.refusals = [OSError(why) for why in ("no room", "no room", "no room", "no right")]
     store.publish(1, "run", source)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.5):
         await until(lambda: engine.version == 1)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from service_with_tokens import AGENT, OPERATOR, TOKENS, app_with, bearer, client_from, write_tokens
 
 from trackway.serving import AuthSettings, ServiceSettings
-from trackway.serving.tokens import CHECK_EVERY_S, AuthScope, Caller, TokenTable, digest_of
+from trackway.serving.tokens import AuthScope, Caller, Token, TokenTable, digest_of
 
 SHORT, ODD = "short-0123456789"[:15], "0123456789 abcdef"
 
@@ -39,6 +39,16 @@ def test_a_token_may_be_given_by_its_sha256() -> None:
     assert names(table, AGENT, digest, OPERATOR) == ["agents", None, None]
 
 
+@pytest.mark.parametrize(
+    ("auth", "given"), [({}, False), ({"tokens": TOKENS}, True), ({"tokens_file": "tokens.json"}, True)]
+)
+def test_tokens_are_asked_for_where_there_are_some_and_callers_on_this_machine_are_known_by_their_address(
+    auth: dict[str, object], given: bool
+) -> None:
+    found = AuthSettings.model_validate(auth)
+    assert (found.given, found.trust_loopback) == (given, True)
+
+
 def test_admin_includes_execute() -> None:
     table = TokenTable(settings(tokens=TOKENS).auth)
     both = frozenset({AuthScope.ADMIN, AuthScope.EXECUTE})
@@ -59,7 +69,7 @@ def test_a_pass_ends_with_its_token(tmp_path: Path) -> None:
     table = TokenTable(AuthSettings(tokens_file=file), clock=clock)
     passes = [table.pass_for(digest_of(secret.encode())) for secret in (AGENT, OPERATOR)]
     write_tokens(file, json.dumps({"ops": TOKENS["ops"]}))
-    clock.now += CHECK_EVERY_S
+    clock.now += 1.0
     assert names(table, *passes) == [None, "ops"]
 
 
@@ -100,10 +110,14 @@ def test_tokens_come_from_the_environment_each_by_its_name(monkeypatch: pytest.M
 def test_a_token_that_cannot_be_one_is_refused_without_being_shown(token: object, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=problem) as from_settings:
         settings(tokens={"agents": token})
+    with pytest.raises(ValidationError, match=problem) as from_auth:
+        AuthSettings.model_validate({"tokens": {"agents": token}})
+    with pytest.raises(ValidationError, match=problem) as alone:
+        Token.model_validate(token)
     write_tokens(tmp_path / "tokens.json", json.dumps({"agents": token}))
     with pytest.raises(ValueError, match=problem) as from_file:
         TokenTable(settings(tokens_file=tmp_path / "tokens.json").auth)
-    for said in (str(from_settings.value), str(from_file.value)):
+    for said in map(str, (from_settings.value, from_auth.value, alone.value, from_file.value)):
         assert [word for word in (AGENT, SHORT, ODD) if word in said] == []
 
 
@@ -127,14 +141,15 @@ def test_a_changed_file_is_taken_without_a_restart_and_a_broken_one_changes_noth
     write_tokens(file, json.dumps({"old": {"secret": AGENT}}))
     table = TokenTable(AuthSettings(tokens_file=file), clock=clock)
     seen = [names(table, AGENT, OPERATOR)]
-    for content in (json.dumps({"new": {"secret": OPERATOR}}), "{}", f'{{"{AGENT}', None):
+    new, last = (json.dumps({name: {"secret": OPERATOR}}) for name in ("new", "last"))
+    for content in (new, "{}", f'{{"{AGENT}', None, last):
         file.unlink() if content is None else write_tokens(file, content)
-        clock.now += CHECK_EVERY_S / 2
+        clock.now += 0.5
         before = names(table, AGENT, OPERATOR)
-        clock.now += CHECK_EVERY_S / 2
+        clock.now += 0.5
         seen += [before, names(table, AGENT, OPERATOR)]
     assert seen[:3] == [["old", None], ["old", None], [None, "new"]]
-    assert seen[3:] == [[None, "new"]] * 6
+    assert seen[3:] == [[None, "new"]] * 7 + [[None, "last"]]
     assert caplog.text.count("the tokens stay as they were") == 3 and AGENT not in caplog.text
 
 
@@ -150,7 +165,7 @@ async def test_a_running_service_takes_a_new_token(tmp_path: Path, monkeypatch: 
     assert (before, after) == ([200, 401], [401, 200])
 
 
-@pytest.mark.parametrize(("mode", "warned"), [(0o644, True), (0o604, True), (0o640, False), (0o400, False)])
+@pytest.mark.parametrize(("mode", "warned"), [(0o644, True), (0o604, True), (0o641, False), (0o400, False)])
 def test_a_file_that_everybody_reads_is_a_warning(
     mode: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
