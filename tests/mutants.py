@@ -343,6 +343,7 @@ def _progress() -> Progress:
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), survived, TimeRemainingColumn()),
         auto_refresh=False,
         transient=True,
+        disable=not sys.stdout.isatty(),
         redirect_stdout=False,
         redirect_stderr=False,
     )

@@ -142,6 +142,7 @@ TOGETHER: list[tuple[Keys, Fields]] = [
         {f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ROLLOUT}.val_kwargs.temperature": 0.6},
         {"validation.sampling.temperature": 0.6},
     ),
+    ({f"{ROLLOUT}.multi_turn.max_tool_response_length": None}, asks(limits__max_tool_response_length=None)),
     ({"trainer.n_gpus_per_node": 4, "trainer.nnodes": 2}, {"plan.gpus": 8}),
     ({"trainer.n_gpus_per_node": 0, "trainer.nnodes": 2}, {}),
     ({f"{ACTOR}.optim.clip_grad": 4.0, f"{ACTOR}.grad_clip": 5.0}, {"learner.clip_grad": 4.0}),
@@ -168,7 +169,7 @@ TOGETHER: list[tuple[Keys, Fields]] = [
         {"trace.backends": ("mlflow",), "trace.token2text": True, "plan.traced_prompts": 512},
     ),
 ]
-"""Keys that say something only beside another one, or of which one comes before the other."""
+"""Keys that say something only beside another one, or go before it; and null where it is a value of its own."""
 
 NOT_BY_KEY = {
     "learner.total_updates",

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from trackway.trainer.batch import TrainingBatch
 from trackway.trainer.learner import Learner, LearnerConfig
-from trackway.trainer.packing import PackedRow, can_pack
+from trackway.trainer.packing import ATTENTION, PackedRow, SequenceLengths, attend_by_sequence, can_pack
 from trackway.trainer.policy import Policy
 from trackway.wire.trajectory import Trajectory
 
@@ -41,7 +41,7 @@ def ragged(rollout: Rollout, count: int = 8) -> list[Trajectory]:
                 prompt_ids=[draw.randrange(64) for _ in range(draw.choice([1, 2, 9]))],
                 response_ids=[draw.randrange(64) for _ in mask],
                 response_mask=mask,
-                response_logprobs=[-draw.uniform(1, 4) * one for one in mask],
+                response_logprobs=[-draw.uniform(1, 4) * bit for bit in mask],
             )
         )
     return made
@@ -92,7 +92,7 @@ def test_packed_and_padded_batches_have_the_same_gradients_and_metrics(
     expected, theirs = updated(padded, batch)
     gradients, ours = updated(replace(padded, remove_padding=True), batch)
 
-    assert max(float(one.abs().max()) for one in expected) > 0.01
+    assert max(float(gradient.abs().max()) for gradient in expected) > 0.01
     torch.testing.assert_close(gradients, expected, rtol=atol, atol=atol)
     assert ours == pytest.approx(theirs, rel=atol, abs=atol)
 
@@ -151,16 +151,59 @@ def alone(model: PreTrainedModel, trajectory: Trajectory) -> list[float]:
     with torch.no_grad():
         logp = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
     by_model = enumerate(trajectory.response_mask, start=first)
-    return [float(logp[place - 1, ids[place]]) if one else 0.0 for place, one in by_model]
+    return [float(logp[place - 1, ids[place]]) if is_model else 0.0 for place, is_model in by_model]
 
 
-def test_a_model_that_carries_a_state_is_not_packed():
+@pytest.mark.parametrize(
+    ("change", "packs"),
+    [
+        ({}, True),
+        ({"config._attn_implementation": "sdpa"}, True),
+        ({"config._attn_implementation": ATTENTION}, True),
+        ({"config._attn_implementation": "eager"}, False),
+        ({"_is_stateful": True}, False),
+        ({"_supports_attention_backend": False}, False),
+        ({"config.sliding_window": 3}, False),
+        ({"config.layer_types": ["full_attention", "sliding_attention"]}, False),
+        ({"config.layer_types": None}, True),
+    ],
+)
+def test_each_thing_that_cannot_be_cut_by_sequence_keeps_a_model_from_being_packed(
+    change: dict[str, object], packs: bool
+):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SMALL))
-    without = can_pack(model)
+    for name, value in change.items():
+        *where, attribute = name.split(".")
+        setattr(model.config if where else model, attribute, value)
 
-    model._is_stateful = True
+    assert can_pack(model) is packs
 
-    assert (without, can_pack(model)) == (True, False)
+
+class CausalAttention(torch.nn.Module):
+    is_causal = True
+
+
+def test_attention_over_a_packed_row_is_that_of_each_sequence_and_says_that_it_was_told_the_lengths():
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(1, 2, 5, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    layer = CausalAttention()
+    lengths = SequenceLengths([3, 2])
+    before = lengths.seen
+
+    packed, _ = attend_by_sequence(layer, query, key, value, None, lengths)
+
+    assert (before, lengths.seen) == (False, True)
+    assert packed.shape == (1, 5, 2, 4)
+    for part in (slice(0, 3), slice(3, 5)):
+        alone, _ = attend_by_sequence(layer, query[:, :, part], key[:, :, part], value[:, :, part], None)
+        torch.testing.assert_close(packed[:, part], alone, rtol=0, atol=1e-12)
+
+
+def test_a_packed_row_cannot_be_changed(rollout: Rollout):
+    row = PackedRow.of(TrainingBatch.of([rollout()], [0.0]))
+
+    with pytest.raises(FrozenInstanceError):
+        row.input_ids = row.position_ids  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_attention_that_is_not_told_the_lengths_is_an_error(tiny_model: Path, rollout: Rollout):

@@ -52,8 +52,8 @@ def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
     rows = [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0.5)]
     together = sample(LOGITS.repeat(4, 1), rows, [0.96, 0.96, 0.96, 0.8])
     alone = [sample(LOGITS, [row], [uniform]) for row, uniform in zip(rows, [0.96, 0.96, 0.96, 0.8], strict=True)]
-    assert together.token_ids == [one.token_ids[0] for one in alone] == [3, 0, 0, 1]
-    assert together.logprobs == pytest.approx([one.logprobs[0] for one in alone], abs=1e-6)
+    assert together.token_ids == [row.token_ids[0] for row in alone] == [3, 0, 0, 1]
+    assert together.logprobs == pytest.approx([row.logprobs[0] for row in alone], abs=1e-6)
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
