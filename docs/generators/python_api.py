@@ -29,7 +29,16 @@ def overview() -> str:
 def python_api(package: str, title: str) -> str:
     """The package's docstring and everything in its `__all__`."""
     summary = f"::: {package}\n    options:\n      members: false\n      show_root_heading: false"
-    return page(title, summary, *(f"::: {package}.{name}" for name in importlib.import_module(package).__all__))
+    return page(
+        title, summary, *(f"::: {_defined(package, name)}" for name in importlib.import_module(package).__all__)
+    )
+
+
+def _defined(package: str, name: str) -> str:
+    """Where an export is defined: a module of the package may have the same name and would be taken for it."""
+    exported = getattr(importlib.import_module(package), name)
+    module = getattr(exported, "__module__", "")
+    return f"{module if module.startswith('trackway.') else package}.{name}"
 
 
 def _summary(package: str) -> str:

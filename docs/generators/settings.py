@@ -55,7 +55,7 @@ def settings_page() -> str:
     return page(
         "Settings",
         "A setting comes from the Serve config (`args` of the application), else from its environment variable, else "
-        "from its default. Lists and mappings are JSON in the environment. A `required` setting has no default.",
+        "from its default. Lists and mappings are JSON in the environment. A required setting has no default.",
         "## All services",
         _with_variables(ServiceSettings, settings_of(ServiceSettings)),
         *(f"## {name} service\n\n{_with_variables(cls, own[name])}" for name, cls in SERVICES.items()),

@@ -15,6 +15,8 @@ from generators.python_api import python_api
 from generators.settings import settings_page
 from generators.wire import wire_page
 
+from trackway.reward import Scorer
+from trackway.tools import function_tool
 from trackway.wire.errors import ErrorCode
 
 
@@ -132,8 +134,12 @@ def test_an_example_of_a_command_is_a_block_to_copy() -> None:
 def test_a_page_of_the_python_api_asks_for_each_exported_name() -> None:
     assert python_api("trackway.reward", "Scorers") == (
         "# Scorers\n\n::: trackway.reward\n    options:\n      members: false\n      show_root_heading: false\n\n"
-        "::: trackway.reward.Scorer\n"
+        f"Import everything on this page from `trackway.reward`.\n\n::: {Scorer.__module__}.Scorer\n"
     )
+
+
+def test_an_export_that_is_named_like_its_module_is_the_export() -> None:
+    assert f"\n::: {function_tool.__module__}.function_tool\n" in python_api("trackway.tools", "Tools")
 
 
 @pytest.mark.parametrize("name", PAGES)
