@@ -153,7 +153,7 @@ async def test_a_header_that_is_not_complete_in_time_is_answered_408_and_the_con
             answers = await asyncio.gather(silent.rest(), partial.rest(), slow.rest())
             await trickling
 
-    late = (408, "invalid_request", "expected a complete header within 1 s, got a part")
+    late = (408, "request_incomplete", "expected a complete header within 1 s, got a part")
     assert (answers[0], error_of(answers[1])) == (b"", late)
     assert answers[2] == b"" or error_of(answers[2]) == late
 
@@ -231,7 +231,7 @@ async def test_a_header_without_end_is_refused_by_its_size() -> None:
 
 
 @pytest.mark.parametrize("http", ["httptools", "h11"])
-async def test_a_body_that_is_not_complete_in_time_is_answered_422_and_its_connection_closed(http: str) -> None:
+async def test_a_body_that_is_not_complete_in_time_is_answered_408_and_its_connection_closed(http: str) -> None:
     part = b"POST /wait HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\na"
     async with serving(Gate(body_timeout_s=0.3, header_timeout_s=1.0).app, http) as port:
         with closing([await Raw.to(port, part), await Raw.to(port, part)]) as connections:
@@ -241,7 +241,7 @@ async def test_a_body_that_is_not_complete_in_time_is_answered_422_and_its_conne
             await trickling
 
     message = "expected the whole body within 0.3 s, got a part; send less at once, or faster"
-    late = (422, "invalid_request", message)
+    late = (408, "request_incomplete", message)
     assert error_of(answers[0]) == late
     assert answers[1] == b"" or error_of(answers[1]) == late
 

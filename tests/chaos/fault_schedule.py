@@ -74,6 +74,21 @@ def fault_schedule(seed: int, faults: int, steps: int, trajectories: int) -> tup
     return tuple(schedule)
 
 
+def spread(faults: Sequence[Fault], step: int, steps: int) -> tuple[Fault, ...]:
+    """The faults that are left when `step` of `steps` steps are done.
+
+    When the first one's step went by, each comes at the earliest at its even share of the rest of the run.
+    """
+    if not faults or faults[0].moment.step >= step:
+        return tuple(faults)
+    rest = steps - 1 - step
+    shares = [step + (position + 1) * rest // (len(faults) + 1) for position in range(len(faults))]
+    return tuple(
+        fault._replace(moment=fault.moment._replace(step=max(share, fault.moment.step)))
+        for fault, share in zip(faults, shares, strict=True)
+    )
+
+
 def _drawn(generator: random.Random, items: Sequence[T], count: int) -> list[T]:
     """`count` different items in random order."""
     if count > len(items):

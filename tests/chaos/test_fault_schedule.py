@@ -4,7 +4,7 @@ from signal import SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
 from chaos_settings import IN_CI, ON_DEMAND, TRAJECTORIES
-from fault_schedule import SIGNALS, Fault, Moment, Target, fault_schedule
+from fault_schedule import SIGNALS, Fault, Moment, Target, fault_schedule, spread
 
 SCHEDULES = [fault_schedule(seed, 6, 8, TRAJECTORIES) for seed in range(300)]
 
@@ -46,6 +46,16 @@ def test_a_stopped_process_goes_on_after_1_to_5_seconds():
     assert len(stops) > 300
     assert {1.0 <= fault.stop_s <= 5.0 for fault in stops} == {True}
     assert {fault.stop_s for fault in others} == {0.0}
+
+
+def test_faults_whose_steps_went_by_are_spread_over_the_steps_that_are_left():
+    faults = [Fault(Moment(step, 5), Target.TOOLS, SIGKILL) for step in (2, 3, 12)]
+
+    assert spread(faults, 2, 16) == tuple(faults)
+    assert [fault.moment for fault in spread(faults, 7, 16)] == [Moment(9, 5), Moment(11, 5), Moment(13, 5)]
+    assert [fault.moment for fault in spread(faults, 3, 16)] == [Moment(6, 5), Moment(9, 5), Moment(12, 5)]
+    assert [fault.moment.step for fault in spread(faults[:2], 14, 16)] == [14, 14]
+    assert spread([], 3, 16) == ()
 
 
 def test_more_faults_than_steps_or_pairs_are_refused():

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from mlflow import MlflowClient
+from run_invariants import mlflow_differences
 from test_training import quiet, step_of, trajectories_of, until, whole
 
 from trackway.deploy import train
@@ -44,3 +46,5 @@ def test_mlflow_standing_still_stops_no_step_and_loses_no_trace(deployment: Depl
     experiment = info.experiment_id
     found = until(lambda: whole(deployment, experiment, traced))
     assert found.keys() == traced.keys()
+    client = MlflowClient(tracking_uri=deployment.mlflow_uri)
+    until(lambda: not mlflow_differences(client, info))

@@ -1,10 +1,10 @@
 """How a service is called: one client factory, one retry policy, one place that turns answers into errors.
 
 Every call has a deadline, which is passed on as `x-request-deadline`; every POST has an `Idempotency-Key`, so that
-asking again is safe. Retried are failures of the transport, errors whose code says retryable, and 5xx without our error
-body (Ray Serve's own, when a replica dies); how often and how soon is in patience.py. A retry is an incident: an event
-on the current span, and in the ledger. The bearer token is that of TRACKWAY_TOKEN unless one is given; redirects are
-not followed, so that it goes to no other host.
+asking again is safe. Retried are failures of the transport, errors whose code says retryable, and answers of Ray Serve
+itself: 5xx when a replica dies, 404 while its proxy has no routes yet. How often and how soon is in patience.py. A
+retry is an incident: an event on the current span, and in the ledger. The bearer token is that of TRACKWAY_TOKEN unless
+one is given; redirects are not followed, so that it goes to no other host.
 """
 
 import asyncio
@@ -69,6 +69,8 @@ class CallPolicy:
     """Time limit of the whole call when the caller gives no deadline."""
     attempts: int = 5
     """Attempts of one call, the first included; a 429 answer does not count."""
+    outage_s: float = 0.0
+    """Seconds during which attempts that reach no service do not count: nothing listens, or Serve has no replica."""
     backoff_s: float = 0.2
     """First pause before a retry; doubled each time, with full jitter."""
     max_backoff_s: float = 5.0
@@ -227,7 +229,9 @@ class ServiceClient:
 
     def _retrying(self, path: str, deadline: Deadline) -> AsyncRetrying:
         policy = self.policy
-        patience = Patience(policy.attempts, policy.backoff_s, policy.max_backoff_s, deadline.remaining)
+        patience = Patience(
+            policy.attempts, policy.backoff_s, policy.max_backoff_s, deadline.remaining, policy.outage_s
+        )
         return AsyncRetrying(
             stop=patience.stop,
             wait=patience.wait,

@@ -12,8 +12,12 @@ from trackway.wire.tracing import Incident
 _REFUSED = {401: ErrorCode.UNAUTHORIZED, 403: ErrorCode.FORBIDDEN}
 
 
+_NO_SUCH_ROUTE = "/-/routes"
+"""Ray Serve's own 404 names this path of its proxy."""
+
+
 class NotOurs(Exception):
-    """A 5xx, a 408 or a 429 that no service of ours made."""
+    """A 5xx, a 408 or a 429 that no service of ours made, or a 404 of Serve's proxy."""
 
     def __init__(self, status: int, text: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {text}")
@@ -26,6 +30,13 @@ def worth_retrying(error: BaseException) -> bool:
     if isinstance(error, TrackwayError):
         return error.retryable
     return isinstance(error, httpx.TransportError | NotOurs)
+
+
+def unreached(error: BaseException | None) -> bool:
+    """Whether no service got the request: nothing listens, or Serve's proxy has no route or no replica for it."""
+    if isinstance(error, NotOurs):
+        return error.status in (404, 503)
+    return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 def retry_after_of(error: BaseException | None) -> float | None:
@@ -51,7 +62,7 @@ def incident_of(error: BaseException | None) -> Incident:
     if isinstance(error, TrackwayError):
         return Incident.WEIGHTS_BEHIND if error.code is ErrorCode.WEIGHTS_BEHIND else Incident.RETRIED
     broken = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.TimeoutException)
-    died = isinstance(error, NotOurs) and error.status >= 500 and not told_to_wait(error)
+    died = isinstance(error, NotOurs) and (error.status >= 500 or error.status == 404) and not told_to_wait(error)
     return Incident.REPLICA_LOST if broken or died else Incident.RETRIED
 
 
@@ -71,7 +82,9 @@ def error_of(response: httpx.Response) -> Exception:
         text = response.text[:200]
     else:
         return _with_remedy(response, ours) if response.status_code in _REFUSED else ours
-    if response.status_code >= 500 or response.status_code in (408, 429):
+    # A new proxy of Serve listens before it knows its routes.
+    without_routes = response.status_code == 404 and _NO_SUCH_ROUTE in text
+    if response.status_code >= 500 or response.status_code in (408, 429) or without_routes:
         return NotOurs(response.status_code, text, _retry_after(response))
     if response.status_code in _REFUSED:
         return _with_remedy(response, TrackwayError(_REFUSED[response.status_code], text))

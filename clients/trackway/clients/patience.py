@@ -1,6 +1,7 @@
 """When a call is tried again, and when it is given up.
 
-A service that fails is asked a few times. One that answers "later" (429, or any error with a `Retry-After`) lives and
+A service that fails is asked a few times. While none can be reached, as when Ray Serve's proxy is restarted, tries do
+not count for as long as the policy says. One that answers "later" (429, or any error with a `Retry-After`) lives and
 says so, so asking it again is not limited by number but by the call's deadline: each pause is at least as long as the
 service asked for, and the call ends with that answer when the next try would come after the deadline.
 """
@@ -9,17 +10,21 @@ import random
 
 from tenacity import RetryCallState, wait_random_exponential
 
-from trackway.clients.failures import retry_after_of, told_to_wait
+from trackway.clients.failures import retry_after_of, told_to_wait, unreached
 
 
 class Patience:
     """What one call has left: tries for failures, and time. `wait` and `stop` are tenacity's, asked in this order."""
 
-    def __init__(self, attempts: int, backoff_s: float, max_backoff_s: float, deadline_s: float) -> None:
+    def __init__(
+        self, attempts: int, backoff_s: float, max_backoff_s: float, deadline_s: float, outage_s: float = 0.0
+    ) -> None:
         self._failures_left = attempts
         self._least_s = backoff_s
         self._backoff = wait_random_exponential(backoff_s, max_backoff_s)
         self._time_left_s = deadline_s
+        self._outage_s = outage_s
+        self._unreached_since: float | None = None
 
     def wait(self, state: RetryCallState) -> float:
         """Up to half as long again as the service asked for, so that those it refused together come one by one."""
@@ -33,8 +38,20 @@ class Patience:
         if told_to_wait(_error(state)):
             elapsed_s = state.seconds_since_start or 0.0
             return elapsed_s + state.upcoming_sleep >= self._time_left_s
+        if self._is_outage(state):
+            return False
         self._failures_left -= 1
         return self._failures_left <= 0
+
+    def _is_outage(self, state: RetryCallState) -> bool:
+        """Whether the service cannot be reached, and has not been for at most `outage_s`."""
+        if not unreached(_error(state)):
+            self._unreached_since = None
+            return False
+        now_s = state.seconds_since_start or 0.0
+        if self._unreached_since is None:
+            self._unreached_since = now_s
+        return now_s - self._unreached_since < self._outage_s
 
 
 def _error(state: RetryCallState) -> BaseException | None:

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ValidationError
 
 from trackway.clients.weight_claim import Claim, FolderClaim, LeaseClaim
-from trackway.system import atomic_write, digests, find_difference
+from trackway.system import atomic_write, digests, find_difference, remove_drafts
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.files import FileDigest
@@ -40,7 +40,9 @@ class WeightStore:
     def claim(self, owner: str) -> Claim:
         """The right to publish here, for one process at a time; raises CONFLICT with the holder's name."""
         if isinstance(self._fs, LocalFileSystem):
-            return FolderClaim(Path(self._root), owner)
+            claim = FolderClaim(Path(self._root), owner)
+            remove_drafts(Path(self._root))
+            return claim
         return LeaseClaim(self._fs, self._root, owner)
 
     def publish(

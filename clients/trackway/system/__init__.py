@@ -1,7 +1,7 @@
 """What every part does in one way: files that are replaced whole, storage errors, digests, text, logs."""
 
 from trackway.system.digests import Difference, digests, find_difference
-from trackway.system.files import append_line, atomic_write, replacing
+from trackway.system.files import append_line, atomic_write, remove_drafts, replacing
 from trackway.system.logs import escape_log_records
 from trackway.system.storage import StorageError, storage_problem, writing
 from trackway.system.text import visible
@@ -14,6 +14,7 @@ __all__ = [
     "digests",
     "escape_log_records",
     "find_difference",
+    "remove_drafts",
     "replacing",
     "storage_problem",
     "visible",

@@ -1,16 +1,23 @@
 """Files that are replaced whole: a reader sees the old content or the new one, and a failed write leaves the old one.
 
-The new content is written beside the file under a name of its own, `.<name>.<random>.tmp`, and renamed over it.
+The new content is written beside the file under a name of its own, `.<name>.<random>.tmp`, and renamed over it. A
+process that is killed meanwhile leaves that draft behind: `remove_drafts`.
 """
 
 import contextlib
 import os
+import re
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trackway.system.storage import writing
+
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
+ABANDONED_S = 3600.0
+"""Age of a draft that no process completes any more; a draft is a single file, which takes seconds to write."""
 
 
 @contextmanager
@@ -38,6 +45,17 @@ def atomic_write(path: Path, content: str | bytes, *, what: str | None = None, m
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with open(descriptor, "wb") as file:
             file.write(data)
+
+
+def remove_drafts(folder: Path, older_than_s: float = ABANDONED_S) -> int:
+    """How many drafts of killed processes were removed from a folder and all folders in it; never raises OSError."""
+    removed = 0
+    for draft in folder.rglob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            if _DRAFT.fullmatch(draft.name) and time.time() - draft.lstat().st_mtime > older_than_s:
+                draft.unlink()
+                removed += 1
+    return removed
 
 
 def append_line(path: Path, line: str, *, what: str | None = None) -> None:

@@ -1,12 +1,14 @@
 """Keeps the one local MLflow server of a database: starts it, says where it is, ends it when nobody uses it any more.
 
-A program of its own that imports nothing but the standard library, as it lives for as long as the server does.
+A server that dies is started again on its port, a bounded number of times; one that is shared by its users is left to
+them, who start the next one when they need it. This is a program of its own that imports nothing but the standard
+library, as it lives for as long as the server does.
 Everything lies in the folder `<database>.server`:
 
     lock           held by the keeper, so there is never more than one; its text says who that is
     users          held, shared, by every process that uses the server; the kernel lets go for one that is killed
     address.json   where the server answers, while it does; readable by its owner only
-    failed         why the last start failed
+    failed         why the last start failed, or why there is no server any more
     server.log     what keeper and server say
 """
 
@@ -32,6 +34,10 @@ START_DEADLINE_S = 120.0
 END_DEADLINE_S = 8.0
 STARTS = 2
 """A port that was free may be taken when the server, seconds later, wants it."""
+RESTARTS = 6
+"""Of a server that died, in a row; pauses of 1, 2, 4, ... s come before them."""
+STEADY_S = 60.0
+"""A server that has answered for so long is no failed restart."""
 TAKEN = 3
 """Exit status: another keeper has the lock."""
 _MARK = "TRACKWAY_MLFLOW_DATABASE"
@@ -65,7 +71,7 @@ class ServerFiles:
 
     @property
     def failed(self) -> Path:
-        """Why the last start failed; there since then."""
+        """Why the last start failed, or the last restart; there since then."""
         return self.folder / "failed"
 
     @property
@@ -91,7 +97,7 @@ def flocked(path: Path, exclusive: bool) -> int | None:
 
 
 def main() -> int:
-    """Keep a server until nobody uses it, or until told to end; the exit status is 0 unless it never answered."""
+    """Keep a server until nobody uses it, or until told to end; the exit status is 0 unless it could not be kept up."""
     parser = argparse.ArgumentParser(description="Keep one local MLflow server for a database.")
     parser.add_argument("database", type=Path)
     parser.add_argument("--port", type=int, help="default: any free one")
@@ -119,19 +125,45 @@ def _keep(files: ServerFiles, port: int | None, linger_s: float | None) -> int:
     _end_orphans(files)
     try:
         _use_wal(files.database)
-        for _ in range(STARTS if port is None else 1):
-            with _port(port) as chosen, _server(files, chosen) as server:
-                if _wait_until_healthy(server, chosen):
-                    _give_way(server)
-                    _publish(files, chosen)
-                    _watch(server, files, linger_s)
-                    return 0
-        reason = "the server ended, or did not answer in time"
+        reason = _serve(files, port, linger_s)
     except (OSError, sqlite3.Error) as error:
         reason = f"{type(error).__name__}: {error}"
+    if reason is None:
+        return 0
     print(reason, flush=True)
     files.failed.write_text(reason)
     return 1
+
+
+def _serve(files: ServerFiles, port: int | None, linger_s: float | None) -> str | None:
+    """Run one server after another; why there is none any more, None when none is wanted."""
+    failures, allowed = 0, STARTS if port is None else 1
+    while True:
+        healthy_at = None
+        with _port(port) as chosen, _server(files, chosen) as server:
+            if _wait_until_healthy(server, chosen):
+                healthy_at = time.monotonic()
+                _give_way(server)
+                _publish(files, chosen)
+                if not _dies(server, files, linger_s) or linger_s is not None:
+                    return None
+        if healthy_at is not None:
+            allowed = RESTARTS + 1
+            failures = 0 if time.monotonic() - healthy_at >= STEADY_S else failures
+        failures += 1
+        if failures >= allowed:
+            often = f", and {RESTARTS} restarts in a row did not help" if allowed > STARTS else ""
+            return f"the server ended, or did not answer in time{often}"
+        if allowed > STARTS:
+            _pause_before_restart(server, failures)
+
+
+def _pause_before_restart(server: "subprocess.Popen[bytes]", failures: int) -> None:
+    pause_s = 2.0 ** (failures - 1)
+    often = f"restart {failures} of {RESTARTS} in a row"
+    print(f"the MLflow server ended with status {server.returncode}; {often} in {pause_s:g} s", flush=True)
+    _on_end_signals(_end)
+    time.sleep(pause_s)
 
 
 def _use_wal(database: Path) -> None:
@@ -161,15 +193,22 @@ def _server(files: ServerFiles, port: int) -> Iterator["subprocess.Popen[bytes]"
     command += ["--uvicorn-opts=--no-access-log"]  # a line per request would fill the disk
     process = subprocess.Popen(command, env=_environment(files), stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        _on_end_signals(lambda *_: sys.exit(0))
+        _on_end_signals(_end)
         yield process
     finally:
-        _on_end_signals(signal.SIG_IGN)
+        told: list[int] = []
+        _on_end_signals(lambda number, _: told.append(number))
         files.address.unlink(missing_ok=True)
         _end_group(process)
+        if told:
+            _end()
 
 
-def _on_end_signals(action: Callable[..., object] | signal.Handlers) -> None:
+def _end(*_: object) -> None:
+    sys.exit(0)
+
+
+def _on_end_signals(action: Callable[..., object]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, action)
 
@@ -223,23 +262,27 @@ def _publish(files: ServerFiles, port: int) -> None:
         raise
 
 
-def _watch(server: "subprocess.Popen[bytes]", files: ServerFiles, linger_s: float | None) -> None:
-    """Return when the server is gone, its database is no longer the file it opened, or nobody has used it for long."""
+def _dies(server: "subprocess.Popen[bytes]", files: ServerFiles, linger_s: float | None) -> bool:
+    """True once the server is gone.
+
+    False when its database is no longer the file that it opened, or nobody has used it for long.
+    """
     opened = files.database.stat().st_ino
     last_used = time.time()
     while _lives_on(server, 1.0 if linger_s is None else min(1.0, linger_s / 4)):
         try:
             if files.database.stat().st_ino != opened:
-                return
+                return False
             nobody = None if linger_s is None else flocked(files.users, exclusive=True)
             if nobody is None or linger_s is None:
                 last_used = time.time()
             elif time.time() - max(last_used, files.users.stat().st_mtime) < linger_s:
                 os.close(nobody)
             else:
-                return  # still holding it: whoever comes now waits, and then starts a new server
+                return False  # still holding it: whoever comes now waits, and then starts a new server
         except FileNotFoundError:
-            return
+            return False
+    return True
 
 
 def _lives_on(server: "subprocess.Popen[bytes]", seconds: float) -> bool:

@@ -38,6 +38,7 @@ class ErrorCode(StrEnum):
     INSTANCE_LOST = "instance_lost"
     CONFLICT = "conflict"
     WEIGHTS_BEHIND = "weights_behind"
+    REQUEST_INCOMPLETE = "request_incomplete"
     PAYLOAD_TOO_LARGE = "payload_too_large"
     OVERLOADED = "overloaded"
     PAUSED = "paused"
@@ -87,6 +88,9 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
         "The request contradicts the current state, such as a second active run or a reused idempotency key.",
     ),
     ErrorCode.WEIGHTS_BEHIND: ErrorSpec(409, True, "The replica does not hold the requested weight version yet."),
+    ErrorCode.REQUEST_INCOMPLETE: ErrorSpec(
+        408, True, "The header or the body stopped coming: the connection broke, or its sender was too slow."
+    ),
     ErrorCode.PAYLOAD_TOO_LARGE: ErrorSpec(413, False, "The request is over a limit in bytes or JSON items."),
     ErrorCode.OVERLOADED: ErrorSpec(429, True, "The queue is full; `Retry-After` says when to ask again."),
     ErrorCode.PAUSED: ErrorSpec(503, True, "The engine is paused, as during a weight update or while it sleeps."),

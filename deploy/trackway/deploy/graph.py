@@ -32,6 +32,7 @@ from trackway.deploy.broadcast import (
 )
 from trackway.deploy.direct import DirectPort
 from trackway.deploy.replica_metrics import ReplicaMetrics, metrics_route
+from trackway.deploy.sigterm import end_at_sigterm
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
@@ -76,6 +77,7 @@ class Replica:
     """Hosts one service's FastAPI app; beside its routes, `/replicas` asks every replica of the deployment."""
 
     def __init__(self, service: ServiceName, settings: ServiceSettings) -> None:
+        end_at_sigterm()
         module = importlib.import_module(f"trackway.{service}.app")
         create_app: Callable[[ServiceSettings], FastAPI] = module.create_app
         self._service = service

@@ -72,7 +72,7 @@ def _environment(token: str) -> dict[str, str]:
         "RAY_agent_register_timeout_ms": "240000",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_SERVE_LOG_TO_STDERR": "0",
-        **http_proxy.CALLBACK,
+        **http_proxy.ENVIRONMENT,
         "RAY_DEDUP_LOGS": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",

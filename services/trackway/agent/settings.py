@@ -5,6 +5,9 @@ from pydantic import Field, JsonValue
 from trackway.clients import CallPolicy
 from trackway.serving import ServiceSettings
 
+_OUTAGE_S = 120.0
+"""A trajectory outlasts a restart of Ray Serve's proxy or of a service, which takes seconds to a minute."""
+
 
 class AgentSettings(ServiceSettings):
     """What an agent replica needs beside the addresses of the other services."""
@@ -25,9 +28,11 @@ class AgentSettings(ServiceSettings):
     """Call the tool server's replicas directly where they can be reached, else through Serve's proxy."""
     release_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for releasing a trajectory's tool instances; the tool server expires the rest."""
-    rollout_policy: CallPolicy = CallPolicy(read_s=600.0, total_s=1800.0, attempts=8, max_in_flight=512)
+    rollout_policy: CallPolicy = CallPolicy(
+        read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
+    )
     """Bounds of one generation; it is retried through a weight update, which takes seconds."""
-    tools_policy: CallPolicy = CallPolicy()
+    tools_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)
     """Bounds of one tool call."""
-    reward_policy: CallPolicy = CallPolicy()
+    reward_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)
     """Bounds of one scoring."""

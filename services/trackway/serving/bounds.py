@@ -40,7 +40,7 @@ class JsonSize(NamedTuple):
 class RequestBounds:
     """ASGI middleware: 413 for a body over `max_bytes` or with more JSON than `max_json`.
 
-    422 for odd headers, and for a body that is not complete after `timeout_s` seconds.
+    422 for odd headers, and 408 for a body that is not complete after `timeout_s` seconds.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_json: JsonSize, timeout_s: float = 60.0) -> None:
@@ -78,7 +78,7 @@ class RequestBounds:
                 return await self._read(receive)
         except TimeoutError:
             message = f"expected the whole body within {self.timeout_s:g} s, got a part; send less at once, or faster"
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from None
+            raise TrackwayError(ErrorCode.REQUEST_INCOMPLETE, message) from None
 
     async def _read(self, receive: Receive) -> bytes:
         chunks: list[bytes] = []
@@ -86,7 +86,7 @@ class RequestBounds:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise TrackwayError(ErrorCode.INVALID_REQUEST, "the client left before its request was complete")
+                raise TrackwayError(ErrorCode.REQUEST_INCOMPLETE, "the client left before its request was complete")
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
             if size > self.max_bytes:

@@ -120,7 +120,8 @@ class BoundedProtocol(asyncio.Protocol):
         if self._in_work or self.transport.is_closing():
             return
         if self._in_header or (self._heard and self.cycle is None):
-            self._refuse(408, f"expected a complete header within {self.settings.header_timeout_s:g} s, got a part")
+            message = f"expected a complete header within {self.settings.header_timeout_s:g} s, got a part"
+            self._refuse(408, TrackwayError(ErrorCode.REQUEST_INCOMPLETE, message))
             return
         self._forget()
         self.transport.close()

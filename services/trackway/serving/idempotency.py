@@ -145,7 +145,7 @@ async def _read(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, "the client left before its request was complete")
+            raise TrackwayError(ErrorCode.REQUEST_INCOMPLETE, "the client left before its request was complete")
         chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(chunks)

@@ -58,7 +58,8 @@ class Ask:
 class Patience:
     """How long and how often a group is asked for."""
 
-    attempts: int = 8
+    attempts: int = 12
+    """In a row without a further trajectory; their pauses sum up to 50 s to 105 s."""
     timeout_s: float = 1800.0
     max_inflight: int = 64
     backoff_s: float = 0.5
@@ -98,12 +99,15 @@ class Rollouts:
         deadline = Deadline.after(self._patience.timeout_s)
         got: dict[int, Trajectory] = {}
         problem: TrackwayError | None = None
-        for attempt in range(self._patience.attempts):
-            if attempt:
-                await asyncio.sleep(self._pause(attempt, deadline))
+        in_vain = 0
+        while in_vain < self._patience.attempts:
+            if problem is not None:
+                await asyncio.sleep(self._pause(max(1, in_vain), deadline))
+            had = len(got)
             problem = await self._receive(_for_missing(request, got), got, deadline)
             if problem is None or not problem.retryable:
                 break
+            in_vain = 0 if len(got) > had else in_vain + 1
             logger.warning("group %s: %s; asking again", request.sample.index, problem)
         return [got.get(n) or _failed(request, n, problem) for n in request.rollout_numbers()]
 

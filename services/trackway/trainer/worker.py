@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trackway.clients import run
-from trackway.system import StorageError, escape_log_records
+from trackway.system import StorageError, escape_log_records, remove_drafts
 from trackway.system.storage import FULL, error_number, storage_error
 from trackway.trainer.config import no_effect
 from trackway.trainer.heartbeat import Heartbeat, OwnFolder
@@ -91,6 +91,7 @@ async def _work(folder: RunFolder, lifeline: bool, skip_damaged: bool) -> None:
     with Heartbeat(folder):
         check_installation()
         _stop_on_request(folder, stop, lifeline)
+        remove_drafts(folder.path)
         _tell_what_has_no_effect(folder)
         state, step = await _train(folder, stop, skip_damaged)
     how = "interrupted" if folder.info().interrupted else "stopped"

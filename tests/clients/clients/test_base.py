@@ -97,9 +97,18 @@ async def test_a_services_error_is_raised_again_with_its_code_and_detail() -> No
         httpx.ConnectError("refused"),
         httpx.RemoteProtocolError("server disconnected"),
         httpx.Response(500, text="Internal Server Error"),
+        httpx.Response(404, text="Path '/x/y' not found. Ping http://.../-/routes for available routes."),
         error_answer(ErrorCode.WEIGHTS_BEHIND),
+        error_answer(ErrorCode.REQUEST_INCOMPLETE),
     ],
-    ids=["refused", "disconnected", "a 500 that Ray Serve made", "a retryable error"],
+    ids=[
+        "refused",
+        "disconnected",
+        "a 500 that Ray Serve made",
+        "its 404 before it knows its routes",
+        "a retryable error",
+        "a request that came in part",
+    ],
 )
 async def test_a_failure_that_asking_again_can_mend_is_retried_under_the_same_key(failure) -> None:
     script = Script(failure, OK)
@@ -121,6 +130,23 @@ async def test_a_service_that_stays_down_is_unavailable_after_the_last_try() -> 
     with pytest.raises(TrackwayError, match=r"POST http://s/x/y: no answer after 3 tries") as caught:
         await client_of(script).call("POST", "/y", reply=Answer)
     assert caught.value.code is ErrorCode.UNAVAILABLE
+
+
+async def test_a_service_that_comes_back_within_the_outage_of_the_policy_answers_the_call() -> None:
+    script = Script(*[httpx.ConnectError("refused")] * 20, OK)
+    policy = CallPolicy(attempts=1, backoff_s=0.001, max_backoff_s=0.002, outage_s=60.0)
+    answer = await client_of(script, policy).call("POST", "/y", reply=Answer)
+    assert (answer.value, len(script.requests)) == (7, 21)
+
+
+@pytest.mark.parametrize(
+    "answer", [httpx.Response(404, text="default backend - 404"), error_answer(ErrorCode.NOT_FOUND)]
+)
+async def test_any_other_404_is_not_retried(answer: httpx.Response) -> None:
+    script = Script(answer, OK)
+    with pytest.raises(TrackwayError):
+        await client_of(script).call("POST", "/y", reply=Answer)
+    assert len(script.requests) == 1
 
 
 async def test_an_internal_error_of_ours_is_not_retried() -> None:
@@ -207,6 +233,7 @@ async def test_deadline_session_and_trace_travel_as_headers() -> None:
         (httpx.ConnectError("refused"), Incident.REPLICA_LOST, "ConnectError: refused"),
         (httpx.RemoteProtocolError("disconnected"), Incident.REPLICA_LOST, "RemoteProtocolError: disconnected"),
         (httpx.Response(500, text="Internal Server Error"), Incident.REPLICA_LOST, "HTTP 500: Internal Server Error"),
+        (httpx.Response(404, text="try /-/routes"), Incident.REPLICA_LOST, "HTTP 404: try /-/routes"),
         (httpx.Response(503, text="no replica"), Incident.REPLICA_LOST, "HTTP 503: no replica"),
         (httpx.Response(408, text="took too long"), Incident.RETRIED, "HTTP 408: took too long"),
         (httpx.ReadTimeout("silence"), Incident.RETRIED, "ReadTimeout: silence"),

@@ -65,6 +65,28 @@ def test_a_call_that_fails_ends_with_its_last_try() -> None:
 
 
 @pytest.mark.parametrize(
+    "unreached",
+    [httpx.ConnectError("refused"), httpx.ConnectTimeout("silence"), NotOurs(404, "no route"), NotOurs(503, "none")],
+)
+def test_tries_that_reach_no_service_count_once_the_outage_is_longer_than_the_policy_waits(unreached) -> None:
+    patience = Patience(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
+
+    stops = [patience.stop(after(unreached, elapsed_s=seconds)) for seconds in (1.0, 30.0, 60.9, 61.0, 66.0)]
+
+    assert stops == [False, False, False, False, True]
+
+
+def test_each_outage_of_a_call_is_waited_for_and_other_failures_count() -> None:
+    patience = Patience(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
+    away, broken = httpx.ConnectError("refused"), httpx.ReadError("reset")
+
+    failures = [(away, 1.0), (away, 59.0), (broken, 62.0), (away, 63.0), (away, 120.0), (broken, 121.0)]
+    stops = [patience.stop(after(error, elapsed_s=seconds)) for error, seconds in failures]
+
+    assert stops == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize(
     ("header", "seconds"),
     [("7", 7.0), ("0", 0.0), ("", None), ("-1", None), ("Wed, 21 Oct 2026 07:28:00 GMT", None), ("1" * 400, None)],
 )

@@ -309,3 +309,18 @@ def test_a_store_whose_files_cannot_be_read_says_which_and_what_to_do(
     with pytest.raises(TrackwayError, match=r"1/manifest\.json to be readable, .*publish a new version") as manifest:
         store.manifest(1)
     assert {latest.value.code, manifest.value.code} == {ErrorCode.WEIGHTS_CORRUPT}
+
+
+def test_a_publisher_removes_what_a_killed_one_left_of_a_file(tmp_path: Path, source: Path) -> None:
+    folder = tmp_path / "store"
+    store = WeightStore(str(folder))
+    store.publish(1, "r", source)
+    drafts = [folder / ".latest.json.0123456789ab.tmp", folder / "1" / ".manifest.json.ba9876543210.tmp"]
+    for draft in drafts:
+        draft.touch()
+        os.utime(draft, (0, 0))
+
+    store.claim("r").close()
+
+    assert [draft.exists() for draft in drafts] == [False, False]
+    assert (folder / "latest.json").exists() and (folder / "1" / "manifest.json").exists()

@@ -1,10 +1,14 @@
 import os
+import signal
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from trackway.system import append_line, atomic_write, replacing
+from trackway.system import append_line, atomic_write, remove_drafts, replacing
 
 pytestmark = pytest.mark.usefixtures("umask")
 
@@ -55,3 +59,40 @@ def test_a_line_is_appended_with_its_end(tmp_path: Path):
     append_line(tmp_path / "lines", "b")
 
     assert (tmp_path / "lines").read_text() == "a\nb\n"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trackway.system import replacing
+with replacing(Path(sys.argv[1])) as draft:
+    draft.write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def killed_while_it_writes(path: Path) -> Path:
+    """The draft that it leaves."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    process = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    [draft] = path.parent.glob(f".{path.name}.*.tmp")
+    return draft
+
+
+def test_drafts_of_killed_processes_are_removed_once_they_are_old_and_nothing_else(tmp_path: Path):
+    now = time.time()
+    old = [killed_while_it_writes(tmp_path / "a.json"), killed_while_it_writes(tmp_path / "b" / "c.parquet")]
+    others = [
+        killed_while_it_writes(tmp_path / "b" / "new"),
+        tmp_path / ".user.tmp",
+        tmp_path / "notes.0123456789ab.tmp",
+    ]
+    for path in others[1:]:
+        path.write_text("the user's")
+    for path in [*old, *others[1:]]:
+        os.utime(path, (now - 3700, now - 3700))
+
+    assert remove_drafts(tmp_path) == 2
+    assert [path.exists() for path in [*old, *others]] == [False, False, True, True, True]
+    assert remove_drafts(tmp_path / "nowhere") == 0

@@ -18,7 +18,7 @@ from trackway.deploy import mlflow_server, processes
 from trackway.deploy.errors import UserError
 from trackway.deploy.preflight import free_port
 from trackway.deploy.processes import ProcessRecord
-from trackway.tracing import local_mlflow
+from trackway.tracing import local_mlflow, mlflow_keeper
 from trackway.tracing.mlflow_keeper import ServerFiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -182,29 +182,36 @@ def test_a_process_that_traces_finds_the_server_of_the_deployment(
     assert len(servers(folder)) == 1
 
 
-def test_a_server_that_is_killed_is_replaced_and_its_users_spans_arrive(
-    user: "subprocess.Popen[str]", deployed: tuple[str, ProcessRecord], folder: Path
+@pytest.mark.parametrize(("end", "number"), [(signal.SIGKILL, 11), (signal.SIGTERM, 12)])
+def test_the_server_of_a_deployment_that_is_killed_is_started_again_at_its_address_and_its_users_spans_arrive(
+    user: "subprocess.Popen[str]", deployed: tuple[str, ProcessRecord], folder: Path, end, number: int
 ) -> None:
     [server] = servers(folder)
     for process in [server, *server.children(recursive=True)]:
-        process.kill()
-    uri = ask(user, 11)
-    assert uri != deployed[0] and len(servers(folder)) == 1
-    assert stored(uri) == dict.fromkeys([*map(str, range(WORKERS)), "10", "11"], 2)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(end)
+    wait_for(lambda: server not in servers(folder), "the server ends")
+    assert ask(user, number) == deployed[0]
+    assert len(servers(folder)) == 1 and servers(folder) != [server]
+    assert stored(deployed[0]) == dict.fromkeys([*map(str, range(WORKERS)), *map(str, range(10, number + 1))], 2)
+    said = [line for line in ServerFiles(folder / "mlflow.db").log.read_text().splitlines() if "restart" in line]
+    assert len(said) == number - 10
+    assert said[-1].startswith("the MLflow server ended with status ")
+    assert said[-1].endswith(f"; restart {number - 10} of 6 in a row in {number - 10} s")
 
 
 def test_a_server_whose_keeper_is_killed_makes_room_for_the_next_one(
     user: "subprocess.Popen[str]", folder: Path
 ) -> None:
-    before = ask(user, 12)
+    before = ask(user, 13)
     keeper = json.loads((folder / "mlflow.db.server" / "lock").read_text())["pid"]
     os.kill(keeper, signal.SIGKILL)
-    assert ask(user, 13) != before
+    assert ask(user, 14) != before
     assert len(servers(folder)) == 1
 
 
 def test_the_server_ends_after_its_last_user_was_killed(user: "subprocess.Popen[str]", folder: Path) -> None:
-    assert ask(user, 14)
+    assert ask(user, 15)
     assert len(servers(folder)) == 1 < len(remains(folder))
     user.kill()
     wait_for(lambda: not remains(folder), "the server and all it started ends")
@@ -223,3 +230,38 @@ def test_a_database_that_is_none_is_told_with_the_log_and_not_tried_again_at_onc
     with pytest.raises(local_mlflow.LocalMlflowError):
         local_mlflow.server_uri(uri)
     assert files.log.stat().st_mtime_ns == written
+
+
+def test_a_server_that_cannot_be_kept_up_is_given_up_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A server of the standard library stands in for MLflow's, as each of seven starts would take seconds."""
+    stand_in = """
+import http.server, os, sys, threading
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        threading.Timer(0.1, os._exit, [3]).start()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+    started: list[list[str]] = []
+    pauses: list[float] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options) -> subprocess.Popen:
+        started.append(command)
+        return popen([sys.executable, "-c", stand_in, command[command.index("--port") + 1]], **options)
+
+    monkeypatch.setattr(mlflow_keeper.subprocess, "Popen", start)
+    monkeypatch.setattr(mlflow_keeper, "_pause_before_restart", lambda server, failures: pauses.append(failures))
+    monkeypatch.setattr(mlflow_keeper, "_on_end_signals", lambda action: None)  # they are pytest's own here
+    files = ServerFiles(tmp_path / "mlflow.db")
+    files.folder.mkdir()
+
+    status = mlflow_keeper._keep(files, free_port(), None)
+
+    reason = "the server ended, or did not answer in time, and 6 restarts in a row did not help"
+    assert (status, len(started), pauses) == (1, 7, [1, 2, 3, 4, 5, 6])
+    assert (files.failed.read_text(), capfd.readouterr().out.splitlines()[-1]) == (reason, reason)
+    assert not files.address.exists()

@@ -158,3 +158,26 @@ async def test_headers_of_the_usual_form_pass(running) -> None:
     }
     async with running(app_of()) as client:
         assert (await client.post("/value", json={}, headers=headers)).json() == 0
+
+
+@pytest.mark.parametrize("key", [{}, {"idempotency-key": "k"}])
+async def test_a_body_whose_connection_breaks_is_an_incomplete_request(key: dict[str, str]) -> None:
+    messages: list[dict[str, Any]] = [
+        {"type": "http.request", "body": b"half", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(name.encode(), value.encode()) for name, value in ({"content-length": "8"} | key).items()]
+    scope = {"type": "http", "method": "POST", "path": "/size", "query_string": b"", "headers": headers}
+    scope["client"] = ("127.0.0.1", 1)
+    await app_of()(scope, receive, send)
+
+    error = json.loads(b"".join(message.get("body", b"") for message in sent))["error"]
+    assert (sent[0]["status"], error["code"], error["retryable"]) == (408, "request_incomplete", True)

@@ -1,5 +1,6 @@
 """A run that is killed with -9 again and again trains the same steps on the same rows as one that nobody disturbs."""
 
+import os
 import struct
 import subprocess
 import sys
@@ -27,6 +28,7 @@ MOMENTS = [
     "after a row, its checkpoint damaged",
     *("in a validation", "in a row", "while an old checkpoint is removed", "after a row"),
 ]
+OLD_DRAFT = ".state.json.0123456789ab.tmp"
 CLOCK = ("timing_", "perf/time", "perf/throughput", "perf/cpu_memory", "perf/max_memory")
 
 
@@ -72,6 +74,8 @@ def run_of(tiny_model: Path, sample, serving, new_agent, tmp_path_factory) -> Ca
         with serving(agent.app()) as url:
             urls = ServiceUrls(agent_url=url, tools_url="http://127.0.0.1:9", weights_url=str(place / "weights"))
             folder.create(config(tiny_model, place), urls)
+            (folder.path / OLD_DRAFT).touch()
+            os.utime(folder.path / OLD_DRAFT, (0, 0))
             command = [sys.executable, str(Path(__file__).with_name("dying_worker.py")), str(folder.path), *moments]
             log = subprocess.run(command, capture_output=True, text=True)
         assert log.returncode == 0, log.stdout[-3000:] + log.stderr[-3000:]
@@ -132,3 +136,7 @@ def test_tensorboard_shows_every_row_of_a_killed_run_once(killed: Run):
             written.setdefault(name, []).append((row.step, struct.unpack("f", struct.pack("f", value))[0]))
     shown = {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
     assert shown == written
+
+
+def test_a_worker_removes_the_drafts_that_an_earlier_one_left(killed: Run):
+    assert not (killed.folder.path / OLD_DRAFT).exists()

@@ -53,7 +53,7 @@ async def test_a_stream_that_breaks_is_asked_again_for_exactly_what_is_missing(a
 
 
 async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, agent_url, http, sample):
-    agent.breaks = [2, 0]
+    agent.breaks = [2, 0, 0]
 
     got = await rollouts(agent_url, http, attempts=2).collect([sample(1)], 1, 0)
 
@@ -62,6 +62,15 @@ async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, 
     assert [one.id for one in failed] == ["run/1/1/2", "run/1/1/3"]
     assert {one.stop_reason for one in failed} == {StopReason.ERROR}
     assert {one.error.code for one in failed if one.error} == {ErrorCode.UNAVAILABLE}
+
+
+async def test_a_stream_that_broke_after_a_further_trajectory_is_no_failed_attempt(agent, agent_url, http, sample):
+    agent.breaks = [1, 1, 1]
+
+    got = await rollouts(agent_url, http, attempts=1).collect([sample(1)], 1, 0)
+
+    assert [one.error for one in got] == [None] * 4
+    assert [request.rollouts for request in agent.requests] == [None, [1, 2, 3], [2, 3], [3]]
 
 
 @ENDS_SOON

@@ -134,8 +134,8 @@ class TrackwayConfig(Section):
     """CPU threads of the learner; more than the idle cores makes it slower, not faster."""
     max_inflight_groups: int = Field(default=64, ge=1)
     """Prompts whose rollouts are requested at the same time."""
-    group_attempts: int = Field(default=8, ge=1)
-    """Attempts to get a group's missing rollouts before they are recorded as failed."""
+    group_attempts: int = Field(default=12, ge=1)
+    """Attempts in a row that bring none of a group's missing rollouts before these are recorded as failed."""
     group_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that all rollouts of one prompt may take, attempts included."""
     trajectory_timeout_s: float = Field(default=600.0, gt=0)
