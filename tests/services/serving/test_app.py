@@ -209,8 +209,7 @@ async def test_the_callers_deadline_ends_the_work_with_a_504(running) -> None:
     counter.gate.clear()
     async with running(app_of(counter)) as client:
         headers = {"x-request-deadline": str(time.time() + 0.05)}
-        async with asyncio.timeout(10):
-            response = await client.post("/add", json={"value": 1}, headers=headers)
+        response = await client.post("/add", json={"value": 1}, headers=headers)
     assert (response.status_code, error_code(response)) == (504, "deadline_exceeded")
 
 
