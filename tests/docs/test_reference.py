@@ -132,10 +132,10 @@ def test_an_example_of_a_command_is_a_block_to_copy() -> None:
 
 
 def test_a_page_of_the_python_api_asks_for_each_exported_name() -> None:
-    assert python_api("trackway.reward", "Scorers") == (
-        "# Scorers\n\n::: trackway.reward\n    options:\n      members: false\n      show_root_heading: false\n\n"
-        f"Import everything on this page from `trackway.reward`.\n\n::: {Scorer.__module__}.Scorer\n"
-    )
+    summary = "::: trackway.reward\n    options:\n      members: false\n      show_root_heading: false"
+    source = "Import everything on this page from `trackway.reward`."
+    scorer = f"::: {Scorer.__module__}.Scorer"
+    assert python_api("trackway.reward", "Scorers") == f"# Scorers\n\n{summary}\n\n{source}\n\n{scorer}\n"
 
 
 def test_an_export_that_is_named_like_its_module_is_the_export() -> None:
