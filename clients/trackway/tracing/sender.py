@@ -1,4 +1,4 @@
-"""One backend's queue and the thread that empties it: straight from memory while the backend answers, over the disk
+"""One backend's queue and the thread that empties it: straight from memory while the backend keeps up, over the disk
 while it does not.
 
 Each backend has its own, so that a slow one does not hold up the others, and no caller ever waits for any of them.
@@ -19,7 +19,7 @@ from trackway.tracing.spool import Spool
 logger = logging.getLogger("trackway.tracing")
 
 MEMORY_BATCHES = 64
-"""Batches (of up to 512 spans) that wait in memory before they go to disk, or are dropped where there is no disk."""
+"""Batches (of up to 512 spans) that wait in memory where there is no disk; further ones are dropped."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 LOOK_FOR_ORPHANS_S = 30.0
@@ -67,7 +67,7 @@ class Sender:
         """Queue a batch; never waits."""
         with self._changed:
             self._ensure_thread()
-            if self._closing_at is None and not self._down and len(self._memory) < MEMORY_BATCHES:
+            if self._closing_at is None and not self._down and self._has_room():
                 self._memory.append(batch)
             else:
                 self._store(batch)
@@ -114,6 +114,12 @@ class Sender:
 
     def _spool_bytes(self) -> int:
         return self._spool.bytes if self._spool else 0
+
+    def _has_room(self) -> bool:
+        """Whether a batch may wait in memory: behind none where there is a disk, as a killed process loses it."""
+        if self._spool is None:
+            return len(self._memory) < MEMORY_BATCHES
+        return not self._memory and self._sending is None
 
     def _store(self, batch: Batch) -> None:
         """To disk; without one to memory while there is room, as the backend may come back."""

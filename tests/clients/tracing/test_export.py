@@ -226,6 +226,20 @@ def test_a_hanging_backend_holds_up_neither_its_callers_nor_the_other_backend(tm
         assert len(slow.spans) == 40
 
 
+def test_spans_behind_a_request_without_an_answer_wait_on_disk_where_a_kill_does_not_reach_them(tmp_path: Path) -> None:
+    with running_sink() as slow:
+        slow.open.clear()
+        tracing = Tracing("agent", settings(slow.url, tmp_path, export_timeout_s=30.0))
+        for number in range(4):
+            trajectory(tracing, number)
+            assert not tracing.flush(0.1)
+        stored = [int(path.stem.rpartition("-")[2]) for path in tmp_path.rglob("*.otlp")]
+        assert (sum(stored), tracing.stats().backends["mlflow"].waiting) == (6, 8)
+        slow.open.set()
+        assert tracing.shutdown(10)
+        assert sorted(slow.spans) == ["trajectory"] * 4 + ["turn 0"] * 4
+
+
 def test_what_the_disk_has_no_room_for_is_dropped_and_counted(tmp_path: Path) -> None:
     port = free_port()
     tracing = Tracing("agent", settings(f"http://127.0.0.1:{port}", tmp_path, max_spool_bytes=2000))
