@@ -21,7 +21,7 @@ RAY = [
 SERVICES = [
     *("httpx_aiohttp", "tenacity", "opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"),
     *("fastapi.openapi.docs", "uvicorn.protocols.http.httptools_impl", "uvicorn.loops.uvloop", "pydantic_settings"),
-    *("mcp.client.stdio", "mcp.server", "bm25s", "jsonschema", "docstring_parser", "yaml"),
+    *("mcp.client.stdio", "mcp.server", "bm25s", "jsonschema_rs", "docstring_parser", "yaml"),
     *("typer", "typer.rich_utils", "rich.live", "rich.progress", "rich.tree", "rich.markdown"),
 ]
 TRAINING = [

@@ -5,6 +5,7 @@ The body is read once, in whole, and handed on in one piece.
 """
 
 import asyncio
+import io
 import re
 from typing import NamedTuple
 
@@ -81,18 +82,16 @@ class RequestBounds:
             raise TrackwayError(ErrorCode.REQUEST_INCOMPLETE, message) from None
 
     async def _read(self, receive: Receive) -> bytes:
-        chunks: list[bytes] = []
-        size = 0
+        body = io.BytesIO()  # gives its bytes without a copy, so that they are in memory once
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise TrackwayError(ErrorCode.REQUEST_INCOMPLETE, "the client left before its request was complete")
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            if size > self.max_bytes:
-                raise self._too_large(size)
+            body.write(message.get("body", b""))
+            if body.tell() > self.max_bytes:
+                raise self._too_large(body.tell())
             if not message.get("more_body", False):
-                return b"".join(chunks)
+                return body.getvalue()
 
     def _too_large(self, size: int) -> TrackwayError:
         message = f"expected a body of at most {self.max_bytes} bytes, got {size} or more; send less at once"

@@ -1,13 +1,12 @@
 """Check a call's arguments against the tool's JSON schema, and say what is wrong in words that a model can act on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from jsonschema_rs import Draft202012Validator, FancyRegexOptions, ValidationError
 from pydantic import JsonValue
 
 from trackway.tools.base import ToolInputError
-from trackway.tools.flat_schema import FlatSchema
 from trackway.wire.chat import ToolSchema
 
 MAX_MESSAGE_CHARS = 1000
@@ -16,7 +15,16 @@ MAX_MESSAGE_CHARS = 1000
 MAX_PROBLEMS = 10
 """Wrong arguments that are named."""
 
+MAX_EXPLAINED_VALUES = 1000
+"""Values up to which all problems are looked for; of larger arguments only the first is named."""
+
+MAX_DEPTH = 200
+"""Lists and objects within each other, as in a request's JSON; the validator's stack has no limit of its own."""
+
 _COMPOSING = {"allOf", "anyOf", "oneOf", "if", "$ref"}
+
+# A pattern takes linear time, unless it has look-around or a back-reference: it then fails after so many steps.
+_PATTERNS = FancyRegexOptions(backtrack_limit=10_000)
 
 
 class ArgumentCheck:
@@ -35,36 +43,59 @@ class ArgumentCheck:
         if elsewhere := [ref for ref in _references(parameters) if not ref.startswith("#")]:
             raise ValueError(f"tool {self._tool!r}: expected $ref within the schema, got {elsewhere[0]!r}; copy it in")
         try:
-            Draft202012Validator.check_schema(parameters)
-        except SchemaError as error:
+            self._validator = Draft202012Validator(parameters, pattern_options=_PATTERNS, offline=True)
+        except ValidationError as error:
             raise ValueError(f"tool {self._tool!r}: expected a JSON schema, got: {error.message}") from error
-        self._validator = Draft202012Validator(parameters)
-        self._flat = FlatSchema.of(parameters)
 
     def __call__(self, arguments: dict[str, JsonValue]) -> None:
-        """Pass, or raise ToolInputError that names every wrong argument."""
-        if self._flat is not None and self._flat.accepts(arguments):
-            return
-        try:
-            errors = islice(self._validator.iter_errors(arguments), MAX_PROBLEMS)
-            problems = [text for error in errors for text in self._texts(error)]
-        except RecursionError:
-            problems = ["the arguments nest too deeply"]
-        if problems:
+        """Pass, or raise ToolInputError that names the wrong arguments."""
+        if problems := self._problems(arguments):
             message = f"{self._tool}: {'; '.join(problems)}; expected arguments: {', '.join(self._known)}"
             raise ToolInputError(message[:MAX_MESSAGE_CHARS], tool=self._tool)
 
-    def _texts(self, error: ValidationError) -> Iterator[str]:
-        if error.path:
-            yield f"argument '{'.'.join(str(part) for part in error.path)}': {error.message}"
-        elif error.validator == "required" and isinstance(error.instance, dict):
-            # jsonschema reports each missing name on its own and quotes it in the message.
-            yield f"missing argument: {error.message}"
-        elif error.validator == "additionalProperties" and isinstance(error.instance, dict):
-            unknown = sorted(set(error.instance) - set(self._known))
-            yield f"unknown argument: {', '.join(repr(name) for name in unknown)}"
-        else:
-            yield error.message
+    def _problems(self, arguments: dict[str, JsonValue]) -> list[str]:
+        if _nests_deeper(MAX_DEPTH, arguments):
+            return [f"expected arguments that nest at most {MAX_DEPTH} deep, got deeper ones"]
+        try:
+            self._validator.validate(arguments)
+        except ValidationError as first:
+            small = sum(1 for _ in islice(_values(arguments), MAX_EXPLAINED_VALUES)) < MAX_EXPLAINED_VALUES
+            errors = self._validator.iter_errors(arguments) if small else [first]
+            return [self._text(error, arguments) for error in islice(errors, MAX_PROBLEMS)]
+        except UnicodeEncodeError:
+            return ["expected whole characters, got half of one (a lone surrogate)"]
+        return []
+
+    def _text(self, error: ValidationError, arguments: dict[str, JsonValue]) -> str:
+        if error.schema_path == ["additionalProperties"]:
+            unknown = sorted(arguments.keys() - set(self._known))
+            return f"unknown argument: {', '.join(repr(name) for name in unknown)}"
+        if error.instance_path:
+            return f"argument '{'.'.join(str(part) for part in error.instance_path)}': {error.message}"
+        if error.schema_path[-1] == "required":
+            return f"missing argument: {error.message}"
+        return error.message
+
+
+def _nests_deeper(limit: int, value: JsonValue) -> bool:
+    level: list[JsonValue] = [value]
+    for _ in range(limit):
+        level = [part for outer in level for part in _parts(outer) if isinstance(part, (dict, list))]
+        if not level:
+            return False
+    return True
+
+
+def _values(value: JsonValue) -> Iterator[JsonValue]:
+    yield value
+    for part in _parts(value):
+        yield from _values(part)
+
+
+def _parts(value: JsonValue) -> Iterable[JsonValue]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def properties_of(parameters: dict[str, JsonValue]) -> dict[str, JsonValue]:

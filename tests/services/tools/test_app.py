@@ -104,7 +104,7 @@ async def test_a_one_shot_needs_no_instance(running: Run) -> None:
             {"arguments": {"formula": "3"}},
             422,
             ErrorCode.INVALID_REQUEST,
-            "missing argument: 'expression'",
+            'missing argument: "expression"',
         ),
     ],
 )
