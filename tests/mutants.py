@@ -16,7 +16,9 @@ import hashlib
 import importlib
 import io
 import json
+import math
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -181,10 +183,16 @@ def run_tests(module: Module, code: str | None, limit_s: float, modules_file: Pa
         child = os.fork()
         if child == 0:
             os.setpgid(0, 0)
+            seconds = math.ceil(limit_s) + 1
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))  # in case this process is killed
             for descriptor in (1, 2):
                 os.dup2(output.fileno(), descriptor)
             os._exit(_in_fork(module, code, modules_file))
-        status = _wait(child, started + limit_s)
+        try:
+            status = _wait(child, started + limit_s)
+        except BaseException:  # such as Ctrl-C, which the child does not get
+            _kill(child)
+            raise
         output.seek(0)
         return Ran(status == 0, time.monotonic() - started, output.read().decode(errors="replace"))
 
@@ -197,10 +205,15 @@ def _wait(child: int, end: float) -> int | None:
             break
         time.sleep(0.005)
     if not ended:
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        _kill(child)
         return None
     return os.waitstatus_to_exitcode(status)
+
+
+def _kill(child: int) -> None:
+    """With all that it started."""
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def _in_fork(module: Module, code: str | None, modules_file: Path | None) -> int:

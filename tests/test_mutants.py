@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,24 @@ BOUNDARY = """\
 def test_the_boundary():
     assert module.is_adult(18)
     assert not module.is_adult(17)
+"""
+LOOP = """\
+def down(number: int) -> int:
+    while number > 0:
+        number = number - 1
+    return number
+"""
+TESTS_OF_LOOP = """\
+import module
+import os
+from pathlib import Path
+
+with Path("runs").open("a") as file:
+    print(os.getpid(), file=file)
+
+
+def test_down():
+    assert module.down(3) == 0
 """
 CONFIG = """\
 score = 95.0
@@ -141,16 +162,32 @@ def test_an_equivalent_that_is_no_mutant_of_the_module_any_more_is_an_error(proj
 
 
 def test_a_mutant_that_never_ends_is_killed_when_its_time_is_up(project: Path):
-    write(
-        project,
-        "def down(number: int) -> int:\n    while number > 0:\n        number = number - 1\n    return number\n",
-        "import module\n\n\ndef test_down():\n    assert module.down(3) == 0\n",
-    )
+    write(project, LOOP, TESTS_OF_LOOP)
     configure(project, "ReplaceBinaryOperator_Sub_Add", limit_extra_s=2.0)
 
     status, output = mutate(project)
 
     assert (status, row(output)) == (0, "1 | 1 | 0 | 0 | 0 | 100.0 %")
+
+
+def test_an_interrupted_run_leaves_no_process_behind(project: Path):
+    write(project, LOOP, TESTS_OF_LOOP)
+    configure(project, "ReplaceBinaryOperator_Sub_Add", limit_extra_s=60.0)
+    process = start(project)
+    wait_until(lambda: (project / "runs").exists() and runs(project) == 3)  # twice unchanged, then the mutant
+    mutant = int((project / "runs").read_text().splitlines()[-1])
+
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+
+    wait_until(lambda: not Path(f"/proc/{mutant}").exists())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true within 60 s"
+        time.sleep(0.01)
 
 
 def test_a_mutant_that_cannot_be_imported_is_killed(project: Path):
