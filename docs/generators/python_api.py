@@ -29,9 +29,9 @@ def overview() -> str:
 def python_api(package: str, title: str) -> str:
     """The package's docstring and everything in its `__all__`."""
     summary = f"::: {package}\n    options:\n      members: false\n      show_root_heading: false"
-    return page(
-        title, summary, *(f"::: {_defined(package, name)}" for name in importlib.import_module(package).__all__)
-    )
+    source = f"Import everything on this page from `{package}`."
+    exports = importlib.import_module(package).__all__
+    return page(title, summary, source, *(f"::: {_defined(package, name)}" for name in exports))
 
 
 def _defined(package: str, name: str) -> str:

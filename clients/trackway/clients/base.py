@@ -33,7 +33,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Deadline:
-    """A moment after which nobody waits any more; Unix time, so that it can cross processes."""
+    """The time at which a caller gives up; Unix time, so that it can be sent to other processes."""
 
     at: float
 
@@ -111,7 +111,7 @@ class ServiceClient:
         idempotency_key: str | None = None,
         deadline: Deadline | None = None,
     ) -> M:
-        """Send one request, again if that can help, and parse the answer.
+        """Send one request, with retries where they can help, and parse the answer.
 
         Raises:
             TrackwayError: the service's own error; `unavailable` when every try failed on the way; `deadline_exceeded`.

@@ -34,21 +34,22 @@ class RolloutClient(ServiceClient):
         )
 
     async def weights(self) -> WeightsReply:
-        """Which weights the replica that answers holds."""
+        """The weight version of the replica that answers."""
         return await self.call("GET", "/weights", reply=WeightsReply)
 
     async def sleeping(self, deadline: Deadline | None = None) -> SleepReplies:
-        """Which replicas can give memory back, and what they have given."""
+        """Which replicas can release memory, and what they have released."""
         return await self._each("GET", "/is_sleeping", deadline)
 
     async def sleep(self, mode: PauseMode = "wait", deadline: Deadline | None = None) -> SleepReplies:
-        """Every replica pauses and gives its memory back; the error names those that did not."""
+        """Pause every replica and release its memory; the error names those that did not."""
         return await self._each("POST", f"/sleep?mode={mode}", deadline)
 
     async def wake_up(
         self, parts: Sequence[MemoryPart] = (), min_weight_version: int = 0, deadline: Deadline | None = None
     ) -> SleepReplies:
-        """Every replica takes these parts of its memory again, all by default, and loads such weights or newer ones."""
+        """Allocate these parts of every replica's memory again, all by default, and load these weights or newer
+        ones."""
         tags = "".join(f"&tags={part}" for part in parts)
         return await self._each("POST", f"/wake_up?min_weight_version={min_weight_version}{tags}", deadline)
 

@@ -89,7 +89,7 @@ class ToolsClient(ServiceClient):
         create_kwargs: dict[str, JsonValue] | None = None,
         deadline: Deadline | None = None,
     ) -> InstanceCreated:
-        """Make a tool's state for one trajectory."""
+        """Create a tool's state for one trajectory."""
         body = CreateInstance(tool=tool, session_id=session_id, create_kwargs=create_kwargs or {})
         return await self.call(
             "POST", "/instances", reply=InstanceCreated, body=body, session_id=session_id, deadline=deadline

@@ -10,7 +10,7 @@ class TrainerClient(ServiceClient):
     """Starts, watches and stops runs; every method raises TrackwayError."""
 
     async def start(self, request: RunRequest) -> RunInfo:
-        """Start a run; answers at once."""
+        """Start a run; returns without waiting for it."""
         return await self.call("POST", "/runs", reply=RunInfo, body=request)
 
     async def runs(self) -> list[RunInfo]:

@@ -38,7 +38,7 @@ _guard = threading.RLock()
 
 
 class RolloutTraceConfig:
-    """What is traced in this process; a singleton that `init` fills once."""
+    """The tracing of this process; a singleton that `init` configures once."""
 
     _instance: ClassVar["RolloutTraceConfig | None"] = None
 
@@ -50,7 +50,7 @@ class RolloutTraceConfig:
         self.project_name: str | None = None
         self.experiment_name: str | None = None
         self.max_samples_per_step_per_worker: int | None = None
-        """For the worker that chooses what to trace; None is everything."""
+        """For the worker that chooses what to trace; None traces everything."""
         self.target = TraceTarget()
         """What each trace says about itself to the services that it reaches."""
         self._initialized = False
@@ -117,7 +117,8 @@ class RolloutTraceConfig:
 
     @classmethod
     def reset(cls) -> None:
-        """Send what waits, for at most `EXIT_DEADLINE_S` seconds, and forget; then `init` works again."""
+        """Send waiting spans for at most `EXIT_DEADLINE_S` seconds and drop the rest; then `init` can be called
+        again."""
         with _guard:
             config, cls._instance = cls._instance, None
         if config is not None and config.client is not None:

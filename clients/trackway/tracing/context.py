@@ -43,7 +43,7 @@ def inject(headers: dict[str, str]) -> None:
 
 @contextmanager
 def extracted(headers: Mapping[str, str]) -> Iterator[None]:
-    """Continue the trace that the headers carry; without one, whatever runs inside is not traced."""
+    """Continue the trace in the headers; without one, nothing inside is traced."""
     found = _with_baggage(headers.get("baggage", ""))
     if (traceparent := headers.get("traceparent")) is not None:
         carried = {"traceparent": traceparent, "tracestate": headers.get("tracestate", "")}

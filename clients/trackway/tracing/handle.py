@@ -28,7 +28,7 @@ LONGEST_MESSAGE = 4096
 
 
 class SpanHandle:
-    """Every method is free when the span does not record."""
+    """A span; every method does nothing when it is not recorded."""
 
     def __init__(self, span: Span, ledger: Ledger | None = None) -> None:
         self._span = span
@@ -48,7 +48,7 @@ class SpanHandle:
 
     @property
     def recording(self) -> bool:
-        """Whether anything set here is kept: decode text only then."""
+        """Whether the span is recorded; decode text only then."""
         return self._span.is_recording()
 
     def set(self, key: str, value: Scalar) -> None:
@@ -61,11 +61,11 @@ class SpanHandle:
             self._span.set_attribute(name, spelled)
 
     def inputs(self, value: object) -> None:
-        """What went in, as capped JSON; both backends read it."""
+        """The input, as JSON of bounded size; MLflow and Weave show it."""
         self._set_json(names.MLFLOW_INPUTS, value)
 
     def outputs(self, value: object) -> None:
-        """What came out, as capped JSON; both backends read it."""
+        """The output, as JSON of bounded size; MLflow and Weave show it."""
         self._set_json(names.MLFLOW_OUTPUTS, value)
 
     def _set_json(self, key: str, value: object) -> None:
@@ -82,7 +82,7 @@ class SpanHandle:
         self._span.set_attribute(names.FINISH_REASONS, list(reasons))
 
     def weight_versions(self, spans: Sequence[WeightSpan]) -> None:
-        """The version that generated the text, or `3,4` when weights changed on the way."""
+        """The weight version that generated the text, or `3,4` when weights changed meanwhile."""
         versions = ",".join(str(span.version) for span in spans)
         self._span.set_attribute(names.WEIGHT_VERSION, versions)
         self._span.set_attribute(names.WEAVE_ATTRIBUTE + "weight_version", versions)
@@ -98,17 +98,17 @@ class SpanHandle:
             self._span.set_attribute(names.ERROR_CODE, code)
 
     def event(self, name: str, **attributes: Scalar) -> None:
-        """Something that happened on the way."""
+        """Add an event to the span."""
         _event(self._span, name, attributes)
 
 
 def add_event(name: str, **attributes: Scalar) -> None:
-    """Something that happened on the way, on the current span."""
+    """Add an event to the current span."""
     _event(trace.get_current_span(), name, attributes)
 
 
 def add_incident(incident: Incident, **attributes: Scalar) -> None:
-    """Something went wrong and was survived: an event of that name, and, traced or not, part of the trajectory."""
+    """Record a problem that was recovered from: an event of that name and, traced or not, part of the trajectory."""
     note(incident)
     add_event(incident.value, **attributes)
 
@@ -219,7 +219,7 @@ def _text(text: str) -> str:
 
 
 def truncate(text: str, max_bytes: int) -> str:
-    """`text` cut to about `max_bytes` of UTF-8, with the marker `[truncated N bytes]`."""
+    """`text` truncated to about `max_bytes` of UTF-8, with the marker `[truncated N bytes]`."""
     size = utf8_size(text)
     if size <= max_bytes:
         return well_formed(text)

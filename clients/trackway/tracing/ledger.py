@@ -1,4 +1,4 @@
-"""What a piece of work adds to its trace: bytes of spans, and what went wrong and was survived.
+"""What a piece of work adds to its trace: bytes of spans, and problems that it recovered from.
 
 A service opens a ledger for each request and sends its sum back in one header of the answer; the caller adds it to its
 own. So the agent knows, when a trajectory ends, what its trace weighs in all processes and what happened in them.
@@ -57,7 +57,7 @@ def current_ledger() -> Ledger | None:
 
 
 def note(incident: Incident) -> None:
-    """Something went wrong and was survived: the ledger of this piece of work keeps it."""
+    """Record a problem that was recovered from in the ledger of this piece of work."""
     opened = current_ledger()
     if opened is not None:
         opened.incidents.add(incident)

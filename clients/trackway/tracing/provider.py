@@ -36,7 +36,7 @@ MAX_EVENTS = 1024
 
 @dataclass(frozen=True)
 class SpanStats:
-    """Recorded spans by their fate, since the process began."""
+    """What happened to the recorded spans since the process began."""
 
     ended: int = 0
     dropped: int = 0
@@ -117,11 +117,11 @@ class Tracing:
         self.tracer: Tracer = self._provider.get_tracer("trackway")
 
     def activate(self) -> AbstractContextManager[None]:
-        """Trace with this inside the block."""
+        """Use this tracing inside the block."""
         return activated(self)
 
     def install(self) -> None:
-        """Trace with this wherever the process activates nothing else."""
+        """Use this tracing wherever the process activates no other."""
         install(self)
 
     def stats(self) -> SpanStats:
@@ -130,14 +130,14 @@ class Tracing:
         return SpanStats(self._pipeline.ended, self._pipeline.dropped, backends)
 
     def flush(self, deadline_s: float) -> bool:
-        """Wait until every backend has what it should have; False when that took longer than `deadline_s` seconds."""
+        """Wait until every span is exported; False when that took longer than `deadline_s` seconds."""
         deadline = monotonic_deadline(deadline_s)
         encoded = self._pipeline.force_flush(int(deadline_s * 1000))
         emptied = [sender.wait_empty(deadline) for sender in self._senders.values()]
         return encoded and all(emptied)
 
     def shutdown(self, deadline_s: float = 5.0) -> bool:
-        """Send what waits and stop; what is left after `deadline_s` seconds stays on disk. False if something was."""
+        """Export waiting spans and stop; those left after `deadline_s` seconds stay on disk. False if any were left."""
         deadline = monotonic_deadline(deadline_s)
         encoded = self._pipeline.force_flush(int(deadline_s * 1000))
         self._provider.shutdown()

@@ -31,7 +31,7 @@ DOUBTS = 3
 
 @dataclass(frozen=True)
 class BackendStats:
-    """Spans by their fate at one backend, since the process began; `waiting` is now."""
+    """What happened to the spans for one backend since the process began; `waiting` is the current number."""
 
     exported: int = 0
     refused: int = 0

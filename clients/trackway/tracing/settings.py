@@ -97,22 +97,22 @@ class TracingSettings(BaseModel):
         return None if present else f"trace backend {backend.value} needs {sentence}"
 
     def sent_to(self, backends: Iterable[TraceBackend]) -> tuple[TraceBackend, ...]:
-        """Who gets what is meant for these backends: the OTLP receiver for all those behind it."""
+        """The backends to export to for these: the OTLP collector in place of those behind it."""
         return tuple(dict.fromkeys(TraceBackend.OTLP if one in self.collected else one for one in backends))
 
     def kept_by(self, backends: Iterable[TraceBackend]) -> set[TraceBackend]:
-        """These backends, and those behind the OTLP receiver when it is one of them."""
+        """These backends, and those behind the OTLP collector when it is one of them."""
         named = set(backends)
         return named | set(self.collected) if TraceBackend.OTLP in named else named
 
     @property
     def usable(self) -> list[TraceBackend]:
-        """Backends that lack nothing."""
+        """Backends that are fully configured."""
         return [backend for backend in TraceBackend if self.missing(backend) is None]
 
     @property
     def default_backends(self) -> tuple[TraceBackend, ...]:
-        """Where traces go whose run names no backend; a W&B key alone does not switch Weave on."""
+        """Backends of runs that name none; a W&B key alone does not enable Weave."""
         if self.backends is not None:
             return tuple(self.backends)
         known = [one for one in self.usable if one is not TraceBackend.WEAVE]

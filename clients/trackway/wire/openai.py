@@ -181,7 +181,7 @@ class ChatMessage(OpenAIRequest):
 
 
 class ChatTool(WireRequest):
-    """A function that the model may call, as the client wrote it: the chat template shows it in that order of keys."""
+    """A function that the model may call; the chat template gets its keys in the client's order."""
 
     type: Literal["function"]
     function: dict[str, JsonValue]

@@ -43,9 +43,9 @@ class Episode:
     weight_versions: list[WeightSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     user_turns: int = 0
-    """Rounds of observations that were appended."""
+    """Rounds of observations so far."""
     shown: int = 0
-    """Tokens of prompt and response that a generation call has already carried."""
+    """Tokens of prompt and response that generation calls have already sent."""
     tool_rewards: list[float] = field(default_factory=list)
     reward: Reward | None = None
     stop_reason: StopReason = StopReason.ERROR
@@ -86,7 +86,7 @@ class Episode:
 
     @property
     def context(self) -> list[int]:
-        """Everything the model has seen and written, to be continued."""
+        """Prompt and response so far, which the next generation continues."""
         return self.prompt_ids + self.response_ids
 
     @property
@@ -95,7 +95,7 @@ class Episode:
         return self.user_turns + len(self.turns) + 1
 
     def add_prompt(self, ids: Sequence[int]) -> None:
-        """Start from the rendered prompt, or from what its limits leave of it.
+        """Start with the rendered prompt, truncated to its limit if allowed.
 
         Raises:
             TrackwayError: `invalid_request` when it is longer than `max_prompt_length` and must not be cut.
@@ -106,7 +106,7 @@ class Episode:
             raise self.prompt_too_long(len(ids))
 
     def prompt_too_long(self, tokens: int) -> TrackwayError:
-        """The error of a prompt with at least so many tokens."""
+        """The error for a prompt of at least this many tokens."""
         limit = self.limits.max_rendered
         remedy = "raise the limit or filter the row out"
         if limit == self.limits.max_prompt_length:
@@ -115,7 +115,7 @@ class Episode:
         return TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
     def add_generated(self, choice: GenerateChoice) -> None:
-        """Append what the model wrote, as it came.
+        """Append generated tokens.
 
         Raises:
             TrackwayError: `internal` when ids and logprobs do not match, or there are more ids than were asked for;

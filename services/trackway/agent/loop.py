@@ -55,7 +55,7 @@ class AgentLoop(ABC):
 
     @abstractmethod
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
-        """Grow the episode until it ends, and say why it did; an exception ends it with an error."""
+        """Extend the episode until it ends, and return why; an exception ends it with an error."""
 
     async def run(self, request: GroupRequest, rollout_n: int) -> Trajectory:
         """One rollout, scored and traced; raises only asyncio.CancelledError."""
@@ -107,7 +107,7 @@ class AgentLoop(ABC):
             add_incident(Incident.PROMPT_CUT, tokens=len(ids), kept=len(episode.prompt_ids), side=side)
 
     async def generate(self, episode: Episode) -> str:
-        """Let the model write one turn and append it; returns the finish reason.
+        """Generate one assistant turn and append it; returns the finish reason.
 
         A turn that the engine cut (`abort`, when it is paused for new weights) is continued where it stopped.
         """
@@ -194,7 +194,7 @@ _AGENTS: dict[str, type[AgentLoop]] = {}
 
 
 def register(agent_name: str) -> Callable[[Loop], Loop]:
-    """Class decorator: run this loop for rows whose `agent_name` is this one."""
+    """Class decorator: run this loop for rows with this `agent_name`."""
 
     def add(loop: Loop) -> Loop:
         loop.agent_name = agent_name

@@ -30,7 +30,7 @@ _PARSERS: dict[str, Callable[[], ToolParser]] = {}
 
 
 def register_parser(name: str) -> Callable[[type[ToolParser]], type[ToolParser]]:
-    """Class decorator: make a parser known under `name`, to be chosen by the setting `tool_parser`."""
+    """Class decorator: register a parser under `name`, for the setting `tool_parser`."""
 
     def add(parser: type[ToolParser]) -> type[ToolParser]:
         _PARSERS[name] = parser

@@ -25,7 +25,7 @@ class Services:
 
     @classmethod
     def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "Services":
-        """Load the tokenizer and make the clients; no request is sent yet."""
+        """Load the tokenizer and create the clients; sends no request."""
         direct = settings.tools_direct and http is None
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)
         return cls(

@@ -121,7 +121,7 @@ class Toolbox:
         return summed | {tool: await instance.reward() for tool, instance in self._instances.items()}
 
     async def release(self) -> None:
-        """Give every instance back, also when the trajectory is being cancelled; takes bounded time, never raises."""
+        """Release every instance, also when the trajectory is cancelled; takes bounded time and never raises."""
         if not self._instances:
             return
         task = asyncio.create_task(self._release_all())

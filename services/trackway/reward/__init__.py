@@ -1,4 +1,4 @@
-"""The reward service: scorers by data source. `Scorer` is what a new scorer looks like."""
+"""The reward service: scorers by data source. A new scorer implements `Scorer`."""
 
 from trackway.reward.scorers import Scorer
 

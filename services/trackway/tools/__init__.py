@@ -1,4 +1,4 @@
-"""The tool server: tools whose state lives as long as a trajectory. `BaseTool` is what a new tool derives from."""
+"""The tool server: tools whose state lives as long as a trajectory. A new tool derives from `BaseTool`."""
 
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError
 from trackway.tools.function_tool import function_tool

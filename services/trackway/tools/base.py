@@ -23,7 +23,7 @@ _session: ContextVar[str | None] = ContextVar("trackway_tool_session", default=N
 
 
 class ToolInputError(TrackwayError):
-    """The caller's mistake (422); the message is shown to the model, so it says what to do better."""
+    """An error of the caller (422); the model is shown the message, which should say what to correct."""
 
     def __init__(self, message: str, **detail: JsonValue) -> None:
         super().__init__(ErrorCode.INVALID_REQUEST, message, **detail)
@@ -68,7 +68,7 @@ class BaseTool(ABC):
         self.config = config
         self.tool_schema = tool_schema
         self.origin = f"{type(self).__module__}:{type(self).__qualname__}"
-        """Who named this tool: a setting or a file, for the message when two have one name."""
+        """The setting or file that named this tool, for the error when two tools have the same name."""
 
     @classmethod
     def default(cls, config: ToolConfig | None = None) -> Self:
@@ -83,24 +83,24 @@ class BaseTool(ABC):
         return self.tool_schema.function.name
 
     def coerce(self, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """The arguments as this tool reads them, before they meet the schema; by default as they are."""
+        """The arguments, converted before they are checked against the schema; unchanged by default."""
         return arguments
 
     async def start(self) -> None:
-        """Once a replica, before its first call: load an index, check a sandbox, connect.
+        """Called once per replica, before its first call: load an index, check a sandbox, connect.
 
         An exception keeps the tool server from starting; its message says what is missing and the remedy.
         """
         return None
 
     async def close(self) -> None:
-        """Once a replica, after its last instance was released."""
+        """Called once per replica, after its last instance was released."""
         return None
 
     async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
-        """Make the state of one trajectory. ToolInputError when a kwarg is missing or wrong.
+        """Create the state of one trajectory. ToolInputError when a kwarg is missing or wrong.
 
-        When it raises, nothing may be left: `release` is called for created instances only.
+        Clean up before raising: `release` is called for created instances only.
         """
         return None
 
@@ -108,7 +108,7 @@ class BaseTool(ABC):
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
-        """One call. ToolInputError when the arguments make no sense; any other exception is the tool's failure."""
+        """Run one call. ToolInputError for invalid arguments; any other exception is the tool's failure."""
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
         """The reward of the instance over its whole life."""

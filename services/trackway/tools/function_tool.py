@@ -48,7 +48,7 @@ def function_tool(
 def function_tool(
     name: F | str | None = None, *, schema: ToolSchema | dict[str, JsonValue] | None = None
 ) -> F | Callable[[F], F]:
-    """Make a function a tool; its JSON schema comes from signature and docstring.
+    """Make a function a tool; its JSON schema comes from its signature and docstring.
 
     name: what the model calls it, by default the function's name.
     schema: an OpenAI function schema in place of the inferred one; arguments then arrive as JSON gave them.
