@@ -76,6 +76,12 @@ def test_tries_that_reach_no_service_count_once_the_outage_is_longer_than_the_po
     assert stops == [False, False, False, False, True]
 
 
+def test_an_outage_may_begin_with_the_call() -> None:
+    patience = Patience(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
+    away = httpx.ConnectError("refused")
+    assert [patience.stop(after(away, elapsed_s=seconds)) for seconds in (0.0, 59.5, 60.5)] == [False, False, True]
+
+
 def test_each_outage_of_a_call_is_waited_for_and_other_failures_count() -> None:
     patience = Patience(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
     away, broken = httpx.ConnectError("refused"), httpx.ReadError("reset")
