@@ -52,6 +52,13 @@ def test_a_token_extends_the_span_of_its_version_or_opens_one() -> None:
     assert (request.cached, request.pending_ids) == (5, [7])
 
 
+def test_decoding_requests_come_before_a_prefill_of_two_tokens() -> None:
+    scheduler = Scheduler(slots=2, max_len=64)
+    prefill, decoding = waiting(scheduler, [4, 5], [1])
+    scheduler.admit()
+    assert scheduler.groups() == [[decoding, prefill]]
+
+
 def test_a_prefill_joins_a_group_that_it_fills_exactly() -> None:
     scheduler = Scheduler(slots=2, max_len=64, group_tokens=10)
     first, second = waiting(scheduler, [1, 2, 3, 4], [11, 12, 13, 14, 15, 16])
