@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from engine_contenders import VOCABULARY, random_model
 
-from trackway.trainer.batch import TrainingBatch
-from trackway.trainer.learner import Learner, LearnerConfig
-from trackway.trainer.packing import PackedRow
-from trackway.trainer.policy import Policy
+from trackway.trainer.learner.batch import TrainingBatch
+from trackway.trainer.learner.learner import Learner, LearnerConfig
+from trackway.trainer.learner.packing import PackedRow
+from trackway.trainer.learner.policy import Policy
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 
 COUNT, MICRO_BATCH, ROLLOUTS = 24, 8, 8

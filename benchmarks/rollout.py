@@ -31,9 +31,9 @@ from rollout_replicas import measure_replicas
 from transformers import AutoTokenizer
 
 from trackway.clients import AgentClient, CallPolicy, Deadline, RolloutClient, run
-from trackway.deploy.preflight import free_port
-from trackway.deploy.settings import bundled
-from trackway.rollout.engines.sim import SimEngine
+from trackway.deploy.local.preflight import free_port
+from trackway.deploy.local.settings import bundled
+from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.sim_settings import SimSettings
 from trackway.trainer.data.tiny import make_tiny_rows

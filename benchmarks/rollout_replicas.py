@@ -14,9 +14,10 @@ from pathlib import Path
 import yaml
 
 from trackway.clients import CallPolicy, RolloutClient, run
-from trackway.deploy import status
-from trackway.deploy.settings import Deployment, UpSettings
-from trackway.deploy.up import bring_up, take_down
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.local.up import bring_up, take_down
 from trackway.wire.headers import REPLICA
 from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams
 

@@ -36,10 +36,11 @@ import yaml
 from tools_caller import caller_cpu
 from tools_load import MAX_REQUESTS
 
-from trackway.deploy import status
-from trackway.deploy.preflight import free_port
-from trackway.deploy.settings import Deployment, UpSettings, bundled
-from trackway.deploy.up import bring_up, take_down
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.preflight import free_port
+from trackway.deploy.local.settings import UpSettings, bundled
+from trackway.deploy.local.up import bring_up, take_down
 
 HERE = Path(__file__).parent
 ECHO = {"arguments": {"text": "hello"}, "tool_call_id": "call_1"}

@@ -27,7 +27,7 @@ import httpx
 import psutil
 from tracing_contenders import CONTENDERS, ours, trajectory_of_eight_spans
 
-from trackway.deploy.preflight import free_port
+from trackway.deploy.local.preflight import free_port
 
 CALLS = 300
 ROUNDS = 5

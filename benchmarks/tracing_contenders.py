@@ -13,6 +13,7 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
+from trackway.tracing.active import activated
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trajectory import Tags
@@ -38,7 +39,7 @@ def _ours(url: str) -> Contender:
         tags = Tags(experiment_name="benchmark", step=1, sample_index=17, rollout_n=number)
         identity = f"benchmark/1/17/{number}"
         with (
-            tracing.activate(),
+            activated(tracing),
             trajectory_span(tags, identity, "tool_agent", messages, record=True) as root,
         ):
             with turn_span(0):
@@ -62,7 +63,7 @@ def trajectory_of_eight_spans(tracing: Tracing, number: int) -> None:
     params, messages = SamplingParams(), [Message(role="user", content=QUESTION)]
     tags = Tags(experiment_name="benchmark", step=1, sample_index=17, rollout_n=number)
     identity = f"benchmark/1/17/{number}"
-    with tracing.activate(), trajectory_span(tags, identity, "tool_agent", messages, record=True) as root:
+    with activated(tracing), trajectory_span(tags, identity, "tool_agent", messages, record=True) as root:
         for index in range(2):
             with turn_span(index):
                 with chat_span("model", params) as chat:

@@ -18,9 +18,10 @@ import yaml
 from rich.progress import track
 from transformers import AutoTokenizer
 
-from trackway.deploy import train
-from trackway.deploy.settings import Deployment, UpSettings, bundled
-from trackway.deploy.up import bring_up, take_down
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings, bundled
+from trackway.deploy.local.up import bring_up, take_down
+from trackway.deploy.runs import launch
 from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
 from trackway.wire.trainer import RunInfo
@@ -110,7 +111,7 @@ def _run(deployment: Deployment, mode: str, number: int) -> list[float]:
         ],
         config_name="tiny_demo",
     )
-    train.start_run(deployment, config, name)
+    launch.start_run(deployment, config, name)
     with contextlib.ExitStack() as stack:
         still: list[bool] = []
 
@@ -121,7 +122,7 @@ def _run(deployment: Deployment, mode: str, number: int) -> list[float]:
             if info.step == STEPS:
                 stack.close()
 
-        info = train.follow(deployment, name, away)
+        info = launch.follow(deployment, name, away)
     rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
     return [row["data"]["timing_s/step"] for row in rows if row["step"] > 1]
 

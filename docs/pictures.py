@@ -20,7 +20,10 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
-from trackway.deploy import mlflow_server, preflight, processes, traces
+from trackway import traces
+from trackway.deploy.deployment import processes
+from trackway.deploy.deployment.mlflow_uri import store_uri
+from trackway.deploy.local import mlflow_server, preflight
 
 PICTURES = Path(__file__).parent / "pictures"
 WAIT_S = 60
@@ -111,7 +114,7 @@ def wait_for_server(browser: webdriver.Chrome, url: str) -> None:
 
 def a_good_trace(outputs: Path) -> tuple[str, str]:
     """A training trajectory whose reward is 1, from the newest step."""
-    uri = traces.store_uri(outputs)
+    uri = store_uri(outputs)
     found = traces.search(uri, traces.experiment_ids(uri, "trackway-demo"), "tags.validate = 'False'", limit=200)
     rewarded = [one for one in found if '"reward": 1.0' in (one.info.response_preview or "")]
     newest = max(rewarded, key=lambda one: int(one.info.tags["step"]))

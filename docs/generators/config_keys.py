@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from generators.markdown import breakable, code, page, sentence, table
 from trackway.trainer.config import Explanation, explain
-from trackway.trainer.config.known import DEPLOYMENT, MOVED, NO_EFFECT
+from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT
 
 
 def configuration_keys() -> str:

@@ -8,9 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from generators.apps import service_apps
 from generators.markdown import breakable, code, page, table
-from trackway.deploy.replica_metrics import merged
+from trackway.deploy.serve.replica_metrics import merged
 from trackway.serving.metrics import ServiceMetrics
-from trackway.trainer.run_gauges import OF_A_STEP, RunGauges
+from trackway.trainer.supervisor.gauges import OF_A_STEP, RunGauges
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState
 
 EXAMPLE = RunInfo(

@@ -17,13 +17,13 @@ from pydantic_settings import BaseSettings
 from generators.docstrings import field_docstrings
 from generators.markdown import breakable, code, page, table
 from trackway.agent.settings import AgentSettings
-from trackway.deploy.settings import UpSettings
+from trackway.deploy.local.settings import UpSettings
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving import ServiceSettings
 from trackway.tools.base import ToolLimits
-from trackway.tools.python_tool import PythonSettings
-from trackway.tools.search import SearchConfig
+from trackway.tools.builtin.python import PythonSettings
+from trackway.tools.builtin.search.tool import SearchConfig
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.settings import TrainerSettings
 

@@ -21,7 +21,7 @@ from measure import accuracy, held_out, observation_ids, prompt_ids
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from trackway.tools.arithmetic import calculate
+from trackway.tools.builtin.arithmetic import calculate
 from trackway.trainer.data.tiny import OPERATIONS, Problem, draw_problem
 
 HERE = Path(__file__).parent

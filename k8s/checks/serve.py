@@ -10,7 +10,7 @@ from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDepl
 
 from checks.model import Fault, Object, parsed, part, title
 from checks.render import Render
-from trackway.deploy.serve_keys import UNTYPED, unknown_keys
+from trackway.deploy.config.serve_keys import UNTYPED, unknown_keys
 
 PATH = "spec.serveConfigV2"
 

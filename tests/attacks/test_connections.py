@@ -16,8 +16,8 @@ from service_process import service_process
 from starlette.types import ASGIApp
 from uvicorn.config import HTTP_PROTOCOLS
 
-from trackway.deploy.direct import DirectPort
 from trackway.deploy.http_proxy import bound_connections
+from trackway.deploy.serve.direct_port import DirectPort
 from trackway.serving import ServiceSettings, service_app
 from trackway.serving.connections import MAX_HEADER_BYTES
 from trackway.serving.settings import ConnectionSettings

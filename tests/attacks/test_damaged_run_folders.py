@@ -10,11 +10,11 @@ from fastapi.testclient import TestClient
 
 from trackway.trainer.app import create_app
 from trackway.trainer.config import RunConfig
-from trackway.trainer.heartbeat import Heartbeat, OwnFolder, Sightings
-from trackway.trainer.owner import Beat, Owner, this_machine
-from trackway.trainer.run_folder import RunFolder
-from trackway.trainer.runs import Runs
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.heartbeat import Heartbeat, OwnFolder, Sightings
+from trackway.trainer.run_state.ownership import Beat, Owner, this_machine
 from trackway.trainer.settings import ServiceUrls, TrainerSettings
+from trackway.trainer.supervisor.manager import Runs
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 

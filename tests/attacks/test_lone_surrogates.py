@@ -8,9 +8,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from trackway.reward.app import create_app as create_reward
 from trackway.tools import ToolInputError, ToolResult, function_tool
 from trackway.tools.app import create_app
-from trackway.tools.function_tool import FunctionTool
+from trackway.tools.functions.tool import FunctionTool
 from trackway.tracing import Tracing, TracingSettings
-from trackway.tracing.encoder import serialized
+from trackway.tracing.export.otlp_encoder import serialized
 from trackway.wire.reward import ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward
 

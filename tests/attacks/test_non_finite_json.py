@@ -16,13 +16,13 @@ from pydantic import BaseModel, JsonValue, SecretStr, ValidationError
 from typing_extensions import TypeAliasType
 
 import trackway.wire
-from trackway.deploy.console import print_json
-from trackway.deploy.demo import Summary
-from trackway.serving.answers import error_response
+from trackway.deploy.runs.demo import Summary
+from trackway.deploy.terminal.console import print_json
+from trackway.serving.error_responses import error_response
 from trackway.trainer.config import RunConfig
 from trackway.trainer.config.compose import leaves
-from trackway.trainer.owner import Beat
-from trackway.trainer.plan import Progress
+from trackway.trainer.loop.schedule import Progress
+from trackway.trainer.run_state.ownership import Beat
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai import ChatTool, CompletionRequest

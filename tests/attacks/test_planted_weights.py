@@ -16,9 +16,9 @@ from sglang_fake import Fake
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.sglang import SglangEngine
-from trackway.rollout.engines.side_process import free_port
-from trackway.rollout.engines.sim import SimEngine
+from trackway.rollout.engines.remote.server_process import free_port
+from trackway.rollout.engines.remote.sglang import SglangEngine
+from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings

@@ -10,8 +10,8 @@ from service_process import ServiceProcess, service_process
 
 from trackway.reward.scorers import load_scorers
 from trackway.serving.user_code import UserCodeExit
-from trackway.tools.function_tool import functions_of_file
-from trackway.tools.registry import load_tools
+from trackway.tools.functions.tool import functions_of_file
+from trackway.tools.loading import load_tools
 
 HERE = Path(__file__).parent
 SCORED = {"data_source": "test/exiting", "solution_str": "x", "ground_truth": "y"}

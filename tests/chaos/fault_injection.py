@@ -16,10 +16,10 @@ from fault_targets import mlflow_server, processes_of, running, send, stopped, w
 from run_progress import StepProgress, ended_trajectories
 
 from trackway.clients import AgentClient, CallPolicy, TrainerClient, run
-from trackway.deploy import status
-from trackway.deploy.errors import UserError
-from trackway.deploy.settings import Deployment
-from trackway.trainer.run_folder import RunFolder
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
+from trackway.system.user_error import UserError
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, RunInfo, RunState
 

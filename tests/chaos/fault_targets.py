@@ -10,7 +10,7 @@ from signal import Signals
 import psutil
 from fault_schedule import SERVICES, Fault, Target
 
-from trackway.deploy.settings import Deployment
+from trackway.deploy.deployment.record import Deployment
 
 
 def processes_of(target: Target, deployment: Deployment, run: Path) -> list[psutil.Process]:

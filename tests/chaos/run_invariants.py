@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from fault_injection import ChaosRun
 from fault_schedule import Target
 
-from trackway.deploy.traces import rules
-from trackway.deploy.traces.store import TraceStore
-from trackway.deploy.traces.tree import SERVICE_OF_SPAN, TraceTree
-from trackway.deploy.traces.verify import Gap, settle
-from trackway.trainer.dump import read_trajectories
-from trackway.trainer.run_folder import RunFolder
+from trackway.traces import rules
+from trackway.traces.store import TraceStore
+from trackway.traces.tree import SERVICE_OF_SPAN, TraceTree
+from trackway.traces.verify import Gap, settle
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.trainer import RunInfo
 from trackway.wire.trajectory import Trajectory
 

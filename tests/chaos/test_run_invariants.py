@@ -8,10 +8,10 @@ from fault_injection import ChaosRun, Injection
 from fault_schedule import Fault, Moment, Target
 from run_invariants import drift_of, of_the_first_weights, rollout_of, rows_of, trajectories_of, unexplained
 
-from trackway.deploy.settings import Deployment
-from trackway.deploy.traces.verify import Gap
-from trackway.trainer.dump import write_trajectories
-from trackway.trainer.run_folder import RunFolder
+from trackway.deploy.deployment.record import Deployment
+from trackway.traces.verify import Gap
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.wire.chat import Message
 from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajectory, Turn

@@ -23,11 +23,12 @@ from nodes import DASHBOARD_PORT, REDIS, Node
 from processes import started
 
 from trackway.clients.token import TOKEN
-from trackway.deploy import serve_config
-from trackway.deploy.ray_cluster import ServeApi
-from trackway.deploy.serve_config import Replicas
-from trackway.deploy.settings import Deployment, bundled
-from trackway.deploy.status import replicas_at
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.serve_config import Replicas
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.serve_api import ServeApi
+from trackway.deploy.deployment.status import replicas_at
+from trackway.deploy.local.settings import bundled
 from trackway.trainer.data import make_tiny
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import ReplicaInfo

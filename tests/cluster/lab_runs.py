@@ -7,12 +7,12 @@ from lab import PATIENCE_S, Cluster, until
 from small_runs import small_run
 
 from trackway.clients import CallPolicy, RolloutClient, TrainerClient, run
-from trackway.deploy import train
-from trackway.deploy.traces import MlflowStore
-from trackway.deploy.traces.verify import Gap, dumps, verify
+from trackway.deploy.runs import launch
+from trackway.traces import MlflowStore
+from trackway.traces.verify import Gap, dumps, verify
 from trackway.trainer.config import compose
-from trackway.trainer.dump import read_trajectories
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.headers import REPLICA
 from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams
 from trackway.wire.trainer import ENDED, RunInfo, RunState
@@ -26,7 +26,7 @@ _STORED_S = 45.0
 def start(cluster: Cluster, name: str) -> str:
     """A small run whose training trajectories are all traced."""
     words = small_run(cluster.deployment.outputs, name, STEPS)
-    return train.start_run(cluster.deployment, compose(words, config_name="tiny_demo"), name).run
+    return launch.start_run(cluster.deployment, compose(words, config_name="tiny_demo"), name).run
 
 
 def step_of(cluster: Cluster, name: str) -> int:
@@ -44,7 +44,7 @@ def goes_on(cluster: Cluster, name: str, steps: int) -> None:
 
 def stopped(cluster: Cluster, name: str) -> RunInfo:
     """The run, asked to stop and over."""
-    return train.stop_run(cluster.deployment, name, lambda info: None)
+    return launch.stop_run(cluster.deployment, name, lambda info: None)
 
 
 def stop_all(cluster: Cluster) -> None:

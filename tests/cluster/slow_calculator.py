@@ -7,7 +7,7 @@ import asyncio
 
 from pydantic import JsonValue
 
-from trackway.tools.calculator import CalculatorTool
+from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.wire.tools import ToolResult
 
 SECONDS = 3.0

@@ -13,7 +13,7 @@ from lab import SERVICES, Cluster, until
 from lab_runs import generate, generating, goes_on, lost_nothing, start, step_of, stopped, trace_gaps
 
 from trackway.clients import run
-from trackway.deploy.traces.verify import Gap
+from trackway.traces.verify import Gap
 
 pytestmark = [
     pytest.mark.e2e,

@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trackway.agent.app import create_app as agent_app
 from trackway.agent.settings import AgentSettings
 from trackway.clients.token import TOKEN
-from trackway.deploy.settings import Deployment, bundled
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import bundled
 from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.app import create_app as rollout_app
@@ -25,8 +26,8 @@ from trackway.tools.app import create_app as tools_app
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.app import create_app as trainer_app
 from trackway.trainer.config import RunConfig, compose
-from trackway.trainer.owner import Owner
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.ownership import Owner
 from trackway.trainer.settings import ServiceUrls, TrainerSettings
 from trackway.wire.trainer import RunState
 

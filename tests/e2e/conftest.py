@@ -12,9 +12,10 @@ from small_runs import small_run
 from weave_process import weave_url as weave_url
 
 from trackway.clients.token import TOKEN
-from trackway.deploy import train
-from trackway.deploy.settings import Deployment, UpSettings
-from trackway.deploy.up import bring_up, take_down
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.local.up import bring_up, take_down
+from trackway.deploy.runs import launch
 from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
 from trackway.wire.trainer import RunInfo
@@ -53,6 +54,6 @@ def started(deployment: Deployment) -> Train:
 
     def start(name: str, steps: int, *overrides: str) -> RunInfo:
         words = small_run(deployment.outputs, name, steps, *overrides)
-        return train.start_run(deployment, compose(words, config_name="tiny_demo"), name)
+        return launch.start_run(deployment, compose(words, config_name="tiny_demo"), name)
 
     return start

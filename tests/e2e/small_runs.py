@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trackway.deploy.settings import bundled
+from trackway.deploy.local.settings import bundled
 
 
 def small_run(outputs: Path, name: str, steps: int, *overrides: str) -> list[str]:

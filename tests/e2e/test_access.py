@@ -9,8 +9,8 @@ from access_tokens import AGENT, OPERATOR
 from pydantic import SecretStr
 
 from trackway.clients import AgentClient, ServiceClient, ToolsClient, run
-from trackway.deploy import status
-from trackway.deploy.settings import Deployment
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError

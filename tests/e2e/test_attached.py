@@ -15,13 +15,16 @@ from access_tokens import OPERATOR
 from small_runs import small_run
 from test_training import until
 
-from trackway.deploy import attached_demo, serve_config, status, train
-from trackway.deploy.demo import Clock
-from trackway.deploy.errors import UserError
-from trackway.deploy.ray_cluster import ServeApi
-from trackway.deploy.running import load_running
-from trackway.deploy.serve_config import Replicas
-from trackway.deploy.settings import Deployment, bundled
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.serve_config import Replicas
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.running import load_running
+from trackway.deploy.deployment.serve_api import ServeApi
+from trackway.deploy.local.settings import bundled
+from trackway.deploy.runs import demo_attached, launch
+from trackway.deploy.runs.demo import Clock
+from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.wire.trainer import RunInfo, RunState
 
@@ -111,14 +114,14 @@ def test_another_clusters_token_is_refused_in_a_line(attached: Path, monkeypatch
 def test_a_run_starts_there_with_paths_of_the_services_volume(deployment: Deployment, attached: Path) -> None:
     there = load_running(attached)
     words = small_run(deployment.outputs, "far", 1, "trainer.val_before_train=False")
-    config = train.placed(compose(words, config_name="tiny_demo"), there)
+    config = launch.placed(compose(words, config_name="tiny_demo"), there)
     seen: list[RunInfo] = []
 
-    info = train.follow(there, train.start_run(there, config).run, seen.append)
+    info = launch.follow(there, launch.start_run(there, config).run, seen.append)
 
     assert (info.state, info.step, seen[-1]) == (RunState.FINISHED, 1, info)
     with pytest.raises(UserError, match=r"data.train_files: expected an absolute path on the services' volume"):
-        train.placed(compose([*words, "data.train_files=train.parquet"], config_name="tiny_demo"), there)
+        launch.placed(compose([*words, "data.train_files=train.parquet"], config_name="tiny_demo"), there)
 
 
 def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached: Path, tmp_path: Path) -> None:
@@ -126,10 +129,10 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
     small += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=2"]
     words = ["--outputs", str(attached), "--data-dir", str(tmp_path), "--wait", "60", "--seed", "7", "--json"]
     there = load_running(attached)
-    first = attached_demo.AttachedDemo(there, 7, tmp_path, MODEL, small)  # a pod that is evicted at once
+    first = demo_attached.AttachedDemo(there, 7, tmp_path, MODEL, small)  # a pod that is evicted at once
     info, started = first.start()
     assert (started, first.start()[1]) == ("run seed7 starts", f"run seed7 is {info.state} already: following it")
-    train.stop_run(there, info.run, lambda info: None)
+    launch.stop_run(there, info.run, lambda info: None)
 
     told = json.loads(trackway("demo", "--attached", *words, *small))
 
@@ -139,10 +142,10 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
     assert json.loads((attached / "summary.json").read_text()) == told and (attached / "reward.png").exists()
     assert sorted(file.name for file in (tmp_path / "tiny-seed7").iterdir()) == ["test.parquet", "train.parquet"]
 
-    newest, free = attached_demo.newest_of(7, attached_demo.runs(deployment))
+    newest, free = demo_attached.newest_of(7, demo_attached.runs(deployment))
     assert newest is not None and (newest.run, free, newest.uid) == ("seed7", "seed7-2", info.uid)  # it went on
     hidden = newest.model_copy(update={"folder": "/nowhere/seed7"})
-    summary, [note] = attached_demo.summarise(there, hidden, Clock(0.0))
+    summary, [note] = demo_attached.summarise(there, hidden, Clock(0.0))
     assert "/nowhere/seed7 is not visible from here" in note
     assert (summary.trajectories, summary.traced, summary.complete_traces) == (32, 24, None)
     assert (summary.accuracy_before, summary.accuracy_after) == (told["accuracy_before"], told["accuracy_after"])

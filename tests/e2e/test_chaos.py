@@ -29,9 +29,10 @@ from small_runs import small_run
 from test_training import quiet
 
 from trackway.clients import TrainerClient, run
-from trackway.deploy import status, train
-from trackway.deploy.settings import Deployment
-from trackway.deploy.traces import MlflowStore
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs import launch
+from trackway.traces import MlflowStore
 from trackway.trainer.config import compose
 from trackway.wire.trainer import RunInfo, RunState
 
@@ -46,14 +47,14 @@ _undisturbed: dict[int, RunInfo] = {}
 
 def start(deployment: Deployment, name: str, steps: int) -> RunInfo:
     words = small_run(deployment.outputs, name, steps, *RARE_SAVES, *PATIENT)
-    return train.start_run(deployment, compose(words, config_name="tiny_demo"), name)
+    return launch.start_run(deployment, compose(words, config_name="tiny_demo"), name)
 
 
 def undisturbed(deployment: Deployment, steps: int) -> RunInfo:
     """A run of so many steps that was left alone; one for all schedules."""
     if steps not in _undisturbed:
         name = start(deployment, f"undisturbed-{steps}", steps).run
-        _undisturbed[steps] = train.follow(deployment, name, quiet)
+        _undisturbed[steps] = launch.follow(deployment, name, quiet)
     return _undisturbed[steps]
 
 

@@ -6,8 +6,8 @@ import time
 import httpx
 import pytest
 
-from trackway.deploy import status
-from trackway.deploy.settings import Deployment
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

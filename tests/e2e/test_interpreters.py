@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from test_training import until
 
-from trackway.deploy import serve_config, status
-from trackway.deploy.errors import UserError
-from trackway.deploy.interpreters import check_interpreters
-from trackway.deploy.ray_cluster import ServeApi
-from trackway.deploy.settings import Deployment
+from trackway.deploy.config import serve_config
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.installation_check import check_interpreters
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.serve_api import ServeApi
+from trackway.system.user_error import UserError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

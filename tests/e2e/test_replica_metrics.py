@@ -5,8 +5,8 @@ import pytest
 from access_tokens import OPERATOR
 from prometheus_client.parser import text_string_to_metric_families
 
-from trackway.deploy import status
-from trackway.deploy.settings import Deployment
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

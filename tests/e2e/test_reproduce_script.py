@@ -12,10 +12,11 @@ from small_runs import small_run
 from test_training import listen_to_ctrl_c, runs, until
 from weave_process import API_KEY, USER
 
-from trackway.deploy.settings import Deployment, bundled
-from trackway.trainer.dump import read_trajectories
-from trackway.trainer.forecast import forecast
-from trackway.trainer.run_folder import RunFolder
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import bundled
+from trackway.trainer.loop.forecast import forecast
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.trainer import RunState
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -11,10 +11,12 @@ import pytest
 from test_training import until
 
 from trackway.clients import CallPolicy, RolloutClient, run
-from trackway.deploy import serve_config, status
-from trackway.deploy.ray_cluster import ServeApi
-from trackway.deploy.serve_config import Replicas
-from trackway.deploy.settings import Deployment, UpSettings
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.serve_config import Replicas
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.serve_api import ServeApi
+from trackway.deploy.local.settings import UpSettings
 from trackway.wire.errors import TrackwayError
 from trackway.wire.headers import REPLICA
 from trackway.wire.rollout import GenerateRequest, SamplingParams

@@ -23,10 +23,11 @@ from tool_callers import GROUP, GROUPS, TOOL, Sessions, Trajectories
 
 from trackway.clients import ToolsClient, run
 from trackway.clients.token import authorization, token_or_environments
-from trackway.deploy import serve_config, status
-from trackway.deploy.ray_cluster import ServeApi
-from trackway.deploy.serve_config import Replicas
-from trackway.deploy.settings import Deployment
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.serve_config import Replicas
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.wire.errors import ErrorCode
 from trackway.wire.health import ReplicaInfo
 from trackway.wire.tools import OneShotRequest

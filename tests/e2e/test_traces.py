@@ -12,10 +12,11 @@ from mlflow import MlflowClient
 from mlflow.entities import Trace
 from test_training import until
 
+from trackway import traces
 from trackway.clients import AgentClient, run
 from trackway.clients.token import authorization, token_or_environments
-from trackway.deploy import status, traces
-from trackway.deploy.settings import Deployment
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
 from trackway.wire.agent import GroupRequest, Limits, RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams

@@ -13,10 +13,12 @@ from mlflow import MlflowClient
 from mlflow.entities import Trace
 from small_runs import small_run
 
+from trackway import traces
 from trackway.clients import TrainerClient, run
-from trackway.deploy import status, traces, train
-from trackway.deploy.settings import Deployment
-from trackway.trainer.dump import read_trajectories
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs import launch
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.trainer import RunInfo, RunState
 from trackway.wire.trajectory import Trajectory
 
@@ -52,7 +54,7 @@ def runs(deployment: Deployment) -> list[RunInfo]:
 
 
 def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deployment, started) -> None:
-    info = train.follow(deployment, started("whole", 2).run, quiet)
+    info = launch.follow(deployment, started("whole", 2).run, quiet)
     made = trajectories_of(info)
     traced = {f"tr-{one.trace_id}": one for one in made if one.trace_id}
     assert (info.state, len(made), len(traced)) == (RunState.FINISHED, 8 + 32 + 8, 2 + 32 + 2)
@@ -101,7 +103,7 @@ def test_scaling_rollout_during_a_run_fails_no_request_and_both_replicas_hold_th
     name = started("scaled", 8).run
     until(lambda: step_of(deployment, name) >= 1)
     during = status.scale(deployment, "rollout", 2)
-    info = train.follow(deployment, name, quiet)
+    info = launch.follow(deployment, name, quiet)
     after = until(lambda: current(deployment))
     back = status.scale(deployment, "rollout", 1)
     assert (len(during), len(after), len(back)) == (2, 2, 1)
@@ -121,7 +123,7 @@ def test_a_killed_rollout_replica_costs_no_trajectory(deployment: Deployment, st
     rollout = next(one for one in status.service_statuses(deployment) if one.service == "rollout")
     [replica] = rollout.replicas
     os.kill(replica.health.pid, signal.SIGKILL)
-    info = train.follow(deployment, name, quiet)
+    info = launch.follow(deployment, name, quiet)
     assert (info.state, info.restarts) == (RunState.FINISHED, 0)
     assert [one.error for one in trajectories_of(info) if one.error] == []
     assert next(iter(status.service_statuses(deployment))).replicas[0].health.pid != replica.health.pid
@@ -137,8 +139,8 @@ def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(deployment: Deploy
     _, shown = process.communicate(timeout=180)
     assert process.returncode == 130 and "trackway train --resume interrupted" in shown.replace("\n", " ")
     [stopped] = [one for one in runs(deployment) if one.run == "interrupted"]
-    train.resume_run(deployment, "interrupted")
-    info = train.follow(deployment, "interrupted", quiet)
+    launch.resume_run(deployment, "interrupted")
+    info = launch.follow(deployment, "interrupted", quiet)
     rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
     assert (stopped.state, info.state) == (RunState.STOPPED, RunState.FINISHED)
     assert 1 <= stopped.step < 15 and [row["step"] for row in rows] == list(range(16))

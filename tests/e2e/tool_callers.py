@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 from trackway.agent.app import create_app as create_agent
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient, CallPolicy, Deadline, ToolsClient, run
-from trackway.deploy.settings import Deployment, bundled
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import bundled
 from trackway.rollout.app import create_app as create_rollout
 from trackway.rollout.settings import RolloutSettings
 from trackway.trainer.data.tiny import make_tiny_rows

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trackway.agent.app import create_app as agent_app
 from trackway.agent.settings import AgentSettings
-from trackway.deploy.replica_metrics import merged
+from trackway.deploy.serve.replica_metrics import merged
 from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.app import create_app as rollout_app
@@ -25,7 +25,7 @@ from trackway.tools.app import create_app as tools_app
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.app import create_app as trainer_app
 from trackway.trainer.config import RunConfig
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import TrainerSettings
 
 pytestmark = pytest.mark.anyio

@@ -21,7 +21,7 @@ from pods_volumes import Volumes
 
 from checks.model import Object, part
 from checks.render import Render, rendered
-from trackway.deploy.ray_cluster import ServeApi
+from trackway.deploy.deployment.serve_api import ServeApi
 
 HEAD, WORKER, MLFLOW, JOB = (f"198.51.100.{number}" for number in (10, 11, 12, 13))
 TOOLS = "trackway-tools:0.1.0"

@@ -23,8 +23,9 @@ from vllm_runs import (
 )
 
 from trackway.clients.rollout import RolloutClient
-from trackway.rollout.engines import remote, remote_weights
-from trackway.rollout.engines.vllm import VllmEngine
+from trackway.rollout.engines.remote import engine as remote_engine
+from trackway.rollout.engines.remote import weights as remote_weights
+from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.rollout import GenerateReply, GenerateRequest
 
 
@@ -80,7 +81,7 @@ class Witness(VllmEngine):
 def patience() -> Iterator[None]:
     """Replicas wait longer for what a request that was cut has made: a busy machine takes its time to tell."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (remote, remote_weights):
+        for module in (remote_engine, remote_weights):
             patch.setattr(module, "_CUT_GRACE_S", DEADLINE_S)
         yield
 

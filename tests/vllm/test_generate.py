@@ -22,7 +22,7 @@ from vllm_runs import (
     worst,
 )
 
-from trackway.rollout.engines.vllm import VllmEngine
+from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 

@@ -8,7 +8,7 @@ import pytest
 from planted_weights import DEMO, USUAL, Pairs, Versions, make_versions
 from vllm_runs import GREEDY, MARKS, PROMPT, VOCAB, settings_of, started
 
-from trackway.rollout.engines.vllm import VllmEngine
+from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Verdict, WeightProof

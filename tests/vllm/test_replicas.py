@@ -24,8 +24,8 @@ from vllm_runs import (
 )
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.vllm import VllmEngine
-from trackway.rollout.weights import WeightWatcher
+from trackway.rollout.engines.remote.vllm import VllmEngine
+from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 pytestmark = MARKS

@@ -25,7 +25,7 @@ from trackway.clients import close_shared_http
 from trackway.clients.rollout import RolloutClient
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
-from trackway.rollout.engines.vllm import VllmEngine
+from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import GenerateReply, GenerateRequest, PausedReply
 

@@ -25,8 +25,8 @@ from vllm_runs import (
     worst,
 )
 
-from trackway.rollout.engines.engine import Generation, Piece
-from trackway.rollout.engines.vllm import VllmEngine
+from trackway.rollout.engines.protocol import Generation, Piece
+from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 pytestmark = MARKS

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from trackway.rollout.engines.engine import Generation
-from trackway.rollout.engines.vllm import VllmEngine
+from trackway.rollout.engines.protocol import Generation
+from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import Probe, WeightProof

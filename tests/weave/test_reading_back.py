@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
-from trackway.deploy.traces import rules
-from trackway.deploy.traces.refs import resolve
-from trackway.deploy.traces.store import Steps, TraceFilter, TraceKind
-from trackway.deploy.traces.weave_store import WeaveStore
+from trackway.traces import rules
+from trackway.traces.refs import resolve
+from trackway.traces.store import Steps, TraceFilter, TraceKind
+from trackway.traces.weave_store import WeaveStore
 from trackway.tracing import (
     Tracing,
     TracingSettings,
@@ -29,6 +29,7 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
+from trackway.tracing.active import activated
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
@@ -53,13 +54,13 @@ class Services:
         """One traced trajectory of one turn."""
         tags = Tags(experiment_name=RUN, step=step, sample_index=7, rollout_n=rollout_n)
         name, messages = f"{RUN}/{step}/7/{rollout_n}", [Message(role="user", content="What is 6*9?")]
-        with self.all["agent"].activate(), trajectory_span(tags, name, "tool_agent", messages, True) as root:
+        with activated(self.all["agent"]), trajectory_span(tags, name, "tool_agent", messages, True) as root:
             headers: dict[str, str] = {}
             with turn_span(0):
                 add_event("retry", attempt=2, url="http://rollout")
                 inject(headers)
                 self.work(headers, self.lost if loses_chat else self.all["rollout"])
-            with self.all["reward"].activate(), reward_span("gsm8k") as scoring:
+            with activated(self.all["reward"]), reward_span("gsm8k") as scoring:
                 scoring.outputs({"score": reward})
             root.outputs({"reward": reward, "num_turns": 2})
             set_outcome(root)
@@ -78,12 +79,12 @@ class Services:
         )
 
     def work(self, headers: Mapping[str, str], rollout: Tracing) -> None:
-        with rollout.activate(), extracted(headers), chat_span("tiny", SamplingParams()) as chat:
+        with activated(rollout), extracted(headers), chat_span("tiny", SamplingParams()) as chat:
             chat.outputs({"response_text": "#### 54"})
             chat.usage(30, 4)
             chat.weight_versions([WeightSpan(version=3, start=0, end=4)])
         with (
-            self.all["tools"].activate(),
+            activated(self.all["tools"]),
             extracted(headers),
             tool_span("calculator", {"expression": "6*9"}, "c") as tool,
         ):
@@ -101,7 +102,7 @@ def made(weave_server: TracingSettings) -> dict[str, Trajectory]:
     }
     consumed = [(made["s3n0"].trace_id or "", "ab" * 8)]
     with (
-        services.all["trainer"].activate(),
+        activated(services.all["trainer"]),
         train_step_span(3, RUN, TraceTarget()),
         optimizer_step_span(0, consumed),
     ):

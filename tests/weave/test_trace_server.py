@@ -8,6 +8,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from pydantic import SecretStr
 
 from trackway.tracing import SpanHandle, Tracing, TracingSettings, trajectory_span, turn_span
+from trackway.tracing.active import activated
 from trackway.wire.trajectory import Tags
 
 pytestmark = [pytest.mark.weave, pytest.mark.slow]
@@ -49,7 +50,7 @@ def test_calls_are_read_with_the_key_only(weave_server: TracingSettings, key: st
 
 def test_a_wrong_key_refuses_the_spans_and_they_are_counted(weave_server: TracingSettings) -> None:
     tracing = Tracing("agent", weave_server.model_copy(update={"weave_api_key": SecretStr("another")}))
-    with tracing.activate(), root(), turn_span(0):
+    with activated(tracing), root(), turn_span(0):
         pass
     assert tracing.shutdown(30)
     weave = tracing.stats().backends["weave"]
@@ -60,7 +61,7 @@ def test_a_span_whose_keys_form_no_tree_is_refused_and_counted_while_its_neighbo
     weave_server: TracingSettings,
 ) -> None:
     tracing = Tracing("agent", weave_server)
-    with tracing.activate(), root(), turn_span(0) as turn:
+    with activated(tracing), root(), turn_span(0) as turn:
         turn.set("agentic.turn.index", 0)  # `agentic.turn` is a number already
     assert tracing.shutdown(30)
     weave = tracing.stats().backends["weave"]

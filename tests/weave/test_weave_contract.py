@@ -20,6 +20,7 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
+from trackway.tracing.active import activated
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode
 from trackway.wire.rollout import SamplingParams
@@ -47,7 +48,7 @@ class Services:
         identity = f"{tags.experiment_name}/{tags.step}/{tags.sample_index}/{tags.rollout_n}"
         headers: dict[str, str] = {}
         with (
-            self.all["agent"].activate(),
+            activated(self.all["agent"]),
             trajectory_span(tags, identity, "tool_agent", MESSAGES, True, target) as root,
         ):
             with turn_span(0):
@@ -66,7 +67,7 @@ class Services:
 
     def generation(self, headers: Mapping[str, str], step: int) -> None:
         """The rollout service's part; weights change during the generation of every step after the first."""
-        with self.all["rollout"].activate(), extracted(headers), chat_span("tiny", SamplingParams()) as chat:
+        with activated(self.all["rollout"]), extracted(headers), chat_span("tiny", SamplingParams()) as chat:
             chat.inputs({"prompt_text": "3+4?"})
             chat.outputs({"response_text": "call the calculator"})
             chat.usage(20, 9)
@@ -76,10 +77,10 @@ class Services:
     def execution(self, headers: Mapping[str, str], rollout_n: int) -> None:
         """The tool server's part; the second rollout's tool fails."""
         arguments = {"expression": "3+4"}
-        with self.all["tools"].activate(), extracted(headers), tool_span("calculator", arguments, "c") as tool:
+        with activated(self.all["tools"]), extracted(headers), tool_span("calculator", arguments, "c") as tool:
             tool.outputs({"text": "7"})
         if rollout_n == 1:
-            with self.all["agent"].activate():
+            with activated(self.all["agent"]):
                 add_incident(Incident.TOOL_FAILED, tool="calculator")
 
     def scoring(self) -> None:
@@ -90,7 +91,7 @@ class Services:
     def train_step(self, step: int, consumed: list[tuple[str, str]]) -> None:
         """The trainer's own trace."""
         with (
-            self.all["trainer"].activate(),
+            activated(self.all["trainer"]),
             train_step_span(step, "contract", TARGET),
             optimizer_step_span(0, consumed),
         ):

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from trackway.tracing import Tracing, TracingSettings, set_outcome, trajectory_span, turn_span
-from trackway.trainer.assessment import Assessment
-from trackway.trainer.weave import WeaveFeedback
+from trackway.tracing.active import activated
+from trackway.trainer.delivery.assessment import Assessment
+from trackway.trainer.delivery.weave_feedback import WeaveFeedback
 from trackway.wire.trajectory import Tags
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def roots(weave_server: TracingSettings, tmp_path_factory: pytest.TempPathFactor
 def trajectory(tracing: Tracing, rollout_n: int) -> str:
     tags = Tags(experiment_name="gsm8k_grpo", step=3, sample_index=17, rollout_n=rollout_n)
     identity = f"gsm8k_grpo/3/17/{rollout_n}"
-    with tracing.activate(), trajectory_span(tags, identity, "tool_agent", [], True) as root:
+    with activated(tracing), trajectory_span(tags, identity, "tool_agent", [], True) as root:
         with turn_span(0):
             pass
         set_outcome(root)

@@ -5,14 +5,12 @@ their own processes through the W3C headers that `inject` writes and `extracted`
 `rollout_trace_attr` and `rollout_trace_op` are the same in verl's spelling, for people's own agent loops.
 """
 
-from trackway.tracing.config import RolloutTraceConfig
-from trackway.tracing.context import extracted, inject, token2text
-from trackway.tracing.handle import SpanHandle, add_event, add_incident, truncate
-from trackway.tracing.ledger import Ledger, current_ledger, ledger
-from trackway.tracing.op import rollout_trace_attr, rollout_trace_op
+from trackway.tracing.active import activated, install, token2text
+from trackway.tracing.context import extracted, inject
+from trackway.tracing.export.backend_queue import BackendStats
 from trackway.tracing.provider import SpanStats, Tracing
-from trackway.tracing.sender import BackendStats
 from trackway.tracing.settings import TracingSettings
+from trackway.tracing.span_handle import SpanHandle, add_event, add_incident, truncate
 from trackway.tracing.spans import (
     chat_span,
     optimizer_step_span,
@@ -23,6 +21,9 @@ from trackway.tracing.spans import (
     trajectory_span,
     turn_span,
 )
+from trackway.tracing.trace_stats import Ledger, current_ledger, ledger
+from trackway.tracing.verl.config import RolloutTraceConfig
+from trackway.tracing.verl.decorators import rollout_trace_attr, rollout_trace_op
 
 __all__ = [
     "BackendStats",
@@ -32,12 +33,14 @@ __all__ = [
     "SpanStats",
     "Tracing",
     "TracingSettings",
+    "activated",
     "add_event",
     "add_incident",
     "chat_span",
     "current_ledger",
     "extracted",
     "inject",
+    "install",
     "ledger",
     "optimizer_step_span",
     "reward_span",

@@ -1,20 +1,15 @@
-"""W3C context over HTTP headers, and what is active here: the tracing, and the target of the trace.
+"""W3C context over HTTP headers, and the target of the current trace.
 
-`inject` and `extracted` are all that crosses a process: traceparent, tracestate and baggage. The active `Tracing` is a
-context variable, so that several services can live in one process (tests do) and each traces under its own name. The
-target travels as baggage, since services outlive the runs that choose it.
+`inject` and `extracted` are all that crosses a process: traceparent, tracestate and baggage. The target travels as
+baggage, since services outlive the runs that choose it.
 """
-
-from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from opentelemetry import baggage, context, trace
+from opentelemetry import baggage, context
 from opentelemetry.baggage.propagation import W3CBaggagePropagator
 from opentelemetry.context import Context, create_key
 from opentelemetry.propagators.composite import CompositePropagator
@@ -23,17 +18,12 @@ from pydantic import ValidationError
 
 from trackway.wire.tracing import TraceTarget
 
-if TYPE_CHECKING:
-    from trackway.tracing.provider import Tracing
-
 logger = logging.getLogger("trackway.tracing")
 
 _TRACE, _BAGGAGE = TraceContextTextMapPropagator(), W3CBaggagePropagator()
 _PROPAGATOR = CompositePropagator([_TRACE, _BAGGAGE])
 _TARGET = "agentic.target"
 _KEPT_ROOT = create_key("trackway-kept-root")
-_active: ContextVar[Tracing | None] = ContextVar("trackway_tracing", default=None)
-_installed: list[Tracing] = []
 
 
 def inject(headers: dict[str, str]) -> None:
@@ -61,50 +51,9 @@ def _with_baggage(header: str) -> Context:
     return _BAGGAGE.extract({"baggage": header}, context=Context()) if header else Context()
 
 
-def active_tracing() -> Tracing | None:
-    """The tracing of this context, else the process's, else None."""
-    return _active.get() or (_installed[-1] if _installed else None)
-
-
-@contextmanager
-def activated(tracing: Tracing) -> Iterator[None]:
-    """Make `tracing` the active one inside the block."""
-    token = _active.set(tracing)
-    try:
-        yield
-    finally:
-        _active.reset(token)
-
-
-def install(tracing: Tracing | None) -> None:
-    """Make `tracing` the process's default; None takes the default away."""
-    _installed[:] = [] if tracing is None else [tracing]
-
-
-def uninstall(tracing: Tracing) -> None:
-    """Take the process's default away if it is still this one."""
-    if tracing in _installed:
-        install(None)
-
-
-def tracer() -> trace.Tracer:
-    """The active tracer; a no-op one when nothing is active."""
-    tracing = active_tracing()
-    return trace.NoOpTracer() if tracing is None else tracing.tracer
-
-
 def current_target() -> TraceTarget:
     """Where the current trace goes."""
     return _parsed(str(baggage.get_baggage(_TARGET) or ""))
-
-
-def token2text() -> bool:
-    """Whether spans of the current trace should carry decoded text."""
-    wanted = current_target().token2text
-    if wanted is not None:
-        return wanted
-    tracing = active_tracing()
-    return tracing is not None and tracing.settings.token2text
 
 
 def kept_root(target: TraceTarget | None = None) -> Context:

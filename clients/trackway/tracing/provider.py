@@ -6,7 +6,6 @@ checks and direct REST calls leave no junk traces, and a caller's own sampled tr
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,14 +18,14 @@ from opentelemetry.sdk.trace.sampling import Decision, ParentBased, Sampler, Sam
 from opentelemetry.trace import Link, SpanKind, Tracer, TraceState
 from opentelemetry.util.types import Attributes
 
-from trackway.tracing.context import activated, install, is_kept_root
-from trackway.tracing.endpoint import endpoint
-from trackway.tracing.mlflow_endpoint import MlflowEndpoint
-from trackway.tracing.pipeline import Pipeline, monotonic_deadline
+from trackway.tracing.context import is_kept_root
+from trackway.tracing.export.backend_queue import BackendStats, Sender
+from trackway.tracing.export.disk_queue import Spool
+from trackway.tracing.export.mlflow import MlflowEndpoint
+from trackway.tracing.export.otlp_http import endpoint
+from trackway.tracing.export.processor import Pipeline, monotonic_deadline
 from trackway.tracing.redaction import Redact, load_redaction
-from trackway.tracing.sender import BackendStats, Sender
 from trackway.tracing.settings import TracingSettings
-from trackway.tracing.spool import Spool
 from trackway.wire.tracing import TraceBackend
 
 MAX_LINKS = 8192
@@ -115,14 +114,6 @@ class Tracing:
         )
         self._provider.add_span_processor(self._pipeline)
         self.tracer: Tracer = self._provider.get_tracer("trackway")
-
-    def activate(self) -> AbstractContextManager[None]:
-        """Use this tracing inside the block."""
-        return activated(self)
-
-    def install(self) -> None:
-        """Use this tracing wherever the process activates no other."""
-        install(self)
 
     def stats(self) -> SpanStats:
         """Counts since the start."""

@@ -39,6 +39,10 @@ def _headers_in_env() -> dict[str, str]:
     return dict(parse_env_headers(given, liberal=True)) if given else {}
 
 
+SPOOL_FOLDER = "spool"
+"""In the outputs folder: traces that their backend did not take yet."""
+
+
 class TracingSettings(BaseModel):
     """Where spans go and how much text they carry."""
 

@@ -9,10 +9,11 @@ from opentelemetry.context import Context, attach, detach, get_current
 from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, TraceFlags
 
 from trackway.tracing import attributes as names
+from trackway.tracing.active import active_tracing, tracer
 from trackway.tracing.attributes import SpanKind
-from trackway.tracing.context import active_tracing, current_target, kept_root, tracer
-from trackway.tracing.handle import Scalar, SpanHandle
-from trackway.tracing.ledger import ledger
+from trackway.tracing.context import current_target, kept_root
+from trackway.tracing.span_handle import Scalar, SpanHandle
+from trackway.tracing.trace_stats import ledger
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams

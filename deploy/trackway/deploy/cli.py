@@ -3,7 +3,7 @@
 import typer
 
 from trackway.deploy.commands import config, data, demo, services, tools, traces, training
-from trackway.deploy.entry import enter
+from trackway.deploy.terminal.entry import enter
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(services.app)

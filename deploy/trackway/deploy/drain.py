@@ -24,7 +24,7 @@ from ray.core.generated.autoscaler_pb2 import DrainNodeReason  # pyright: ignore
 from ray.core.generated.gcs_pb2 import ActorTableData  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import RayError
 
-from trackway.deploy.errors import UserError
+from trackway.system.user_error import UserError
 
 _PREEMPTION = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 _POLL_S = 1.0

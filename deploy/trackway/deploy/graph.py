@@ -22,7 +22,8 @@ from ray.serve import Application
 
 from trackway.agent.settings import AgentSettings
 from trackway.deploy.autoscaling import DIRECT_REQUESTS
-from trackway.deploy.broadcast import (
+from trackway.deploy.serve.direct_port import DirectPort
+from trackway.deploy.serve.fan_out import (
     Refusal,
     ReplicaPass,
     replicas_route,
@@ -30,8 +31,7 @@ from trackway.deploy.broadcast import (
     to_each_replica_of,
     to_replicas_of,
 )
-from trackway.deploy.direct import DirectPort
-from trackway.deploy.replica_metrics import ReplicaMetrics, metrics_route
+from trackway.deploy.serve.replica_metrics import ReplicaMetrics, metrics_route
 from trackway.deploy.sigterm import end_at_sigterm
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.settings import RolloutSettings

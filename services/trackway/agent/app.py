@@ -9,9 +9,9 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from trackway.agent.context import Services
 from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
-from trackway.agent.services import Services
 from trackway.agent.settings import AgentSettings
 from trackway.serving import ServiceRouter, service_app
 from trackway.serving.user_code import importing

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trackway.agent.context import Services
 from trackway.agent.loop import AgentLoop, agent_loop
-from trackway.agent.services import Services
 from trackway.serving.metrics import counted
 from trackway.serving.user_code import contained
 from trackway.wire.agent import GroupRequest

@@ -13,7 +13,7 @@ from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, register, stopwatch
 from trackway.agent.observations import Observation, truncated
 from trackway.agent.parser import Parsed
-from trackway.agent.toolbox import Toolbox, rejected
+from trackway.agent.tool_runner import Toolbox, rejected
 from trackway.chat.tool_calls import ParsedCall
 from trackway.tracing import turn_span
 from trackway.wire.agent import Limits

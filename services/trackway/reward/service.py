@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from trackway.reward.scorers import Scorer, ScorerRegistry, method_of
 from trackway.serving.user_code import described, run_user_code
 from trackway.tracing import SpanHandle, reward_span, token2text
-from trackway.tracing.context import active_tracing
-from trackway.tracing.handle import utf8_size
+from trackway.tracing.active import active_tracing
 from trackway.tracing.redaction import redacted
+from trackway.tracing.span_handle import utf8_size
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest, ScorerInfo
 from trackway.wire.text import well_formed

@@ -12,13 +12,13 @@ from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines import open_engine
-from trackway.rollout.engines.engine import Engine, MemoryPart, PauseMode
-from trackway.rollout.gauges import engine_gauges
+from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
+from trackway.rollout.metrics import engine_gauges
 from trackway.rollout.openai import openai_routes
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.text import TokenText
-from trackway.rollout.weights import WeightWatcher
+from trackway.rollout.tokenizer import TokenText
+from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.tracing import Tracing
 from trackway.wire.rollout import (

@@ -6,12 +6,12 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from trackway.rollout.engines.collector import Collector
-from trackway.rollout.engines.engine import Capability, Engine, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.continuation import Survivor
+from trackway.rollout.engines.generation_builder import Collector
+from trackway.rollout.engines.protocol import Capability, Engine, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.survivor import Survivor
-from trackway.rollout.text import TokenText
-from trackway.rollout.weights import WeightWatcher
+from trackway.rollout.tokenizer import TokenText
+from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.tracing import SpanHandle, add_event, add_incident, chat_span, token2text
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready

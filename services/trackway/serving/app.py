@@ -12,14 +12,14 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from trackway.clients import close_shared_http
-from trackway.serving.answers import install_error_answers
 from trackway.serving.auth import Authentication, show_tokens_in_docs
-from trackway.serving.bounds import JsonSize, RequestBounds
 from trackway.serving.connections import bound_server
+from trackway.serving.environment_check import installation
+from trackway.serving.error_responses import install_error_answers
 from trackway.serving.idempotency import Idempotency
-from trackway.serving.installation import installation
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
 from trackway.serving.middleware import DeadlineLimit, LastResort, ReplicaName, TraceContext
+from trackway.serving.request_limits import JsonSize, RequestBounds
 from trackway.serving.settings import ServiceSettings
 from trackway.serving.tokens import TokenTable
 from trackway.serving.user_code import contain_tasks

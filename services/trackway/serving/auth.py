@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from fastapi import FastAPI, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from trackway.serving.answers import error_response
+from trackway.serving.error_responses import error_response
 from trackway.serving.tokens import AuthScope, Caller, TokenTable, digest_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trackway.serving.answers import error_response
+from trackway.serving.error_responses import error_response
 from trackway.serving.user_code import described, failure_of
 from trackway.system.storage import FULL, error_number, storage_error
 from trackway.tracing import Ledger, Tracing, extracted, ledger
+from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import REPLICA, REQUEST_DEADLINE, TRACE_RECEIPT
 
@@ -39,7 +40,7 @@ class TraceContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        with self.tracing.activate(), extracted(_carried(scope)), ledger() as sums:
+        with activated(self.tracing), extracted(_carried(scope)), ledger() as sums:
             scope["ledger"] = sums
             await self.app(scope, receive, send)
 

@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 
-from trackway.serving.answers import body_problems
+from trackway.serving.error_responses import body_problems
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 

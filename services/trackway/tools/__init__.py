@@ -1,7 +1,7 @@
 """The tool server: tools whose state lives as long as a trajectory. A new tool derives from `BaseTool`."""
 
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError
-from trackway.tools.function_tool import function_tool
+from trackway.tools.functions.tool import function_tool
 from trackway.tools.threads import in_thread
 from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.tools import ToolResult

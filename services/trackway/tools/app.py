@@ -9,16 +9,16 @@ from fastapi import APIRouter, FastAPI
 
 from trackway.serving import service_app
 from trackway.tools.base import BaseTool, ToolSource
-from trackway.tools.fast_lane import open_fast_lane
-from trackway.tools.instances import InstanceTable
-from trackway.tools.mcp_face import McpFace
-from trackway.tools.observation import ObservationFace
-from trackway.tools.registry import load_tools
-from trackway.tools.routes import instance_routes, observation_routes, operator_routes, search_routes, tool_routes
-from trackway.tools.search import SearchTool
-from trackway.tools.server import ToolServer
-from trackway.tools.session_instances import SessionInstances
+from trackway.tools.builtin.search.tool import SearchTool
+from trackway.tools.core.instances import InstanceTable
+from trackway.tools.core.server import ToolServer
+from trackway.tools.core.sessions import SessionInstances
+from trackway.tools.http.fast_path import open_fast_lane
+from trackway.tools.http.routes import instance_routes, observation_routes, operator_routes, search_routes, tool_routes
+from trackway.tools.loading import load_tools
+from trackway.tools.mcp.endpoint import McpFace
 from trackway.tools.settings import ToolsSettings
+from trackway.tools.verl.get_observation import ObservationFace
 from trackway.tracing import Tracing
 
 logger = logging.getLogger("trackway.tools")

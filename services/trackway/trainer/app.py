@@ -10,10 +10,10 @@ from fastapi import Depends, FastAPI
 from fastapi.responses import StreamingResponse
 
 from trackway.serving import ServiceRouter, needs_admin, service_app
-from trackway.trainer.interruptions import resume_for_ever
-from trackway.trainer.run_gauges import RunGauges
-from trackway.trainer.runs import Runs
 from trackway.trainer.settings import TrainerSettings
+from trackway.trainer.supervisor.auto_resume import resume_for_ever
+from trackway.trainer.supervisor.gauges import RunGauges
+from trackway.trainer.supervisor.manager import Runs
 from trackway.trainer.tracking import Leftovers
 from trackway.wire.names import RunNameInPath
 from trackway.wire.trainer import RunInfo, RunList, RunRequest

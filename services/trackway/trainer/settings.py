@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, SecretStr
 
 from trackway.clients.token import TOKEN
 from trackway.serving import ServiceSettings
-from trackway.serving.installation import REMEDY, difference, installation
+from trackway.serving.environment_check import REMEDY, difference, installation
 from trackway.tracing import TracingSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Installation

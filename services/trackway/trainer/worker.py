@@ -23,21 +23,19 @@ from trackway.clients import run
 from trackway.system import StorageError, escape_log_records, remove_drafts
 from trackway.system.storage import FULL, error_number, storage_error
 from trackway.trainer.config import no_effect
-from trackway.trainer.heartbeat import Heartbeat, OwnFolder
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.heartbeat import Heartbeat, OwnFolder
 from trackway.trainer.settings import check_installation
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 
 if TYPE_CHECKING:
+    from trackway.trainer.loop.training import Training
     from trackway.trainer.tracking import Tracking
-    from trackway.trainer.training import Training
 
 Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool], Awaitable[tuple["Training", "Tracking"]]]
 Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
-
-EXIT_FAILED = 3
-EXIT_STORAGE = 5
 
 ORPHAN_GRACE_S = 30.0
 """Seconds to save in after the service that started this process is gone."""
@@ -125,8 +123,8 @@ async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> 
 
 
 def _heavy_imports() -> tuple[Build, Fit]:
-    from trackway.trainer.loop import fit
-    from trackway.trainer.wiring import build
+    from trackway.trainer.loop.build import build
+    from trackway.trainer.loop.fit import fit
 
     return build, fit
 

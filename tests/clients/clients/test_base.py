@@ -11,6 +11,7 @@ from time_limits import ENDS_SOON
 
 from trackway.clients import CallPolicy, Deadline, ServiceClient
 from trackway.tracing import Tracing, TracingSettings, ledger, trajectory_span
+from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import Incident, TraceTarget
 from trackway.wire.trajectory import Tags
@@ -204,7 +205,7 @@ async def test_a_call_that_is_put_off_for_long_tells_ever_less_often() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing("agent", TracingSettings(), exporter)
     script = Script(*[error_answer(ErrorCode.OVERLOADED)] * 20, OK)
-    with tracing.activate(), trajectory_span(TAGS, "t", "a", [], record=True):
+    with activated(tracing), trajectory_span(TAGS, "t", "a", [], record=True):
         await client_of(script).call("POST", "/y", reply=Answer)
     tracing.flush(5)
     events = exporter.get_finished_spans()[0].events
@@ -216,7 +217,7 @@ async def test_deadline_session_and_trace_travel_as_headers() -> None:
     tracing = Tracing("agent", TracingSettings(), InMemorySpanExporter())
     deadline = Deadline.after(60)
     with (
-        tracing.activate(),
+        activated(tracing),
         trajectory_span(TAGS, "t", "a", [], record=True, target=TraceTarget(mlflow_experiment_id="9")) as root,
     ):
         await client_of(script).call("POST", "/y", reply=Answer, session_id="s", deadline=deadline)
@@ -248,7 +249,7 @@ async def test_a_retry_is_an_incident_that_says_why_on_the_span_that_waited(
 ) -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing("agent", TracingSettings(), exporter)
-    with tracing.activate(), trajectory_span(TAGS, "t", "a", [], record=True) as root:
+    with activated(tracing), trajectory_span(TAGS, "t", "a", [], record=True) as root:
         await client_of(Script(failure, OK)).call("POST", "/y", reply=Answer)
     tracing.flush(5)
     [event] = exporter.get_finished_spans()[0].events
@@ -260,7 +261,7 @@ async def test_each_further_try_is_an_event_and_the_last_failure_is_the_error() 
     exporter = InMemorySpanExporter()
     tracing = Tracing("agent", TracingSettings(), exporter)
     script = Script(httpx.ConnectError("refused"), error_answer(ErrorCode.PAUSED), error_answer(ErrorCode.PAUSED))
-    with tracing.activate(), trajectory_span(TAGS, "t", "a", [], record=True), pytest.raises(TrackwayError):
+    with activated(tracing), trajectory_span(TAGS, "t", "a", [], record=True), pytest.raises(TrackwayError):
         await client_of(script).call("POST", "/y", reply=Answer)
     tracing.flush(5)
     assert [event.name for event in exporter.get_finished_spans()[0].events] == ["replica_lost", "retried"]

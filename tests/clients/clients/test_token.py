@@ -10,6 +10,7 @@ from pydantic import BaseModel, SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
 from trackway.tracing import Tracing, TracingSettings, trajectory_span
+from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Tags
 
@@ -121,7 +122,7 @@ async def test_the_token_is_in_no_span_log_or_error(
     exporter = InMemorySpanExporter()
     tracing = Tracing("agent", TracingSettings(), exporter)
     client, said = Service(answer).client(GIVEN), ""
-    with tracing.activate(), trajectory_span(TAGS, "t", "a", [], record=True):
+    with activated(tracing), trajectory_span(TAGS, "t", "a", [], record=True):
         try:
             await client.call("POST", "/y", reply=Answer)
         except TrackwayError as error:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trackway.tracing.context import install
+from trackway.tracing.active import install
 
 _READ = (
     "MLFLOW_TRACKING_URI",

@@ -4,6 +4,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from trackway.tracing import Tracing, TracingSettings, extracted, inject, token2text, tool_span, trajectory_span
+from trackway.tracing.active import activated
 from trackway.tracing.context import current_target
 from trackway.wire.tracing import TraceBackend, TraceTarget
 from trackway.wire.trajectory import Tags
@@ -22,7 +23,7 @@ TARGET = TraceTarget(
 @pytest.fixture
 def tracing():
     tracing = Tracing("agent", TracingSettings(), InMemorySpanExporter())
-    with tracing.activate():
+    with activated(tracing):
         yield tracing
     tracing.shutdown(5)
 
@@ -51,12 +52,12 @@ def test_the_trace_decides_about_texts_and_the_service_where_it_is_silent(
     own: bool, traces: bool | None, expected: bool
 ) -> None:
     tracing = Tracing("rollout", TracingSettings(token2text=own))
-    with tracing.activate(), extracted(headers_inside_of(tracing, TraceTarget(token2text=traces))):
+    with activated(tracing), extracted(headers_inside_of(tracing, TraceTarget(token2text=traces))):
         assert token2text() is expected
 
 
 def headers_inside_of(tracing: Tracing, target: TraceTarget) -> dict[str, str]:
-    with tracing.activate():
+    with activated(tracing):
         return headers_inside(target)
 
 

@@ -24,6 +24,7 @@ from trackway.tracing import (
     truncate,
     turn_span,
 )
+from trackway.tracing.active import activated
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
@@ -47,7 +48,7 @@ class Recorder:
 @pytest.fixture
 def recorder():
     recorder = Recorder()
-    with recorder.tracing.activate():
+    with activated(recorder.tracing):
         yield recorder
     recorder.tracing.shutdown()
 
@@ -145,7 +146,7 @@ def test_a_long_text_is_cut_with_a_marker_that_counts_bytes() -> None:
 
 def test_a_long_text_leaves_the_keys_and_numbers_beside_it_readable() -> None:
     recorder = Recorder(max_text_bytes=256)
-    with recorder.tracing.activate(), root() as span:
+    with activated(recorder.tracing), root() as span:
         span.outputs({"reward": 1.0, "response_text": "x" * 1000, "stop_reason": "answered"})
     outputs = json.loads(str((recorder.spans()["trajectory"].attributes or {})["mlflow.spanOutputs"]))
     assert outputs == {"reward": 1.0, "response_text": "x" * 128 + "[truncated 872 bytes]", "stop_reason": "answered"}
@@ -203,7 +204,7 @@ def test_everything_works_untraced_when_nothing_is_active() -> None:
 
 def test_counts_say_what_was_exported_and_what_was_lost() -> None:
     recorder = Recorder()
-    with recorder.tracing.activate(), root(), turn_span(0):
+    with activated(recorder.tracing), root(), turn_span(0):
         pass
     recorder.tracing.flush(5)
     stats = recorder.tracing.stats()

@@ -26,8 +26,8 @@ from trackway.rollout.app import create_app as create_rollout
 from trackway.rollout.settings import RolloutSettings
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.base import BaseTool, ToolInputError
-from trackway.tools.calculator import CalculatorTool
-from trackway.tools.gsm8k import Gsm8kTool
+from trackway.tools.builtin.calculator import CalculatorTool
+from trackway.tools.builtin.gsm8k import Gsm8kTool
 from trackway.tools.settings import ToolsSettings
 from trackway.tracing import Tracing, TracingSettings
 from trackway.tracing.redaction import Redact

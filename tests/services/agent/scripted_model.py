@@ -7,7 +7,7 @@ from idle_engine import IdleEngine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trackway.rollout.engines.engine import FinishReason, Piece
+from trackway.rollout.engines.protocol import FinishReason, Piece
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 
 END = "<|im_end|>"

@@ -13,8 +13,8 @@ from opentelemetry.trace import StatusCode
 from scripted_model import END
 from transformers import PreTrainedTokenizerFast
 
+from trackway.agent.context import Services
 from trackway.agent.groups import Groups
-from trackway.agent.services import Services
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient
 from trackway.wire.errors import ErrorCode, TrackwayError

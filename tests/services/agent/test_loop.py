@@ -11,7 +11,7 @@ from scripted_model import END, Words
 
 from trackway.agent import AgentLoop, Episode, Toolbox, register
 from trackway.agent.loop import agent_loop, agents
-from trackway.rollout.engines.engine import FinishReason
+from trackway.rollout.engines.protocol import FinishReason
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, GenerateReply, TokenLogprob, Usage
 from trackway.wire.trajectory import StopReason, WeightSpan

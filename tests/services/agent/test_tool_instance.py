@@ -11,7 +11,7 @@ from scripted_model import END
 from time_limits import ENDS_SOON
 
 from trackway.agent.catalog import Offer
-from trackway.agent.toolbox import Toolbox
+from trackway.agent.tool_runner import Toolbox
 from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
 from trackway.tools.app import create_app as create_tools

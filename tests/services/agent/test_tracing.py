@@ -10,7 +10,7 @@ from replaceable import loses_the_answer
 from scripted_model import END
 
 from trackway.agent import AgentLoop, Episode, Toolbox, register
-from trackway.tracing.batch import weight
+from trackway.tracing.export.batch import weight
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import StopReason

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.engine import Engine, PauseMode
-from trackway.rollout.weights import WeightWatcher
+from trackway.rollout.engines.protocol import Engine, PauseMode
+from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.rollout import SamplingParams
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True, seed=1)

@@ -3,8 +3,8 @@
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
-from trackway.rollout.engines.collector import Collector
-from trackway.rollout.engines.engine import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.generation_builder import Collector
+from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import WeightProof

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trackway.trainer.learner import Learner, LearnerConfig
+from trackway.trainer.learner.learner import Learner, LearnerConfig
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 from trackway.wire.weights import WeightProof
 

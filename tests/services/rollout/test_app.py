@@ -17,9 +17,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
-from trackway.rollout.text import TokenText
+from trackway.rollout.tokenizer import TokenText
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
-from trackway.trainer.weight_proof import tensor_digests
+from trackway.tracing.active import activated
+from trackway.trainer.learner.weight_proof import tensor_digests
 from trackway.wire.rollout import GenerateReply, WeightsReply
 from trackway.wire.trajectory import Tags
 from trackway.wire.weights import Verdict, WeightProof
@@ -152,7 +153,7 @@ async def traced(running: Running, settings: RolloutSettings, body: dict[str, ob
     tracing = Tracing("rollout", TracingSettings(), exporter)
     headers: dict[str, str] = {}
     tags = Tags(experiment_name="e", step=1, sample_index=0, rollout_n=0)
-    with tracing.activate(), trajectory_span(tags, "t", "agent", [], record=True):
+    with activated(tracing), trajectory_span(tags, "t", "agent", [], record=True):
         inject(headers)
     async with running(create_app(settings, tracing=tracing)) as client:
         await client.post("/generate", json=body, headers=headers)

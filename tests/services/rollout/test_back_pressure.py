@@ -10,7 +10,7 @@ from engine_runs import until
 
 from trackway.clients import CallPolicy, RolloutClient, close_shared_http
 from trackway.rollout.app import create_app
-from trackway.rollout.engines.sim import SimEngine
+from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.sim_settings import SimSettings
 from trackway.wire.errors import ErrorCode, TrackwayError

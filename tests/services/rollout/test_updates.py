@@ -11,11 +11,11 @@ from engine_runs import until, watching
 from transformers import AutoModelForCausalLM
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.collector import Collector
-from trackway.rollout.engines.engine import Generation, PauseMode, Piece
+from trackway.rollout.continuation import Survivor
+from trackway.rollout.engines.generation_builder import Collector
+from trackway.rollout.engines.protocol import Generation, PauseMode, Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
-from trackway.rollout.survivor import Survivor
-from trackway.rollout.weights import WeightWatcher
+from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 from trackway.wire.weights import Canary

@@ -18,7 +18,7 @@ import pytest
 from engine_runs import watching
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.side_process import free_port
+from trackway.rollout.engines.remote.server_process import free_port
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 

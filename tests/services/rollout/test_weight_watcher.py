@@ -12,9 +12,9 @@ from engine_runs import until, watching
 from idle_engine import IdleEngine
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout import weights as module
+from trackway.rollout import weight_watcher as module
 from trackway.rollout.engines.weight_proof import Judgement
-from trackway.rollout.weights import WeightWatcher
+from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.weights import Verdict, WeightProof

@@ -11,11 +11,11 @@ from engine_runs import started, until, watching
 from safetensors.torch import load_file, save_file
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.sim import SimEngine
+from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
-from trackway.trainer.weight_proof import tensor_digests
+from trackway.trainer.learner.weight_proof import tensor_digests
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Canary, Verdict, WeightProof
 

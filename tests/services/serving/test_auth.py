@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from trackway.serving import from_inside
 from trackway.serving.tokens import AuthScope, Caller
 from trackway.tracing import Tracing, TracingSettings
+from trackway.tracing.active import activated
 
 pytestmark = pytest.mark.anyio
 
@@ -164,7 +165,7 @@ async def test_no_token_is_in_an_answer_a_log_or_a_span(caplog: pytest.LogCaptur
     app = app_with({"tokens": TOKENS}, tracing)
     recorded = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
     async with client_from("10.1.2.3", app) as client:
-        with tracing.activate():
+        with activated(tracing):
             answers = [
                 await client.request(method, path, headers={**bearer(token), **recorded})
                 for token in (AGENT, OPERATOR, "unknown-0123456789abcdef")

@@ -5,6 +5,7 @@ import pytest
 from trackway.serving import ServiceSettings, service_app
 from trackway.serving.app import span_counts
 from trackway.tracing import BackendStats, SpanStats, Tracing, TracingSettings
+from trackway.tracing.active import activated
 from trackway.tracing.spans import root_span
 from trackway.wire.health import Health, SpanCounts
 from trackway.wire.tracing import TraceBackend, TraceTarget
@@ -27,7 +28,7 @@ async def test_health_counts_the_spans_of_its_process(running) -> None:
     settings = TracingSettings.model_validate({"mlflow_uri": None, "weave_api_key": None, "otlp_endpoint": None})
     tracing = Tracing("tools", settings)
     app = service_app("tools", ServiceSettings(tracing=settings), routers=[], tracing=tracing)
-    with tracing.activate():
+    with activated(tracing):
         for backends in ((), (TraceBackend.WEAVE,)):
             with root_span("work", {}, {}, True, TraceTarget(backends=backends)):
                 pass

@@ -14,7 +14,7 @@ from time_limits import ENDS_SOON
 
 from trackway.serving import ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, add_incident, tool_span
-from trackway.tracing.batch import weight
+from trackway.tracing.export.batch import weight
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import Incident
 

@@ -7,10 +7,10 @@ from faulty_tool import FaultyTool
 from tools_rig import FakeClock, Make, Rig
 
 from trackway.tools.base import ToolLimits
-from trackway.tools.instances import InstanceTable
-from trackway.tools.registry import load_tools
+from trackway.tools.core.instances import InstanceTable
+from trackway.tools.core.server import ToolServer
+from trackway.tools.loading import load_tools
 from trackway.tools.sandbox import SandboxSettings, SandboxUnavailableError, launcher_for
-from trackway.tools.server import ToolServer
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from schemathesis import Case, Response
 from schemathesis.config import SchemathesisConfig
 
 from trackway.tools.app import create_app
-from trackway.tools.calculator import CalculatorTool
-from trackway.tools.gsm8k import Gsm8kTool
-from trackway.tools.search import SearchTool
+from trackway.tools.builtin.calculator import CalculatorTool
+from trackway.tools.builtin.gsm8k import Gsm8kTool
+from trackway.tools.builtin.search.tool import SearchTool
 from trackway.tools.settings import ToolsSettings
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from tools_rig import eventually
 
 from trackway.clients.tools import ToolsClient
 from trackway.tools.app import create_app
-from trackway.tools.calculator import CalculatorTool
+from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.settings import ToolsSettings
 from trackway.tracing import Tracing, TracingSettings
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from faulty_tool import FaultyTool
 
-from trackway.tools.instances import InstanceTable
-from trackway.tools.server import ToolServer
+from trackway.tools.core.instances import InstanceTable
+from trackway.tools.core.server import ToolServer
 from trackway.wire.tools import CreateInstance, ExecuteRequest
 
 

@@ -27,8 +27,9 @@ from trackway.tracing import (
     trajectory_span,
     turn_span,
 )
+from trackway.tracing.active import activated
 from trackway.trainer.config import RunConfig
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, RewardModel, Sample
 from trackway.wire.chat import Message
@@ -128,7 +129,7 @@ class ScriptedAgent:
         if self.tracing is None:
             return made
         with (
-            self.tracing.activate(),
+            activated(self.tracing),
             extracted(http.headers),
             trajectory_span(made.tags, made.id, "a", [], request.trace, request.trace_target) as root,
         ):
@@ -155,14 +156,14 @@ class TracedServices:
         name = trajectory_id("run", tags)
         headers: dict[str, str] = {}
         with (
-            self._all["agent"].activate(),
+            activated(self._all["agent"]),
             trajectory_span(tags, name, "a", [], True, self._target) as root,
             turn_span(0),
         ):
             inject(headers)
-            with self._all["tools"].activate(), extracted(headers), tool_span("calculator", {}, None):
+            with activated(self._all["tools"]), extracted(headers), tool_span("calculator", {}, None):
                 pass
-            with self._all["rollout"].activate(), extracted(headers), chat_span("tiny", SamplingParams()):
+            with activated(self._all["rollout"]), extracted(headers), chat_span("tiny", SamplingParams()):
                 pass
         return Trajectory(
             id=name,

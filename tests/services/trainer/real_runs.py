@@ -6,11 +6,11 @@ from pathlib import Path
 
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
-from trackway.trainer.heartbeat import Sightings
-from trackway.trainer.owner import this_machine
-from trackway.trainer.run_folder import RunFolder
-from trackway.trainer.runs import Runs
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.heartbeat import Sightings
+from trackway.trainer.run_state.ownership import this_machine
 from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.supervisor.manager import Runs
 from trackway.wire.agent import Sample
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest
 

@@ -4,7 +4,7 @@ from pydantic import SecretStr
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.app import create_app
 from trackway.trainer.config import RunConfig, compose
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import MetricsRow, RunState
 

@@ -12,10 +12,10 @@ import pytest
 from real_runs import Pod, ended, held_at, on_disk, pid_of, run_request, until, urls
 
 from trackway.system import StorageError
-from trackway.trainer.heartbeat import DEAD_AFTER_S
-from trackway.trainer.owner import Owner, this_machine
-from trackway.trainer.run_folder import RunFolder
-from trackway.trainer.runs import Runs
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
+from trackway.trainer.run_state.ownership import Owner, this_machine
+from trackway.trainer.supervisor.manager import Runs
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trainer import RunInfo, RunRequest, RunState
 

@@ -9,9 +9,9 @@ import pytest
 
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.run_state.exit_status import EXIT_FAILED
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls, handed_over
-from trackway.trainer.worker import EXIT_FAILED
 from trackway.wire.trainer import RunState
 
 NOWHERE = ServiceUrls(agent_url="http://here", tools_url="http://here", weights_url="w")

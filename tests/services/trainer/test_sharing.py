@@ -4,9 +4,9 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from trackway.trainer.colocation import Sharing, open_engines
 from trackway.trainer.config import compose
-from trackway.trainer.mapping import sharing
+from trackway.trainer.loop.colocation import Sharing, open_engines
+from trackway.trainer.loop.from_config import sharing
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SleepReplies, SleepReply
 

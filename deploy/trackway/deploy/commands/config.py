@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trackway.deploy.commands.options import Json
-from trackway.deploy.console import print_json, stdout
+from trackway.deploy.terminal.console import print_json, stdout
 
 if TYPE_CHECKING:
     from trackway.trainer.config import Explanation
@@ -27,7 +27,7 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Show a key's meaning and default, and whether verl has it.  Example: trackway config explain data.truncation"""
-    from trackway.deploy.run_report import table, wide
+    from trackway.deploy.runs.report import table, wide
     from trackway.trainer.config import compose
     from trackway.trainer.config import explain as explanations
     from trackway.trainer.config.compose import leaves
@@ -44,7 +44,7 @@ def explain(
 
 
 def _row(one: "Explanation", value: object, config_name: str) -> dict[str, str]:
-    from trackway.deploy.run_report import shown
+    from trackway.deploy.runs.report import shown
 
     default = shown(one.default) if one.honoured else ""
     told = {"key": one.key, "default": default, "meaning": one.meaning, "source": one.source}

@@ -9,13 +9,14 @@ from rich.markup import escape
 
 from trackway.deploy.commands.options import DEMO_OUTPUTS, Json, Wait, up_settings
 from trackway.deploy.commands.training import tell_losses
-from trackway.deploy.console import board, print_json, run_bar, stderr, stdout
-from trackway.deploy.errors import UserError
-from trackway.deploy.settings import Deployment, UpSettings
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
+from trackway.system.user_error import UserError
 
 if TYPE_CHECKING:
-    from trackway.deploy.attached_demo import AttachedDemo
-    from trackway.deploy.demo import Summary
+    from trackway.deploy.runs.demo import Summary
+    from trackway.deploy.runs.demo_attached import AttachedDemo
 
 app = typer.Typer()
 
@@ -51,16 +52,16 @@ def demo(
             raise UserError("--data-dir and --wait: expected with --attached, got them without it; add it")
         _here(seed, outputs or DEMO_OUTPUTS, overrides or [], keep, as_json)
         return
-    from trackway.deploy.attached_demo import AttachedDemo
+    from trackway.deploy.runs.demo_attached import AttachedDemo
 
     deployment = _attached(UpSettings.read().outputs if outputs is None else outputs)
     _there(AttachedDemo(deployment, seed, data_dir, model_path, overrides or []), wait, as_json)
 
 
 def _here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: bool) -> None:
-    from trackway.deploy import demo as demonstration
-    from trackway.deploy.train import check_backends_here
-    from trackway.deploy.up import bring_up, take_down
+    from trackway.deploy.local.up import bring_up, take_down
+    from trackway.deploy.runs import demo as demonstration
+    from trackway.deploy.runs.launch import check_backends_here
     from trackway.trainer.config import compose
 
     check_backends_here(compose(overrides, config_name="tiny_demo"))
@@ -93,7 +94,7 @@ def _here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: b
 
 
 def _set_aside(outputs: Path) -> None:
-    from trackway.deploy.demo import set_aside
+    from trackway.deploy.runs.demo import set_aside
 
     previous = Deployment.load(outputs.resolve())
     if previous and previous.attached:
@@ -109,7 +110,7 @@ def _set_aside(outputs: Path) -> None:
 
 
 def _tell(summary: "Summary", started: dict[str, float], deployment: Deployment, folder: Path) -> None:
-    from trackway.deploy.demo import sentence
+    from trackway.deploy.runs.demo import sentence
 
     stdout.print(f"\n{sentence(summary)}")
     stdout.print(
@@ -134,9 +135,9 @@ def _attached(outputs: Path) -> Deployment:
 
 
 def _there(demo: "AttachedDemo", wait: float, as_json: bool) -> None:
-    from trackway.deploy.attach import wait_for
-    from trackway.deploy.attached_demo import summarise
-    from trackway.deploy.demo import Clock
+    from trackway.deploy.deployment.attach import wait_for
+    from trackway.deploy.runs.demo import Clock
+    from trackway.deploy.runs.demo_attached import summarise
     from trackway.wire.health import Ready
 
     clock, deployment = Clock(time.monotonic()), demo.deployment
@@ -164,7 +165,7 @@ def _there(demo: "AttachedDemo", wait: float, as_json: bool) -> None:
 
 
 def _tell_there(summary: "Summary", deployment: Deployment, run: str) -> None:
-    from trackway.deploy.demo import sentence
+    from trackway.deploy.runs.demo import sentence
 
     stdout.print(sentence(summary), soft_wrap=True)
     stdout.print(f"seconds   training {summary.seconds_training:.0f}; {summary.seconds_total:.0f} in all")

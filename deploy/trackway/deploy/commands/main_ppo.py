@@ -7,11 +7,11 @@ import typer
 
 from trackway.deploy.commands.options import OUTPUTS, DryRun, Json, Outputs, Preflight
 from trackway.deploy.commands.training import tell_losses, tell_plan
-from trackway.deploy.console import board, print_json, run_bar, stderr, stdout
-from trackway.deploy.entry import enter
+from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
+from trackway.deploy.terminal.entry import enter
 
 if TYPE_CHECKING:
-    from trackway.deploy.whole_run import WholeRun
+    from trackway.deploy.runs.standalone import WholeRun
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,15 +39,15 @@ def main_ppo(
     --config-name=gsm8k_multiturn_grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct data.train_files=...
     Before it, the same with --dry-run (what is wrong anywhere) or --preflight (what is missing here as well).
     """
-    from trackway.deploy import whole_run
-    from trackway.deploy.run_report import as_yaml, settings_report, wide
+    from trackway.deploy.runs import standalone
+    from trackway.deploy.runs.report import as_yaml, settings_report, wide
 
     if cfg is not None:
         if cfg != "job":
             raise typer.BadParameter(f"expected job, got {cfg}", param_hint="--cfg")
-        typer.echo(as_yaml(whole_run.configured(overrides or [], config_path, config_name)), nl=False)
+        typer.echo(as_yaml(standalone.configured(overrides or [], config_path, config_name)), nl=False)
         return
-    run = whole_run.prepare(overrides or [], config_path, config_name, outputs)
+    run = standalone.prepare(overrides or [], config_path, config_name, outputs)
     wide(stderr).print(settings_report(run.config, run.decisions))
     with board(as_json) as shown:
         checked = run.check(load=not dry_run or preflight, report=shown.report)
@@ -57,7 +57,7 @@ def main_ppo(
     checked.findings.refuse()
     folder = run.left_off()
     if folder is not None:
-        kept = ", ".join(whole_run.changed_since(folder, run.config))
+        kept = ", ".join(standalone.changed_since(folder, run.config))
         stderr.print(f"goes on with run {folder.name}{f' and its own {kept}' if kept else ''}", soft_wrap=True)
     _train(run, keep, as_json)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trackway.deploy.settings import UpSettings
+from trackway.deploy.local.settings import UpSettings
 
 Outputs = Annotated[Path, typer.Option(help="Folder of runs, weights and logs.", envvar="TRACKWAY_UP_OUTPUTS")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]

@@ -8,9 +8,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from trackway.deploy.commands.options import OUTPUTS, Json, Outputs, Wait, up_settings
-from trackway.deploy.console import board, print_json, stdout
-from trackway.deploy.errors import UserError
-from trackway.deploy.settings import Deployment
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.terminal.console import board, print_json, stdout
+from trackway.system.user_error import UserError
 
 app = typer.Typer()
 
@@ -36,7 +36,7 @@ def up(
     as_json: Json = False,
 ) -> None:
     """Start Ray, MLflow and the five services, and wait until they are ready.  Example: trackway up --port 0"""
-    from trackway.deploy.up import bring_up
+    from trackway.deploy.local.up import bring_up
 
     settings = up_settings(
         outputs=outputs,
@@ -78,7 +78,7 @@ def attach(
 
     Example: trackway attach --base-url http://127.0.0.1:8000 --ray-url http://127.0.0.1:8265
     """
-    from trackway.deploy import attach as attaching
+    from trackway.deploy.deployment import attach as attaching
 
     with board(as_json) as shown:
         deployment = attaching.attach(base_url, ray_url, mlflow_uri, outputs, wait, shown.report)
@@ -92,7 +92,7 @@ def attach(
 @app.command()
 def down(outputs: Outputs = OUTPUTS) -> None:
     """Stop everything that `trackway up` started; attached services keep running.  Example: trackway down"""
-    from trackway.deploy.up import take_down
+    from trackway.deploy.local.up import take_down
 
     deployment = Deployment.load(outputs.resolve())
     if deployment is None:
@@ -109,8 +109,9 @@ def down(outputs: Outputs = OUTPUTS) -> None:
 @app.command()
 def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
     """Show services, replicas, weight versions, and what waits for MLflow.  Example: trackway status --json"""
-    from trackway.deploy.running import load_running
-    from trackway.deploy.status import run_notes, service_statuses
+    from trackway.deploy.deployment.running import load_running
+    from trackway.deploy.deployment.status import service_statuses
+    from trackway.deploy.runs.losses import run_notes
 
     deployment = load_running(outputs)
     statuses = service_statuses(deployment)
@@ -145,9 +146,9 @@ def scale(
     as_json: Json = False,
 ) -> None:
     """Change a service's number of replicas while it runs.  Example: trackway scale rollout 2"""
-    from trackway.deploy import status as statuses
-    from trackway.deploy.running import load_running
-    from trackway.deploy.serve_config import Replicas
+    from trackway.deploy.config.serve_config import Replicas
+    from trackway.deploy.deployment import status as statuses
+    from trackway.deploy.deployment.running import load_running
 
     wanted = Replicas.parse(replicas)
     if service == "trainer" and wanted.most != 1:

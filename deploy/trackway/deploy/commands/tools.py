@@ -8,9 +8,9 @@ from rich.markup import escape
 
 from trackway.clients import ToolsClient, run
 from trackway.deploy.commands.options import OUTPUTS, Json, Outputs
-from trackway.deploy.console import print_json, stdout
-from trackway.deploy.errors import UserError
-from trackway.deploy.running import load_running
+from trackway.deploy.deployment.running import load_running
+from trackway.deploy.terminal.console import print_json, stdout
+from trackway.system.user_error import UserError
 from trackway.wire.tools import OneShotRequest
 
 app = typer.Typer(no_args_is_help=True, help="List and call the tools of a running tool server.")

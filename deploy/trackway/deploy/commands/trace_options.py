@@ -10,14 +10,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from trackway.deploy.console import stderr, stdout
-from trackway.deploy.errors import UserError
-from trackway.deploy.traces.mlflow_store import MlflowStore, store_uri
-from trackway.deploy.traces.store import TraceStore
-from trackway.deploy.traces.weave_store import WeaveStore
+from trackway.deploy.deployment.mlflow_uri import store_uri
+from trackway.deploy.terminal.console import stderr, stdout
+from trackway.system.user_error import UserError
+from trackway.traces.mlflow_store import MlflowStore
+from trackway.traces.store import TraceStore
+from trackway.traces.weave_store import WeaveStore
 
 if TYPE_CHECKING:
-    from trackway.deploy.traces.verify import Meter
+    from trackway.traces.verify import Meter
 
 _PIPE_WIDTH = 120
 

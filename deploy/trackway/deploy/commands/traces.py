@@ -20,10 +20,10 @@ from trackway.deploy.commands.trace_options import (
     tags_of,
     wide_enough,
 )
-from trackway.deploy.console import print_json, stdout
-from trackway.deploy.traces import columns, refs, render, rows, tables
-from trackway.deploy.traces.compare import compare
-from trackway.deploy.traces.store import Steps, TraceFilter, TraceKind
+from trackway.deploy.terminal.console import print_json, stdout
+from trackway.traces import columns, refs, render, rows, tables
+from trackway.traces.compare import compare
+from trackway.traces.store import Steps, TraceFilter, TraceKind
 
 app = typer.Typer(no_args_is_help=True, help="Find, draw, compare and check trajectories' traces.")
 
@@ -124,7 +124,7 @@ def traces_compare(
     left, right = (refs.resolve(store, one, experiment_name) for one in pair)
     found = compare(left, right)
     if html is not None:
-        from trackway.deploy.traces import page
+        from trackway.traces import page
 
         page.write(html, found)
     if as_json:
@@ -153,8 +153,8 @@ def traces_verify(
 
     Example: trackway traces verify --step 3 --outputs outputs/demo
     """
-    from trackway.deploy.attach import runs_folder
-    from trackway.deploy.traces.verify import dumps, find_run, verify
+    from trackway.deploy.deployment.attach import runs_folder
+    from trackway.traces.verify import dumps, find_run, verify
 
     folder = find_run(runs_folder(outputs), run)
     files = dumps(folder, None if step is None else Steps.parse(step), validate)

@@ -8,13 +8,14 @@ import typer
 from rich.markup import escape
 
 from trackway.deploy.commands.options import DEMO_OUTPUTS, OUTPUTS, DryRun, Json, Outputs, Preflight
-from trackway.deploy.console import board, print_json, run_bar, stderr, stdout
-from trackway.deploy.errors import UserError
-from trackway.deploy.settings import Deployment, UpSettings
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
+from trackway.system.user_error import UserError
 from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:
-    from trackway.deploy.run_check import Checked, Subject
+    from trackway.deploy.checks.run import Checked, Subject
     from trackway.trainer.config import RunConfig
 
 app = typer.Typer()
@@ -40,8 +41,8 @@ def train(
     Example: trackway train --config-name tiny_demo data.train_files=d/train.parquet data.val_files=d/test.parquet
     actor_rollout_ref.model.path=d/model; before it, the same with --dry-run or --preflight.
     """
-    from trackway.deploy import train as training
-    from trackway.deploy.running import load_running
+    from trackway.deploy.deployment.running import load_running
+    from trackway.deploy.runs import launch
     from trackway.trainer.config import compose
 
     if skip_damaged and resume is None:
@@ -49,9 +50,9 @@ def train(
     if resume and (dry_run or preflight):
         raise UserError("--dry-run and --preflight: expected a new run, got --resume; leave one of them out")
     for option, name in (("--run", run), ("--resume", resume)):
-        training.check_run_name(option, name)
+        launch.check_run_name(option, name)
     known = Deployment.load(outputs.resolve())
-    run_config = None if resume else training.placed(compose(overrides or [], config, config_name), known)
+    run_config = None if resume else launch.placed(compose(overrides or [], config, config_name), known)
     if (dry_run or preflight) and run_config is not None:
         if not as_json:
             _tell_settings(run_config)
@@ -63,12 +64,12 @@ def train(
         _tell_settings(run_config)
         _, checked = _checked(run_config, run, deployment, outputs, True, as_json)
         checked.findings.refuse()
-        name = training.start_run(deployment, run_config, run).run
+        name = launch.start_run(deployment, run_config, run).run
     with run_bar(as_json) as bar:
         if run_config is None:
-            training.resume_run(deployment, name, bar.show, skip_damaged)
+            launch.resume_run(deployment, name, bar.show, skip_damaged)
         try:
-            info = training.follow(deployment, name, bar.show)
+            info = launch.follow(deployment, name, bar.show)
         except KeyboardInterrupt:
             stderr.print(f"saved; go on with: trackway train --resume {name}")
             raise
@@ -80,8 +81,8 @@ def train(
 
 
 def _tell_settings(config: "RunConfig") -> None:
-    from trackway.deploy.run_report import settings_report, wide
-    from trackway.deploy.run_services import decided_already
+    from trackway.deploy.config.services_for_run import decided_already
+    from trackway.deploy.runs.report import settings_report, wide
 
     wide(stderr).print(settings_report(config, decided_already(config)))
 
@@ -89,8 +90,8 @@ def _tell_settings(config: "RunConfig") -> None:
 def _checked(
     config: "RunConfig", name: str | None, known: Deployment | None, outputs: Path, load: bool, as_json: bool
 ) -> "tuple[Subject, Checked]":
-    from trackway.deploy.run_check import Subject, check_run
-    from trackway.deploy.train import occupied
+    from trackway.deploy.checks.run import Subject, check_run
+    from trackway.deploy.runs.launch import occupied
 
     running = known if known and (known.attached or known.started_here) else None
     taken = occupied(outputs, name or config.trainer.experiment_name) if running and not running.attached else ""
@@ -104,8 +105,8 @@ def tell_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json: 
 
     Without `preflight` only what is wrong on any machine counts.
     """
-    from trackway.deploy.dry_run import plan_as_json, plan_of
-    from trackway.deploy.run_report import wide
+    from trackway.deploy.runs.dry_run import plan_as_json, plan_of
+    from trackway.deploy.runs.report import wide
 
     if as_json:
         print_json(plan_as_json(checked))
@@ -117,7 +118,7 @@ def tell_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json: 
 
 def tell_losses(info: RunInfo, deployment: Deployment) -> None:
     """Say which spans, metrics and feedback of the run are not where they should be."""
-    from trackway.deploy.train import trace_losses, tracking_losses
+    from trackway.deploy.runs.losses import trace_losses, tracking_losses
 
     for sentence in trace_losses(info, None if deployment.attached else deployment.outputs):
         stderr.print(f"[yellow]traces:[/] {escape(sentence)}", soft_wrap=True)
@@ -131,7 +132,8 @@ def ui(
     port: Annotated[int, typer.Option(help="Port of MLflow.")] = 5000,
 ) -> None:
     """Show the traces and runs of an outputs folder in MLflow, until Ctrl-C.  Example: trackway ui"""
-    from trackway.deploy import mlflow_server, preflight, processes
+    from trackway.deploy.deployment import processes
+    from trackway.deploy.local import mlflow_server, preflight
 
     deployment = Deployment.load(outputs.resolve())
     if deployment and deployment.attached:

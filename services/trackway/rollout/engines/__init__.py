@@ -3,14 +3,14 @@
 import importlib
 from typing import cast
 
-from trackway.rollout.engines.engine import Engine
+from trackway.rollout.engines.protocol import Engine
 from trackway.rollout.settings import RolloutSettings
 
 _ENGINES = {
     "torch": "trackway.rollout.engines.torch.engine:TorchEngine",
-    "vllm": "trackway.rollout.engines.vllm:VllmEngine",
-    "sglang": "trackway.rollout.engines.sglang:SglangEngine",
-    "sim": "trackway.rollout.engines.sim:SimEngine",
+    "vllm": "trackway.rollout.engines.remote.vllm:VllmEngine",
+    "sglang": "trackway.rollout.engines.remote.sglang:SglangEngine",
+    "sim": "trackway.rollout.engines.sim.engine:SimEngine",
 }
 
 

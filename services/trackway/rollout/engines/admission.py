@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from trackway.rollout.engines.engine import MemoryPart
+from trackway.rollout.engines.protocol import MemoryPart
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 

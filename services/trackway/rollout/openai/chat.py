@@ -4,11 +4,11 @@ import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trackway.rollout.openai.answer import Answer, Head
 from trackway.rollout.openai.prompts import forced_prefix
-from trackway.rollout.openai.reader import Delta
+from trackway.rollout.openai.responses import Answer, Head
+from trackway.rollout.openai.stream_decoder import Delta
 from trackway.rollout.openai.tool_calls import ToolCallReader
-from trackway.rollout.text import Tokenizer
+from trackway.rollout.tokenizer import Tokenizer
 from trackway.wire.chat import FunctionCall, ToolCall
 from trackway.wire.openai import ChatRequest
 from trackway.wire.openai_replies import (

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from trackway.rollout.openai.answer import Answer, Head
-from trackway.rollout.openai.reader import Delta
-from trackway.rollout.text import Tokenizer
+from trackway.rollout.openai.responses import Answer, Head
+from trackway.rollout.openai.stream_decoder import Delta
+from trackway.rollout.tokenizer import Tokenizer
 from trackway.wire.openai import CompletionRequest
 from trackway.wire.openai_replies import Completion, CompletionChoice, CompletionLogprobs
 

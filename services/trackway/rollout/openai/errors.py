@@ -5,7 +5,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import JsonValue
 
-from trackway.serving.answers import misfit, retry_after
+from trackway.serving.error_responses import misfit, retry_after
 from trackway.serving.routes import Handler, JsonRoute
 from trackway.wire.errors import ErrorCode, TrackwayError
 

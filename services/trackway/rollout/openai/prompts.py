@@ -11,7 +11,7 @@ from trackway.chat.encoding import TooLong, chars_per_token, check_chars, encode
 from trackway.chat.offload import offload
 from trackway.chat.templates import template_call
 from trackway.chat.tool_calls import BEGIN
-from trackway.rollout.text import Tokenizer, TokenText
+from trackway.rollout.tokenizer import Tokenizer, TokenText
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai import ChatMessage, ChatRequest, ChatTool, CompletionRequest, NamedTool
 

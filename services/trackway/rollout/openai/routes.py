@@ -5,15 +5,15 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import JsonValue
 
-from trackway.rollout.openai.answer import Answer
 from trackway.rollout.openai.chat import ChatAnswer
+from trackway.rollout.openai.choices import as_they_come, jobs_of, while_connected, wholes
 from trackway.rollout.openai.completions import CompletionAnswer
 from trackway.rollout.openai.errors import OpenAIRoute
-from trackway.rollout.openai.generations import as_they_come, jobs_of, while_connected, wholes
 from trackway.rollout.openai.prompts import chat_prompt, completion_prompts, tokenizer_of
+from trackway.rollout.openai.responses import Answer
 from trackway.rollout.openai.sse import EventStream
 from trackway.rollout.service import RolloutService
-from trackway.rollout.text import Tokenizer, TokenText
+from trackway.rollout.tokenizer import Tokenizer, TokenText
 from trackway.wire.openai import ChatRequest, CompletionRequest, SampledRequest
 from trackway.wire.openai_replies import ChatCompletion, Completion
 from trackway.wire.rollout import ModelCard

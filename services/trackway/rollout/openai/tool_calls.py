@@ -5,7 +5,7 @@ text. White space around calls belongs to them.
 """
 
 from trackway.chat.tool_calls import BEGIN, END, read_call
-from trackway.rollout.openai.marks import begun
+from trackway.rollout.openai.stop_strings import begun
 from trackway.wire.chat import FunctionCall
 
 

@@ -10,7 +10,7 @@ An unknown key is an error that names the nearest known ones; nothing is silentl
 
 from trackway.trainer.config.compose import compose, given_to_deployment, resolve
 from trackway.trainer.config.explain import Explanation, explain
-from trackway.trainer.config.known import no_effect
 from trackway.trainer.config.models import RunConfig
+from trackway.trainer.config.unsupported_keys import no_effect
 
 __all__ = ["Explanation", "RunConfig", "compose", "explain", "given_to_deployment", "no_effect", "resolve"]

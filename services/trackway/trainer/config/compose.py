@@ -23,8 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
-from trackway.trainer.config.known import DEPLOYMENT, MOVED, NO_EFFECT, OTHER_LOGGERS, without_effect
 from trackway.trainer.config.models import RunConfig
+from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, OTHER_LOGGERS, without_effect
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 PRESETS = Path(__file__).parent / "presets"

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from trackway.trainer.config.compose import known_keys, leaves, unknown_key
-from trackway.trainer.config.known import DEPLOYMENT, MOVED, NO_EFFECT, without_effect
 from trackway.trainer.config.models import RunConfig
+from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, without_effect
 
 
 class Explanation(NamedTuple):

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from trackway.trainer.config.known import LOGGERS, OTHER_LOGGERS
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.section import Section
+from trackway.trainer.config.unsupported_keys import LOGGERS, OTHER_LOGGERS
 from trackway.wire.names import Label, RunName
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trackway.tracing import TracingSettings
-from trackway.trainer.delivery import Delivery, Later
-from trackway.trainer.run_folder import RunFolder
-from trackway.trainer.trace_check import weave_project
+from trackway.trainer.config.weave_project import weave_project
+from trackway.trainer.delivery.jobs import Delivery, Later
+from trackway.trainer.delivery.weave_feedback import WeaveFeedback, weave_summary
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.tracking.mlflow_run import NAME as MLFLOW
 from trackway.trainer.tracking.mlflow_run import STATUS, MlflowRun, mlflow_summary, read_state, tracking_folder
-from trackway.trainer.weave import WeaveFeedback, weave_summary
 from trackway.wire.trainer import RunInfo
 
 FIRST_PAUSE_S = 5.0

@@ -24,11 +24,11 @@ from pydantic import BaseModel
 from trackway.system import atomic_write
 from trackway.trainer.config import RunConfig
 from trackway.trainer.config.compose import leaves
-from trackway.trainer.delivery import Later, Refused, only_sender
-from trackway.trainer.feedback_queue import FeedbackQueue
-from trackway.trainer.mlflow_api import Metric, MlflowApi, NotThere, Unreachable
-from trackway.trainer.mlflow_feedback import MlflowFeedback
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.delivery.feedback_queue import FeedbackQueue
+from trackway.trainer.delivery.jobs import Later, Refused, only_sender
+from trackway.trainer.delivery.mlflow_api import Metric, MlflowApi, NotThere, Unreachable
+from trackway.trainer.delivery.mlflow_feedback import MlflowFeedback
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.tracking.row_reader import RowReader
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunState
 

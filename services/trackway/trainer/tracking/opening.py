@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from trackway.trainer.config import RunConfig
-from trackway.trainer.delivery import Delivery, DeliveryThread
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.delivery.jobs import Delivery, DeliveryThread
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.tracking.mlflow_run import MlflowRun
 from trackway.trainer.tracking.sinks import MlflowSink, QueuedSink, Sink
 from trackway.trainer.tracking.summary import sentences

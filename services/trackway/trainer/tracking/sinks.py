@@ -3,9 +3,9 @@
 import contextlib
 from typing import Protocol
 
-from trackway.trainer.background import Background
-from trackway.trainer.delivery import DeliveryThread
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.delivery.jobs import DeliveryThread
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.tracking.job_queue import Background
 from trackway.wire.trainer import BackendSummary, MetricsRow
 
 

@@ -2,11 +2,11 @@
 
 import logging
 
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.delivery.weave_feedback import NAME as WEAVE
+from trackway.trainer.delivery.weave_feedback import weave_summary
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.tracking.mlflow_run import NAME as MLFLOW
 from trackway.trainer.tracking.mlflow_run import STATUS, mlflow_summary, read_state, tracking_folder
-from trackway.trainer.weave import NAME as WEAVE
-from trackway.trainer.weave import weave_summary
 from trackway.wire.trainer import BackendSummary, RunInfo
 
 logger = logging.getLogger("trackway.trainer")

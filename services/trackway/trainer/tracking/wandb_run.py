@@ -5,7 +5,7 @@ import os
 from typing import TYPE_CHECKING
 
 from trackway.trainer.config import RunConfig
-from trackway.trainer.run_folder import RunFolder
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trainer import MetricsRow
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from idle_engine import IdleEngine
 
-from trackway.rollout.engines.engine import EngineStats, FinishReason, Piece
+from trackway.rollout.engines.protocol import EngineStats, FinishReason, Piece
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
+from trackway.tracing.active import activated
 from trackway.wire.trajectory import Tags
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +48,7 @@ async def test_each_choice_is_a_span_with_its_counts(
     tracing = Tracing("rollout", TracingSettings(), exporter)
     headers: dict[str, str] = {}
     tags = Tags(experiment_name="e", step=1, sample_index=0, rollout_n=0)
-    with tracing.activate(), trajectory_span(tags, "t", "agent", [], record=True):
+    with activated(tracing), trajectory_span(tags, "t", "agent", [], record=True):
         inject(headers)
     async with running(create_app(settings, engine, tracing)) as client:
         body = {"model": "tiny", "messages": CHAT, **fields}

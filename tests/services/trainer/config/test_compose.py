@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from trackway.trainer.config import RunConfig, compose, no_effect, resolve
 from trackway.trainer.config.compose import PRESETS, known_keys
-from trackway.trainer.config.known import NO_EFFECT
+from trackway.trainer.config.unsupported_keys import NO_EFFECT
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import TraceBackend
 

@@ -4,7 +4,7 @@ import pytest
 
 from trackway.trainer.config import Explanation, explain
 from trackway.trainer.config.compose import known_keys
-from trackway.trainer.config.known import DEPLOYMENT, MOVED, NO_EFFECT
+from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 

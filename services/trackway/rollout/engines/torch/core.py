@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from trackway.rollout.engines.engine import EngineStats, Generation
+from trackway.rollout.engines.protocol import EngineStats, Generation
 from trackway.rollout.engines.torch.batch import Row
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.sampler import sample

@@ -14,8 +14,8 @@ from typing import NoReturn
 import torch
 
 from trackway.rollout.engines.admission import check_prompt, overloaded, paused
-from trackway.rollout.engines.engine import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
-from trackway.rollout.engines.places import Places
+from trackway.rollout.engines.backpressure import Places
+from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.engines.torch.core import Ended, EngineCore
 from trackway.rollout.engines.torch.decoder import Decoder
 from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, prove

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from trackway.rollout.engines.engine import FinishReason, Generation, Piece
+from trackway.rollout.engines.protocol import FinishReason, Generation, Piece
 from trackway.rollout.engines.torch.sampler import uniforms
 from trackway.rollout.engines.torch.slots import Place, SlotTable
 from trackway.wire.rollout import SamplingParams

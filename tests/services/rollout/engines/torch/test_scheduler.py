@@ -4,7 +4,7 @@ import pytest
 import torch
 from rollout_models import continuation
 
-from trackway.rollout.engines.engine import Generation, Piece
+from trackway.rollout.engines.protocol import Generation, Piece
 from trackway.rollout.engines.torch.scheduler import Continuation, Scheduler
 from trackway.wire.rollout import SamplingParams
 

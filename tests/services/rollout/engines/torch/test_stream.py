@@ -8,7 +8,7 @@ import pytest
 from engine_runs import LONG, PROMPT, running
 from rollout_models import EOS
 
-from trackway.rollout.engines.engine import Piece
+from trackway.rollout.engines.protocol import Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams

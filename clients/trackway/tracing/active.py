@@ -1,0 +1,62 @@
+"""The active `Tracing`: of this context, else of the process.
+
+It is a context variable, so that several services can live in one process (tests do), each with a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+
+from trackway.tracing.context import current_target
+
+if TYPE_CHECKING:
+    from trackway.tracing.provider import Tracing
+
+_active: ContextVar[Tracing | None] = ContextVar("trackway_tracing", default=None)
+_installed: list[Tracing] = []
+
+
+def active_tracing() -> Tracing | None:
+    """The tracing of this context, else the process's, else None."""
+    return _active.get() or (_installed[-1] if _installed else None)
+
+
+@contextmanager
+def activated(tracing: Tracing) -> Iterator[None]:
+    """Make `tracing` the active one inside the block."""
+    token = _active.set(tracing)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def install(tracing: Tracing | None) -> None:
+    """Make `tracing` the process's default; None takes the default away."""
+    _installed[:] = [] if tracing is None else [tracing]
+
+
+def uninstall(tracing: Tracing) -> None:
+    """Take the process's default away if it is still this one."""
+    if tracing in _installed:
+        install(None)
+
+
+def tracer() -> trace.Tracer:
+    """The active tracer; a no-op one when nothing is active."""
+    tracing = active_tracing()
+    return trace.NoOpTracer() if tracing is None else tracing.tracer
+
+
+def token2text() -> bool:
+    """Whether spans of the current trace should carry decoded text."""
+    wanted = current_target().token2text
+    if wanted is not None:
+        return wanted
+    tracing = active_tracing()
+    return tracing is not None and tracing.settings.token2text

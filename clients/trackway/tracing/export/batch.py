@@ -1,0 +1,106 @@
+"""Spans as they leave this process: encoded once per destination, addressed by headers, ready to send or to store."""
+
+import gzip
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.util.types import Attributes
+
+from trackway.tracing import attributes as names
+from trackway.tracing.export.otlp_encoder import serialized
+from trackway.tracing.settings import TracingSettings
+from trackway.wire.tracing import TraceBackend, TraceTarget
+
+MAX_ROOTS = 100
+"""In one request: MLflow 3.17 links none of the traces to the run when there are more, and answers 200."""
+
+DEFAULT_EXPERIMENT = "0"
+"""MLflow's own default experiment; its endpoint refuses a request that names none."""
+
+_SPAN, _LINK_OR_EVENT, _VALUE = 100, 40, 8
+"""Bytes that OTLP spends on each beside its texts, roughly."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One export request: what it carries and where it goes; credentials are added when it is sent."""
+
+    headers: Mapping[str, str]
+    payload: bytes
+    """OTLP protobuf, gzip."""
+    spans: int
+
+    def to_bytes(self) -> bytes:
+        """One line of JSON with the headers, then the payload."""
+        return json.dumps(dict(self.headers)).encode() + b"\n" + self.payload
+
+    @classmethod
+    def from_bytes(cls, data: bytes, spans: int) -> "Batch":
+        """The batch that `to_bytes` wrote. Raises ValueError for anything else."""
+        head, found, payload = data.partition(b"\n")
+        headers = json.loads(head)
+        if not found or not isinstance(headers, dict):
+            raise ValueError("expected a line of JSON headers and a payload")
+        return cls(headers, payload, spans)
+
+
+def joined(first: Batch, second: Batch) -> Batch:
+    """Both in one request; their headers are the same. Protobuf of two requests is that of both, one after the other.
+
+    Packed again, since not every receiver reads a second gzip member.
+    """
+    whole = gzip.decompress(first.payload) + gzip.decompress(second.payload)
+    return Batch(first.headers, gzip.compress(whole, compresslevel=1), first.spans + second.spans)
+
+
+def encoded(spans: Sequence[ReadableSpan]) -> bytes:
+    """OTLP protobuf of the spans, gzip; the fast level, as most of it is read on the same machine."""
+    return gzip.compress(serialized(spans), compresslevel=1)
+
+
+def routing(backend: TraceBackend, target: TraceTarget, settings: TracingSettings) -> dict[str, str]:
+    """The headers by which a backend, or a collector in front of several, knows where a trace belongs."""
+    experiment = target.mlflow_experiment_id or settings.experiment_id
+    project = target.weave_project or settings.weave_project
+    mlflow = {names.MLFLOW_EXPERIMENT_HEADER: experiment, names.MLFLOW_RUN_HEADER: target.mlflow_run_id}
+    weave = {names.WEAVE_PROJECT_HEADER: project}
+    wanted: dict[TraceBackend, dict[str, str | None]] = {
+        TraceBackend.MLFLOW: mlflow | {names.MLFLOW_EXPERIMENT_HEADER: experiment or DEFAULT_EXPERIMENT},
+        TraceBackend.WEAVE: weave,
+        TraceBackend.OTLP: mlflow | weave,
+    }
+    # An empty experiment is answered with 200 and drops the spans.
+    return {name: value for name, value in wanted[backend].items() if value}
+
+
+def with_few_roots(spans: Sequence[ReadableSpan]) -> list[list[ReadableSpan]]:
+    """The spans in as few requests as `MAX_ROOTS` allows, in their order."""
+    parts: list[list[ReadableSpan]] = [[]]
+    roots = 0
+    for span in spans:
+        if span.parent is None:
+            roots += 1
+            if roots > MAX_ROOTS:
+                parts.append([])
+                roots = 1
+        parts[-1].append(span)
+    return parts
+
+
+def weight(span: ReadableSpan) -> int:
+    """About the bytes of the span in OTLP before compression, without the cost of encoding it."""
+    events = sum(_LINK_OR_EVENT + len(event.name) + _attributes_weight(event.attributes) for event in span.events)
+    return _SPAN + len(span.name) + _attributes_weight(span.attributes) + events + _LINK_OR_EVENT * len(span.links)
+
+
+def _attributes_weight(attributes: Attributes) -> int:
+    total = 0
+    for key, value in (attributes or {}).items():
+        total += len(key) + _VALUE
+        if type(value) is str:
+            total += len(value) if value.isascii() else len(value.encode(errors="replace"))
+        else:
+            total += _VALUE
+    return total

@@ -1,0 +1,121 @@
+"""MLflow's address, with experiments by name: a name becomes an id when a batch is sent, not when a run begins.
+
+So nobody waits for a server that is down or still starting, and a batch that lay on disk goes where it was meant to.
+"""
+
+import base64
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import replace
+from urllib.parse import quote, unquote
+
+import httpx
+
+from trackway.tracing import attributes as names
+from trackway.tracing.export.batch import Batch
+from trackway.tracing.export.otlp_http import Answer, Endpoint, Verdict, answer_of
+from trackway.tracing.local_mlflow import client as local_mlflow
+from trackway.tracing.settings import TracingSettings
+from trackway.wire.tracing import TraceBackend
+
+_BY_NAME = "name:"
+
+
+class DeletedExperiment(Exception):
+    """An MLflow experiment that takes no spans."""
+
+
+def experiment_by_name(name: str) -> str:
+    """What settings and targets say instead of an experiment's id, which exists only once a server was asked."""
+    return _BY_NAME + quote(name, safe="")  # it travels in headers, which take ASCII only
+
+
+class MlflowEndpoint(Endpoint):
+    """Sends batches to the server behind `settings.mlflow_uri`; makes the experiments that they name.
+
+    Where MLflow is `settings.collected` the batches themselves go to the OTLP receiver.
+    """
+
+    def __init__(self, settings: TracingSettings) -> None:
+        self._server = lambda: local_mlflow.server_uri(settings.mlflow_uri or "")
+        self._credentials = credentials()
+        self._experiments: dict[str, str] = {}
+        url, headers = (lambda: f"{self._server()}/v1/traces"), self._credentials
+        if TraceBackend.MLFLOW in settings.collected:
+            url, headers = (lambda: settings.otlp_endpoint or ""), settings.otlp_headers
+        super().__init__(url, headers, settings.export_timeout_s)
+        self._http.close()
+        self._http = mlflow_http(settings.mlflow_uri or "", settings.export_timeout_s)
+
+    def post(self, batch: Batch) -> Answer:
+        """Send one batch to the experiment it names; never raises."""
+        wanted = batch.headers.get(names.MLFLOW_EXPERIMENT_HEADER, "")
+        if not wanted.startswith(_BY_NAME):
+            return super().post(batch)
+        known = wanted in self._experiments
+        answer = self._post_to(wanted, batch)
+        if known and answer.reason.startswith("HTTP 404"):
+            del self._experiments[wanted]  # another database stands behind the address now
+            return self._post_to(wanted, batch)
+        return answer
+
+    def _post_to(self, wanted: str, batch: Batch) -> Answer:
+        try:
+            if wanted not in self._experiments:
+                self._experiments[wanted] = experiment_id(self._ask, unquote(wanted.removeprefix(_BY_NAME)))
+        except httpx.HTTPStatusError as error:
+            return answer_of(error.response, batch.spans)
+        except Exception as error:
+            # Whatever it is, a server that does not start included: it must not end the sender.
+            answered = isinstance(error, DeletedExperiment)
+            return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=answered)
+        addressed = {**batch.headers, names.MLFLOW_EXPERIMENT_HEADER: self._experiments[wanted]}
+        return super().post(replace(batch, headers=addressed))
+
+    def _ask(self, method: str, call: str, **content: dict[str, str]) -> httpx.Response:
+        url = f"{self._server()}/api/2.0/mlflow/{call}"
+        return self._http.request(method, url, headers=self._credentials, **content)  # pyright: ignore[reportArgumentType]
+
+
+def experiment_id(ask: Callable[..., httpx.Response], name: str) -> str:
+    """The id of the experiment of that name; of many that make it at once one succeeds, and the others find it.
+
+    `ask(method, call, **content)` sends a request to MLflow's REST API. Raises what it raises, httpx.HTTPStatusError
+    for another answer than expected, and DeletedExperiment.
+    """
+    found = _experiment(ask, name)
+    if found is None:
+        made = ask("POST", "experiments/create", json={"name": name})
+        if "RESOURCE_ALREADY_EXISTS" not in made.text:
+            return str(made.raise_for_status().json()["experiment_id"])
+        found = _experiment(ask, name)
+    if found is None or found["lifecycle_stage"] != "active":
+        raise DeletedExperiment(f"{name!r}; restore it, or choose another project_name")
+    return str(found["experiment_id"])
+
+
+def _experiment(ask: Callable[..., httpx.Response], name: str) -> dict[str, object] | None:
+    reply = ask("GET", "experiments/get-by-name", params={"experiment_name": name})
+    return None if reply.status_code == 404 else reply.raise_for_status().json()["experiment"]
+
+
+def mlflow_http(uri: str, timeout_s: float) -> httpx.Client:
+    """An HTTP client for the server behind an MLflow tracking URI, with MLflow's own variables for TLS."""
+    is_remote = uri.startswith("http")  # else it is on this machine, and no proxy is between
+    certificate = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
+    is_checked = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() not in ("true", "1")
+    verify = ssl.create_default_context(cafile=certificate) if certificate and is_checked else is_checked
+    return httpx.Client(timeout=timeout_s, trust_env=is_remote, verify=verify)
+
+
+def credentials() -> dict[str, str]:
+    """MLflow's own variables for a server that asks who is there."""
+    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME")
+    if token:
+        return {"authorization": f"Bearer {token}"}
+    if user:
+        pair = f"{user}:{os.environ.get('MLFLOW_TRACKING_PASSWORD', '')}"
+        return {"authorization": "Basic " + base64.b64encode(pair.encode()).decode()}
+    return {}

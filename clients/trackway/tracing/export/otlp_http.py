@@ -1,0 +1,102 @@
+"""One backend's OTLP/HTTP address: where a batch goes, and what the answer means for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import httpx
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+from trackway.tracing import attributes as names
+from trackway.tracing.export.batch import Batch
+from trackway.tracing.settings import TracingSettings
+from trackway.wire.tracing import TraceBackend
+
+LONGEST_RETRY_AFTER_S = 60.0
+
+
+class Verdict(Enum):
+    """What becomes of a batch."""
+
+    TAKEN = auto()
+    LATER = auto()
+    """The backend is down, slow, busy or broken: send it again."""
+    DOUBTFUL = auto()
+    """A refusal that may be a passing failure: MLflow answers 422 to whatever its store raises."""
+    REFUSED = auto()
+    """The backend will never take it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A backend's answer to one batch."""
+
+    verdict: Verdict
+    refused_spans: int = 0
+    """Of a batch that was taken."""
+    reason: str = ""
+    retry_after_s: float = 0.0
+    answered: bool = True
+    """Whether the backend was there at all."""
+
+
+class Endpoint:
+    """Sends batches one at a time."""
+
+    def __init__(self, url: Callable[[], str], headers: Mapping[str, str], timeout_s: float) -> None:
+        self._url = url
+        self._headers = {"content-type": "application/x-protobuf", "content-encoding": "gzip", **headers}
+        self._http = httpx.Client(timeout=timeout_s)
+
+    def post(self, batch: Batch) -> Answer:
+        """Send one batch; never raises."""
+        try:
+            response = self._http.post(self._url(), content=batch.payload, headers={**self._headers, **batch.headers})
+        except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
+            return Answer(Verdict.REFUSED, reason=f"{type(error).__name__}: {error}")  # headers that HTTP cannot carry
+        except Exception as error:
+            # Whatever it is, bad URLs and servers that do not start included: it must not end the sender.
+            return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=False)
+        return answer_of(response, batch.spans)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+
+def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
+    """The address of Weave or an OTLP receiver, which must lack nothing (`settings.missing`)."""
+    timeout_s = settings.export_timeout_s
+    if backend is TraceBackend.WEAVE:
+        key = settings.weave_api_key.get_secret_value() if settings.weave_api_key else ""
+        url = f"{settings.weave_url.rstrip('/')}/otel/v1/traces"
+        return Endpoint(lambda: url, {names.WEAVE_KEY_HEADER: key}, timeout_s)
+    receiver = settings.otlp_endpoint or ""
+    return Endpoint(lambda: receiver, settings.otlp_headers, timeout_s)
+
+
+def answer_of(response: httpx.Response, spans: int) -> Answer:
+    """What a backend's HTTP answer means for a batch of so many spans."""
+    if response.is_success:
+        return _taken(response.content, spans)
+    reason = f"HTTP {response.status_code}: {response.text[:200]}"
+    if response.status_code in (408, 429) or response.status_code >= 500:
+        return Answer(Verdict.LATER, reason=reason, retry_after_s=_retry_after(response))
+    return Answer(Verdict.DOUBTFUL if response.status_code == 422 else Verdict.REFUSED, reason=reason)
+
+
+def _taken(body: bytes, spans: int) -> Answer:
+    """A 200 may still refuse some of the spans (OTLP's partial success)."""
+    reply = ExportTraceServiceResponse()
+    try:
+        reply.ParseFromString(body)
+    except DecodeError:
+        return Answer(Verdict.TAKEN)  # some receivers answer in JSON, or in words
+    refused = min(spans, reply.partial_success.rejected_spans)
+    return Answer(Verdict.TAKEN, refused, reply.partial_success.error_message)
+
+
+def _retry_after(response: httpx.Response) -> float:
+    given = response.headers.get("retry-after", "")
+    return min(float(given), LONGEST_RETRY_AFTER_S) if given.isdecimal() else 0.0

@@ -1,0 +1,147 @@
+"""From a span that ended to a batch on its way, in a thread of its own: bounded, counted, never waited for."""
+
+import logging
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from trackway.tracing import attributes as names
+from trackway.tracing.context import current_target
+from trackway.tracing.export.backend_queue import Sender
+from trackway.tracing.export.batch import Batch, encoded, routing, weight, with_few_roots
+from trackway.tracing.settings import TracingSettings
+from trackway.tracing.trace_stats import current_ledger
+from trackway.wire.tracing import TraceBackend, TraceTarget
+
+logger = logging.getLogger("trackway.tracing")
+
+BATCH_SPANS = 512
+
+
+class Pipeline(SpanProcessor):
+    """Takes ended spans, encodes them once per target, and hands each backend its batch.
+
+    `exporter` gets every span too, whatever its target: for tests, and for a backend of one's own.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        settings: TracingSettings,
+        senders: Mapping[TraceBackend, Sender],
+        exporter: SpanExporter | None,
+    ) -> None:
+        self._stamp: dict[str, str | int] = {names.SERVICE: service, names.PROCESS: os.getpid()}
+        self._settings = settings
+        self._senders = senders
+        self._exporter = exporter
+        self._queue: deque[tuple[ReadableSpan, TraceTarget]] = deque()
+        self._changed = threading.Condition()
+        self._encoding = 0
+        self._hurry = False
+        self._stop = False
+        self.ended = 0
+        """Recorded spans that ended."""
+        self.dropped = 0
+        """Of them, those that found the queue full, or named a backend that this process does not know."""
+        self._thread: threading.Thread | None = None
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        """Say on the span which service and process made it."""
+        span.set_attributes(self._stamp)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue the span and put its weight into the open ledger."""
+        ledger = current_ledger()
+        if ledger is not None:
+            ledger.bytes += weight(span)
+        with self._changed:
+            self.ended += 1
+            if self._stop or len(self._queue) >= self._settings.max_queue_size:
+                self.dropped += 1
+                return
+            self._queue.append((span, current_target()))
+            self._ensure_thread()
+            if len(self._queue) == BATCH_SPANS:
+                self._changed.notify_all()
+
+    def force_flush(self, timeout_millis: int = 30000) -> bool:
+        """Wait until every queued span is encoded and with its senders."""
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._queue and not self._encoding, timeout_millis / 1000)
+
+    def shutdown(self) -> None:
+        """Take no more spans; the thread ends when the queue is empty."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None:  # not before there is a span: most processes of a test suite never have one
+            self._thread = threading.Thread(target=self._work, name="trackway-traces", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._is_due, self._settings.schedule_delay_s)
+                taken = [self._queue.popleft() for _ in range(min(BATCH_SPANS, len(self._queue)))]
+                self._encoding = len(taken)
+                if not taken:
+                    self._hurry = False
+                    if self._stop:
+                        return
+            self._hand_over(taken)
+            with self._changed:
+                self._encoding = 0
+                self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        return self._stop or len(self._queue) >= BATCH_SPANS or (self._hurry and bool(self._queue))
+
+    def _hand_over(self, taken: list[tuple[ReadableSpan, TraceTarget]]) -> None:
+        groups: dict[TraceTarget, list[ReadableSpan]] = defaultdict(list)
+        for span, target in taken:
+            groups[target].append(span)
+        for target, group in groups.items():
+            for spans in with_few_roots(group):
+                try:
+                    self._send(spans, target)
+                except Exception:
+                    # Whatever it is: the thread must live, and the loss must be known.
+                    logger.exception("%d spans could not be encoded", len(spans))
+                    self._lose(len(spans))
+        if self._exporter is not None and taken:
+            try:
+                self._exporter.export([span for span, _ in taken])
+            except Exception:
+                logger.exception("the exporter raised; %d spans are not in it", len(taken))
+
+    def _send(self, spans: list[ReadableSpan], target: TraceTarget) -> None:
+        backends = self._settings.sent_to(target.backends or self._settings.default_backends)
+        payload = encoded(spans) if any(backend in self._senders for backend in backends) else b""
+        for backend in backends:
+            sender = self._senders.get(backend)
+            if sender is None:
+                self._lose(len(spans), f"{self._settings.missing(backend)}; spans for it are dropped and counted")
+            else:
+                sender.put(Batch(routing(backend, target, self._settings), payload, len(spans)))
+
+    def _lose(self, spans: int, reason: str = "") -> None:
+        with self._changed:
+            if reason and not self.dropped:
+                logger.warning("%s", reason)
+            self.dropped += spans
+
+
+def monotonic_deadline(seconds: float) -> float:
+    """The moment `seconds` from now, on the clock that senders use."""
+    return time.monotonic() + seconds

@@ -1,0 +1,244 @@
+"""A span in our own words: what may be said about a piece of work.
+
+Nothing here raises, whatever is passed in: a value that cannot be shown must not cost a rollout. Every text goes
+through the redaction and the cut, in this order.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, Status, StatusCode
+from pydantic import BaseModel
+
+from trackway.tracing import attributes as names
+from trackway.tracing.active import active_tracing
+from trackway.tracing.redaction import Redact, redacted
+from trackway.tracing.trace_stats import Ledger, note
+from trackway.wire.base import named_number
+from trackway.wire.text import well_formed
+from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import WeightSpan
+
+Scalar = str | int | float | bool
+
+_PART_CHARS = 65_536
+LONGEST_MESSAGE = 4096
+"""Bytes of a status or an event's text; MLflow cuts tags there too."""
+
+
+class SpanHandle:
+    """A span; every method does nothing when it is not recorded."""
+
+    def __init__(self, span: Span, ledger: Ledger | None = None) -> None:
+        self._span = span
+        self._recorded = span.is_recording()
+        self.ledger = ledger or Ledger()
+        """Of a trajectory's root: bytes of all spans and incidents so far, in every process."""
+
+    @property
+    def trace_id(self) -> str | None:
+        """32 hex digits, None when the trace is not recorded."""
+        return format(self._span.get_span_context().trace_id, "032x") if self._recorded else None
+
+    @property
+    def span_id(self) -> str | None:
+        """16 hex digits, None when the trace is not recorded."""
+        return format(self._span.get_span_context().span_id, "016x") if self._recorded else None
+
+    @property
+    def recording(self) -> bool:
+        """Whether the span is recorded; decode text only then."""
+        return self._span.is_recording()
+
+    def set(self, key: str, value: Scalar) -> None:
+        """One attribute, as it is; a number that is not finite by its name, as backends store attributes as JSON."""
+        self._span.set_attribute(key, _scalar(value))
+
+    def tag(self, key: str, value: names.Tag) -> None:
+        """A tag of the trace in every backend; on a root only."""
+        for name, spelled in names.tag_attributes({key: value}).items():
+            self._span.set_attribute(name, spelled)
+
+    def inputs(self, value: object) -> None:
+        """The input, as JSON of bounded size; MLflow and Weave show it."""
+        self._set_json(names.MLFLOW_INPUTS, value)
+
+    def outputs(self, value: object) -> None:
+        """The output, as JSON of bounded size; MLflow and Weave show it."""
+        self._set_json(names.MLFLOW_OUTPUTS, value)
+
+    def _set_json(self, key: str, value: object) -> None:
+        if self.recording:
+            self._span.set_attribute(key, shown(value))
+
+    def usage(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Token counts in the GenAI names; MLflow sums them over the tree."""
+        self._span.set_attribute(names.INPUT_TOKENS, prompt_tokens)
+        self._span.set_attribute(names.OUTPUT_TOKENS, completion_tokens)
+
+    def finish_reasons(self, reasons: Sequence[str]) -> None:
+        """Why generation ended."""
+        self._span.set_attribute(names.FINISH_REASONS, list(reasons))
+
+    def weight_versions(self, spans: Sequence[WeightSpan]) -> None:
+        """The weight version that generated the text, or `3,4` when weights changed meanwhile."""
+        versions = ",".join(str(span.version) for span in spans)
+        self._span.set_attribute(names.WEIGHT_VERSION, versions)
+        self._span.set_attribute(names.WEAVE_ATTRIBUTE + "weight_version", versions)
+
+    def score(self, value: float) -> None:
+        """The score of an evaluation."""
+        self._span.set_attribute(names.EVALUATION_SCORE, named_number(value))
+
+    def error(self, message: str, code: str) -> None:
+        """Mark the span failed."""
+        if self.recording:
+            self._span.set_status(Status(StatusCode.ERROR, _text(message)))
+            self._span.set_attribute(names.ERROR_CODE, code)
+
+    def event(self, name: str, **attributes: Scalar) -> None:
+        """Add an event to the span."""
+        _event(self._span, name, attributes)
+
+
+def add_event(name: str, **attributes: Scalar) -> None:
+    """Add an event to the current span."""
+    _event(trace.get_current_span(), name, attributes)
+
+
+def add_incident(incident: Incident, **attributes: Scalar) -> None:
+    """Record a problem that was recovered from: an event of that name and, traced or not, part of the trajectory."""
+    note(incident)
+    add_event(incident.value, **attributes)
+
+
+def _event(span: Span, name: str, attributes: Mapping[str, Scalar]) -> None:
+    if span.is_recording():
+        shown_attributes = {
+            key: _text(value) if isinstance(value, str) else _scalar(value) for key, value in attributes.items()
+        }
+        span.add_event(name, shown_attributes)
+
+
+def _scalar(value: Scalar) -> Scalar:
+    if isinstance(value, str):
+        return well_formed(value)
+    return named_number(value) if isinstance(value, float) else value
+
+
+def shown(value: object) -> str:
+    """JSON of `value` as a span may hold it; when it is too long its texts are cut, so that the rest stays readable."""
+    try:
+        return _json(value)
+    except Exception as error:
+        # A repr that raises, a circle, keys of any kind: the span says so, the rollout goes on.
+        return json.dumps(f"[not shown: {type(error).__name__}]")
+
+
+def _json(value: object) -> str:
+    tracing = active_tracing()
+    max_bytes = 16384 if tracing is None else tracing.settings.max_text_bytes
+    if (tracing is None or tracing.redact is None) and _longest_text(value) > max_bytes:
+        return _within(max_bytes, _tree(value))  # without a JSON text of it all
+    text = _ENCODER.encode(value)
+    if "NaN" in text or "Infinity" in text:  # perhaps bare ones, which are no JSON; within a text they stay
+        text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
+    if tracing is not None and tracing.redact is not None:
+        redact = tracing.redact
+        text = json.dumps(_hidden(json.loads(text), redact), ensure_ascii=False)
+    if len(text.encode()) <= max_bytes:
+        return text
+    return _within(max_bytes, json.loads(text))
+
+
+def _within(max_bytes: int, plain: object) -> str:
+    """JSON in which each text has its share of the bytes."""
+    fair_share = max(64, max_bytes // max(1, _count_texts(plain)))
+    cut = json.dumps(_each_text(plain, lambda one: truncate(one, fair_share)), ensure_ascii=False)
+    return cut if len(cut.encode()) <= 2 * max_bytes else json.dumps(truncate(cut, max_bytes), ensure_ascii=False)
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, BaseModel):
+        return vars(value).values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def _longest_text(value: object, levels: int = 64) -> int:
+    """Characters of the longest text; a circle is left to the encoder, which says so."""
+    if isinstance(value, str):
+        return len(value)
+    return max((_longest_text(part, levels - 1) for part in _parts(value)), default=0) if levels else 0
+
+
+def _tree(value: object) -> object:
+    """The value as JSON would be read, its texts not copied."""
+    if isinstance(value, BaseModel):
+        value = {name: item for name, item in vars(value).items() if item is not None}
+    if isinstance(value, dict):
+        return {key: _tree(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tree(item) for item in value]
+    if isinstance(value, float):
+        return named_number(value)
+    return value if value is None or isinstance(value, str | int) else repr(value)
+
+
+def _hidden(value: object, redact: Redact, keys: bool = False) -> object:
+    """Texts and numbers, and the names inside of what was passed in: a secret may be any of them."""
+    if isinstance(value, dict):
+        return {redacted(key, redact) if keys else key: _hidden(item, redact, True) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_hidden(item, redact, True) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    hidden = redacted(str(value), redact)
+    return hidden if isinstance(value, str) or hidden != str(value) else value
+
+
+def _count_texts(value: object) -> int:
+    if isinstance(value, dict | list):
+        return sum(map(_count_texts, value.values() if isinstance(value, dict) else value))
+    return int(isinstance(value, str))
+
+
+def _each_text(value: object, change: Callable[[str], str]) -> object:
+    if isinstance(value, dict):
+        return {key: _each_text(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_each_text(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _text(text: str) -> str:
+    tracing = active_tracing()
+    return truncate(redacted(text, tracing.redact if tracing else None), LONGEST_MESSAGE)
+
+
+def truncate(text: str, max_bytes: int) -> str:
+    """`text` truncated to about `max_bytes` of UTF-8, with the marker `[truncated N bytes]`."""
+    size = utf8_size(text)
+    if size <= max_bytes:
+        return well_formed(text)
+    kept = text[:max_bytes].encode(errors="replace")[:max_bytes].decode(errors="ignore")
+    return f"{kept}[truncated {size - len(kept.encode())} bytes]"
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of the text in UTF-8, found without a copy of a long one."""
+    if text.isascii():
+        return len(text)
+    parts = (text[start : start + _PART_CHARS] for start in range(0, len(text), _PART_CHARS))
+    return sum(len(part.encode(errors="replace")) for part in parts)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_none=True)
+    return repr(value)
+
+
+_ENCODER = json.JSONEncoder(default=_plain, ensure_ascii=False)

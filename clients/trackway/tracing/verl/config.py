@@ -1,0 +1,239 @@
+"""verl's `RolloutTraceConfig`: one call per process says where the traces of a user's own agent loop go.
+
+`init` waits for nobody: the MLflow experiment, and the server of a local database, come into being beside the rollouts,
+while spans wait for them in memory and on disk.
+"""
+
+import atexit
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import SecretStr
+
+from trackway.tracing.active import install, uninstall
+from trackway.tracing.export.mlflow import experiment_by_name
+from trackway.tracing.export.weave import full_project
+from trackway.tracing.local_mlflow import client as local_mlflow
+from trackway.tracing.local_mlflow.uri import local_database
+from trackway.tracing.provider import Tracing
+from trackway.tracing.settings import TracingSettings
+from trackway.wire.tracing import TraceBackend, TraceTarget
+
+logger = logging.getLogger("trackway.tracing")
+
+DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
+"""Without MLFLOW_TRACKING_URI: a file in the working directory, MLflow's own default there."""
+EXIT_DEADLINE_S = 10.0
+"""Longest wait for the backends when the process ends."""
+STARTING_DEADLINE_S = local_mlflow.START_DEADLINE_S
+"""The same while the local MLflow server still starts, as it does in a first, short run."""
+
+_guard = threading.RLock()
+
+
+class RolloutTraceConfig:
+    """The tracing of this process; a singleton that `init` configures once."""
+
+    _instance: ClassVar["RolloutTraceConfig | None"] = None
+
+    def __init__(self) -> None:
+        self.backend: str | None = None
+        """Names of the backends, with a comma between several; None when nothing is traced."""
+        self.client: Tracing | None = None
+        self.token2text: bool = False
+        self.project_name: str | None = None
+        self.experiment_name: str | None = None
+        self.max_samples_per_step_per_worker: int | None = None
+        """For the worker that chooses what to trace; None traces everything."""
+        self.target = TraceTarget()
+        """What each trace says about itself to the services that it reaches."""
+        self._initialized = False
+
+    @classmethod
+    def init(
+        cls,
+        project_name: str,
+        experiment_name: str,
+        backend: str | Sequence[str] | None,
+        token2text: bool = False,
+        max_samples_per_step_per_worker: int | None = None,
+    ) -> None:
+        """Trace to `backend` (mlflow, weave, otlp; a list or `mlflow,weave` for several) from now on; None: not at all.
+
+        Keys and addresses come from the environment (`TracingSettings`). MLflow: the experiment is `project_name`, made
+        with the first spans. Weave: the project is `entity/project`, or `project` of the entity in WANDB_ENTITY, else
+        of the API key's own, for which W&B is asked.
+        A second call does nothing until `reset`.
+
+        Raises:
+            ValueError: unknown backend, a key or address is missing, or a number is negative; nothing was started.
+        """
+        with _guard:
+            config = cls.get_instance()
+            if config._initialized:
+                return
+            backends = _parsed(backend)
+            if max_samples_per_step_per_worker is not None and max_samples_per_step_per_worker < 0:
+                raise ValueError(
+                    f"max_samples_per_step_per_worker: expected 0 or more, or None for all, "
+                    f"got {max_samples_per_step_per_worker}"
+                )
+            if backends:
+                config._start(backends, project_name, token2text)
+            config.backend = ",".join(backends) or None
+            config.project_name, config.experiment_name = project_name, experiment_name
+            config.token2text = token2text
+            config.max_samples_per_step_per_worker = max_samples_per_step_per_worker
+            config._initialized = True
+
+    @classmethod
+    def get_instance(cls) -> "RolloutTraceConfig":
+        """The process's configuration; before `init` one that traces nothing."""
+        with _guard:
+            if cls._instance is None:
+                cls._instance = cls()
+            return cls._instance
+
+    @classmethod
+    def get_backend(cls) -> str | None:
+        """The names given to `init`."""
+        return cls.get_instance().backend
+
+    @classmethod
+    def get_client(cls) -> Tracing | None:
+        """The tracing behind it: `flush(seconds)` before a process is killed, `stats()` for what was lost."""
+        return cls.get_instance().client
+
+    @classmethod
+    def enable_token2text(cls) -> bool:
+        """Whether traced operations carry decoded text."""
+        return cls.get_instance().token2text
+
+    @classmethod
+    def reset(cls) -> None:
+        """Send waiting spans for at most `EXIT_DEADLINE_S` seconds and drop the rest; then `init` can be called
+        again."""
+        with _guard:
+            config, cls._instance = cls._instance, None
+        if config is not None and config.client is not None:
+            uninstall(config.client)
+            config.client.shutdown(EXIT_DEADLINE_S)
+
+    def _start(self, backends: Sequence[TraceBackend], project_name: str, token2text: bool) -> None:
+        settings = _settings(backends, project_name, token2text)
+        self.target = TraceTarget(
+            backends=tuple(backends),
+            mlflow_experiment_id=settings.experiment_id,
+            weave_project=settings.weave_project,
+            token2text=token2text,
+        )
+        self.client = Tracing("agent", settings, root_operations=True)
+        install(self.client)
+        atexit.register(_at_exit, self.client)
+        if settings.mlflow_uri is not None and not local_mlflow.answers(settings.mlflow_uri):
+            threading.Thread(target=_start_server, args=(settings.mlflow_uri,), daemon=True).start()
+
+
+def _parsed(backend: str | Sequence[str] | None) -> list[TraceBackend]:
+    given = backend.split(",") if isinstance(backend, str) else backend or ()
+    wanted = list(dict.fromkeys(name for one in given if (name := str(one).strip().lower())))
+    known = [one.value for one in TraceBackend]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(
+            f"unknown trace backend {', '.join(unknown)}: expected {', '.join(known)}, or None for no traces"
+        )
+    return [TraceBackend(name) for name in wanted]
+
+
+def _settings(backends: Sequence[TraceBackend], project_name: str, token2text: bool) -> TracingSettings:
+    """The environment's settings, of these backends only. Raises ValueError when one lacks something."""
+    found = TracingSettings(backends=list(backends), token2text=token2text)
+    mlflow, weave = TraceBackend.MLFLOW in backends, TraceBackend.WEAVE in backends
+    settings = found.model_copy(
+        update={
+            "mlflow_uri": _mlflow_uri(found.mlflow_uri) if mlflow else None,
+            "experiment_id": experiment_by_name(project_name) if mlflow else None,
+            "weave_api_key": found.weave_api_key if weave else None,
+            "weave_project": _weave_project(project_name, found.weave_api_key) if weave else None,
+            "otlp_endpoint": found.otlp_endpoint if TraceBackend.OTLP in backends else None,
+        }
+    )
+    for backend in backends:
+        if missing := settings.missing(backend):
+            raise ValueError(missing)
+    return settings.model_copy(update={"spool_dir": _spool_dir(settings)})
+
+
+def _mlflow_uri(given: str | None) -> str:
+    """The URI with a database's full path, which stays the same when the working directory changes."""
+    uri = given or DEFAULT_MLFLOW_URI
+    local_mlflow.check(uri)
+    database = local_database(uri)
+    return uri if database is None else f"sqlite:///{database}"
+
+
+def _weave_project(project_name: str, key: SecretStr | None) -> str:
+    full = full_project(project_name, key)
+    if full is None:
+        raise ValueError(
+            f"trace backend weave: expected project_name as entity/project, got {project_name!r}; "
+            "write it so, or set WANDB_ENTITY"
+        )
+    return full
+
+
+def _spool_dir(settings: TracingSettings) -> Path | None:
+    """A folder of this user and these addresses; a later process that sends to them adopts what is left in it."""
+    addresses = repr((settings.mlflow_uri, settings.weave_api_key and settings.weave_url, settings.otlp_endpoint))
+    name = hashlib.sha256(addresses.encode()).hexdigest()[:16]
+    try:
+        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        folder = state / "trackway" / "spool" / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # no home, or not ours
+        logger.warning("traces that a backend does not take now are kept in memory only: %s", error)
+        return None
+    return folder
+
+
+def _start_server(uri: str) -> None:
+    """Begin at once, as a start takes seconds; what goes wrong is told by the sender, when it matters."""
+    with contextlib.suppress(Exception):
+        local_mlflow.server_uri(uri)
+
+
+def _at_exit(client: Tracing) -> None:
+    if client is not RolloutTraceConfig.get_client() or not client.stats().ended:
+        return
+    uri = client.settings.mlflow_uri
+    starting = uri is not None and not local_mlflow.answers(uri)
+    if client.shutdown(STARTING_DEADLINE_S if starting else EXIT_DEADLINE_S):
+        return
+    stats = client.stats()
+    waiting = sum(one.waiting for one in stats.backends.values())
+    logger.warning(
+        "trace backends did not take everything: %d spans lost; %d wait in %s for the next process that sends there",
+        stats.lost,
+        waiting,
+        client.settings.spool_dir,
+    )
+
+
+def _forget_after_fork() -> None:
+    """A child has none of our threads; it traces when it calls `init` itself."""
+    global _guard
+    _guard = threading.RLock()
+    client = RolloutTraceConfig.get_client()
+    RolloutTraceConfig._instance = None
+    if client is not None:
+        uninstall(client)
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

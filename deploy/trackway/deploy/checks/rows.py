@@ -1,0 +1,165 @@
+"""The rows of a run as this machine reads them, and how long their prompts are."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from trackway.deploy.checks.findings import Findings
+from trackway.trainer.config import RunConfig
+from trackway.trainer.data.dataset import Rows, load_rows
+from trackway.trainer.data.name_check import Served
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MEASURED_ROWS = 10_000
+"""Prompts of one key that are tokenised for a plan; more would take minutes."""
+WORDS_PER_TOKEN = 4
+"""More words than this are in no token, on the average of a prompt."""
+KEYS = {"data.train_files": "train_max_samples", "data.val_files": "val_max_samples"}
+_SHOWN_EVERY = 500
+"""Prompts between two signs of how far the measuring is."""
+
+
+class RowsHere:
+    """Reads and measures; what is wrong or missing goes to the findings."""
+
+    def __init__(
+        self, config: RunConfig, findings: Findings, report: Callable[[str, str], None], most_measured: int | None
+    ) -> None:
+        self._config = config
+        self._findings = findings
+        self._report = report
+        self._most_measured = most_measured
+        self._read: dict[str, Rows] = {}
+        self.used: dict[str, Rows] = {}
+        """By key: without those that are left out as too long, and those beyond the bound."""
+        self.sentence = "not known: data.train_files names none"
+        """How many rows there are to train on."""
+
+    @property
+    def number(self) -> int | None:
+        """Rows to train on; None when that is not known."""
+        rows = self.used.get("data.train_files")
+        return None if rows is None else len(rows.samples)
+
+    def leave_to_the_trainer(self) -> None:
+        """The files are on other machines."""
+        files = [file for key in KEYS for file in self._files(key)]
+        if files:
+            self.sentence = "not known: the files are where the services run"
+            self._findings.not_checked.append(
+                f"rows: {', '.join(files)} are read where the services run, before the first step"
+            )
+
+    def read(self) -> None:
+        """Read every file."""
+        self._report("rows", "reading")
+        for key in KEYS:
+            rows = self._rows_of(key)
+            if rows is not None and rows.samples:
+                self._read[key] = rows
+            elif rows is None and key == "data.train_files":
+                self.sentence = "not known: not every file could be read"
+        self._report("rows", "ready")
+
+    def measure(self, tokenizer: "PreTrainedTokenizerBase | None", served: Served) -> None:
+        """Count the tokens of each prompt as the agent will template it, and leave out what is too long."""
+        for key, rows in self._read.items():
+            reason = self._unmeasurable(tokenizer, served, len(rows.samples))
+            if reason:
+                self._without_lengths(key, rows, reason)
+            else:
+                assert tokenizer is not None
+                self._with_lengths(key, rows, tokenizer, served)
+
+    def _files(self, key: str) -> Sequence[str]:
+        return getattr(self._config.data, key.removeprefix("data."))
+
+    def _rows_of(self, key: str) -> Rows | None:
+        """None when a file is missing, or one holds what is no row."""
+        read: list[Rows] = []
+        for file in self._files(key):
+            if "://" in file:
+                self._findings.wrong.append(f"{key}: expected a file, got the URL {file}; give the path of a copy")
+                continue
+            try:
+                read.append(load_rows([file]))
+            except TrackwayError as error:
+                absent = error.code is ErrorCode.NOT_FOUND
+                (self._findings.missing_here if absent else self._findings.wrong).append(f"{key}: {error.message}")
+            except OSError as error:
+                self._findings.missing_here.append(f"{key}: expected a file that can be read, got {file}: {error}")
+        if len(read) < len(self._files(key)):
+            return None
+        return Rows([row for rows in read for row in rows.samples], [place for rows in read for place in rows.places])
+
+    def _unmeasurable(self, tokenizer: object, served: Served, rows: int) -> str:
+        """Why prompts are not measured now; empty when they are."""
+        if tokenizer is None:
+            return f"the tokenizer of {self._config.actor_rollout_ref.model.path} is not on this machine"
+        if served.tools is None:
+            return "the tools that prompts describe are not known"
+        if self._most_measured is not None and rows > self._most_measured:
+            return f"more than {self._most_measured} rows"
+        return ""
+
+    def _without_lengths(self, key: str, rows: Rows, reason: str) -> None:
+        data = self._config.data
+        self._use(key, rows, range(len(rows.samples)))
+        if key == "data.train_files" and data.filter_overlong_prompts:
+            self.sentence += f"; those of more than {data.max_prompt_length} tokens are not left out yet: {reason}"
+        words = min(sum(len(str(message.content).split()) for message in row.prompt) for row in rows.samples)
+        if words > WORDS_PER_TOKEN * data.max_prompt_length:
+            self._findings.wrong.append(
+                f"{key}: expected prompts of at most data.max_prompt_length={data.max_prompt_length} tokens, got "
+                f"none in {len(rows.samples)} rows, the shortest has {words} words; raise it"
+            )
+        elif reason:
+            self._findings.not_checked.append(f"{key}: the length of prompts: {reason}")
+
+    def _with_lengths(self, key: str, rows: Rows, tokenizer: "PreTrainedTokenizerBase", served: Served) -> None:
+        from trackway.trainer.data.prompt_filter import PromptFilter
+
+        data, names = self._config.data, self._config.trackway.tools
+        offered = [tool for tool in served.schemas if names is None or tool.function.name in names]
+        measure = PromptFilter(tokenizer, offered, data.max_prompt_length, self._config.default_agent)
+        lengths: list[int] = []
+        try:
+            for length in measure.lengths(rows.samples, key):
+                if len(lengths) % _SHOWN_EVERY == 0:
+                    self._report("prompts", f"measured: {len(lengths)} of {len(rows.samples)}")
+                lengths.append(length)
+        except TrackwayError as error:
+            self._findings.wrong.append(error.message)
+            self._use(key, rows, range(len(rows.samples)))
+            return
+        finally:
+            self._report("prompts", "ready")
+        fitting = [position for position, length in enumerate(lengths) if length <= data.max_prompt_length]
+        kept = fitting if data.filter_overlong_prompts else range(len(lengths))
+        self._use(key, rows, kept)
+        if key == "data.train_files" and data.filter_overlong_prompts:
+            self.sentence = f"{len(lengths)}, of which {len(fitting)} have at most {data.max_prompt_length} tokens"
+        if data.filter_overlong_prompts and not fitting:
+            self._findings.wrong.append(measure.none_fits(lengths, key))
+        elif not data.filter_overlong_prompts and data.truncation == "error":
+            self._refuse_overlong(key, lengths)
+
+    def _refuse_overlong(self, key: str, lengths: Sequence[int]) -> None:
+        used, bound = self.used[key], self._config.data.max_prompt_length
+        overlong = [position for position in range(len(used.samples)) if lengths[position] > bound]
+        if overlong:
+            self._findings.wrong.append(
+                f"{key}: expected prompts of at most data.max_prompt_length={bound} tokens, tool schemas included, got "
+                f"{len(overlong)} of {len(used.samples)} rows with up to {max(lengths[one] for one in overlong)} "
+                f"({used.told(overlong)}), whose trajectories would all fail; raise it, set "
+                "data.filter_overlong_prompts=true, or let them be cut with data.truncation"
+            )
+
+    def _use(self, key: str, rows: Rows, positions: Sequence[int]) -> None:
+        bound: int = getattr(self._config.data, KEYS[key])
+        taken = positions if bound < 0 else positions[:bound]
+        self.used[key] = Rows([rows.samples[one] for one in taken], [rows.places[one] for one in taken])
+        if key == "data.train_files":
+            self.sentence = str(len(taken))

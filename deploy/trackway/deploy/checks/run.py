@@ -1,0 +1,225 @@
+"""Everything that can be known of a run before its first step, all problems at once.
+
+checked = check_run(subject, load=True, report=board.report)
+checked.findings.refuse()
+
+A plan (`load=False`) reads files and asks services that run; it starts, downloads and writes nothing. With `load` what
+training would load is loaded: the tokenizer, every prompt, agent loops, scorers, tools.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from trackway.clients import ServiceClient, run
+from trackway.deploy.checks.findings import Findings
+from trackway.deploy.checks.model import tokenizer_here
+from trackway.deploy.checks.rows import MEASURED_ROWS, RowsHere
+from trackway.deploy.checks.served_names import offered_by
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.engine_python import check_engine_python
+from trackway.deploy.config.services_for_run import RunServices, gpus_here
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local import preflight
+from trackway.deploy.local.access import check_access, host_of
+from trackway.deploy.local.settings import UpSettings
+from trackway.system.user_error import UserError
+from trackway.tracing import TracingSettings
+from trackway.trainer.config import RunConfig
+from trackway.trainer.config.weave_project import weave_project
+from trackway.trainer.data.name_check import ASK, Served, ask_services, unserved
+from trackway.trainer.loop.forecast import Forecast, forecast
+from trackway.trainer.run_state.checkpoint import named_checkpoint
+from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.supervisor.manager import runnable
+from trackway.trainer.traces.preflight import require
+from trackway.trainer.tracking import missing_for_loggers
+from trackway.wire.errors import TrackwayError
+from trackway.wire.health import Health
+from trackway.wire.tracing import TraceBackend
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Report = Callable[[str, str], None]
+"""Called with the part that is looked at and what is done with it; `ready` is the last word."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run, and what it is to run on: services that are brought up for it, or those that run already."""
+
+    config: RunConfig
+    services: RunServices | None
+    """None for a run on services that run already."""
+    deployment: Deployment | None
+    """Those; None when nothing runs."""
+    settings: UpSettings
+    occupied: str = ""
+    """Why the run's name cannot be taken; empty when it can."""
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether files, model and GPUs are those of other machines."""
+        return self.deployment is not None and self.deployment.attached
+
+
+@dataclass
+class Checked:
+    """What was found, and what the run amounts to."""
+
+    findings: Findings
+    plan: Forecast
+    rows: str
+    """How many rows there are to train on, in words."""
+
+
+class RunCheck:
+    """Looks at one run; each method adds to the findings."""
+
+    def __init__(self, subject: Subject, load: bool, report: Report) -> None:
+        self._subject = subject
+        self._load = load
+        self._report = report
+        self.findings = Findings()
+
+    def values(self) -> None:
+        """What the configuration says, without looking at rows."""
+        config, findings = self._subject.config, self.findings
+        try:
+            runnable(config)
+        except TrackwayError as error:
+            findings.wrong.append(error.message)
+        if not self._subject.elsewhere:
+            try:
+                named_checkpoint(config)
+            except TrackwayError as error:
+                (findings.missing_here if config.trainer.resume_from_path else findings.wrong).append(error.message)
+
+    def machine(self) -> None:
+        """What the run needs beside rows and a model: GPUs, packages, keys, ports, a free name."""
+        config, deployment, findings = self._subject.config, self._subject.deployment, self.findings
+        if self._subject.occupied:
+            findings.missing_here.append(self._subject.occupied)
+        if not self._subject.elsewhere:
+            if config.trackway.device.startswith("cuda") and not gpus_here():
+                findings.missing_here.append(
+                    f"trackway.device={config.trackway.device}: expected a GPU, found none; give cpu, or auto"
+                )
+            # A start brings an MLflow of its own.
+            findings.missing_here += missing_for_loggers(config, deployment.mlflow_uri if deployment else "its own")
+        if deployment is None:
+            self._backends([TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
+            self._weave()
+        if self._subject.services is not None:
+            self._start(self._subject.services)
+        elif deployment is None:
+            findings.missing_here.append(
+                f"services: nothing runs for {self._subject.settings.outputs}; start them with `trackway up`"
+            )
+
+    def _start(self, services: RunServices) -> None:
+        self.findings.missing_here += services.missing
+        self.findings.replaced_here += services.replaced
+        settings = self._subject.settings
+        checks = [lambda: check_engine_python(serve_config.args_of(services.serve_config, "rollout"))]
+        if self._load:
+            self.findings.missing_here += preflight.missing_for_start(settings)
+            checks.append(lambda: check_access(_with_tokens(services.serve_config, settings)))
+        for check in checks:
+            try:
+                check()
+            except UserError as error:
+                self.findings.missing_here.append(str(error))
+
+    def _backends(self, usable: Sequence[str], who: str) -> None:
+        for backend in self._subject.config.actor_rollout_ref.rollout.trace.backend:
+            try:
+                require([backend], usable, who)
+            except TrackwayError as error:
+                self.findings.missing_here.append(error.message)
+
+    def _weave(self) -> None:
+        """An entity of Weave, which the environment or the account of the key may say."""
+        try:
+            weave_project(self._subject.config)
+        except TrackwayError as error:
+            self.findings.missing_here.append(error.message)
+
+    def served(self) -> Served:
+        """The names that the services know: asked of those that run, else loaded here."""
+        deployment, services = self._subject.deployment, self._subject.services
+        self._report("services", "are asked what they serve" if deployment else "load what they will serve")
+        try:
+            if deployment is not None:
+                return self._asked(deployment)
+            config = services.serve_config if services else serve_config.load(self._subject.settings.config)
+            if services is None or services.has_tool_files:
+                return offered_by(config, self.findings, start=self._load)
+            no_files = {"tool_config_path": None, "function_tool_path": None}
+            config = serve_config.with_options(config, "tools", no_files)
+            return replace(offered_by(config, self.findings, start=False), tools=None, schemas=())
+        finally:
+            self._report("services", "ready")
+
+    def _asked(self, deployment: Deployment) -> Served:
+        base, findings = deployment.base_url, self.findings
+        urls = {f"{name}_url": f"{base}/{name}" for name in ("agent", "tools", "reward")}
+        served, errors = run(ask_services(ServiceUrls(**urls, weights_url="")))
+        unanswered = findings.missing_here if self._load else findings.not_checked
+        unanswered += [f"the {name} service: {error.message}" for name, error in errors.items()]
+        if self._subject.config.actor_rollout_ref.rollout.trace.backend:
+            for service, usable in run(_trace_backends(deployment)).items():
+                self._backends(usable, f"the {service} service")
+        return served
+
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The model's, where this machine has it."""
+        path = self._subject.config.actor_rollout_ref.model.path
+        if path and self._subject.elsewhere:
+            self.findings.not_checked.append(f"actor_rollout_ref.model.path: {path} is read where the services run")
+        if not path or self._subject.elsewhere:
+            return None
+        self._report("tokenizer", "loading")
+        try:
+            return tokenizer_here(path, self._load, self.findings)
+        finally:
+            self._report("tokenizer", "ready")
+
+
+def check_run(subject: Subject, load: bool, report: Report = lambda name, state: None) -> Checked:
+    """Look at everything; what is wrong with the run is in the findings, not raised."""
+    check, config = RunCheck(subject, load, report), subject.config
+    check.values()
+    check.machine()
+    served = check.served()
+    here = RowsHere(config, check.findings, report, None if load else MEASURED_ROWS)
+    if subject.elsewhere:
+        here.leave_to_the_trainer()
+    else:
+        here.read()
+        here.measure(check.tokenizer(), served)
+    check.findings.wrong += unserved(config, here.used, served)
+    try:
+        plan = forecast(config, here.number)
+    except TrackwayError as error:
+        check.findings.wrong.append(error.message)
+        plan = forecast(config, None)
+    return Checked(check.findings, plan, here.sentence)
+
+
+def _with_tokens(config: dict[str, Any], settings: UpSettings) -> dict[str, Any]:
+    tokens = {"auth": {"tokens_file": str(settings.tokens_file.resolve())}} if settings.tokens_file else {}
+    return serve_config.complete(config, host=host_of(config), port=0, common=tokens, own={})
+
+
+async def _trace_backends(deployment: Deployment) -> dict[str, Sequence[str]]:
+    """What each service that answers can send traces to."""
+    usable: dict[str, Sequence[str]] = {}
+    for service in deployment.services:
+        client = ServiceClient(f"{deployment.base_url}/{service}", policy=ASK)
+        try:
+            usable[service] = (await client.call("GET", "/health", reply=Health)).trace_backends
+        except TrackwayError:  # the trainer asks again when the run starts, and says it in its log
+            continue
+    return usable

@@ -1,0 +1,117 @@
+"""The names that services will serve once they run: their registries, loaded here as a replica loads them."""
+
+import asyncio
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from trackway.clients import run
+from trackway.deploy.checks.findings import Findings
+from trackway.deploy.config import serve_config
+from trackway.serving.user_code import described, importing, run_user_code
+from trackway.tools.base import BaseTool, ToolSource
+from trackway.tools.core.registry import ToolRegistry
+from trackway.trainer.data.name_check import Served
+
+T = TypeVar("T")
+
+START_S = 60.0
+"""Longest wait for one tool, or for a source of tools such as an MCP server, to start."""
+
+
+def offered_by(config: dict[str, Any], findings: Findings, start: bool) -> Served:
+    """What services of this Serve config will offer; what cannot be loaded goes to the findings.
+
+    With `start`, tools are started as the tool server starts them, MCP servers are asked for theirs, and both are
+    closed again; without it, what only a running MCP server knows is not known here.
+    """
+    agents = _loaded("agent loops", findings, lambda: _agents(serve_config.args_of(config, "agent")))
+    sources = _loaded("scorers", findings, lambda: _data_sources(serve_config.args_of(config, "reward")))
+    tools = _loaded("tools", findings, lambda: _tools(serve_config.args_of(config, "tools")))
+    if tools is None:
+        return Served(agents, sources)
+    if start:
+        made, problems = run(_started(tools))
+        findings.missing_here += problems
+    else:
+        made = [tool for tool in tools if isinstance(tool, BaseTool)]
+        problems = [f"tools of {one.origin}: a running MCP server names them" for one in tools if one not in made]
+        findings.not_checked += problems
+    schemas = tuple(tool.tool_schema for tool in made)
+    return Served(agents, sources, None if problems else frozenset(tool.name for tool in made), schemas)
+
+
+def _loaded(what: str, findings: Findings, load: Callable[[], T]) -> T | None:
+    try:
+        return load()
+    except Exception as error:  # code and files of the user's own may fail in any way
+        reason = f"{what}: {_told(error)}"
+        (findings.missing_here if _is_missing(error) else findings.wrong).append(reason)
+        return None
+
+
+def _told(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return described(error)
+    return "; ".join(f"setting {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+
+
+def _is_missing(error: BaseException) -> bool:
+    """Whether a package or a file was not there."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    return any(isinstance(one, ImportError | OSError) for one in causes)
+
+
+def _agents(args: dict[str, Any]) -> frozenset[str]:
+    from trackway.agent.loop import agents
+    from trackway.agent.settings import AgentSettings
+
+    for module in AgentSettings(**{"model_path": "", **args}).agent_modules:
+        with importing(f"setting agent_modules, {module!r}"):
+            importlib.import_module(module)
+    return frozenset(loop.name for loop in agents())
+
+
+def _data_sources(args: dict[str, Any]) -> frozenset[str]:
+    from trackway.reward.scorers import load_scorers
+    from trackway.reward.settings import RewardSettings
+
+    scorers = load_scorers(RewardSettings(**args).extra_scorers)
+    return frozenset(source for scorer in scorers for source in scorer.info.data_sources)
+
+
+def _tools(args: dict[str, Any]) -> list[BaseTool | ToolSource]:
+    from trackway.tools.loading import load_tools
+    from trackway.tools.settings import ToolsSettings
+
+    settings = ToolsSettings(**args)
+    sources = (settings.extra_tools, settings.tool_config, settings.tool_config_path, settings.function_tool_path)
+    return load_tools(settings.built_in, *sources)
+
+
+async def _started(tools: Sequence[BaseTool | ToolSource]) -> tuple[list[BaseTool], list[str]]:
+    """The tools that started, and why others did not; everything is closed again."""
+    registry, made, problems = ToolRegistry(), list[BaseTool](), list[str]()
+    waiting = [*tools]
+    for tool in waiting:  # a source's tools come behind it
+        try:
+            async with asyncio.timeout(START_S):
+                if isinstance(tool, ToolSource):
+                    waiting += await tool.open()
+                    continue
+                await run_user_code(tool.start)
+            registry.add(tool)
+            made.append(tool)
+        except Exception as error:
+            problems.append(f"tool server: {tool.origin} does not start: {str(error) or type(error).__name__}")
+    for tool in reversed(waiting):
+        try:
+            async with asyncio.timeout(START_S):
+                await run_user_code(tool.close)
+        except Exception as error:
+            problems.append(f"tool server: {tool.origin} does not close: {str(error) or type(error).__name__}")
+    return made, problems

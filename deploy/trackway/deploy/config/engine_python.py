@@ -1,0 +1,45 @@
+"""The environment of a vLLM or SGLang server: its pins conflict with ours, so it is another Python than this one."""
+
+import os
+import subprocess
+from typing import Any
+
+from trackway.system.user_error import UserError
+
+SERVERS = ("vllm", "sglang")
+"""Engines that are a server of their own beside each replica."""
+
+_HAS = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+_ANSWER_S = 60.0
+
+
+def runs_already(rollout_args: dict[str, Any]) -> bool:
+    """Whether the rollout service is to find a server instead of starting one."""
+    return bool(_setting(rollout_args, "engine_url"))
+
+
+def engine_python(rollout_args: dict[str, Any]) -> str | None:
+    """The interpreter that a server is started with, as the Serve config or the environment says; None when neither."""
+    return _setting(rollout_args, "engine_python")
+
+
+def check_engine_python(rollout_args: dict[str, Any]) -> None:
+    """Raise UserError when the rollout service is to start a server and its environment is not there or lacks it."""
+    engine = _setting(rollout_args, "engine")
+    if engine not in SERVERS or runs_already(rollout_args):
+        return
+    remedy = f"install {engine} into an environment of its own, and set TRACKWAY_ENGINE_PYTHON to its bin/python"
+    python = engine_python(rollout_args)
+    if python is None:
+        raise UserError(f"rollout engine {engine}: expected an engine_python, got none; {remedy}")
+    if not os.access(python, os.X_OK) or os.path.isdir(python):
+        raise UserError(f"rollout engine {engine}: expected an interpreter, got engine_python {python}; {remedy}")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    asked = subprocess.run([python, "-c", _HAS, engine], env=clean, timeout=_ANSWER_S, capture_output=True, check=False)
+    if asked.returncode:
+        raise UserError(f"rollout engine {engine}: expected it in the environment of {python}, got none; {remedy}")
+
+
+def _setting(rollout_args: dict[str, Any], name: str) -> str | None:
+    found = rollout_args.get(name) or os.environ.get(f"TRACKWAY_{name.upper()}")
+    return str(found) if found else None

@@ -1,0 +1,1 @@
+"""A deployment that runs, here or elsewhere: its record, its processes, its status, its replicas' installations."""

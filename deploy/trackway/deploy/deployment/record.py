@@ -1,0 +1,59 @@
+"""The record of a deployment: what runs, where it answers, and which processes were started here."""
+
+from pathlib import Path
+from typing import get_args
+
+from pydantic import BaseModel, Field
+
+from trackway.deploy.deployment.processes import ProcessRecord
+from trackway.serving.settings import ServiceName
+from trackway.system import atomic_write, writing
+
+
+class Deployment(BaseModel):
+    """What runs: written by `up` or `attach`, read by every other command, removed by `down`."""
+
+    base_url: str
+    dashboard_url: str
+    """Ray's REST API; empty for attached services that were attached without it."""
+    token: str = ""
+    """Bearer token of the Ray that `up` started; the file is readable by its owner only."""
+    mlflow_uri: str
+    """Empty for attached services whose MLflow is not known."""
+    outputs: Path
+    processes: list[ProcessRecord] = Field(default_factory=list)
+    serve_config: dict[str, object] = Field(default_factory=dict)
+    attached: bool = False
+    """The services run elsewhere: nothing was started here, and the record holds no secret of theirs."""
+
+    @property
+    def services(self) -> list[str]:
+        """Names of the deployed services."""
+        if self.attached:
+            return list(get_args(ServiceName))
+        applications = self.serve_config["applications"]
+        assert isinstance(applications, list)
+        return [application["name"] for application in applications]
+
+    @property
+    def started_here(self) -> bool:
+        """Whether a process that `up` started still runs."""
+        return any(process.find() for process in self.processes)
+
+    @staticmethod
+    def path(outputs: Path) -> Path:
+        """Where the record lies."""
+        return outputs / ".deployment" / "deployment.json"
+
+    def save(self) -> None:
+        """Write the record, readable by its owner only."""
+        path = self.path(self.outputs)
+        with writing(path, "the record of what runs"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, self.model_dump_json(indent=2), what="the record of what runs", mode=0o600)
+
+    @classmethod
+    def load(cls, outputs: Path) -> "Deployment | None":
+        """The record, or None when nothing was started."""
+        path = cls.path(outputs)
+        return cls.model_validate_json(path.read_text()) if path.exists() else None

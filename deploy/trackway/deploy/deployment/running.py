@@ -1,0 +1,81 @@
+"""The deployment of an outputs folder, if it runs: processes of this machine, or services elsewhere that answer."""
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from trackway.clients import CallPolicy, ServiceClient, run
+from trackway.deploy.deployment.record import Deployment
+from trackway.system.user_error import UserError
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Health
+
+_ASK = CallPolicy(read_s=5.0, total_s=5.0, attempts=1)
+
+
+class NothingRuns(UserError):
+    """The outputs folder has no deployment that runs."""
+
+
+def find_running(outputs: Path) -> Deployment | None:
+    """As `load_running`; None when nothing runs."""
+    try:
+        return load_running(outputs)
+    except NothingRuns:
+        return None
+
+
+def load_running(outputs: Path) -> Deployment:
+    """The deployment of an outputs folder; attached services run when at least one of them answers.
+
+    Raises:
+        NothingRuns: naming the remedy.
+        TrackwayError: attached services refuse the token.
+    """
+    deployment = Deployment.load(outputs.resolve())
+    if deployment is None or not (deployment.attached or deployment.started_here):
+        raise NothingRuns(f"nothing runs for {outputs}; start it with `trackway up` (or give --outputs)")
+    os.environ.setdefault("NO_PROXY", "127.0.0.1,localhost")
+    if deployment.attached:
+        late = unanswered(deployment)
+        if len(late) == len(deployment.services):
+            raise NothingRuns(
+                f"{outputs} is attached to services at {deployment.base_url}, and none answers: {told(late)}; they run "
+                "elsewhere: see to them or to the way there, or attach to another address with `trackway attach`"
+            )
+    return deployment
+
+
+def unanswered(deployment: Deployment, path: str = "/health", reply: type[BaseModel] = Health) -> dict[str, str]:
+    """The services that do not answer now, and why. Raises TrackwayError when one refuses the token."""
+
+    async def ask_all() -> list[str]:
+        urls = [f"{deployment.base_url}/{service}" for service in deployment.services]
+        return await asyncio.gather(*(_reason(url, path, reply) for url in urls))
+
+    return {name: why for name, why in zip(deployment.services, run(ask_all()), strict=True) if why}
+
+
+def told(late: Mapping[str, str]) -> str:
+    """Names and reasons in one line, each reason once."""
+    services: dict[str, list[str]] = defaultdict(list)
+    for name, why in late.items():
+        services[why].append(name)
+    return "; ".join(f"{', '.join(names)} ({why})" for why, names in services.items())
+
+
+async def _reason(url: str, path: str, reply: type[BaseModel]) -> str:
+    """Why there is no answer; empty when there is one."""
+    try:
+        await ServiceClient(url, policy=_ASK).call("GET", path, reply=reply)
+    except TrackwayError as error:
+        if error.code in (ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN):
+            raise
+        if isinstance(error.__cause__, ValidationError):
+            return f"what answers at {url} is no service of ours"
+        return str(error.__cause__ or "").strip() or error.message
+    return ""

@@ -1,0 +1,117 @@
+"""Services, replicas and weight versions of a running deployment; and scaling one service alone."""
+
+import time
+
+from pydantic import BaseModel
+
+from trackway.clients import CallPolicy, ServiceClient, run
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.serve_config import Replicas
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.serve_api import ServeApi, environments_token
+from trackway.system.user_error import UserError
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import ReplicaInfo, ReplicaList
+
+_ASK = CallPolicy(read_s=30.0, total_s=30.0, attempts=1)
+
+
+class ServiceStatus(BaseModel):
+    """One service as it runs."""
+
+    service: str
+    status: str
+    url: str
+    replicas: list[ReplicaInfo]
+    message: str = ""
+    notes: list[str] = []
+    """Of the trainer: what MLflow and the other backends do not have of its runs (`run_notes`)."""
+
+
+def service_statuses(deployment: Deployment) -> list[ServiceStatus]:
+    """Every service's state, and each of its replicas as it describes itself.
+
+    Where Ray cannot be asked, RUNNING says that the replicas answered, and UNAVAILABLE that they did not.
+    """
+    if not deployment.dashboard_url:
+        return [_asked(service, f"{deployment.base_url}/{service}") for service in deployment.services]
+    states = _serve(deployment).applications()
+    found = []
+    for service in deployment.services:
+        state = states.get(service)
+        url = f"{deployment.base_url}/{service}"
+        status, message = (state.status, state.message) if state else ("NOT_DEPLOYED", "")
+        replicas = _replicas(url) if status == "RUNNING" else []
+        found.append(ServiceStatus(service=service, status=status, url=url, replicas=replicas, message=message))
+    return found
+
+
+def _asked(service: str, url: str) -> ServiceStatus:
+    try:
+        return ServiceStatus(service=service, status="RUNNING", url=url, replicas=replicas_at(url))
+    except TrackwayError as error:
+        if error.code in (ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN):
+            raise
+        return ServiceStatus(service=service, status="UNAVAILABLE", url=url, replicas=[], message=error.message)
+
+
+def _serve(deployment: Deployment) -> ServeApi:
+    token = environments_token() if deployment.attached else deployment.token
+    return ServeApi(deployment.dashboard_url, token)
+
+
+def scale(
+    deployment: Deployment, service: str, replicas: int | Replicas, timeout_s: float = 180.0
+) -> list[ReplicaInfo]:
+    """Change one service's number of replicas on the running system and wait until they are ready.
+
+    Rollout replicas are ready when they hold the newest weights. Nothing else restarts, and no request is cut. With
+    bounds, Ray Serve goes on choosing a number between them. Of attached services the config is changed that Ray Serve
+    has, since others may have changed it too.
+    """
+    wanted = Replicas(replicas, replicas) if isinstance(replicas, int) else replicas
+    if not deployment.dashboard_url:
+        raise UserError(
+            f"expected to reach Ray's REST API to scale {service}, and {deployment.base_url} was attached without "
+            "--ray-url; attach again with it, or change the Serve config where the services run (on Kubernetes the "
+            "bounds stand in k8s/base/serve.yaml)"
+        )
+    api = _serve(deployment)
+    now = api.config() if deployment.attached else deployment.serve_config
+    config = serve_config.with_replicas(now, service, wanted)
+    api.deploy(config)
+    if not deployment.attached:
+        deployment.serve_config = config
+        deployment.save()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        state = api.applications().get(service)
+        if state and state.replicas.keys() == {"RUNNING"} and wanted.least <= state.replicas["RUNNING"] <= wanted.most:
+            described = _replicas(f"{deployment.base_url}/{service}")
+            if len(described) == state.replicas["RUNNING"] and all(_up_to_date(replica) for replica in described):
+                return described
+        if time.monotonic() > deadline:
+            now = state.replicas if state else {}
+            raise UserError(
+                f"{service} has {now} instead of {wanted} replicas after {timeout_s:.0f} s; `trackway status`"
+            )
+        time.sleep(0.3)
+
+
+def _up_to_date(replica: ReplicaInfo) -> bool:
+    weights = replica.weights
+    return replica.ready.ready and (weights is None or weights.version >= weights.latest)
+
+
+def replicas_at(url: str) -> list[ReplicaInfo]:
+    """Every replica of the service with this URL; TrackwayError when it does not answer."""
+    return run(ServiceClient(url, policy=_ASK).call("GET", "/replicas", reply=ReplicaList)).replicas
+
+
+def _replicas(url: str) -> list[ReplicaInfo]:
+    try:
+        return replicas_at(url)
+    except TrackwayError as error:
+        if error.code in (ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN):
+            raise
+        return []

@@ -1,0 +1,108 @@
+"""What must be true before anything starts; each failure is one line with its remedy."""
+
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings
+from trackway.system.user_error import UserError
+
+
+def check(settings: UpSettings) -> None:
+    """Raise UserError with all for which a start would fail: already running, missing file, little memory, ports."""
+    missing = missing_for_start(settings)
+    if not (settings.model_path / "config.json").exists():
+        missing.append(
+            f"model not found: {settings.model_path / 'config.json'}; give --model-path a Hugging Face folder"
+        )
+    if missing:
+        raise UserError("; ".join(missing))
+
+
+def missing_for_start(settings: UpSettings) -> list[str]:
+    """A sentence for each thing beside the model for which a start would fail."""
+    checks: list[Callable[[], None]] = [
+        partial(_check_not_running, settings.outputs),
+        partial(_check_exists, settings.config, "Ray Serve config", "give --config"),
+        partial(_check_memory, settings.min_memory_gb),
+        partial(_check_mlflow, settings),
+        *(partial(check_port, option, port) for option, port in _ports(settings).items()),
+    ]
+    missing = []
+    for check_one in checks:
+        try:
+            check_one()
+        except UserError as error:
+            missing.append(str(error))
+    return missing
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _ports(settings: UpSettings) -> dict[str, int]:
+    ports = {
+        "--port": settings.port,
+        "--dashboard-port": settings.dashboard_port,
+        "--ray-port": settings.ray_port,
+    }
+    try:
+        starts_mlflow = settings.mlflow_database is not None
+    except ValueError:  # which _check_mlflow tells
+        starts_mlflow = False
+    return {**ports, "--mlflow-port": settings.mlflow_port} if starts_mlflow else ports
+
+
+def _check_not_running(outputs: Path) -> None:
+    deployment = Deployment.load(outputs)
+    if deployment and deployment.attached:
+        raise UserError(
+            f"{outputs} is attached to services at {deployment.base_url}; forget them with `trackway down`, or give "
+            "another --outputs"
+        )
+    if deployment and deployment.started_here:
+        living = ", ".join(f"{one.name}: process {one.pid}" for one in deployment.processes if one.find())
+        raise UserError(
+            f"services of {outputs} run already at {deployment.base_url}; stop them with `trackway down`, or give "
+            f"another --outputs ({living})"
+        )
+
+
+def _check_mlflow(settings: UpSettings) -> None:
+    try:
+        _ = settings.mlflow_database
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _check_exists(path: Path, what: str, remedy: str) -> None:
+    if not path.exists():
+        raise UserError(f"{what} not found: {path}; {remedy}")
+
+
+def _check_memory(min_gb: float) -> None:
+    available = psutil.virtual_memory().available / 1e9
+    if available < min_gb:
+        raise UserError(f"expected at least {min_gb:.1f} GB of free memory, got {available:.1f} GB; close something")
+
+
+def check_port(option: str, port: int) -> None:
+    """Raise UserError when somebody listens on the port already; 0 always passes."""
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} is taken; stop what listens there or give {option} another (0: any)"
+            ) from error

@@ -1,0 +1,71 @@
+"""Settings of a local deployment: ports, folders and limits."""
+
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from trackway.system.user_error import UserError
+from trackway.tracing.local_mlflow.uri import local_database
+
+
+def bundled(relative: str) -> Path:
+    """A file of the repository, or its copy inside an installed wheel."""
+    checkout = Path(__file__).resolve().parents[4] / relative
+    return checkout if checkout.exists() else Path(__file__).resolve().parents[1] / "bundled" / Path(relative).name
+
+
+class UpSettings(BaseSettings):
+    """Ports, folders and limits of a local deployment; each also from the environment, as TRACKWAY_UP_<NAME>."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TRACKWAY_UP_", extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
+
+    config: Path = Field(default_factory=lambda: bundled("deploy/cpu.yaml"))
+    """Ray Serve config file: one application per service, with its replicas and settings."""
+    outputs: Path = Path("outputs")
+    """Folder of runs, weights, MLflow's database and logs."""
+    model_path: Path = Field(default_factory=lambda: bundled("examples/tiny/checkpoint"))
+    """Hugging Face folder of the policy."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port of the services; 0 takes a free one."""
+    dashboard_port: int = Field(default=8265, ge=0, le=65535)
+    """Port of Ray's dashboard and REST API; 0 takes a free one."""
+    ray_port: int = Field(default=6379, ge=0, le=65535)
+    """Port of Ray's control store; 0 takes a free one."""
+    mlflow_port: int = Field(default=5000, ge=0, le=65535)
+    """Port of the MLflow server that is started; 0 takes a free one."""
+    mlflow_uri: str | None = Field(default_factory=lambda: os.environ.get("MLFLOW_TRACKING_URI") or None)
+    """MLflow: a server that runs already, or a local `sqlite:///file.db` or folder, for which a server is started; None
+    is a database in the outputs. From MLFLOW_TRACKING_URI."""
+    tokens_file: Path | None = None
+    """Bearer tokens of all services, a JSON file; TRACKWAY_TOKEN must be one of them. None: this machine only."""
+    min_memory_gb: float = Field(default=3.0, ge=0)
+    """Gigabytes of available memory below which nothing is started."""
+    start_timeout_s: float = Field(default=240.0, gt=0)
+    """Seconds that everything may take to start."""
+
+    @classmethod
+    def read(cls, **given: Any) -> Self:
+        """Those given and, for the others, the environment's. Raises UserError for a value that cannot be."""
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            told = [
+                f"TRACKWAY_UP_{str(one['loc'][0]).upper()}: {one['msg']}, got {one['input']!r}"
+                for one in error.errors()
+            ]
+            raise UserError("; ".join(told)) from error
+
+    @property
+    def mlflow_database(self) -> Path | None:
+        """Database of the MLflow server that is started; None when one runs already.
+
+        Raises ValueError when `mlflow_uri` is neither a server's address nor a local database.
+        """
+        if self.mlflow_uri is None:
+            return self.outputs.resolve() / "mlflow" / "mlflow.db"
+        return local_database(self.mlflow_uri)

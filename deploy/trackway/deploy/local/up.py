@@ -1,0 +1,214 @@
+"""Starting and stopping a local deployment: Ray and MLflow side by side, then the five services, each watched.
+
+`bring_up` returns only when every service answers `/ready`; whatever goes wrong on the way, what it started is stopped.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from trackway.clients.token import authorization, token_or_environments
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.engine_python import check_engine_python
+from trackway.deploy.deployment import processes
+from trackway.deploy.deployment.installation_check import check_interpreters
+from trackway.deploy.deployment.processes import ProcessRecord
+from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.serve_api import ServeApi
+from trackway.deploy.local import mlflow_server, preflight, ray_cluster
+from trackway.deploy.local.access import address_of, check_access, host_of
+from trackway.deploy.local.settings import UpSettings
+from trackway.system.user_error import UserError
+from trackway.tracing.local_mlflow.mlflow_server import flocked
+from trackway.tracing.settings import SPOOL_FOLDER
+
+_POLL_S = 0.3
+
+
+def bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None = None) -> Deployment:
+    """Start everything and wait until it works; `config` takes the place of the settings' Serve config.
+
+    Raises:
+        UserError: something is missing, taken or broken; nothing is left running.
+    """
+    with _alone(settings.outputs):
+        return _bring_up(settings, report, config)
+
+
+def _bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None) -> Deployment:
+    preflight.check(settings)
+    config = serve_config.load(settings.config) if config is None else config
+    check_engine_python(serve_config.args_of(config, "rollout"))
+    settings = settings.model_copy(update={"outputs": settings.outputs.resolve()})
+    check_access(_completed(config, settings, "", 0, ""))
+    deployment = _launch(settings, config)
+    deployment.save()
+    try:
+        _wait_until_ready(deployment, settings, report)
+    except BaseException:
+        take_down(deployment)
+        raise
+    return deployment
+
+
+@contextmanager
+def _alone(outputs: Path) -> Iterator[None]:
+    """Start services in a folder beside no other start there: the record of what runs is written only on the way."""
+    path = Deployment.path(outputs).with_name("up.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = flocked(path, exclusive=True)
+    if lock is None:
+        first = path.read_text() or "another process"
+        raise UserError(
+            f"expected no other start of services in {outputs}, got one under way: {first}; wait until it ends, stop "
+            "it, or give another --outputs"
+        )
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()}".encode(), 0)
+        yield
+    finally:
+        os.close(lock)
+
+
+def take_down(deployment: Deployment, report: Report = lambda name, state: None) -> None:
+    """Stop what was started, services first, and forget it."""
+    for process in deployment.processes:
+        report(process.name, "stopping")
+        processes.stop_tree(process)
+        report(process.name, "stopped")
+    Deployment.path(deployment.outputs).unlink(missing_ok=True)
+
+
+def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
+    port, dashboard_port, ray_port, mlflow_port = (
+        port or preflight.free_port()
+        for port in (settings.port, settings.dashboard_port, settings.ray_port, settings.mlflow_port)
+    )
+    logs = Deployment.path(settings.outputs).parent
+    token = ray_cluster.new_token()
+    # Before Ray: it may be refused, and nothing must be left running then.
+    mlflow_uri, mlflow = _mlflow(settings, mlflow_port)
+    started = [ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log"), *mlflow]
+    base_url = f"http://{address_of(host_of(config))}:{port}"
+    return Deployment(
+        base_url=base_url,
+        dashboard_url=f"http://127.0.0.1:{dashboard_port}",
+        token=token,
+        mlflow_uri=mlflow_uri,
+        outputs=settings.outputs,
+        processes=started,
+        serve_config=_completed(config, settings, base_url, port, mlflow_uri),
+    )
+
+
+def _mlflow(settings: UpSettings, port: int) -> tuple[str, list[ProcessRecord]]:
+    """Its address, and its process unless it runs already."""
+    database = settings.mlflow_database
+    if database is None:
+        return str(settings.mlflow_uri), []
+    return f"http://127.0.0.1:{port}", [mlflow_server.start_for(database, port)]
+
+
+def _completed(
+    config: dict[str, object], settings: UpSettings, base_url: str, port: int, mlflow_uri: str
+) -> dict[str, object]:
+    weights_url = str(settings.outputs / "weights")
+    model_path = str(settings.model_path.resolve())
+    auth = {} if settings.tokens_file is None else {"auth": {"tokens_file": str(settings.tokens_file.resolve())}}
+    return serve_config.complete(
+        config,
+        host=host_of(config),
+        port=port,
+        # Keys come to every replica through the environment that Ray was started with, and stand in no file.
+        common={
+            "base_url": base_url,
+            "tracing": {"mlflow_uri": mlflow_uri, "spool_dir": str(settings.outputs / SPOOL_FOLDER)},
+            **auth,
+        },
+        own={
+            "rollout": {"model_path": model_path, "weights_url": weights_url},
+            "agent": {"model_path": model_path},
+            "trainer": {"outputs_dir": str(settings.outputs), "weights_url": weights_url},
+        },
+    )
+
+
+def _wait_until_ready(deployment: Deployment, settings: UpSettings, report: Report) -> None:
+    deadline = time.monotonic() + settings.start_timeout_s
+    api = ServeApi(deployment.dashboard_url, deployment.token)
+    report("ray", "starting")
+    _wait(deployment, api.answers, "ray", deadline, report)
+    report("ray", "ready")
+    api.deploy(deployment.serve_config)
+    waiting = set(deployment.services)
+    mlflow_waits = settings.mlflow_database is not None
+    while waiting or mlflow_waits:
+        for process in deployment.processes:
+            processes.check_alive(process)
+        if mlflow_waits and _answers(f"{deployment.mlflow_uri}/health"):
+            report("mlflow", "ready")
+            mlflow_waits = False
+        for service in sorted(waiting):
+            if _service_ready(deployment, api, service, report):
+                waiting.discard(service)
+        late = sorted(waiting | ({"mlflow"} if mlflow_waits else set()))
+        _pause(deadline, ", ".join(late), deployment.outputs)
+    check_interpreters(deployment.base_url, deployment.services)
+
+
+def _wait(
+    deployment: Deployment, done: Callable[[], bool], name: str, deadline: float, report: Report, retries: int = 1
+) -> None:
+    """Wait for a process's first answer; a Ray that dies while starting on a busy machine is started once more."""
+    while not done():
+        for position, process in enumerate(deployment.processes):
+            if process.name == name and process.find() is None and retries > 0:
+                retries -= 1
+                report(name, f"did not start ({process.log}); starting it once more")
+                deployment.processes[position] = _again(deployment)
+                deployment.save()
+            else:
+                processes.check_alive(process)
+        _pause(deadline, name, deployment.outputs)
+
+
+def _again(deployment: Deployment) -> ProcessRecord:
+    port = httpx.URL(deployment.dashboard_url).port or 8265
+    log = Deployment.path(deployment.outputs).parent / "ray-retry.log"
+    return ray_cluster.start(preflight.free_port(), port, deployment.token, log)
+
+
+def _service_ready(deployment: Deployment, api: ServeApi, service: str, report: Report) -> bool:
+    state = api.applications().get(service)
+    if state is None:
+        return False
+    if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        raise UserError(f"service {service} did not start:\n{state.message[-1500:]}")
+    if state.status == "RUNNING" and _answers(
+        f"{deployment.base_url}/{service}/ready", authorization(token_or_environments())
+    ):
+        report(service, "ready")
+        return True
+    report(service, "loading" if state.status == "RUNNING" else "starting")
+    return False
+
+
+def _pause(deadline: float, waiting_for: str, outputs: Path) -> None:
+    if time.monotonic() > deadline:
+        logs = Deployment.path(outputs).parent
+        raise UserError(f"no answer in time from {waiting_for}; logs are in {logs} and /tmp/ray/session_latest/logs")
+    time.sleep(_POLL_S)
+
+
+def _answers(url: str, headers: dict[str, str] | None = None) -> bool:
+    try:
+        return httpx.get(url, headers=headers, timeout=5.0, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False

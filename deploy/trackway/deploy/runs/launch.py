@@ -1,0 +1,230 @@
+"""Starting a run on a running deployment and following it: a bar while it trains, a checkpoint on Ctrl-C."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trackway.clients import TrainerClient, run
+from trackway.deploy.deployment.record import Deployment
+from trackway.system.user_error import UserError
+from trackway.tracing import TracingSettings
+from trackway.trainer.config import RunConfig
+from trackway.trainer.config.weave_project import weave_project
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.traces.preflight import require
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.names import checked_run_name
+from trackway.wire.tracing import TraceBackend
+from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
+
+Show = Callable[[RunInfo], None]
+
+_POLL_S = 0.5
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
+STOP_DEADLINE_S = 180.0
+"""Longest wait for a run to save its checkpoint and end."""
+PATIENCE_S = 600.0
+"""Longest wait for attached services that do not answer, or a run of theirs that was interrupted: both may come back by
+themselves, as when Kubernetes moves a pod."""
+
+
+def start_run(deployment: Deployment, config: RunConfig, name: str | None = None) -> RunInfo:
+    """Start a run and return at once; raises TrackwayError (a run is active, the name is taken)."""
+    request = RunRequest(config=config.model_dump(mode="json"), run=name)
+    return run(_client(deployment).start(request))
+
+
+def check_run_name(option: str, name: str | None) -> None:
+    """Raise UserError for a name that no run can have; None is no name."""
+    try:
+        _ = name is None or checked_run_name(name)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from error
+
+
+def occupied(outputs: Path, name: str) -> str:
+    """Why a new run cannot take the name; empty when it can."""
+    if not RunFolder(outputs.resolve() / name).exists:
+        return ""
+    return (
+        f"run {name!r} exists in {outputs}; go on with it by `trackway train --resume {name}`, or give another "
+        "trainer.experiment_name"
+    )
+
+
+def placed(config: RunConfig, deployment: Deployment | None) -> RunConfig:
+    """The configuration with every path as the machines that will read it know it.
+
+    Raises:
+        UserError: the deployment is attached, and a path is one of this machine.
+    """
+    return elsewhere(config) if deployment and deployment.attached else localised(config)
+
+
+def localised(config: RunConfig) -> RunConfig:
+    """The configuration with every path of this machine made whole: services and learner work in other folders."""
+    return _with_paths(config, lambda key, path: _whole_path(path), _whole_model)
+
+
+def elsewhere(config: RunConfig) -> RunConfig:
+    """The configuration, if each of its paths can be one of other machines; UserError names one that cannot."""
+    return _with_paths(config, _path_there, _model_there)
+
+
+def _with_paths(config: RunConfig, path: Callable[[str, str], str], model: Callable[[str], str]) -> RunConfig:
+    """With every path, by key, and the model's replaced."""
+    tree = config.model_dump(mode="json")
+    data, trainer, policy = tree["data"], tree["trainer"], tree["actor_rollout_ref"]
+    turns = policy["rollout"]["multi_turn"]
+    for name in ("train_files", "val_files"):
+        data[name] = [path(f"data.{name}", file) for file in data[name]]
+    for place, name, key in (
+        (turns, "tool_config_path", f"{_TURNS}.tool_config_path"),
+        (turns, "function_tool_path", f"{_TURNS}.function_tool_path"),
+        (trainer, "resume_from_path", "trainer.resume_from_path"),
+    ):
+        place[name] = place[name] and path(key, place[name])
+    if policy["model"]["path"]:
+        policy["model"]["path"] = model(policy["model"]["path"])
+    return RunConfig.model_validate(tree)
+
+
+def _whole_model(path: str) -> str:
+    """Any name that is no folder is a Hub id."""
+    return _whole_path(path) if Path(path).expanduser().is_dir() else path
+
+
+def _path_there(key: str, path: str) -> str:
+    if "://" in path or path.startswith("/"):
+        return path
+    raise UserError(
+        f"{key}: expected an absolute path on the services' volume or a URL, got {path}; the services run elsewhere: "
+        "put the file where they can read it and give its path there"
+    )
+
+
+def _model_there(path: str) -> str:
+    here = path.startswith((".", "~")) or Path(path).is_dir()
+    return _path_there("actor_rollout_ref.model.path", path) if here else path
+
+
+def _whole_path(path: str) -> str:
+    return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def check_backends_here(config: RunConfig) -> None:
+    """Raise TrackwayError for a trace backend that services started from this environment could not send to.
+
+    MLflow is not among them: a start brings its own.
+    """
+    weave_project(config)
+    wanted = config.actor_rollout_ref.rollout.trace.backend
+    require(wanted, [TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
+
+
+def resume_run(
+    deployment: Deployment, name: str, show: Show = lambda info: None, skip_damaged: bool = False
+) -> RunInfo:
+    """Go on from a run's last checkpoint, or the last one that is whole.
+
+    A run that is active, by now perhaps by itself, needs nothing. One that is being stopped is waited for. If it
+    finishes for all that, there is nothing to go on with.
+    """
+
+    async def resume() -> RunInfo:
+        client = _client(deployment)
+        info = await client.run(name)
+        was_stopping = info.state is RunState.STOPPING and not info.interrupted
+        if was_stopping:
+            info = await _until_ended(deployment, name, show, STOP_DEADLINE_S)
+        if info.state not in ENDED or (was_stopping and info.state is RunState.FINISHED):
+            return info
+        try:
+            return await client.resume(name, skip_damaged)
+        except TrackwayError as error:
+            info = await client.run(name)
+            if error.code is ErrorCode.CONFLICT and info.state not in ENDED:
+                return info
+            raise
+
+    return run(resume())
+
+
+def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
+    """Show a run until it ends; Ctrl-C asks it to save and stop, waits for that, and is raised again.
+
+    Raises:
+        UserError: the run failed, or was interrupted and did not go on by itself; or attached services stay away, and
+            the run may go on.
+    """
+    try:
+        info = run(_until_ended(deployment, name, show, deadline_s=None))
+    except KeyboardInterrupt:
+        stop_run(deployment, name, show)
+        raise
+    except TrackwayError as error:
+        if not (deployment.attached and _may_pass(error)):
+            raise
+        again = f"trackway train --resume {name}"
+        raise UserError(f"{error.message}; the run goes on if it can: `{again}` follows it") from error
+    log = Path(info.folder) / "worker.log"
+    if info.interrupted:
+        raise UserError(
+            f"run {name} was interrupted and has not gone on by itself ({info.message}); `trackway train --resume "
+            f"{name}` goes on with it; its log is {log}"
+        )
+    if info.state is RunState.UNREADABLE:
+        raise UserError(f"run {name}: {info.message}: `trackway train --resume {name}`; its log is {log}")
+    if info.state is RunState.FAILED:
+        raise UserError(f"run {name} failed: {info.message}; its log is {log}")
+    return info
+
+
+def stop_run(deployment: Deployment, name: str, show: Show) -> RunInfo:
+    """Ask a run to save a checkpoint and end, and wait until it has."""
+
+    async def stop() -> RunInfo:
+        await _client(deployment).stop(name)
+        return await _until_ended(deployment, name, show, STOP_DEADLINE_S)
+
+    return run(stop())
+
+
+async def _until_ended(deployment: Deployment, name: str, show: Show, deadline_s: float | None) -> RunInfo:
+    client = _client(deployment)
+    started = lived = time.monotonic()
+    while True:
+        now = time.monotonic()
+        patient = deployment.attached and deadline_s is None and now - lived < PATIENCE_S
+        info = await _look(client, name, patient)
+        if info is not None:
+            show(info)
+            if info.state in ENDED and not (info.interrupted and patient):
+                return info
+            lived = lived if info.interrupted else now
+        if deadline_s is not None and now - started > deadline_s:
+            down = "" if deployment.attached else "; `trackway down` ends it with its services"
+            raise UserError(
+                f"run {name} was asked to stop and has not ended within {deadline_s:.0f} s; `trackway train --resume "
+                f"{name}` waits again, then goes on with it{down}"
+            )
+        await asyncio.sleep(_POLL_S)
+
+
+async def _look(client: TrainerClient, name: str, patient: bool) -> RunInfo | None:
+    """Where the run stands; None when there was no answer and there is time."""
+    try:
+        return await client.run(name)
+    except TrackwayError as error:
+        if patient and _may_pass(error):
+            return None
+        raise
+
+
+def _may_pass(error: TrackwayError) -> bool:
+    return error.retryable or error.code is ErrorCode.DEADLINE_EXCEEDED
+
+
+def _client(deployment: Deployment) -> TrainerClient:
+    return TrainerClient(f"{deployment.base_url}/trainer")

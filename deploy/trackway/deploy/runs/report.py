@@ -1,0 +1,171 @@
+"""What a run was told and will do, as tables: settings, decisions about the deployment, and the plan of a dry run."""
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trackway.deploy.config.services_for_run import Decision, RunServices
+from trackway.trainer.config import RunConfig, no_effect
+from trackway.trainer.config.compose import leaves
+from trackway.trainer.config.unsupported_keys import MOVED
+from trackway.trainer.loop.forecast import Bounds, Forecast
+
+_WIDTH = 140
+"""Columns where there is no terminal."""
+_ALWAYS = frozenset(
+    {
+        *("data.train_files", "data.val_files", "data.train_batch_size", "data.max_prompt_length"),
+        *("data.max_response_length", "actor_rollout_ref.model.path", "actor_rollout_ref.actor.optim.lr"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.use_kl_loss"),
+        *("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.trace.backend", "algorithm.adv_estimator"),
+        *("trainer.project_name", "trainer.experiment_name", "trainer.logger", "trainer.total_epochs"),
+        *("trainer.save_freq", "trainer.test_freq", "trackway.seed", "trackway.device", "trackway.dtype"),
+    }
+)
+
+
+def wide(console: Console) -> Console:
+    """The console, or one of a width of its own where there is no terminal."""
+    return console if console.is_terminal else Console(stderr=console.stderr, width=_WIDTH)
+
+
+def settings_report(config: RunConfig, decisions: Sequence[Decision]) -> RenderableType:
+    """The settings that matter or differ from their default, what the deployment makes of them, and what is idle."""
+    notes = no_effect(config.trackway.ignored_keys)
+    moved = [(key, f"read as {MOVED[key]}") for key, _ in notes if key in MOVED]
+    idle = [(key, reason) for key, reason in notes if key not in MOVED]
+    parts: list[RenderableType] = [_settings(config)]
+    if decisions:
+        rows = [(one.key, one.asked, one.got, one.reason) for one in decisions]
+        parts.append(table("deployment", ("key", "asked", "here", "why"), rows))
+    if idle:
+        parts.append(table("no effect here", ("key", "why"), idle))
+    if moved:
+        parts.append(table("old spellings", ("key", ""), moved))
+    return Group(*parts)
+
+
+def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServices | None) -> RenderableType:
+    """What a run would do; `rows` says how many there are."""
+    lines = [
+        ("rows", rows),
+        ("steps", _steps(plan, config)),
+        ("a step", f"{plan.prompts} prompts x {config.actor_rollout_ref.rollout.n} = {plan.trajectories} trajectories"),
+        (
+            "optimiser",
+            f"{plan.updates} update{'s' * (plan.updates != 1)} a step, each of {plan.mini_batch} trajectories in "
+            f"{plan.passes} pass{'es' * (plan.passes != 1)} of at most {plan.micro_batch}",
+        ),
+        ("rollout", _replicas(services)),
+        ("validation", _schedule(plan.validations, plan, "never: no data.val_files")),
+        ("checkpoints", _schedule(plan.checkpoints, plan, "never")),
+        ("traces", _traces(plan, config)),
+    ]
+    return table("plan", ("", ""), lines)
+
+
+def _settings(config: RunConfig) -> Table:
+    values = leaves(config.model_dump(mode="json"))
+    defaults = leaves(RunConfig().model_dump(mode="json"))
+    rows = [
+        (key, shown(value), "" if value == defaults[key] else shown(defaults[key]))
+        for key, value in values.items()
+        if key != "trackway.ignored_keys" and (key in _ALWAYS or value != defaults[key])
+    ]
+    return table("settings", ("key", "value", "default, where it differs"), rows)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of plain text that stays readable in a file."""
+    made = Table(
+        title=f"\n{title}" if title else None,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+    for number, column in enumerate(columns):
+        made.add_column(column, overflow="fold", header_style="dim", no_wrap=number == 0)
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))
+    return made
+
+
+def as_yaml(config: RunConfig) -> str:
+    """The whole configuration as a file that `--config-path` takes."""
+    import yaml
+
+    tree = config.model_dump(mode="json")
+    del tree["trackway"]["ignored_keys"]
+    return "defaults: [ppo_trainer, _self_]\n" + yaml.safe_dump(tree, sort_keys=False)
+
+
+def shown(value: object) -> str:
+    """A value as one would write it on a command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _steps(plan: Forecast, config: RunConfig) -> str:
+    if plan.total_steps is None:
+        return "not known without rows"
+    if plan.steps_per_epoch is None:
+        return f"{plan.total_steps} in all"
+    if config.trainer.val_only or config.trainer.total_training_steps is not None:
+        return f"{plan.total_steps} in all; {plan.steps_per_epoch} would be one epoch"
+    return f"{plan.steps_per_epoch} an epoch x {config.trainer.total_epochs} = {plan.total_steps}"
+
+
+def _schedule(steps: Sequence[int], plan: Forecast, never: str) -> str:
+    if plan.total_steps is None:
+        return "not known without rows"
+    if not steps:
+        return never
+    first = ", ".join(map(str, steps[:4]))
+    more = f", ... {steps[-1]} ({len(steps)} in all)" if len(steps) > 4 else ""
+    return f"after step{'s' * (len(steps) > 1)} {first}{more}"
+
+
+def _replicas(services: RunServices | None) -> str:
+    if services is None:
+        return "as the running services are"
+    if services.replicas is None and services.arithmetic:
+        return f"engine {services.engine}, one replica; on the GPUs that were asked for {services.arithmetic}"
+    if services.replicas is None:
+        return f"engine {services.engine}; as many replicas as the Serve config says"
+    return f"engine {services.engine}; {services.replicas} replicas: {services.arithmetic}"
+
+
+def _traces(plan: Forecast, config: RunConfig) -> str:
+    backends = ", ".join(config.actor_rollout_ref.rollout.trace.backend)
+    if not plan.traced:
+        return "none"
+    step = plan.trace_bytes.times(plan.traced)
+    whole = f", {_bytes(step.times(plan.total_steps))} the whole run" if plan.total_steps else ""
+    bound = config.trackway.trace_bytes_per_day
+    day = f"at most {_size(bound)} a day" if bound else "no bound a day (trackway.trace_bytes_per_day)"
+    return (
+        f"{plan.traced} a step to {backends or 'the services own backends'}, each {_range(plan.spans)} spans and "
+        f"{_bytes(plan.trace_bytes)}: {_bytes(step)} a step{whole}; {day}"
+    )
+
+
+def _range(bounds: Bounds) -> str:
+    return f"{bounds.least} to {bounds.most}"
+
+
+def _bytes(bounds: Bounds) -> str:
+    return f"{_size(bounds.least)} to {_size(bounds.most)}"
+
+
+def _size(count: int) -> str:
+    value, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.3g} {unit}"

@@ -1,0 +1,151 @@
+"""A run with the services around it: those that run already for its outputs folder, or its own for as long as it lasts.
+
+run = prepare(overrides, config_path, config_name, outputs)
+run.check(load=True, report).findings.refuse()
+deployment = run.bring_up(report)
+info = run.train(deployment, show)
+run.take_down(deployment, report)
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trackway.deploy.checks.run import Checked, Subject, check_run
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.engine_python import SERVERS
+from trackway.deploy.config.services_for_run import Decision, RunServices, decided_already, gpus_here, services_for
+from trackway.deploy.deployment.installation_check import check_interpreters
+from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.running import find_running
+from trackway.deploy.local import up
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs import launch
+from trackway.system.user_error import UserError
+from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.config.compose import leaves
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.trainer import RunInfo, RunState
+
+_PORTS = ("port", "dashboard_port", "ray_port", "mlflow_port")
+_SERVER_START_S = 1200.0
+"""Longest start of the services when each rollout replica starts a server that compiles and loads a model."""
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """What is to be trained, and on which services."""
+
+    config: RunConfig
+    settings: UpSettings
+    running: Deployment | None
+    services: RunServices | None
+    """None when the services run already."""
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """What became of the keys that describe the deployment."""
+        if self.services is not None:
+            return self.services.decisions
+        return decided_already(self.config)
+
+    @property
+    def subject(self) -> Subject:
+        """What there is to look at before anything starts."""
+        return Subject(self.config, self.services, self.running, self._start_settings, self._occupied())
+
+    def check(self, load: bool, report: Report = lambda name, state: None) -> Checked:
+        """What would fail later is found, and what the run amounts to; `load` as in `check_run`."""
+        return check_run(self.subject, load, report)
+
+    def _occupied(self) -> str:
+        """Why the run's name cannot be taken; empty when it can."""
+        folder = self._folder
+        if not folder.exists or self.left_off() is not None:
+            return ""
+        return (
+            f"run {folder.name!r} is {folder.info().state} in {self.settings.outputs}; give another "
+            "trainer.experiment_name or --outputs, or trainer.resume_mode=auto for one that did not finish"
+        )
+
+    def bring_up(self, report: Report) -> Deployment:
+        """The services, which run when this returns."""
+        if self.services is None:
+            assert self.running is not None
+            check_interpreters(self.running.base_url, self.running.services)
+            return self.running
+        settings = self._start_settings.model_copy(update={"model_path": _model(self.config)})
+        return up.bring_up(settings, report, self.services.serve_config)
+
+    @property
+    def _start_settings(self) -> UpSettings:
+        """Free ports unless they were named, and time for servers that load a model."""
+        changes: dict[str, object] = {name: 0 for name in _PORTS if name not in self.settings.model_fields_set}
+        if self.services is not None and self.services.engine in SERVERS:
+            changes["start_timeout_s"] = max(self.settings.start_timeout_s, _SERVER_START_S)
+        return self.settings.model_copy(update=changes)
+
+    def left_off(self) -> RunFolder | None:
+        """The folder of the run that this command goes on with; None when it starts one."""
+        folder = self._folder
+        wanted = folder.exists and self.config.trainer.resume_mode == "auto"
+        return folder if wanted and folder.info().state is not RunState.FINISHED else None
+
+    @property
+    def _folder(self) -> RunFolder:
+        return RunFolder(self.settings.outputs.resolve() / self.config.trainer.experiment_name)
+
+    def train(self, deployment: Deployment, show: launch.Show) -> RunInfo:
+        """Start the run, or go on with one that was stopped or failed, and follow it to its end."""
+        folder = self.left_off()
+        if folder is None:
+            info = launch.start_run(deployment, self.config)
+        else:
+            info = launch.resume_run(deployment, folder.name, show)
+        return launch.follow(deployment, info.run, show)
+
+    def take_down(self, deployment: Deployment, report: Report) -> None:
+        """Stop what `bring_up` started."""
+        if self.running is None:
+            up.take_down(deployment, report)
+
+
+def changed_since(folder: RunFolder, config: RunConfig) -> list[str]:
+    """`key=value` for each setting that a run began with and that is another now: it goes on with its own."""
+    began, now = (leaves(one.model_dump(mode="json")) for one in (folder.config(), config))
+    return [f"{key}={began[key]}" for key in began if began[key] != now[key] and key != "trackway.ignored_keys"]
+
+
+def configured(overrides: list[str], config_path: Path | None, config_name: str) -> RunConfig:
+    """The configuration of a command line, its paths made whole."""
+    if config_path is not None and not config_path.exists():
+        raise UserError(f"--config-path: expected a folder or a YAML file, got {config_path}; correct the path")
+    return launch.localised(compose(overrides, config_path, config_name))
+
+
+def prepare(overrides: list[str], config_path: Path | None, config_name: str, outputs: Path) -> WholeRun:
+    """The run of a command line; starts nothing. Raises TrackwayError and UserError for what cannot be had."""
+    config = configured(overrides, config_path, config_name)
+    settings = UpSettings.read(outputs=outputs)
+    running = find_running(outputs)
+    if running and running.attached:
+        raise UserError(
+            f"{outputs} is attached to services at {running.base_url}, which this command does not bring up; train on "
+            "them with `trackway train`, or give another --outputs"
+        )
+    services = None if running else services_for(config, gpus_here(), serve_config.load(settings.config))
+    return WholeRun(services.config if services else config, settings, running, services)
+
+
+def _model(config: RunConfig) -> Path:
+    """The model's folder; a Hub id is downloaded, once, before anything waits for it."""
+    from trackway.trainer.learner.policy import model_folder
+
+    path = str(config.actor_rollout_ref.model.path)
+    try:
+        return model_folder(path)
+    except Exception as error:  # the Hub's client raises many kinds, httpx's among them
+        raise UserError(
+            f"actor_rollout_ref.model.path: expected a model's folder or an id on the Hugging Face Hub, got {path}: "
+            f"{error}"
+        ) from error

@@ -1,0 +1,55 @@
+"""How a command of ours begins and ends: user errors become one line and exit status 2."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+from rich.markup import escape
+
+from trackway.deploy.terminal.console import stderr
+from trackway.system import escape_log_records, visible
+from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
+from trackway.system.user_error import UserError
+from trackway.wire.errors import TrackwayError
+
+
+def enter(app: typer.Typer) -> NoReturn:
+    """Run a command line and end the process."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    escape_log_records()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        status = app(standalone_mode=False)
+    except (UserError, TrackwayError) as error:
+        _refuse(error)
+    except KeyboardInterrupt:
+        stderr.print("stopped")
+        sys.exit(130)
+    except OSError as error:
+        number = error_number(error)
+        if number in FULL:
+            _refuse(storage_error(number, Path(str(error.filename or Path.cwd())), "a file"))
+        if number in NOT_WRITABLE and error.filename:
+            message = f"expected to use {error.filename}, got '{error.strerror}'; grant the right or give another"
+            _refuse(UserError(message))
+        raise
+    except Exception as error:
+        # typer's own parse errors know how to show themselves; click is typer's private detail.
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()  # pyright: ignore[reportAttributeAccessIssue]
+            sys.exit(2)
+        raise
+    sys.exit(status if isinstance(status, int) else 0)  # what typer makes of typer.Exit
+
+
+def _refuse(error: Exception) -> NoReturn:
+    message = visible(str(error), keep="\n")
+    stderr.print(f"[red]error:[/] {escape(message)}", soft_wrap=True)
+    sys.exit(2)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,59 @@
+"""A comparison as one HTML file that needs nothing else: it opens from disk, runs no script and loads nothing."""
+
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from trackway.system import StorageError, atomic_write
+from trackway.system.user_error import UserError
+from trackway.traces.compare import Comparison, milliseconds, summary
+from trackway.traces.diff import Piece
+from trackway.traces.render import extent
+from trackway.traces.text import visible
+from trackway.traces.tree import SpanNode, TraceTree
+
+
+def write(path: Path, found: Comparison) -> None:
+    """Write the page. Raises UserError when the file cannot be written."""
+    try:
+        atomic_write(path, render(found), what="the page")
+    except StorageError as error:
+        raise UserError(f"--html: {error}") from error
+    except OSError as error:
+        raise UserError(f"--html: cannot write {path}: {error.strerror}") from error
+
+
+def render(found: Comparison) -> str:
+    """The page's HTML; every text of the traces is escaped."""
+    # Autoescaping is what keeps a model's text from becoming part of the page.
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"visible": visible, "ms": milliseconds, "shown": shown}
+    template = environment.from_string(files(__package__ or "").joinpath("compare.html.j2").read_text(encoding="utf-8"))
+    lines = {"A": timeline(found.left), "B": timeline(found.right)}
+    return template.render(found=found, summary=summary(found.turns), timelines=lines)
+
+
+def shown(piece: Piece) -> str:
+    """A piece's text; a line break that only one side has can be seen."""
+    text = visible(piece.text)
+    return text.replace("\n", "↵\n") if piece.changed else text
+
+
+def timeline(tree: TraceTree) -> list[dict[str, object]]:
+    """The spans from top to bottom with their place on the time line, in per cent."""
+    return [_bar(span, depth, tree) for root in tree.roots for depth, span in _levels(root, 0)]
+
+
+def _levels(span: SpanNode, depth: int) -> list[tuple[int, SpanNode]]:
+    return [(depth, span), *(below for child in span.children for below in _levels(child, depth + 1))]
+
+
+def _bar(span: SpanNode, depth: int, tree: TraceTree) -> dict[str, object]:
+    start, length = extent(span, tree)
+    return {
+        "span": span,
+        "depth": depth,
+        "start": f"{100 * start:.2f}",
+        "length": f"{100 * length:.2f}",
+    }

@@ -1,0 +1,159 @@
+"""When a trajectory's trace is whole, as pure functions: a tree and the trajectory in, the reasons for each gap out."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trackway.traces import views
+from trackway.traces.tree import SERVICE_OF_SPAN, SpanNode, TraceTree
+from trackway.tracing import attributes as names
+from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import Trajectory, Turn
+
+REPEATING = frozenset(
+    {
+        "retry",
+        Incident.RETRIED,
+        Incident.GENERATION_CUT,
+        Incident.WEIGHTS_BEHIND,
+        Incident.INSTANCE_LOST,
+        Incident.REPLICA_LOST,
+    }
+)
+"""Events after which the same work may have more than one span; `retry` is version 0.1's."""
+_REPEATABLE = frozenset({"chat", "execute_tool", "reward"})
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How many spans of each kind a whole tree has."""
+
+    turns: int
+    calls: int
+    rewards: int
+
+    @classmethod
+    def of(cls, turns: Sequence[Turn], rewards: int) -> "Expected":
+        """A turn and a generation per turn, an execution per call that reached its tool."""
+        return cls(len(turns), sum(turn.calls_executed for turn in turns), rewards)
+
+    def counts(self) -> dict[str, int]:
+        """By kind of span."""
+        return {"turn": self.turns, "chat": self.turns, "execute_tool": self.calls, "reward": self.rewards}
+
+
+def gaps(tree: TraceTree | None, one: Trajectory) -> list[str]:
+    """What the trace of a trajectory lacks or says differently; empty for a whole tree.
+
+    A trajectory that failed needs a root that says ERROR and no orphan: work that never began has no span.
+    """
+    if tree is None:
+        return ["the trace is absent"]
+    if one.error is not None:
+        return [*_root_gaps(tree), *_wrong_services(tree), *_different_tags(tree, one), *_wrong_status(tree, one)]
+    expected = Expected.of(one.turns, rewards=int(one.reward is not None))
+    return [
+        *tree_gaps(tree, expected),
+        *_different_tags(tree, one),
+        *_wrong_status(tree, one),
+        *_different_values(tree, one),
+    ]
+
+
+def tree_gaps(tree: TraceTree, expected: Expected) -> list[str]:
+    """What the tree lacks: its root, a parent, a span; and spans that the wrong service made."""
+    return [*_root_gaps(tree), *_count_gaps(tree, expected), *_wrong_services(tree)]
+
+
+def shared_processes(tree: TraceTree) -> list[str]:
+    """Processes that made spans of two services, which five separate services never do on one machine."""
+    services: dict[str, set[str]] = {}
+    for span in tree.spans():
+        services.setdefault(str(span.attributes.get(names.PROCESS)), set()).add(span.service)
+    return [f"process {process} served two services" for process, made in services.items() if len(made) > 1]
+
+
+def _root_gaps(tree: TraceTree) -> list[str]:
+    roots = [span for span in tree.roots if span.parent_id is None]
+    problems = [f"{span.name} has lost its parent" for span in tree.orphans]
+    if not roots:
+        problems.insert(0, "the root is missing")
+    if len(roots) > 1:
+        problems.append(f"{len(roots)} roots: {', '.join(span.name for span in roots)}")
+    if roots and (tree.state == "IN_PROGRESS" or roots[0].end_ms is None):
+        problems.append("the trace is still IN_PROGRESS")
+    return problems
+
+
+def _count_gaps(tree: TraceTree, expected: Expected) -> list[str]:
+    spans = list(tree.spans())
+    counts = Counter(span.kind for span in spans)
+    events = {event.name for span in spans for event in span.events}
+    repeated = not events.isdisjoint(REPEATING)
+    died = "; a process died, and with it the spans it had not exported" if Incident.REPLICA_LOST in events else ""
+    problems = []
+    for kind, wanted in expected.counts().items():
+        found = counts[kind]
+        if found < wanted:
+            problems.append(f"{found} of {wanted} {kind} spans{_where(tree, kind)}{died}")
+        elif found > wanted and not (repeated and kind in _REPEATABLE):
+            problems.append(f"{found} {kind} spans, expected {wanted}")
+    return problems
+
+
+def _where(tree: TraceTree, kind: str) -> str:
+    """Which turns have no generation."""
+    if kind != "chat":
+        return ""
+    without = [turn.name for turn in tree.of_kind("turn") if all(span.kind != "chat" for span in turn.walk())]
+    return f": none below {', '.join(without)}" if without else ""
+
+
+def _wrong_services(tree: TraceTree) -> list[str]:
+    return [
+        f"{span.name} was made by {span.service or 'no service'}, expected {SERVICE_OF_SPAN[span.kind]}"
+        for span in tree.spans()
+        if span.kind in SERVICE_OF_SPAN and span.service != SERVICE_OF_SPAN[span.kind]
+    ]
+
+
+def _different_tags(tree: TraceTree, one: Trajectory) -> list[str]:
+    if tree.root is None:
+        return []  # tags come from the root, whose absence is said already
+    expected = {key: str(value) for key, value in one.tags.model_dump().items()}
+    return [
+        f"tag {key} is {tree.tags.get(key)!r}, expected {value!r}"
+        for key, value in expected.items()
+        if tree.tags.get(key) != value
+    ]
+
+
+def _wrong_status(tree: TraceTree, one: Trajectory) -> list[str]:
+    root = tree.root
+    if root is None or (root.status == "ERROR") == (one.error is not None):
+        return []
+    how = f"failed with {one.error.code.value}" if one.error else "did not fail"
+    return [f"the root's status is {root.status}, but the trajectory {how}"]
+
+
+def _different_values(tree: TraceTree, one: Trajectory) -> list[str]:
+    problems = []
+    turns = views.number(views.output_of(tree, "num_turns"))
+    if turns is not None and turns != one.num_turns:
+        problems.append(f"num_turns is {turns:g} in the trace, {one.num_turns} in the dump")
+    for place, said in _rewards(tree).items():
+        if one.reward is not None and not math.isclose(said, one.reward.score, rel_tol=1e-6, abs_tol=1e-9):
+            problems.append(f"the reward is {said:g} in {place}, {one.reward.score:g} in the dump")
+    return problems
+
+
+def _rewards(tree: TraceTree) -> dict[str, float]:
+    """Every reward that the trace names, by where it stands."""
+    scoring: SpanNode | None = next(iter(reversed(tree.of_kind("reward"))), None)
+    said = {
+        "the root": views.output_of(tree, "reward"),
+        "the reward span": None if scoring is None else views.field_of(scoring.outputs, "score"),
+        "the feedback": tree.feedback.get("reward"),
+    }
+    return {place: value for place, one in said.items() if (value := views.number(one)) is not None}

@@ -1,0 +1,98 @@
+"""What a trace backend must be able to do to be read from, and what can be asked of it."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from trackway.system.user_error import UserError
+from trackway.traces.tree import TraceTree
+from trackway.traces.views import number, reward_of
+
+
+class TraceKind(StrEnum):
+    """What a trace is of."""
+
+    TRAJECTORY = "trajectory"
+    STEP = "step"
+    """A trainer's step: its optimiser steps, linked to the trajectories they consumed."""
+
+    @property
+    def step_tag(self) -> str:
+        """The tag that holds the step, and that only traces of this kind have."""
+        return "step" if self is TraceKind.TRAJECTORY else "train_step"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A range of steps, both ends included; `last` None is open."""
+
+    first: int = 0
+    last: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Steps":
+        """Of `3`, `3-7`, `3-` or `-7`. Raises UserError for anything else."""
+        low, dash, high = text.strip().partition("-")
+        ends = [one for one in (low, high) if one]
+        if not ends or not all(one.isdecimal() for one in ends):
+            raise UserError(f"--step: expected 3, 3-7 or 3-, got {text!r}")
+        first = int(low) if low else 0
+        last = first if not dash else int(high) if high else None
+        if last is not None and last < first:
+            raise UserError(f"--step: expected a range that goes up, got {text!r}")
+        return cls(first, last)
+
+    def __contains__(self, step: float) -> bool:
+        return self.first <= step <= (math.inf if self.last is None else self.last)
+
+
+@dataclass(frozen=True)
+class TraceFilter:
+    """Which traces are wanted."""
+
+    kind: TraceKind = TraceKind.TRAJECTORY
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Exact values; `*` stands for any text."""
+    steps: Steps | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+
+    def matches(self, tree: TraceTree) -> bool:
+        """Whether a trace is wanted; backends may sort out beforehand what they can."""
+        step = number(tree.tags.get(self.kind.step_tag))
+        if step is None or (self.steps is not None and step not in self.steps):
+            return False
+        if not all(fnmatchcase(tree.tags.get(key, ""), _literal(value)) for key, value in self.tags.items()):
+            return False
+        return self._reward_matches(reward_of(tree))
+
+    def _reward_matches(self, reward: float | None) -> bool:
+        if self.reward_min is None and self.reward_max is None:
+            return True
+        low = -math.inf if self.reward_min is None else self.reward_min
+        high = math.inf if self.reward_max is None else self.reward_max
+        return reward is not None and low <= reward <= high
+
+
+def _literal(pattern: str) -> str:
+    """Only `*` is special in our patterns; fnmatch's other signs stand for themselves."""
+    return pattern.replace("[", "[[]").replace("?", "[?]")
+
+
+class TraceStore(Protocol):
+    """A backend to read traces from. Every method raises UserError when the backend does not answer."""
+
+    def search(self, wanted: TraceFilter) -> Iterator[TraceTree]:
+        """The traces that match, newest first, loaded page by page as they are taken."""
+        ...
+
+    def get(self, trace_ids: Sequence[str]) -> dict[str, TraceTree]:
+        """The traces with these ids (32 hex digits each) that exist, by id."""
+        ...
+
+    def ids_with_prefix(self, prefix: str, limit: int) -> list[str]:
+        """At most `limit` ids (32 hex digits) that begin with these hex digits."""
+        ...

@@ -1,0 +1,185 @@
+"""Trajectories in, complete trees out: a run's dump held against what a trace backend has."""
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import BaseModel
+
+from trackway.system.user_error import UserError
+from trackway.traces import rules
+from trackway.traces.store import Steps, TraceStore
+from trackway.traces.tree import TraceTree
+from trackway.tracing.attributes import display_name
+from trackway.tracing.settings import SPOOL_FOLDER
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.wire.trajectory import Trajectory
+
+_CHUNK = 100
+_LOOK_AGAIN_S = 0.5
+_DUMP = re.compile(r"(val_)?step_(\d+)\.parquet")
+
+Rule = Callable[[TraceTree | None, Trajectory], list[str]]
+"""The reasons why a trajectory's trace is not whole."""
+
+
+class Gap(BaseModel):
+    """A traced trajectory whose trace is not whole."""
+
+    trajectory: str
+    trace_id: str
+    name: str
+    reasons: list[str]
+
+
+class Waiting(BaseModel):
+    """Spans that wait on disk for their backend."""
+
+    files: int
+    bytes: int
+
+
+class Verification(BaseModel):
+    """What was found."""
+
+    run: str
+    dumps: int
+    """Files of trajectories that were read: one per step and kind."""
+    trajectories: int
+    traced: int
+    complete: int
+    gaps: list[Gap]
+    waiting: Waiting
+
+
+class Meter(Protocol):
+    """Is told how far a check has come."""
+
+    def expect(self, count: int) -> None:
+        """So many more trajectories are to be looked at."""
+        ...
+
+    def advance(self, count: int) -> None:
+        """So many more were looked at."""
+        ...
+
+
+class Unseen:
+    """A meter that nobody looks at."""
+
+    def expect(self, count: int) -> None:
+        """Nothing."""
+
+    def advance(self, count: int) -> None:
+        """Nothing."""
+
+
+def find_run(outputs: Path, name: str | None) -> RunFolder:
+    """The named run of an outputs folder, else the one that moved last. Raises UserError when there is none."""
+    states = sorted(outputs.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
+    runs = [state.parent for state in states if name in (None, state.parent.name)]
+    if not runs:
+        known = ", ".join(sorted(state.parent.name for state in states)) or "no run at all"
+        raise UserError(f"no run {name or ''!r} in {outputs}; there is {known}; give --run or --outputs")
+    return RunFolder(runs[-1])
+
+
+def dumps(run: RunFolder, steps: Steps | None, validate: bool | None) -> list[Path]:
+    """The run's files of trajectories, by step; `validate` True or False leaves the other kind out.
+
+    Raises:
+        UserError: when there is none.
+    """
+    every = [
+        (found, path) for path in (run.path / "trajectories").glob("*.parquet") if (found := _DUMP.fullmatch(path.name))
+    ]
+    chosen = [
+        (int(found[2]), path)
+        for found, path in every
+        if (steps is None or int(found[2]) in steps) and validate in (None, found[1] is not None)
+    ]
+    if not chosen:
+        there = sorted((int(found[2]), found[1] or "") for found, _ in every)
+        known = ", ".join(f"{'validation ' if kind else ''}{step}" for step, kind in there) or "no step yet"
+        raise UserError(f"run {run.name!r} has no such trajectories; it has those of {known}")
+    return [path for _, path in sorted(chosen)]
+
+
+def verify(
+    store: TraceStore, run: RunFolder, files: Sequence[Path], wait_s: float, meter: Meter | None = None
+) -> Verification:
+    """Hold each traced trajectory of the files against its trace; late spans are waited for, `wait_s` seconds."""
+    meter, made, traced = meter or Unseen(), 0, 0
+    suspects: list[Trajectory] = []
+    for path in files:
+        trajectories = read_trajectories(path)
+        recorded = [one for one in trajectories if one.trace_id]
+        meter.expect(len(recorded))
+        made, traced = made + len(trajectories), traced + len(recorded)
+        gaps = look(store, recorded, meter=meter)
+        suspects += [one for one in recorded if one.trace_id in gaps]
+    gaps = settle(store, suspects, wait_s)
+    return Verification(
+        run=run.name,
+        dumps=len(files),
+        trajectories=made,
+        traced=traced,
+        complete=traced - len(gaps),
+        gaps=gaps,
+        waiting=waiting(run.path.parent),
+    )
+
+
+def settle(store: TraceStore, trajectories: Sequence[Trajectory], wait_s: float, rule: Rule = rules.gaps) -> list[Gap]:
+    """The gaps that remain once every trace is whole or `wait_s` seconds have passed."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        reasons = look(store, trajectories, rule)
+        trajectories = [one for one in trajectories if one.trace_id in reasons]
+        left = deadline - time.monotonic()
+        if not trajectories or left <= 0:
+            return [_gap(one, reasons[one.trace_id or ""]) for one in trajectories]
+        time.sleep(min(_LOOK_AGAIN_S, left))
+
+
+def look(
+    store: TraceStore, trajectories: Sequence[Trajectory], rule: Rule = rules.gaps, meter: Meter | None = None
+) -> dict[str, list[str]]:
+    """The reasons of each trajectory whose trace is not whole now, by trace id."""
+    found: dict[str, list[str]] = {}
+    for chunk in _chunks(trajectories):
+        trees = store.get([one.trace_id for one in chunk if one.trace_id])
+        for one in chunk:
+            if one.trace_id and (reasons := rule(trees.get(one.trace_id), one)):
+                found[one.trace_id] = reasons
+        if meter is not None:
+            meter.advance(len(chunk))
+    return found
+
+
+def waiting(outputs: Path) -> Waiting:
+    """What lies in the spool of an outputs folder."""
+    sizes = [size for path in (outputs / SPOOL_FOLDER).rglob("*.otlp") if (size := _size(path)) is not None]
+    return Waiting(files=len(sizes), bytes=sum(sizes))
+
+
+def _size(path: Path) -> int | None:
+    """None when the file was sent meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _gap(one: Trajectory, reasons: list[str]) -> Gap:
+    return Gap(trajectory=one.id, trace_id=one.trace_id or "", name=display_name(one.tags), reasons=reasons)
+
+
+def _chunks(trajectories: Iterable[Trajectory]) -> Iterator[Sequence[Trajectory]]:
+    rest = iter(trajectories)
+    while chunk := list(itertools.islice(rest, _CHUNK)):
+        yield chunk

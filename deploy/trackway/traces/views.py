@@ -1,0 +1,116 @@
+"""What a tree says about its trajectory: reward, tokens, turns, weights, the end of the answer."""
+
+import math
+from collections.abc import Mapping
+
+from pydantic import BaseModel, JsonValue
+
+from trackway.traces.tree import SpanNode, TraceTree
+from trackway.tracing import attributes as names
+
+TEXT_KEYS = {"prompt": ("prompt_text", "prompt"), "response": ("response_text", "text")}
+"""Where a generation's texts stand; the second of each is how traces of version 0.1 spell it."""
+
+
+class Tokens(BaseModel):
+    """Tokens of a trajectory: its prompt, and everything behind it (observations too)."""
+
+    prompt: int
+    response: int
+
+
+def number(value: object) -> float | None:
+    """A finite number, also from its text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        found = float(value)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def field_of(value: JsonValue, *keys: str) -> JsonValue:
+    """The first of these fields that a JSON object has; None when it is no object or has none."""
+    if not isinstance(value, Mapping):
+        return None
+    return next((value[key] for key in keys if value.get(key) is not None), None)
+
+
+def output_of(tree: TraceTree, key: str) -> JsonValue:
+    """A field of the root's outputs."""
+    return None if tree.root is None else field_of(tree.root.outputs, key)
+
+
+def reward_of(tree: TraceTree) -> float | None:
+    """The trainer's feedback `reward`, else what the root says."""
+    said = number(tree.feedback.get("reward"))
+    return number(output_of(tree, "reward")) if said is None else said
+
+
+def prompt_text(span: SpanNode) -> str | None:
+    """What a generation saw that is new since the turn before; None without token2text."""
+    return _text(field_of(span.inputs, *TEXT_KEYS["prompt"]))
+
+
+def response_text(span: SpanNode) -> str | None:
+    """What a generation wrote; None without token2text."""
+    return _text(field_of(span.outputs, *TEXT_KEYS["response"]))
+
+
+def _text(value: JsonValue) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def has_texts(tree: TraceTree) -> bool:
+    """Whether any generation carries its text."""
+    return any(response_text(chat) is not None for chat in tree.of_kind("chat"))
+
+
+def answer_of(tree: TraceTree) -> str:
+    """What the model wrote last; empty without token2text."""
+    for chat in reversed(tree.of_kind("chat")):
+        if text := response_text(chat):
+            return text
+    return _text(output_of(tree, "response_text")) or ""
+
+
+def tokens_of(span: SpanNode) -> tuple[int, int] | None:
+    """Tokens that a generation was given and wrote."""
+    given = number(span.attributes.get(names.INPUT_TOKENS))
+    written = number(span.attributes.get(names.OUTPUT_TOKENS))
+    return None if given is None or written is None else (int(given), int(written))
+
+
+def tokens_in(tree: TraceTree) -> Tokens | None:
+    """What the root counted; a root that did not count has it from the first and the last generation."""
+    prompt, response = (number(output_of(tree, key)) for key in ("prompt_tokens", "response_tokens"))
+    if prompt is not None and response is not None:
+        return Tokens(prompt=int(prompt), response=int(response))
+    counts = [count for chat in tree.of_kind("chat") if (count := tokens_of(chat))]
+    if not counts:
+        return None
+    return Tokens(prompt=counts[0][0], response=sum(counts[-1]) - counts[0][0])
+
+
+def weight_version(span: SpanNode) -> str:
+    """The weights that wrote a generation: `3`, or `3,4` when they changed on the way; empty if unknown."""
+    return str(span.attributes.get(names.WEIGHT_VERSION, ""))
+
+
+def weight_versions(tree: TraceTree) -> str:
+    """All weights that wrote a part of the trajectory, in order."""
+    found = [version for chat in tree.of_kind("chat") for version in weight_version(chat).split(",") if version]
+    return ",".join(dict.fromkeys(found))
+
+
+def message_texts(tree: TraceTree) -> list[tuple[str, str]]:
+    """Role and content of the messages that the trajectory began with."""
+    messages = field_of(tree.root.inputs, "messages") if tree.root else None
+    if not isinstance(messages, list):
+        return []
+    return [
+        (str(message.get("role", "")), str(message.get("content", "")))
+        for message in messages
+        if isinstance(message, Mapping)
+    ]

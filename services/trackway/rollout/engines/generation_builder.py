@@ -1,0 +1,30 @@
+"""Parts of one continuation put together: pieces of a stream, or what was made before and after an update."""
+
+from trackway.rollout.engines.protocol import FinishReason, Generation, Piece
+from trackway.wire.trajectory import WeightSpan, add_span
+
+
+class Collector:
+    """Everything so far; `abort` while no part said how it ended."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[WeightSpan] = []
+        self._finish_reason: FinishReason = "abort"
+
+    def add(self, part: Piece | Generation) -> None:
+        """The next part."""
+        start = len(self.token_ids)
+        if isinstance(part, Piece):
+            add_span(self._spans, part.version, start, start + len(part.token_ids))
+        else:
+            for span in part.spans:
+                add_span(self._spans, span.version, start + span.start, start + span.end)
+        self.token_ids.extend(part.token_ids)
+        self._logprobs.extend(part.logprobs)
+        self._finish_reason = part.finish_reason or self._finish_reason
+
+    def generation(self, finish_reason: FinishReason | None = None) -> Generation:
+        """All parts as one, with the last reason or the one given."""
+        return Generation(self.token_ids, self._logprobs, finish_reason or self._finish_reason, self._spans)

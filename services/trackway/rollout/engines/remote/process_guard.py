@@ -1,0 +1,88 @@
+"""Runs one command so that nothing of it outlives its owner: a script of its own, standard library only.
+
+    python -I -S process_guard.py COMMAND...
+
+The owner holds both pipes. Standard input: a line "SECONDS" ends the command (TERM, then KILL after so many seconds);
+its end, which the kernel makes when the owner dies of whatever cause, does the same. Standard output: the command's
+exit status, as soon as it ended. What the command writes goes to standard error.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_GRACE_WITHOUT_OWNER_S = 5.0
+_LINGER_S = 2.0  # what a child process may take to see that its parent is gone, and to free shared memory
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Start the command, wait for its end or the owner's word, and leave no process of it."""
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+    def die_with_guard() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    # `preexec_fn` is safe here: this process has one thread.
+    command = subprocess.Popen(
+        sys.argv[1:],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        preexec_fn=die_with_guard,
+        process_group=0,
+    )
+    while command.poll() is None:
+        readable, _, _ = select.select([sys.stdin, woken], [], [])
+        if woken in readable and signal.SIGTERM in os.read(woken, 4096):
+            _end(command, _GRACE_WITHOUT_OWNER_S)
+        elif sys.stdin in readable:
+            _end(command, float(sys.stdin.readline() or _GRACE_WITHOUT_OWNER_S))
+    _tell(command.returncode)
+    _end_group(command.pid)
+
+
+def _end(command: "subprocess.Popen[bytes]", grace_s: float) -> None:
+    _signal_group(command.pid, signal.SIGTERM)
+    try:
+        command.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        _signal_group(command.pid, signal.SIGKILL)
+        command.wait()
+
+
+def _end_group(group: int) -> None:
+    """End the command's own children, which it should have ended."""
+    _signal_group(group, signal.SIGTERM)
+    end = time.monotonic() + _LINGER_S
+    while _signal_group(group, 0) and time.monotonic() < end:
+        time.sleep(0.02)
+    _signal_group(group, signal.SIGKILL)
+
+
+def _signal_group(group: int, number: int) -> bool:
+    """Whether the group still exists."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _tell(status: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the owner is gone
+        os.write(1, str(status).encode())
+
+
+if __name__ == "__main__":
+    main()

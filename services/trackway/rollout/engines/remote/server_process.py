@@ -1,0 +1,156 @@
+"""An inference server beside this process: started, watched, and ended with all its children.
+
+    process = SideProcess([python, "-m", "server", "--port", "8123"], {"OMP_NUM_THREADS": "1"}, log, url)
+    await process.start(healthy, deadline_s=600)   # ENGINE_FAILED when it ends, UNAVAILABLE when it is late
+    process.check()                                # UNAVAILABLE with the end of its log once it has ended
+    await process.stop()
+
+The server runs under a guard (`process_guard.py`), which ends it and its children even when this process gets SIGKILL.
+"""
+
+import asyncio
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+_GUARD = Path(__file__).with_name("process_guard.py")
+_POLL_S = 0.05
+_HEALTH_S = 0.25
+_GUARD_LINGER_S = 5.0
+_LOG_END_BYTES = 2000
+# What points our own interpreter at our packages would break the server's.
+_OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"})
+
+
+class SideProcess:
+    """One server process; `env` is added to our own environment."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, url: str) -> None:
+        self.command, self.log, self.url = list(command), log, url
+        self._env = {**{name: value for name, value in os.environ.items() if name not in _OURS}, **env}
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._status: int | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server was started and has not ended."""
+        return self._guard is not None and not self._ended(self._guard)
+
+    def check(self) -> None:
+        """Raises UNAVAILABLE with the end of the log when the server has ended."""
+        if not self.alive:
+            raise TrackwayError(ErrorCode.UNAVAILABLE, self._story("expected it to run, got its end"))
+
+    async def settle(self, within_s: float = 1.0) -> None:
+        """As `check`, waiting a moment: a dying server closes its connections before its end can be seen."""
+        end = time.monotonic() + within_s
+        while self.alive and time.monotonic() < end:
+            await asyncio.sleep(_POLL_S)
+        self.check()
+
+    async def start(self, healthy: Callable[[], Awaitable[bool]], deadline_s: float) -> None:
+        """Start the server and return when `healthy` says so; an error of `healthy` means not yet.
+
+        Raises:
+            TrackwayError: ENGINE_FAILED when it ended, UNAVAILABLE when it is late; it does not run on then.
+        """
+        self._spawn()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._until(healthy)
+        except TimeoutError:
+            story = self._story(f"expected it to be healthy within {deadline_s:g} s, got nothing; raise engine_start_s")
+            await self.stop(grace_s=1.0)
+            raise TrackwayError(ErrorCode.UNAVAILABLE, story) from None
+        except BaseException:
+            await self.stop(grace_s=1.0)
+            raise
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """End the server and its children: TERM, and KILL after the grace; returns when they are gone. Idempotent."""
+        guard, self._guard = self._guard, None
+        if guard is None:
+            return
+        if guard.poll() is None:
+            _write(guard, f"{grace_s}\n")
+        deadline = time.monotonic() + grace_s + _GUARD_LINGER_S
+        while guard.poll() is None:
+            if time.monotonic() > deadline:
+                guard.kill()
+            await asyncio.sleep(_POLL_S)
+        _close(guard)
+
+    def _spawn(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            log.write(b"$ " + shlex.join(self.command).replace("\n", "\\n").encode() + b"\n")
+            log.flush()
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_GUARD), *self.command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+            )
+        assert self._guard.stdout is not None
+        os.set_blocking(self._guard.stdout.fileno(), False)
+
+    async def _until(self, healthy: Callable[[], Awaitable[bool]]) -> None:
+        while True:
+            if not self.alive:
+                message = "expected a healthy server, got its end; look at the cause in its log"
+                raise TrackwayError(ErrorCode.ENGINE_FAILED, self._story(message))
+            with contextlib.suppress(TrackwayError, httpx.HTTPError, OSError):
+                if await healthy():
+                    return
+            await asyncio.sleep(_HEALTH_S)
+
+    def _ended(self, guard: "subprocess.Popen[bytes]") -> bool:
+        if self._status is None:
+            assert guard.stdout is not None
+            told = guard.stdout.read(16)  # None: open and empty
+            if told is not None:
+                self._status = int(told) if told else guard.wait()
+        return self._status is not None
+
+    def _story(self, what: str) -> str:
+        status = "" if self._status is None else f" with status {self._status}"
+        return f"{self.command[0]} at {self.url}: {what}{status}. The end of {self.log}:\n{self._log_end()}"
+
+    def _log_end(self) -> str:
+        with self.log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - _LOG_END_BYTES))
+            return log.read().decode(errors="replace").strip()
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def _write(guard: "subprocess.Popen[bytes]", line: str) -> None:
+    assert guard.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it ended meanwhile
+        guard.stdin.write(line.encode())
+        guard.stdin.flush()
+
+
+def _close(guard: "subprocess.Popen[bytes]") -> None:
+    for pipe in (guard.stdin, guard.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

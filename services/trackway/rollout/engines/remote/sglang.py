@@ -1,0 +1,260 @@
+"""SGLang as a replica's engine: its server in a process beside this one, or one that runs already.
+
+Field names are those of SGLang 0.5.23 (`managers/io_struct.py`). Three of its habits shape this file:
+a weight update that flushes the cache while any request is alive ends the scheduler, so old KV is kept from new
+requests by a cache namespace (`extra_key`) per weights instead; giving memory back while a request is alive ends it,
+too; and `ignore_eos` makes it ignore `stop_token_ids`, which are therefore looked for here as well.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPart
+from trackway.rollout.engines.remote.engine import RemoteEngine
+from trackway.rollout.engines.remote.http import Json
+from trackway.rollout.engines.remote.requests import Call, Tokens
+from trackway.rollout.settings import RolloutSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+_SPARE_POSITIONS = 8  # SGLang ends a request a little before the length of its context
+_STREAM_INTERVAL = 16  # tokens an event, after the first: events cost CPU on both sides
+_LINGER_S, _POLL_S = 10.0, 0.05
+# Logprobs after top_p come only with the candidates' ids, which SGLang gives for a finite top_k.
+_MOST_CANDIDATES = 1024
+_NAN = "NaN happened"
+_CODES = {400: ErrorCode.INVALID_REQUEST, 503: ErrorCode.UNAVAILABLE}
+
+
+class _Finish(BaseModel):
+    """Why a request ended; SGLang's own errors are aborts with a status."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | list[int] | None = None
+    status_code: int | None = None
+    message: str | None = None
+
+
+class _Span(BaseModel):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(BaseModel):
+    """The parts of `meta_info` that matter; a request that is aborted in the queue has few of them."""
+
+    finish_reason: _Finish | None = None
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    weight_version: str | None = None
+    weight_versions: list[_Span] | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = Field(default_factory=list)
+    output_token_sampling_logprobs: list[float] | None = None
+    """Of the distribution after top_k and top_p; the others are of the one before."""
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = Field(default_factory=list)
+
+
+class _Answer(BaseModel):
+    meta_info: _Meta
+
+
+class SglangEngine(RemoteEngine):
+    """An `Engine` over SGLang's native routes. It needs a GPU: here it is tested against a fake of the protocol."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        super().__init__(settings)
+        sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
+        self.capabilities = frozenset(set(Capability) - {Capability.SLEEP} | sleeps)
+
+    def _command(self, port: int) -> list[str]:
+        settings = self.settings
+        options = {
+            "--model-path": settings.model_path,
+            "--served-model-name": settings.model_name,
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--dtype": self.dtype,
+            "--context-length": min(self.max_len + _SPARE_POSITIONS, self.facts.max_positions),
+            "--max-running-requests": settings.max_num_seqs,
+            "--tp-size": settings.tensor_parallel_size,
+            "--mem-fraction-static": settings.gpu_memory_utilization,
+            "--stream-interval": _STREAM_INTERVAL,
+        }
+        switches = {
+            "--skip-tokenizer-init": True,  # ids in, ids out
+            "--incremental-streaming-output": True,  # else each event repeats all tokens so far
+            "--disable-radix-cache": not settings.prefix_caching,
+            "--disable-cuda-graph": settings.enforce_eager,
+            "--enable-memory-saver": settings.enable_sleep,
+        }
+        return [
+            *(str(settings.engine_python), "-m", "sglang.launch_server"),
+            *(str(part) for option in options.items() for part in option),
+            *(switch for switch, on in switches.items() if on),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {"SGLANG_RETURN_ORIGINAL_LOGPROB": "false"}  # logprobs after temperature
+
+    async def _healthy(self) -> bool:
+        await self.http.get("/health", timeout_s=5.0)
+        return True
+
+    async def _prepare(self) -> None:
+        loaded = (await self.http.get("/model_info")).get("weight_version")
+        if loaded == "default":
+            body = {"new_version": self.name, "abort_all_requests": False}
+            await self.http.post("/update_weight_version", body, idempotent=True)
+        else:  # somebody used this server before us
+            await self._freeze()
+            await self._swap(self.settings.model_path, self.name)
+        await self._thaw()
+
+    async def _tokens(self, call: Call) -> AsyncGenerator[Tokens]:
+        params = call.params
+        truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
+        top_k = params.top_k if params.top_k > 0 else -1
+        if truncated and top_k < 0:
+            top_k = min(_MOST_CANDIDATES, self.facts.vocab_size)
+        body: Json = {
+            "input_ids": call.token_ids,
+            "rid": call.rid,
+            "sampling_params": _sampling(call, top_k),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "return_sampling_mask": truncated,
+            "extra_key": self.held,
+            "stream": True,
+        }
+        seen = 0
+        async with aclosing(self.http.events("/generate", body)) as events:
+            async for event in events:
+                meta = _meta(event)
+                call.reused = max(call.reused, meta.cached_tokens)
+                total = max(seen, meta.completion_tokens)
+                yield _tokens(meta, seen, total, truncated, self.held)
+                seen = total
+
+    async def _cut(self, calls: Sequence[Call]) -> None:
+        if len(calls) > 1 and len(calls) == len(self.calls.sent):
+            bodies: list[Json] = [{"abort_all": True}]
+        else:
+            bodies = [{"rid": call.rid} for call in calls]
+        await asyncio.gather(*(self.http.post("/abort_request", body, idempotent=True) for body in bodies))
+
+    async def _freeze(self) -> None:
+        await self.http.post("/pause_generation", {"mode": "in_place"}, idempotent=True)
+
+    async def _thaw(self) -> None:
+        await self.http.post("/continue_generation", {}, idempotent=True)
+
+    async def _swap(self, folder: Path, name: str) -> None:
+        body = {
+            "model_path": str(folder),
+            "weight_version": name,
+            "abort_all_requests": False,
+            "keep_pause": True,
+            "flush_cache": False,
+        }
+        reply = await self.http.post("/update_weights_from_disk", body, timeout_s=self.settings.engine_start_s)
+        if not reply.get("success"):
+            raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang did not load {folder}: {reply.get('message')}")
+        if not self.calls.sent:
+            with suppress(TrackwayError):  # it frees memory sooner; nothing depends on it
+                await self.http.post("/flush_cache", idempotent=True)
+
+    async def _score(self, token_ids: Sequence[int]) -> list[float]:
+        body: Json = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": f"canary-{self.held}",
+        }
+        scored = _meta(await self.http.post("/generate", body, idempotent=True)).input_token_logprobs[1:]
+        if [token for _, token, _ in scored] != list(token_ids[1:]):
+            message = f"expected input_token_logprobs of {len(token_ids) - 1} tokens, got {scored}; is this SGLang?"
+            raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
+        return [float("nan") if logprob is None else logprob for logprob, _, _ in scored]
+
+    async def _give_back(self, part: MemoryPart) -> None:
+        await self._empty()
+        await self.http.post("/release_memory_occupation", {"tags": [part]})
+
+    async def _empty(self) -> None:
+        """Return when the scheduler has no request left: one that was aborted ends with its next step."""
+        end = time.monotonic() + _LINGER_S
+        while True:
+            try:
+                await self.http.post("/flush_cache", idempotent=True)
+                return
+            except TrackwayError as error:
+                if error.code is not ErrorCode.INVALID_REQUEST or time.monotonic() > end:
+                    raise
+            await asyncio.sleep(_POLL_S)
+
+    async def _take_again(self, part: MemoryPart) -> None:
+        await self.http.post("/resume_memory_occupation", {"tags": [part]})
+
+
+def _sampling(call: Call, top_k: int) -> Json:
+    params = call.params
+    sampling: Json = {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": top_k,
+        "max_new_tokens": call.limit,
+        "stop_token_ids": sorted(call.stops),
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": False,
+    }
+    return sampling if params.seed is None else {**sampling, "sampling_seed": params.seed}
+
+
+def _meta(event: Json) -> _Meta:
+    """The event's `meta_info`; raises what SGLang reports as an error inside a stream that began well."""
+    if "error" in event:
+        message = event["error"].get("message") if isinstance(event["error"], dict) else event["error"]
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"SGLang refused the request: {message}")
+    try:
+        meta = _Answer.model_validate(event).meta_info
+    except ValidationError as error:
+        message = f"expected SGLang's answer to /generate, got {str(event)[:200]}: {error}; is this SGLang 0.5.23?"
+        raise TrackwayError(ErrorCode.ENGINE_FAILED, message) from error
+    finish = meta.finish_reason
+    if finish is not None and finish.type == "abort" and finish.status_code is not None:
+        code = _CODES.get(finish.status_code, ErrorCode.ENGINE_FAILED)
+        raise TrackwayError(code, f"SGLang ended the request with {finish.status_code}: {finish.message}")
+    if finish is not None and finish.matched == _NAN:
+        raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang ended the request: {_NAN}; look at the training")
+    return meta
+
+
+def _tokens(meta: _Meta, seen: int, total: int, truncated: bool, held: str) -> Tokens:
+    """Tokens [seen, total) of the response; an event has these, or all of the response on servers without our flag."""
+    rows = meta.output_token_logprobs[seen - total :] if total > seen else []
+    logprobs = [float("nan") if row[0] is None else row[0] for row in rows]
+    if truncated:
+        logprobs = (meta.output_token_sampling_logprobs or [])[seen - total :] if rows else []
+    if len(rows) != total - seen or len(logprobs) != len(rows):
+        message = (
+            f"expected {total - seen} logprobs of the sampling distribution, got {len(logprobs)} for {len(rows)} "
+            "tokens; use SGLang 0.5.23 or newer"
+        )
+        raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
+    finish: FinishReason | None = meta.finish_reason.type if meta.finish_reason else None
+    return Tokens([row[1] for row in rows], logprobs, _names(meta, seen, total, held), finish)
+
+
+def _names(meta: _Meta, seen: int, total: int, held: str) -> list[str]:
+    """Who made tokens [seen, total): by span, else the one version that SGLang names, else what it holds."""
+    names = [meta.weight_version or held] * total
+    for span in meta.weight_versions or []:
+        names[span.start : span.end] = [span.version] * (min(span.end, total) - span.start)
+    return names[seen:total]

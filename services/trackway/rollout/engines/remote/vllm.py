@@ -1,0 +1,291 @@
+"""vLLM as a replica's engine: its server in a process beside this one, or one that runs already.
+
+Only its development routes can pause, reload and abort, and whoever reaches those owns the model: the server that a
+replica starts listens on 127.0.0.1, and one that is attached belongs to this replica alone.
+
+Weights come from a folder that the server can read, too. Old KV is never reused under new weights, whether or not
+vLLM's prefix cache could be emptied (it cannot while a frozen request holds blocks): each request's `cache_salt` names
+the weights that serve.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from http import HTTPStatus
+from pathlib import Path
+
+from trackway.rollout.engines.protocol import Capability, MemoryPart
+from trackway.rollout.engines.remote.digests import ServerDigests, by_parameter
+from trackway.rollout.engines.remote.engine import RemoteEngine
+from trackway.rollout.engines.remote.http import Json
+from trackway.rollout.engines.remote.requests import Call, Tokens
+from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
+from trackway.rollout.engines.weight_proof import HeldDigests
+from trackway.rollout.settings import RolloutSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.weights import WeightProof
+
+_GENERATE = "/inference/v1/generate"
+_MEMORY_S = 120.0
+_CHECKSUMS_S = 120.0  # a rank hashes 1 to 2 GB/s
+_PROGRESS_S = 2.0
+_METRICS_S = 20.0  # a server that generates may take seconds to answer
+_CUT_PAUSES_S = (0.02, 0.1, 0.5)
+_COUNTERS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\{.*$", re.MULTILINE)
+_NO_NUMBER = -9999.0
+"""What vLLM sends for a logprob that is NaN or minus infinity."""
+_SAFE_ON_ANY_MACHINE = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # seconds, more than a client of ours keeps a connection
+    # The CPU build pins threads by local rank, so that replicas of one machine would share a core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least; the default is 4
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class VllmEngine(RemoteEngine):
+    """An `Engine` over the routes of vLLM 0.32."""
+
+    loses_weights_asleep = False
+    answers_frozen = True
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        super().__init__(settings)
+        sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
+        self.capabilities = frozenset(set(Capability) - {Capability.SLEEP} | sleeps)
+        self._salt = uuid.uuid4().hex
+        self._watch: asyncio.Task[None] | None = None
+        self._sleeping: set[MemoryPart] = set()
+        self._server_digests: ServerDigests | None = None
+
+    async def stop(self) -> None:
+        """As `Engine.stop`."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        await super().stop()
+
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+        """As `Engine.load_weights`; what vLLM would choke on, or misread in silence, is refused before it sees it."""
+        await asyncio.to_thread(self._check_folder, folder, proof)
+        await super().load_weights(folder, version, proof)
+
+    def _check_folder(self, folder: Path, proof: WeightProof | None) -> None:
+        # A reload that raises in a worker ends the whole server.
+        check_same_model(folder, self.settings.model_path)
+        if proof is None and lacks_head(folder, self.settings.model_path):
+            raise TrackwayError(
+                ErrorCode.WEIGHTS_CORRUPT,
+                f"expected lm_head.weight or a proof with the tied weights in {folder}, got neither: vLLM may keep "
+                "the old head in silence; publish lm_head.weight too",
+            )
+
+    def _command(self, port: int) -> list[str]:
+        settings = self.settings
+        switches = {
+            "--no-enable-prefix-caching": not settings.prefix_caching,
+            "--enforce-eager": settings.enforce_eager,
+            "--enable-sleep-mode": settings.enable_sleep and settings.device != "cpu",  # there it would not start
+        }
+        options = {
+            "--host": "127.0.0.1",
+            "--port": port,
+            "--model": settings.model_path,
+            "--served-model-name": settings.model_name,
+            "--dtype": self.dtype,
+            "--max-model-len": self.max_len,
+            "--max-num-seqs": settings.max_num_seqs,
+            "--tensor-parallel-size": settings.tensor_parallel_size,
+            "--gpu-memory-utilization": settings.gpu_memory_utilization,
+            "--logprobs-mode": "processed_logprobs",
+            "--generation-config": "vllm",  # no sampling defaults out of the model's folder
+        }
+        return [
+            # The CPU build's `vllm` command does not start.
+            *(str(settings.engine_python), "-m", "vllm.entrypoints.openai.api_server"),
+            *(str(part) for option in options.items() for part in option),
+            *("--enable-scale-out", "--skip-tokenizer-init", "--enable-prompt-tokens-details"),
+            "--disable-uvicorn-access-log",
+            *(switch for switch, on in switches.items() if on),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        return {name: os.environ.get(name, value) for name, value in _SAFE_ON_ANY_MACHINE.items()}
+
+    async def _healthy(self) -> bool:
+        await self.http.get("/health", timeout_s=5.0)
+        return True
+
+    async def _prepare(self) -> None:
+        loaded = (await self.http.get("/weight_info")).get("weight_version")
+        await self._thaw()
+        if loaded == "default":
+            await self._call_weights(self.name)
+        else:  # somebody used this server before us
+            await self._freeze()
+            await self._swap(self.settings.model_path, self.name)
+            await self._thaw()
+        await self._check_logprobs()
+        if self.settings.weight_digests and any(self._serving.folder.glob("*.safetensors")):
+            held = by_parameter(await self._checksums())
+            self._server_digests = await asyncio.to_thread(ServerDigests, self._serving.folder, self.dtype, held)
+        self._watch = asyncio.create_task(self._watch_progress(), name="vllm-progress")
+
+    async def _checksums(self) -> dict[str, str]:
+        """sha256 by parameter and rank; empty from a vLLM without that route."""
+        try:
+            reply = await self.http.post(
+                "/weight_checker", {"action": "checksum"}, timeout_s=_CHECKSUMS_S, idempotent=True
+            )
+        except TrackwayError as error:
+            if error.detail.get("status") != HTTPStatus.NOT_FOUND:
+                raise
+            return {}
+        return reply["checksums"]
+
+    async def _digests(self, folder: Path, before: Path) -> HeldDigests | None:
+        if self._server_digests is None or not self._server_digests.parameters:
+            return None
+        held = by_parameter(await self._checksums())
+        return await asyncio.to_thread(self._server_digests.compare, folder, held, before)
+
+    async def _watch_progress(self) -> None:
+        """Whole answers say nothing until they end; vLLM's counters tell whether it gets on with them."""
+        before: list[str] = []
+        while True:
+            await asyncio.sleep(_PROGRESS_S)
+            if not self.calls.sent:
+                continue
+            with contextlib.suppress(TrackwayError):
+                text = str((await self.http.get("/metrics", timeout_s=_METRICS_S)).get("text"))
+                now = _COUNTERS.findall(text)
+                if now != before:
+                    self.calls.moved()
+                before = now
+
+    async def _check_logprobs(self) -> None:
+        """Of the only token left by top_k=1 the logprob is 0 in the sampling distribution, and no other."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "detokenize": False}
+        reply = await self.http.post(_GENERATE, {"token_ids": [0], "sampling_params": sampling})
+        logprob = reply["choices"][0]["logprobs"]["content"][0]["logprob"]
+        if logprob != 0.0:
+            raise TrackwayError(
+                ErrorCode.ENGINE_FAILED,
+                f"expected logprobs of the sampling distribution from {self.http.base_url}, got {logprob} for a sure "
+                "token; start vLLM with --logprobs-mode processed_logprobs",
+            )
+
+    async def _tokens(self, call: Call) -> AsyncGenerator[Tokens]:
+        sampling: Json = {
+            **call.params.model_dump(include={"temperature", "top_p", "top_k", "seed"}),
+            "max_tokens": call.limit,
+            "stop_token_ids": sorted(call.stops),
+            "ignore_eos": True,  # the model's own are among the stops
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        body: Json = {
+            "request_id": call.rid,
+            "token_ids": call.token_ids,
+            "sampling_params": sampling,
+            "cache_salt": f"{self.held}-{self._salt}",
+        }
+        # Whole answers cost a tenth of the CPU of streams, and vLLM names the weights of each token only at the end.
+        answers = self._stream(body) if call.streamed else self._whole(body)
+        async with aclosing(answers):
+            async for answer in answers:
+                call.reused = max(call.reused, _cached(answer))
+                for choice in answer["choices"]:
+                    yield _tokens(choice, self.held)
+
+    async def _whole(self, body: Json) -> AsyncGenerator[Json]:
+        yield await self.http.post(_GENERATE, body, timeout_s=None, idempotent=True)
+
+    async def _stream(self, body: Json) -> AsyncGenerator[Json]:
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with aclosing(self.http.events(_GENERATE, body)) as events:
+            async for event in events:
+                if "error" in event:
+                    raise TrackwayError(ErrorCode.ENGINE_FAILED, f"vLLM ended a stream: {event['error']}")
+                yield event
+
+    async def _cut(self, calls: Sequence[Call]) -> None:
+        """More than once if need be: vLLM passes over ids that it does not know, as of a request just on its way."""
+        for pause_s in _CUT_PAUSES_S:
+            ids = [f"generate-tokens-{call.rid}" for call in calls]  # vLLM's own prefix for this route
+            await self.http.post("/abort_requests", {"request_ids": ids}, idempotent=True)
+            await asyncio.sleep(pause_s)
+            calls = [call for call in calls if call in self.calls.sent]
+            if not calls:
+                return
+
+    async def _freeze(self) -> None:
+        # clear_cache is not ignored here, whatever its documentation says: it would make frozen requests start anew.
+        await self.http.post("/pause", params={"mode": "keep", "clear_cache": "false"}, idempotent=True)
+
+    async def _thaw(self) -> None:
+        await self.http.post("/resume", idempotent=True)
+
+    async def _swap(self, folder: Path, name: str) -> None:
+        if folder == self._serving.folder and await asyncio.to_thread(lacks_head, folder, self.settings.model_path):
+            # These weights are known to be good, and the head of those that were not must not stay.
+            with tempfile.TemporaryDirectory(prefix="trackway-vllm-") as scratch:
+                await self._reload(await asyncio.to_thread(with_head, folder, Path(scratch) / "weights"))
+        else:
+            await self._reload(folder)
+        await self._call_weights(name)
+        await self.http.post("/reset_prefix_cache", idempotent=True)
+
+    async def _reload(self, folder: Path) -> None:
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        await self.http.post("/collective_rpc", load, timeout_s=self.settings.engine_start_s)
+
+    async def _call_weights(self, name: str) -> None:
+        await self.http.post("/update_weight_version", {"new_version": name}, idempotent=True)
+
+    async def _give_back(self, part: MemoryPart) -> None:
+        if part in self._sleeping:
+            return
+        await self.http.post("/sleep", params={"level": "1", "mode": "keep"}, timeout_s=_MEMORY_S)
+        self._sleeping = {"weights", "kv_cache"}
+        if part == "kv_cache":
+            await self._wake({"weights"})
+
+    async def _take_again(self, part: MemoryPart) -> None:
+        await self._wake(self._sleeping - (self._asleep - {part}))
+
+    async def _wake(self, parts: set[MemoryPart]) -> None:
+        await self.http.post("/wake_up", params={"tags": sorted(parts)}, timeout_s=_MEMORY_S)
+        self._sleeping -= parts
+        if not self._sleeping and self._frozen:
+            await self._freeze()  # vLLM thaws by itself when all its memory is back
+
+    async def _score(self, token_ids: Sequence[int]) -> list[float]:
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": True, "detokenize": False}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling}
+        prompt = (await self.http.post(_GENERATE, body, idempotent=True))["prompt_logprobs"]
+        return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], prompt[1:], strict=True)]
+
+
+def _tokens(choice: Json, held: str) -> Tokens:
+    """A choice of an answer, or of a stream's event: only the last one has spans, the others are of what is held."""
+    content = (choice["logprobs"] or {}).get("content") or []
+    logprobs = [math.nan if entry["logprob"] == _NO_NUMBER else entry["logprob"] for entry in content]
+    spans = choice["weight_versions"] or []
+    names = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    # Spans count from the first token of the answer; an event's tokens are the last of those.
+    names = names[len(names) - len(logprobs) :] if names else [held] * len(logprobs)
+    return Tokens(choice["token_ids"], logprobs, names, choice["finish_reason"])
+
+
+def _cached(reply: Json) -> int:
+    details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+    return details.get("cached_tokens") or 0

@@ -1,0 +1,55 @@
+"""What `/metrics` says of an engine and its weights."""
+
+from collections.abc import Callable
+
+from trackway.rollout.engines.protocol import Engine, EngineStats
+from trackway.rollout.engines.weight_proof import Judgement
+from trackway.serving import Gauge
+from trackway.wire.weights import Verdict
+
+
+def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:
+    """Requests, tokens and weights, of which `latest` is the newest published version.
+
+    Reused over prefilled plus reused tokens is the prefix cache's hit rate.
+    """
+    return [
+        _of(engine, "running", "Requests in the batch", lambda stats: stats.running),
+        _of(engine, "waiting", "Requests in the queue", lambda stats: stats.waiting),
+        _of(engine, "steps", "Decode steps", lambda stats: stats.steps, total=True),
+        _of(engine, "generated_tokens", "Tokens generated", lambda stats: stats.generated_tokens, total=True),
+        _of(engine, "prefilled_tokens", "Prompt tokens computed", lambda stats: stats.prefilled_tokens, total=True),
+        _of(engine, "reused_tokens", "Prompt tokens from the cache", lambda stats: stats.reused_tokens, total=True),
+        Gauge("trackway_weight_version", "Version of the weights that generate", lambda: engine.version),
+        *_proof(engine),
+        Gauge("trackway_weight_lag", "Published versions not loaded yet", lambda: latest() - engine.version),
+    ]
+
+
+def _proof(engine: Engine) -> list[Gauge]:
+    """What is known of the weights that generate; without a proof nothing is."""
+
+    def of(value: Callable[[Judgement], float]) -> Callable[[], float]:
+        return lambda: 0.0 if engine.judgement is None else value(engine.judgement)
+
+    return [
+        Gauge(
+            "trackway_weight_tensors_proven",
+            "Share of the published tensors whose digest the engine showed",
+            of(lambda judgement: judgement.tensors / max(1, judgement.tensors_published)),
+        ),
+        Gauge(
+            "trackway_weight_distinct",
+            "1 when the engine was distinguished from one with the previous version",
+            of(lambda judgement: float(judgement.verdict in (Verdict.PROVEN, Verdict.ROUNDED))),
+        ),
+        Gauge(
+            "trackway_weight_logprobs_off",
+            "Root mean square of the engine's logprobs from the publisher's at the last load",
+            of(lambda judgement: judgement.off),
+        ),
+    ]
+
+
+def _of(engine: Engine, name: str, description: str, of: Callable[[EngineStats], int], total: bool = False) -> Gauge:
+    return Gauge(f"trackway_engine_{name}", description, lambda: of(engine.stats()), total)

@@ -1,0 +1,179 @@
+"""Runs the choices of one request through the service, each in its own call, whole or as they come."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from trackway.rollout.engines.protocol import FinishReason
+from trackway.rollout.openai.stream_decoder import Delta, Reader, WholeEnd
+from trackway.rollout.service import RolloutService
+from trackway.rollout.tokenizer import Tokenizer
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.openai import SampledRequest
+from trackway.wire.rollout import GenerateRequest, SamplingParams
+from trackway.wire.trajectory import WeightSpan, add_span
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One choice to generate."""
+
+    index: int
+    request: GenerateRequest
+    reader: Reader
+
+
+def jobs_of(
+    name: str, prompts: Sequence[list[int]], request: SampledRequest, max_tokens: int, tokenizer: Tokenizer
+) -> list[Job]:
+    """`n` choices for each prompt, which are numbered through and named after the answer."""
+    params = SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        max_tokens=max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        ignore_eos=request.ignore_eos,
+    )
+    requests = [
+        GenerateRequest(token_ids=prompt, sampling_params=params, min_weight_version=request.min_weight_version)
+        for prompt in prompts
+    ]
+    only = len(prompts) * request.n == 1
+    return [
+        Job(
+            index,
+            requests[index // request.n].model_copy(  # shares the ids
+                update={
+                    "request_id": name if only else f"{name}-{index}",
+                    "sampling_params": params.model_copy(update={"seed": _seed(request, index % request.n)}),
+                }
+            ),
+            Reader(tokenizer, request),
+        )
+        for index in range(len(prompts) * request.n)
+    ]
+
+
+def _seed(request: SampledRequest, choice: int) -> int | None:
+    return None if request.seed is None else request.seed + choice
+
+
+async def wholes(service: RolloutService, jobs: Sequence[Job]) -> list[Delta]:
+    """Every choice as one delta; the first failure ends them all."""
+    tasks = [asyncio.create_task(_whole(service, job)) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(tasks)
+
+
+async def _whole(service: RolloutService, job: Job) -> Delta:
+    if not job.reader.has_stops:
+        choice = (await service.generate(job.request)).choices[0]
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        delta = job.reader.read(choice.token_ids, logprobs, _not_cut(choice.finish_reason))
+        return replace(delta, spans=choice.weight_versions)
+    # Only a stream can be ended by its text.
+    return joined([delta async for delta in _deltas(service, job)])
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """The deltas of one choice as one."""
+    spans: list[WeightSpan] = []
+    for span in (span for delta in deltas for span in delta.spans):
+        add_span(spans, span.version, span.start, span.end)
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
+        offsets=[offset for delta in deltas for offset in delta.offsets],
+        finish_reason=deltas[-1].finish_reason,
+        spans=spans,
+    )
+
+
+async def as_they_come(service: RolloutService, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta]]:
+    """The deltas of all choices with their numbers; closing it ends the generations.
+
+    Each is read by a task of its own from beginning to end: a span must be closed where it was opened.
+    """
+    arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
+
+    async def read(job: Job) -> None:
+        try:
+            async with aclosing(_deltas(service, job)) as deltas:
+                async for delta in deltas:
+                    arrived.put_nowait((job.index, delta))
+        except Exception as error:
+            arrived.put_nowait(error)
+
+    tasks = [asyncio.create_task(read(job)) for job in jobs]
+    try:
+        running = len(tasks)
+        while running:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            running -= item[1].finish_reason is not None
+            yield item
+    finally:
+        await _end(tasks)
+
+
+async def _deltas(service: RolloutService, job: Job) -> AsyncGenerator[Delta]:
+    made, last = 0, None
+    async with aclosing(service.stream(job.request)) as pieces:
+        async for piece in pieces:
+            delta = job.reader.read(piece.token_ids, piece.logprobs, _not_cut(piece.finish_reason))
+            end = made + len(delta.token_ids)
+            spans = [WeightSpan(version=piece.version, start=made, end=end)] if end > made else []
+            made, delta = end, replace(delta, spans=spans)
+            if delta.finish_reason is None:
+                yield delta
+                continue
+            last = delta
+            if piece.finish_reason is None:
+                break  # a stop string: the engine would go on
+    if last is None:
+        message = "expected a finish reason from the engine, got the end of its stream"
+        raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
+    # Who gets this stops listening, and the service still has to finish its span before.
+    yield last
+
+
+def _not_cut(reason: FinishReason | None) -> WholeEnd | None:
+    """OpenAI has no word for an answer that was cut, and a client would take it for a whole one."""
+    if reason == "abort":
+        message = "the generation was cut (by /pause, /abort_requests or the end of this replica); ask again"
+        raise TrackwayError(ErrorCode.UNAVAILABLE, message)
+    return reason
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves: nobody waits for it any more."""
+    tasks = (asyncio.create_task(work), asyncio.create_task(_gone(request)))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, "the client left before its answer was complete")
+    finally:
+        await _end(tasks)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

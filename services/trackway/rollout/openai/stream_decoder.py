@@ -1,0 +1,67 @@
+"""Reads one continuation as it comes: its text, where the text stops, and where each token stands in it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trackway.rollout.openai.detokenizer import Detokenizer
+from trackway.rollout.openai.stop_strings import StopStrings
+from trackway.rollout.tokenizer import Tokenizer
+from trackway.wire.openai import CompletionRequest, SampledRequest
+from trackway.wire.trajectory import WeightSpan
+
+WholeEnd = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new of a choice; `finish_reason` is None but in the last one."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    offsets: list[int]
+    """Where in the choice's text each token begins; empty when nobody asked for logprobs."""
+    finish_reason: WholeEnd | None
+    spans: list[WeightSpan] = field(default_factory=list)
+    """Which weights made the tokens, counted over the whole choice."""
+
+
+class Reader:
+    """State of one choice."""
+
+    def __init__(self, tokenizer: Tokenizer, request: SampledRequest) -> None:
+        self._ends = set() if request.include_stop_str_in_output else set(request.stop_token_ids)
+        if not request.ignore_eos and tokenizer.eos_token_id is not None:
+            self._ends.add(tokenizer.eos_token_id)
+        skip = request.skip_special_tokens
+        self._detokenizer = Detokenizer(lambda ids: tokenizer.decode(ids, skip_special_tokens=skip))
+        self._stops = StopStrings(request.stop, request.include_stop_str_in_output)
+        self.has_stops = bool(request.stop)
+        self._with_offsets = isinstance(request, CompletionRequest) and request.logprobs is not None
+        self._characters = 0
+
+    def read(self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: WholeEnd | None) -> Delta:
+        """The next tokens; a stop string ends the choice with the token that completes it."""
+        token_by_token = self.has_stops or self._with_offsets
+        text, count, offsets = "", 0, list[int]()
+        for batch in [[token] for token in token_ids] if token_by_token else [list(token_ids)]:
+            offsets.append(self._characters)
+            text += self._stops.push(self._text(batch))
+            count += len(batch)
+            if self._stops.found:
+                break
+        if finish_reason is not None and not self._stops.found:
+            text += self._stops.push(self._detokenizer.rest()) + self._stops.rest()
+        return Delta(
+            text=text,
+            token_ids=list(token_ids[:count]),
+            logprobs=list(logprobs[:count]),
+            offsets=offsets if self._with_offsets else [],
+            finish_reason="stop" if self._stops.found else finish_reason,
+        )
+
+    def _text(self, batch: Sequence[int]) -> str:
+        text = self._detokenizer.push([token for token in batch if token not in self._ends])
+        self._characters += len(text)
+        return text

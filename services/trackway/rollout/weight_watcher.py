@@ -1,0 +1,204 @@
+"""How a replica follows the weight store: it looks, fetches, verifies and loads; a request may wait for a version.
+
+A replica that has not seen the store once does not generate, so a late or restarted one never serves old weights.
+A version that does not load (corrupt, or not proved) leaves the old one in place, is logged once and tried again.
+What happens to requests in flight is `update_mode`: `keep` loads under them, `wait` and `abort` hold new ones back at
+the gate while those in flight finish or are cut.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from trackway.clients.weights import WeightStore, version_of
+from trackway.rollout.engines.protocol import Engine, PauseMode
+from trackway.rollout.engines.weight_proof import proof_of
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Ready
+from trackway.wire.weights import WeightManifest
+
+_log = logging.getLogger(__name__)
+_SLOWEST_RETRY_S = 5.0
+
+
+class WeightWatcher:
+    """Keeps an engine at the newest version of a store; without a store it stays at version 0."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: WeightStore | None,
+        cache: Path,
+        interval_s: float,
+        wait_s: float,
+        update_mode: PauseMode = "keep",
+        drain_s: float = 300.0,
+    ) -> None:
+        self._engine, self._store, self._cache = engine, store, cache
+        self._interval_s, self._wait_s, self._drain_s = interval_s, wait_s, drain_s
+        self._update_mode: PauseMode = update_mode
+        self.updates = 0
+        """Loads begun; a request cut while this number grew was cut by an update."""
+        self.control = asyncio.Lock()
+        """Held by whoever pauses, resumes or updates the engine."""
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._latest = 0
+        self._synced = store is None
+        self._error: str | None = None
+        self._refused: tuple[WeightManifest, TrackwayError] | None = None
+        """What the engine refused although its digests are right: trying again would only disturb requests again."""
+        self._loaded = asyncio.Condition()
+        self._look_now = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def latest(self) -> int:
+        """The newest version seen in the store, loaded or not."""
+        return max(self._latest, self._engine.version)
+
+    async def start(self) -> None:
+        """Load the latest version, then go on watching in the background; a failure is retried there."""
+        if self._store is not None:
+            await self._try_sync(self._store)
+            self._task = asyncio.create_task(self._watch(self._store), name="weight-watcher")
+
+    async def stop(self) -> None:
+        """End watching."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def ready(self) -> Ready:
+        """Ready once the store was read and its latest version loaded, unless an update holds requests back now."""
+        if self._synced and self._gate.is_set():
+            return Ready(ready=True)
+        if self._synced:
+            return Ready(ready=False, reason=f"weights version {self._latest} is being loaded")
+        return Ready(ready=False, reason=f"weights are not loaded yet: {self._error or 'the store was not read yet'}")
+
+    async def gate(self) -> None:
+        """Return when no update holds requests back; raises PAUSED after the bound."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._gate.wait()
+        except TimeoutError:
+            message = f"weights version {self._latest} is still being loaded after {self._wait_s} s; ask again later"
+            raise TrackwayError(ErrorCode.PAUSED, message) from None
+
+    def behind(self, want: int) -> bool:
+        """Whether a request for `want` would have to wait."""
+        return self._engine.version < want
+
+    async def catch_up(self, want: int, within_s: float | None = None) -> None:
+        """Return when the engine holds version `want` or newer.
+
+        Raises UNAVAILABLE before the first load, WEIGHTS_BEHIND after the bound (at once without a store).
+        """
+        wait_s = self._wait_s if within_s is None else within_s
+        if not self._synced:
+            raise TrackwayError(ErrorCode.UNAVAILABLE, f"{self.ready().reason}; ask again")
+        if not self.behind(want):
+            return
+        self._look_now.set()
+        try:
+            async with asyncio.timeout(wait_s if self._store else 0), self._loaded:
+                await self._loaded.wait_for(lambda: not self.behind(want))
+        except TimeoutError:
+            raise self._too_late(want, wait_s) from None
+
+    async def _watch(self, store: WeightStore) -> None:
+        delay = self._interval_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._look_now.wait()
+            self._look_now.clear()
+            fine = await self._try_sync(store)
+            delay = self._interval_s if fine else min(2 * delay, _SLOWEST_RETRY_S)
+
+    async def _try_sync(self, store: WeightStore) -> bool:
+        try:
+            await self._sync(store)
+        except Exception as error:
+            # Whatever a store raises (network, file system, our own errors), the replica goes on with what it has.
+            if str(error) != self._error:
+                _log.error("weights stay at version %d: %s: %s", self._engine.version, type(error).__name__, error)
+            self._error = str(error)
+            return False
+        self._error = None
+        return True
+
+    async def _sync(self, store: WeightStore) -> None:
+        found = await asyncio.to_thread(store.latest)
+        if found is not None:
+            self._latest = found.version
+            if found.version > self._engine.version and "weights" not in self._engine.asleep:
+                await self._load(store, found.version)
+        self._synced = True
+
+    async def _load(self, store: WeightStore, version: int) -> None:
+        manifest = await asyncio.to_thread(store.manifest, version)
+        folder = await asyncio.to_thread(store.fetch, version, self._cache)
+        if self._refused is not None and self._refused[0] == manifest:
+            raise self._refused[1]
+        async with self.control, self._held():
+            self.updates += 1
+            try:
+                await self._engine.load_weights(folder, version, proof_of(manifest))
+            except TrackwayError as error:
+                if error.code in (ErrorCode.WEIGHTS_CORRUPT, ErrorCode.WEIGHTS_STALE):
+                    self._refused = manifest, error
+                raise
+        await asyncio.to_thread(self._tidy, folder)
+        judgement = self._engine.judgement
+        proof = "no proof" if judgement is None else judgement.summary()
+        _log.info("weights version %d of run %s loaded: %s", version, manifest.run, proof)
+        async with self._loaded:
+            self._loaded.notify_all()
+
+    def _tidy(self, loaded: Path) -> None:
+        """Of versions copied to the cache keep this one and the one before, to which an engine may roll back."""
+        if loaded.parent != self._cache:
+            return
+        numbered = {folder: version_of(folder) for folder in self._cache.iterdir()}
+        older = [folder for folder, version in numbered.items() if version is not None and version < int(loaded.name)]
+        whole = sorted((one for one in older if one.name.isdecimal()), key=lambda one: int(one.name))
+        for old in {*older} - {*whole[-1:]}:
+            shutil.rmtree(old, ignore_errors=True)
+
+    @contextlib.asynccontextmanager
+    async def _held(self) -> AsyncIterator[None]:
+        """Requests finished or cut and new ones at the gate; nothing to do when they may run on or none can."""
+        if self._update_mode == "keep" or self._engine.paused:
+            yield
+            return
+        self._gate.clear()
+        self.updates += 1
+        try:
+            await self._pause(self._update_mode)
+            yield
+        finally:
+            await self._engine.resume()
+            self._gate.set()
+
+    async def _pause(self, mode: PauseMode) -> None:
+        try:
+            async with asyncio.timeout(self._drain_s):
+                await self._engine.pause(mode)
+        except TimeoutError:
+            _log.warning("requests are cut for an update: some did not finish within %.0f s", self._drain_s)
+            await self._engine.pause("abort")
+
+    def _too_late(self, want: int, wait_s: float) -> TrackwayError:
+        have, reason = self._engine.version, self._error or f"the newest version published is {self._latest}"
+        return TrackwayError(
+            ErrorCode.WEIGHTS_BEHIND,
+            f"expected weights version {want} within {round(wait_s, 2)} s, got {have}: {reason}; ask again later",
+            have=have,
+            want=want,
+        )

@@ -1,0 +1,180 @@
+"""`search`: passages for the model's queries, out of a folder of documents or from a retriever that runs elsewhere.
+
+Schema words, request and text are those of verl v0.7.1's SearchTool (verl/tools/utils/search_r1_like_utils.py). Nothing
+leaves this process unless `retrieval_service_url` is set.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, Self
+
+from pydantic import AliasChoices, ConfigDict, Field, HttpUrl, JsonValue, SecretStr, ValidationError, model_validator
+
+from trackway.tools.base import BaseTool, ToolConfig, ToolInputError, ToolLimits
+from trackway.tools.builtin.search.bm25 import EmbeddedRetriever
+from trackway.tools.builtin.search.documents import CorpusLimits
+from trackway.tools.builtin.search.remote import RemoteRetriever
+from trackway.tools.core.arguments import properties_of
+from trackway.tools.user_files import problems_of
+from trackway.wire.chat import FunctionSchema, ToolSchema
+from trackway.wire.search import MAX_QUERY_CHARS, MAX_TOPK, ScoredDocument
+from trackway.wire.tools import ToolResult
+
+MAX_CALL_QUERIES = 64
+"""Queries of one call of the model."""
+NOTHING_FOUND = "No search results found."
+
+
+class Retriever(Protocol):
+    """Finds documents."""
+
+    async def start(self) -> None:
+        """Get ready; an exception says what is missing."""
+        ...
+
+    async def retrieve(self, queries: Sequence[str], topk: int) -> list[list[ScoredDocument]]:
+        """The best documents of each query, best first."""
+        ...
+
+
+class SearchConfig(CorpusLimits):
+    """`tool_config.search`: either `documents` or `retrieval_service_url`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    documents: Path | None = None
+    """Folder of .txt, .md and .jsonl files, read when the server starts."""
+    index: Path | None = None
+    """Folder where the index is kept for the next start; it is rebuilt when a document changes."""
+    retrieval_service_url: HttpUrl | None = None
+    """URL of the retriever's POST route, usually `http://<host>:8000/retrieve`."""
+    token: SecretStr = SecretStr("")
+    """Bearer token for that retriever; TRACKWAY_TOKEN is not sent there."""
+    topk: int = Field(default=3, ge=1, le=MAX_TOPK)
+    """Documents per query."""
+    timeout: float = Field(default=30.0, gt=0, validation_alias=AliasChoices("timeout", "default_timeout"))
+    """Seconds for the retriever's answer, retries included; `call_timeout_s` also applies."""
+    num_workers: int = Field(default=120, ge=1)
+    """Concurrent requests to the retriever; verl's name."""
+    rate_limit: int = Field(default=120, ge=1)
+    """Concurrent requests to the retriever if this is less than `num_workers`; verl's name."""
+    enable_global_rate_limit: bool = True
+    """Whether `rate_limit` applies, to this replica; verl's name."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Requests to the retriever at once."""
+        return min(self.num_workers, self.rate_limit) if self.enable_global_rate_limit else self.num_workers
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.documents is not None and self.retrieval_service_url is not None:
+            raise ValueError("expected either documents or retrieval_service_url, got both")
+        if self.retrieval_service_url is not None and self.retrieval_service_url.password is not None:
+            raise ValueError("expected a retrieval_service_url without a password; set token")
+        return self
+
+    def retriever(self) -> Retriever | None:
+        """What the config names; None when it names nothing."""
+        if self.documents is not None:
+            return EmbeddedRetriever(self.documents, self.index, self)
+        if self.retrieval_service_url is not None:
+            return RemoteRetriever(str(self.retrieval_service_url), self.token, self.timeout, self.max_in_flight)
+        return None
+
+
+class SearchTool(BaseTool):
+    """Searches for each query of a call; ValueError for a wrong config."""
+
+    stateless = True
+    default_schema = ToolSchema(
+        function=FunctionSchema(
+            name="search",
+            description="Searches for relevant information based on the given queries.",
+            parameters={
+                "type": "object",
+                "properties": {
+                    "query_list": {
+                        "type": "array",
+                        "items": {"type": "string"},
+                        "minItems": 1,
+                        "description": "A list of fully-formed semantic queries; there are results for each of them.",
+                    }
+                },
+                "required": ["query_list"],
+            },
+        )
+    )
+
+    def __init__(self, config: ToolConfig, tool_schema: ToolSchema) -> None:
+        super().__init__(config, tool_schema)
+        self._config = _config(self.name, config)
+        self._retriever = self._config.retriever()
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the documents are here, so that others may search in them."""
+        return isinstance(self._retriever, EmbeddedRetriever)
+
+    async def start(self) -> None:
+        """Index the documents. ValueError when there is nothing to search in."""
+        if self._retriever is None:
+            raise ValueError(
+                f"{self.name}: expected documents (a folder) or retrieval_service_url, got neither; "
+                f"set one of them in tool_config.{self.name}"
+            )
+        await self._retriever.start()
+
+    def coerce(self, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """One query becomes a list of one, under either name that models write."""
+        query = arguments.get("query", arguments.get("query_list"))
+        takes_list = "query_list" in properties_of(self.tool_schema.function.parameters)
+        return {"query_list": [query]} if takes_list and len(arguments) == 1 and isinstance(query, str) else arguments
+
+    async def execute(
+        self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
+    ) -> ToolResult:
+        """The documents of each query as text."""
+        queries = _queries(arguments.get("query_list", arguments.get("query")))
+        found = await self.retrieve(queries, None)
+        metrics = {"query_count": float(len(queries)), "total_results": float(sum(map(len, found)))}
+        return ToolResult(text=result_text(found), metrics=metrics)
+
+    async def retrieve(self, queries: Sequence[str], topk: int | None) -> list[list[ScoredDocument]]:
+        """The documents of each query; as many as configured when `topk` is None."""
+        assert self._retriever is not None, "start comes first"
+        return await self._retriever.retrieve(queries, topk or self._config.topk)
+
+
+def result_text(found: Sequence[Sequence[ScoredDocument]]) -> str:
+    """verl's text: JSON with one key, the queries' documents divided by a line of dashes."""
+    if not any(found):
+        return json.dumps({"result": NOTHING_FOUND})
+    return json.dumps({"result": "\n---\n".join(map(_documents_text, found))}, ensure_ascii=False)
+
+
+def _documents_text(documents: Sequence[ScoredDocument]) -> str:
+    texts: list[str] = []
+    for number, scored in enumerate(documents, start=1):
+        title, _, text = scored.document.contents.partition("\n")
+        texts.append(f"Doc {number} (Title: {title})\n{text}\n\n")
+    return "".join(texts).strip() or NOTHING_FOUND
+
+
+def _queries(given: JsonValue) -> list[str]:
+    queries = [given] if isinstance(given, str) else given
+    if not isinstance(queries, list) or not 1 <= len(queries) <= MAX_CALL_QUERIES:
+        raise ToolInputError(f"search: expected query_list to be a list of 1 to {MAX_CALL_QUERIES} queries")
+    texts = [query for query in queries if isinstance(query, str) and len(query) <= MAX_QUERY_CHARS]
+    if len(texts) < len(queries):
+        raise ToolInputError(f"search: expected each query to be a string of at most {MAX_QUERY_CHARS} characters")
+    return texts
+
+
+def _config(name: str, config: ToolConfig) -> SearchConfig:
+    own = {key: value for key, value in config.items() if key not in ToolLimits.model_fields}
+    try:
+        return SearchConfig.model_validate(own)
+    except ValidationError as error:
+        raise ValueError(f"tool_config.{name}: {problems_of(error)}") from None

@@ -1,0 +1,190 @@
+"""The rim around a tool's own code: free place, deadline, and its crashes turned into TOOL_FAILED.
+
+Each call runs as a task of its own. At its deadline, or when its caller leaves, it is told to stop and given a moment;
+one that does not stop then (a thread cannot be stopped) keeps its place until it ends, but nobody waits for it. A tool
+that blocks must do so in a thread (`trackway.tools.in_thread`): nothing can interrupt a blocked event loop.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from pydantic import JsonValue
+
+from trackway.serving.user_code import contained, described, failure_of, outcome_of
+from trackway.tools.base import BaseTool, ToolLimits
+from trackway.tools.core.arguments import ArgumentCheck
+from trackway.tools.core.instances import acquire
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.text import well_formed
+from trackway.wire.tools import ExecuteRequest, ToolResult
+
+logger = logging.getLogger("trackway.tools")
+
+R = TypeVar("R")
+
+
+class GuardedTool:
+    """One tool within its limits; the methods are the tool's own four."""
+
+    def __init__(self, tool: BaseTool, limits: ToolLimits) -> None:
+        self.tool = tool
+        self.limits = limits.narrowed(tool.config)
+        self._check = ArgumentCheck(tool.tool_schema)
+        self._places = asyncio.Semaphore(self.limits.tool_concurrency)
+        self._stopping: dict[str, asyncio.Task[object]] = {}
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def create(self, instance_id: str, create_kwargs: dict[str, JsonValue]) -> None:
+        """Make the state of an instance."""
+        if self._inherits("create"):
+            return
+        await self._run("create", instance_id, lambda: self.tool.create(instance_id, **create_kwargs))
+
+    async def execute(self, instance_id: str, request: ExecuteRequest) -> ToolResult:
+        """One call with checked arguments; its text within the cap."""
+        arguments = self._coerced(request.arguments)
+        self._check(arguments)
+
+        async def call() -> ToolResult:
+            return _valid(await self.tool.execute(instance_id, arguments, **request.execute_kwargs))
+
+        result = await self._run("execute", instance_id, call)
+        if len(result.text) <= self.limits.max_output_chars:
+            return result
+        return result.model_copy(update={"text": capped(result.text, self.limits.max_output_chars)})
+
+    async def reward(self, instance_id: str, calc_reward_kwargs: dict[str, JsonValue]) -> float:
+        """The reward of an instance's whole life."""
+        if self._inherits("calc_reward"):
+            return 0.0
+
+        async def call() -> float:
+            return _finite(await self.tool.calc_reward(instance_id, **calc_reward_kwargs))
+
+        return await self._run("calc_reward", instance_id, call)
+
+    async def release(self, instance_id: str, release_kwargs: dict[str, JsonValue]) -> None:
+        """Forget an instance: without waiting for a place, and to the end even when the caller leaves."""
+        if self._inherits("release"):
+            return
+        work = self._task(lambda: self.tool.release(instance_id, **release_kwargs))
+        ending = asyncio.create_task(self._outcome("release", instance_id, work))
+        self._releases.add(ending)
+        ending.add_done_callback(self._releases.discard)
+        await asyncio.shield(ending)
+
+    def still_running(self, instance_id: str) -> asyncio.Task[object] | None:
+        """The instance's call that was told to stop and has not yet."""
+        work = self._stopping.get(instance_id)
+        return work if work is not None and not work.done() else None
+
+    def _coerced(self, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        try:
+            return self.tool.coerce(arguments)
+        except TrackwayError:
+            raise
+        except BaseException as error:
+            raise self._error_of("coerce", error) from error
+
+    def _inherits(self, method: str) -> bool:
+        """Whether the tool left that method as BaseTool has it, which does nothing."""
+        return getattr(type(self.tool), method) is getattr(BaseTool, method)
+
+    async def _run(self, method: str, instance_id: str, call: Callable[[], Awaitable[R]]) -> R:
+        await acquire(self._places, self.limits.wait_timeout_s, f"tool {self.tool.name!r}")
+        work = self._task(call)
+        work.add_done_callback(lambda _: self._places.release())
+        return await self._outcome(method, instance_id, work)
+
+    def _task(self, call: Callable[[], Awaitable[R]]) -> asyncio.Task[R]:
+        async def run() -> R:
+            return await contained(call())
+
+        return asyncio.create_task(run())
+
+    async def _outcome(self, method: str, instance_id: str, work: asyncio.Task[R]) -> R:
+        try:
+            done = await ended_within(self.limits.call_timeout_s, work)
+        except asyncio.CancelledError:
+            await self._stop(instance_id, work)
+            raise
+        if not done:
+            await self._stop(instance_id, work)
+            raise self._too_slow(method)
+        try:
+            return outcome_of(work)
+        except TrackwayError:
+            raise
+        except Exception as error:
+            raise self._error_of(method, error) from error
+
+    async def _stop(self, instance_id: str, work: asyncio.Task[R]) -> None:
+        def ended(work: asyncio.Task[R]) -> None:
+            self._stopping.pop(instance_id, None)
+            if not work.cancelled():
+                work.exception()  # nobody else asks for it
+
+        self._stopping[instance_id] = work
+        work.add_done_callback(ended)
+        work.cancel()
+        await ended_within(self.limits.stop_timeout_s, work)
+
+    def _too_slow(self, method: str) -> TrackwayError:
+        message = (
+            f"tool {self.tool.name!r}: expected {method} to end within {self.limits.call_timeout_s:g} s; "
+            "ask for less at once, or raise call_timeout_s"
+        )
+        return TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message, tool=self.tool.name)
+
+    def _error_of(self, method: str, error: BaseException) -> TrackwayError:
+        """What the caller is told; the traceback stays here, in the log: it does not cross the process."""
+        logger.error("tool %r failed in %s", self.tool.name, method, exc_info=error)
+        message = f"tool {self.tool.name!r} failed in {method}: {described(failure_of(error))}"
+        return TrackwayError(ErrorCode.TOOL_FAILED, message, tool=self.tool.name)
+
+
+async def ended_within(seconds: float, work: asyncio.Task[R]) -> bool:
+    """Whether the task ends in time; it is left alone either way. (`asyncio.wait` costs more.)"""
+    loop = asyncio.get_running_loop()
+    over = loop.create_future()
+
+    def wake(*_: object) -> None:
+        if not over.done():
+            over.set_result(None)
+
+    work.add_done_callback(wake)
+    timer = loop.call_later(seconds, wake)
+    try:
+        await over
+    finally:
+        timer.cancel()
+        work.remove_done_callback(wake)
+    return work.done()
+
+
+def _valid(result: ToolResult) -> ToolResult:
+    if not isinstance(result, ToolResult):
+        raise TypeError(f"expected execute to return a ToolResult, got {result!r}")
+    for number in (result.reward, *result.metrics.values()):
+        _finite(number)
+    if all(map(str.isascii, (result.text, *result.metrics))):
+        return result
+    # Half of a character, as text that was cut in two may have, goes into no answer.
+    metrics = {well_formed(name): value for name, value in result.metrics.items()}
+    return result.model_copy(update={"text": well_formed(result.text), "metrics": metrics})
+
+
+def _finite(number: float) -> float:
+    # Nothing can be learned from such a reward, and the tool's name is known here.
+    if not math.isfinite(number):
+        raise ValueError(f"expected finite rewards and metrics, got {number}")
+    return number
+
+
+def capped(text: str, max_chars: int) -> str:
+    """The first `max_chars` characters, and a marker that says how many are missing."""
+    missing = len(text) - max_chars
+    return text if missing <= 0 else f"{text[:max_chars]}[truncated {missing} characters]"

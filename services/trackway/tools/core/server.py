@@ -1,0 +1,220 @@
+"""The tool server without HTTP: tools, their instances, and the way of one call through both."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+
+from pydantic import JsonValue
+
+from trackway.serving.user_code import run_user_code
+from trackway.tools.base import BaseTool, ToolLimits, ToolSource, session_scope
+from trackway.tools.core.instances import Event, Instance, InstanceTable
+from trackway.tools.core.limits import GuardedTool
+from trackway.tools.core.metrics import ToolCalls
+from trackway.tools.core.registry import ToolRegistry
+from trackway.tracing import SpanHandle, tool_span
+from trackway.wire.chat import ToolSchema
+from trackway.wire.errors import TrackwayError
+from trackway.wire.tools import (
+    CreateInstance,
+    ExecuteRequest,
+    InstanceCreated,
+    InstanceList,
+    OneShotRequest,
+    SessionReleased,
+    ToolResult,
+)
+
+logger = logging.getLogger("trackway.tools")
+
+Kwargs = Mapping[str, JsonValue]
+NO_KWARGS: Kwargs = MappingProxyType({})
+
+
+class ToolServer:
+    """Creates, executes, rewards and releases; every method raises TrackwayError."""
+
+    def __init__(self, tools: Sequence[BaseTool | ToolSource], limits: ToolLimits, instances: InstanceTable) -> None:
+        self._limits = limits
+        self._registry = ToolRegistry()
+        self._guarded: dict[str, GuardedTool] = {}
+        self._sources = [one for one in tools if isinstance(one, ToolSource)]
+        self._instances = instances
+        self.calls = ToolCalls(instances)
+        self._started: list[BaseTool | ToolSource] = []
+        self._background: set[asyncio.Task[None]] = set()
+        for tool in tools:
+            if isinstance(tool, BaseTool):
+                self._add(tool)
+
+    def _add(self, tool: BaseTool) -> None:
+        self._registry.add(tool)
+        self._guarded[tool.name] = GuardedTool(tool, self._limits)
+
+    async def start(self) -> None:
+        """Ask the sources for their tools and let every tool get ready; when one cannot, all that began are closed."""
+        try:
+            for source in self._sources:
+                self._started.append(source)
+                for tool in await source.open():
+                    self._add(tool)
+            for guard in self._guarded.values():
+                self._started.append(guard.tool)
+                await run_user_code(guard.tool.start)
+        except BaseException:
+            await self.close()
+            raise
+
+    def schemas(self) -> list[ToolSchema]:
+        """Every tool as the model sees it."""
+        return self._registry.schemas()
+
+    def stateless(self) -> list[str]:
+        """Names of the tools whose calls need no instance."""
+        return self._registry.stateless()
+
+    def lives(self, instance_id: str) -> bool:
+        """Whether that instance can still be called."""
+        try:
+            self._instances.get(instance_id)
+        except TrackwayError:
+            return False
+        return True
+
+    async def create(self, request: CreateInstance) -> InstanceCreated:
+        """Create one tool's state for one trajectory."""
+        tool = self._registry.get(request.tool)
+        if self._instances.full:
+            await self.reap()
+        instance = self._instances.add(tool, request.session_id)
+        try:
+            with session_scope(request.session_id):
+                await self._guard(instance).create(instance.id, request.create_kwargs)
+        except BaseException:
+            self._instances.strike(instance)
+            raise
+        self._instances.created(instance)
+        return InstanceCreated(instance_id=instance.id, tool=tool.name)
+
+    async def execute(
+        self, instance_id: str, request: ExecuteRequest, begun: asyncio.Event | None = None
+    ) -> ToolResult:
+        """One call, as one span; `begun` is set when it has its instance, after the calls before it."""
+        instance = self._instances.get(instance_id)
+        name = instance.tool.name
+        with self.calls.one(name), tool_span(name, request.arguments, request.tool_call_id) as span:
+            result = await self._execute(instance, request, begun)
+            _show(span, result)
+        return result
+
+    async def _execute(
+        self, instance: Instance, request: ExecuteRequest, begun: asyncio.Event | None = None
+    ) -> ToolResult:
+        async with self._calling(instance) as guard:
+            if begun is not None:
+                begun.set()
+            return await guard.execute(instance.id, request)
+
+    async def reward(self, instance_id: str, calc_reward_kwargs: Kwargs = NO_KWARGS) -> float:
+        """The reward of an instance over its whole life."""
+        async with self._calling(self._instances.get(instance_id)) as guard:
+            return await guard.reward(instance_id, {**calc_reward_kwargs})
+
+    async def release(self, instance_id: str, release_kwargs: Kwargs = NO_KWARGS) -> None:
+        """Forget an instance; it is gone even when the tool fails to let go."""
+        await self._release(self._instances.get(instance_id), release_kwargs)
+
+    async def release_session(self, session_id: str) -> SessionReleased:
+        """Forget every instance of a trajectory; one that fails does not keep the others."""
+        mine = self._instances.of_session(session_id)
+        outcomes = await asyncio.gather(*map(self._release, mine), return_exceptions=True)
+        failed = [f"{one.id}: {outcome}" for one, outcome in zip(mine, outcomes, strict=True) if outcome is not None]
+        return SessionReleased(released=len(mine) - len(failed), failed=failed)
+
+    def instances(self, session_id: str | None, limit: int) -> InstanceList:
+        """What lives here, oldest first, without content."""
+        known = self._instances
+        living = known.everything() if session_id is None else known.of_session(session_id)
+        return InstanceList(instances=[known.info(one) for one in living[:limit]], total=len(living))
+
+    async def one_shot(self, tool: str, request: OneShotRequest) -> ToolResult:
+        """Create, execute, reward and release, as one span; the life's reward comes as the metric `instance_reward`."""
+        self._registry.get(tool)
+        with self.calls.one(tool), tool_span(tool, request.arguments, request.tool_call_id) as span:
+            result = await self._whole_life(tool, request)
+            _show(span, result)
+        return result
+
+    async def _whole_life(self, tool: str, request: OneShotRequest) -> ToolResult:
+        made = await self.create(CreateInstance(tool=tool, create_kwargs=request.create_kwargs))
+        instance = self._instances.get(made.instance_id)
+        try:
+            result = await self._execute(instance, request)
+            metrics = {**result.metrics, "instance_reward": await self.reward(instance.id, request.calc_reward_kwargs)}
+        finally:
+            await self._quietly(self._release(instance, request.release_kwargs), instance)
+        return result.model_copy(update={"metrics": metrics})
+
+    async def reap(self) -> int:
+        """Release the instances whose idle limit passed; how many they were."""
+        expired = self._instances.take_expired()
+        for instance in expired:
+            logger.warning("instance %s (%s) of %r expired", instance.id, instance.session_id, instance.tool.name)
+        forgets = (self._quietly(self._guard(one).release(one.id, {}), one) for one in expired)
+        await asyncio.gather(*forgets)
+        return len(expired)
+
+    async def close(self) -> None:
+        """Release everything and close the tools: the process ends."""
+        living = self._instances.everything()
+        await asyncio.gather(*(self._quietly(self._release(one), one) for one in living))
+        while self._started:
+            opened = self._started.pop()
+            try:
+                await run_user_code(opened.close)
+            except Exception:
+                logger.exception("%s did not close cleanly", opened.origin)
+
+    async def _release(self, instance: Instance, release_kwargs: Kwargs = NO_KWARGS) -> None:
+        guard = self._guard(instance)
+        await self._instances.retire(instance, guard.limits.wait_timeout_s)
+        await guard.release(instance.id, {**release_kwargs})
+
+    @asynccontextmanager
+    async def _calling(self, instance: Instance) -> AsyncIterator[GuardedTool]:
+        """One call of an instance; when the tool does not stop in time, the instance is lost until it does."""
+        guard = self._guard(instance)
+        async with self._instances.held(instance, guard.limits.wait_timeout_s):
+            try:
+                yield guard
+            finally:
+                if (work := guard.still_running(instance.id)) is not None:
+                    instance.move(Event.HANG)
+                    self._keep(self._let_go(instance, work))
+
+    async def _let_go(self, instance: Instance, work: asyncio.Task[object]) -> None:
+        logger.error("instance %s: a call of %r does not stop; lost until it does", instance.id, instance.tool.name)
+        await asyncio.wait({work})
+        self._instances.strike(instance)
+        await self._quietly(self._guard(instance).release(instance.id, {}), instance)
+
+    def _keep(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _quietly(self, release: Awaitable[None], instance: Instance) -> None:
+        """For releases of which nobody waits to hear a failure, or another error is already on its way."""
+        try:
+            await release
+        except TrackwayError as error:
+            logger.warning("instance %s was not released cleanly: %s", instance.id, error.message)
+
+    def _guard(self, instance: Instance) -> GuardedTool:
+        return self._guarded[instance.tool.name]
+
+
+def _show(span: SpanHandle, result: ToolResult) -> None:
+    span.outputs({"text": result.text, "reward": result.reward})

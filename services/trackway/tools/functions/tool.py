@@ -1,0 +1,122 @@
+"""`@function_tool`: a typed function as a tool without state.
+
+    @function_tool
+    def convert(amount: float, to: Literal["EUR", "USD"]) -> str: ...
+
+The decorator leaves the function as it is and notes its schema on it; a file's or module's decorated functions become
+tools when the server loads them. Both forms of verl 0.8 work: `@function_tool` and `@function_tool("name")`.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, overload
+
+import anyio
+from pydantic import JsonValue
+
+from trackway.serving.user_code import importing
+from trackway.tools.base import BaseTool, ToolConfig, ToolLimits
+from trackway.tools.functions.results import result_of
+from trackway.tools.functions.schema import FunctionParameters
+from trackway.tools.threads import in_thread
+from trackway.wire.chat import ToolSchema
+from trackway.wire.tools import ToolResult
+
+F = TypeVar("F", bound=Callable[..., object])
+
+_MARK = "__trackway_function_tool__"
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """What the decorator found out; `parameters` is None when the author gave the schema himself."""
+
+    schema: ToolSchema
+    parameters: FunctionParameters | None
+
+
+@overload
+def function_tool(name: F) -> F: ...
+@overload
+def function_tool(
+    name: str | None = None, *, schema: ToolSchema | dict[str, JsonValue] | None = None
+) -> Callable[[F], F]: ...
+def function_tool(
+    name: F | str | None = None, *, schema: ToolSchema | dict[str, JsonValue] | None = None
+) -> F | Callable[[F], F]:
+    """Make a function a tool; its JSON schema comes from its signature and docstring.
+
+    name: what the model calls it, by default the function's name.
+    schema: an OpenAI function schema in place of the inferred one; arguments then arrive as JSON gave them.
+    Raises TypeError when a parameter has no annotation, no name of its own (`*args`), or a type that JSON lacks.
+    """
+    if callable(name):
+        return _noted(name, None, schema)
+    return lambda function: _noted(function, name, schema)
+
+
+def _noted(function: F, name: str | None, schema: ToolSchema | dict[str, JsonValue] | None) -> F:
+    if schema is None:
+        parameters = FunctionParameters(function)
+        noted = _Noted(parameters.schema(name or function.__name__), parameters)
+    else:
+        noted = _Noted(ToolSchema.model_validate(schema), None)
+    setattr(function, _MARK, noted)
+    return function
+
+
+class FunctionTool(BaseTool):
+    """One decorated function; one that is not async runs in a thread, so that it blocks nobody."""
+
+    stateless = True
+
+    def __init__(self, function: Callable[..., object], config: ToolConfig | None = None) -> None:
+        noted: _Noted = getattr(function, _MARK)
+        super().__init__(config or {}, noted.schema)
+        self._function = function
+        self._convert = noted.parameters.convert if noted.parameters else dict[str, object]
+        self._threads = anyio.CapacityLimiter(ToolLimits().narrowed(self.config).tool_concurrency)
+
+    async def execute(
+        self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
+    ) -> ToolResult:
+        """Call the function with the arguments as its types."""
+        named = self._convert(arguments)
+        if inspect.iscoroutinefunction(self._function):
+            return result_of(await self._function(**named))
+        # A generator runs while its result is made.
+        return await in_thread(lambda: result_of(self._function(**named)), self._threads)
+
+
+def is_function_tool(found: object) -> bool:
+    """Whether `@function_tool` was put on it."""
+    return isinstance(getattr(found, _MARK, None), _Noted)
+
+
+def functions_of_file(path: Path) -> list[Callable[..., object]]:
+    """The decorated functions of a Python file, in their order.
+
+    FileNotFoundError, or ValueError when the file has none; what the file itself raises passes.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"function_tool_path: expected a Python file, got {str(path)!r}; correct the path")
+    # A name of its own: the file may be called as a module that is installed.
+    name = f"trackway_function_tools_{path.stem}_{abs(hash(path.resolve())):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"function_tool_path: expected a Python file (.py), got {str(path)!r}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    with importing(f"function_tool_path {str(path)!r}"):
+        spec.loader.exec_module(module)
+    found = [one for one in vars(module).values() if is_function_tool(one)]
+    if not found:
+        raise ValueError(
+            f"function_tool_path: expected functions decorated with trackway.tools.function_tool in {str(path)!r}, "
+            "got none; put @function_tool on the functions to offer"
+        )
+    return found

@@ -1,0 +1,153 @@
+"""The tool server's routes, thin: the work is in server.py and observation.py.
+
+One rule for errors: 4xx is the caller's mistake (the agent shows a 422 to the model), 5xx is ours or the tool's.
+"""
+
+from typing import Annotated
+
+from fastapi import Body, Depends, Path, Query, Request
+
+from trackway.serving import ServiceRouter, needs_admin
+from trackway.serving.auth import CALLER
+from trackway.tools.builtin.search.tool import SearchTool
+from trackway.tools.core.server import ToolServer
+from trackway.tools.http import examples
+from trackway.tools.http.openapi_responses import CALLS, CREATES, EVERYWHERE, POSTED, responses
+from trackway.tools.verl.get_observation import ObservationFace
+from trackway.wire.errors import ErrorCode
+from trackway.wire.observation import ObservationReply, ObservationRequest
+from trackway.wire.search import RetrieveReply, RetrieveRequest
+from trackway.wire.tools import (
+    MAX_SESSION_CHARS,
+    CreateInstance,
+    ExecuteRequest,
+    InstanceCreated,
+    InstanceList,
+    OneShotRequest,
+    ReleaseRequest,
+    RewardRequest,
+    SessionReleased,
+    ToolList,
+    ToolResult,
+    ToolReward,
+)
+
+Name = Annotated[str, Path(pattern="^[A-Za-z0-9._-]{1,128}$")]
+Session = Annotated[str, Path(min_length=1, max_length=MAX_SESSION_CHARS, examples=["gsm8k-demo/1/17/0"])]
+
+_TAKES_INSTANCE = ("execute_instance", "reward_instance", "release_instance")
+
+
+def tool_routes(server: ToolServer) -> ServiceRouter:
+    """What is offered, and a call that needs no instance."""
+    router = ServiceRouter(tags=["tools"], generate_unique_id_function=lambda route: route.name)
+
+    @router.get("/tools", responses=responses(200, examples.TOOLS, *EVERYWHERE))
+    async def list_tools() -> ToolList:
+        """Every tool as an OpenAI function schema, ready for a chat request's `tools`."""
+        return ToolList(tools=server.schemas(), stateless=server.stateless())
+
+    @router.post("/tools/{name}/execute", responses=responses(200, examples.CALCULATED, *CREATES))
+    async def execute_tool(
+        name: Name, request: Annotated[OneShotRequest, Body(examples=[examples.ONE_SHOT])]
+    ) -> ToolResult:
+        """Create, execute, reward and release in one request, for tools that need no state between calls."""
+        return await server.one_shot(name, request)
+
+    return router
+
+
+def instance_routes(server: ToolServer) -> ServiceRouter:
+    """The life of a tool's state."""
+    router = ServiceRouter(tags=["instances"], generate_unique_id_function=lambda route: route.name)
+
+    @router.post(
+        "/instances",
+        status_code=201,
+        responses=responses(201, examples.CREATED, *CREATES, links=_TAKES_INSTANCE),
+    )
+    async def create_instance(request: Annotated[CreateInstance, Body(examples=[examples.CREATE])]) -> InstanceCreated:
+        """Create one tool's state for one trajectory; send the same `x-session-id` with every call."""
+        return await server.create(request)
+
+    @router.post("/instances/{instance_id}/execute", responses=responses(200, examples.EXECUTED, *CALLS))
+    async def execute_instance(
+        instance_id: Name, request: Annotated[ExecuteRequest, Body(examples=[examples.EXECUTE])]
+    ) -> ToolResult:
+        """One call; calls of one instance run one after another. With an `Idempotency-Key` it never runs twice."""
+        return await server.execute(instance_id, request)
+
+    @router.post("/instances/{instance_id}/reward", responses=responses(200, examples.REWARD, *CALLS))
+    async def reward_instance(
+        instance_id: Name, request: Annotated[RewardRequest | None, Body(examples=[{}])] = None
+    ) -> ToolReward:
+        """The reward of an instance over its whole life."""
+        kwargs = request.calc_reward_kwargs if request else {}
+        return ToolReward(reward=await server.reward(instance_id, kwargs))
+
+    @router.delete("/instances/{instance_id}", status_code=204, responses=responses(204, None, *CALLS))
+    async def release_instance(
+        instance_id: Name, request: Annotated[ReleaseRequest | None, Body(examples=[{}])] = None
+    ) -> None:
+        """Release an instance; a second time is 404."""
+        await server.release(instance_id, request.release_kwargs if request else {})
+
+    return router
+
+
+def operator_routes(server: ToolServer) -> ServiceRouter:
+    """What only a token with the scope `admin` may do."""
+    router = ServiceRouter(
+        tags=["operators"], dependencies=[Depends(needs_admin)], generate_unique_id_function=lambda route: route.name
+    )
+    errors = (*EVERYWHERE, ErrorCode.FORBIDDEN)
+
+    @router.get("/instances", responses=responses(200, examples.INSTANCES, *errors))
+    async def list_instances(
+        session_id: Annotated[str | None, Query(max_length=MAX_SESSION_CHARS)] = None,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> InstanceList:
+        """The instances of this replica, oldest first, without their content."""
+        return server.instances(session_id, limit)
+
+    @router.delete("/sessions/{session_id:path}", responses=responses(200, examples.SESSION_RELEASED, *errors))
+    async def release_session(session_id: Session) -> SessionReleased:
+        """Release every instance of a trajectory on this replica, each after its current call."""
+        return await server.release_session(session_id)
+
+    return router
+
+
+def observation_routes(face: ObservationFace) -> ServiceRouter:
+    """verl-tool's protocol."""
+    router = ServiceRouter(tags=["verl-tool"], generate_unique_id_function=lambda route: route.name)
+
+    @router.post(
+        "/get_observation",
+        responses=responses(200, examples.OBSERVED, *POSTED),
+        response_model_exclude_none=True,
+    )
+    async def get_observation(
+        http: Request, request: Annotated[ObservationRequest, Body(examples=[examples.OBSERVE])]
+    ) -> ObservationReply:
+        """Run the calls in the outputs of a batch of trajectories; a failed action fails only its own entry."""
+        return await face.answer(request, http.scope[CALLER].name)
+
+    return router
+
+
+def search_routes(tool: SearchTool) -> ServiceRouter:
+    """The retriever API of search-agent recipes, over the documents of the tool."""
+    router = ServiceRouter(tags=["search"], generate_unique_id_function=lambda route: route.name)
+
+    @router.post("/retrieve", responses=responses(200, examples.RETRIEVED, *POSTED))
+    async def retrieve(
+        request: Annotated[RetrieveRequest, Body(examples=[examples.RETRIEVE])],
+    ) -> RetrieveReply:
+        """The documents of each query, best first; with their scores when asked for."""
+        found = await tool.retrieve(request.queries, request.topk)
+        return RetrieveReply(
+            result=[[one if request.return_scores else one.document for one in documents] for documents in found]
+        )
+
+    return router

@@ -1,0 +1,125 @@
+"""The tools that a server's settings name: built-in ones, import paths, files, MCP servers."""
+
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from trackway.serving.user_code import failure_of, importing
+from trackway.tools.base import BaseTool, ToolConfig, ToolSource
+from trackway.tools.builtin.calculator import CalculatorTool
+from trackway.tools.builtin.gsm8k import Gsm8kTool
+from trackway.tools.builtin.python import PythonTool
+from trackway.tools.builtin.search.tool import SearchTool
+from trackway.tools.core.registry import ToolRegistry
+from trackway.tools.functions.tool import FunctionTool, functions_of_file, is_function_tool
+from trackway.tools.mcp.source import McpSource
+from trackway.tools.verl.adapter import MCP_CLASSES, named_tool
+from trackway.tools.verl.tool_config import ToolEntry, read_tool_config
+
+BUILT_IN: dict[str, type[BaseTool]] = {
+    "calculator": CalculatorTool,
+    "calc_gsm8k_reward": Gsm8kTool,
+    "python": PythonTool,
+    "search": SearchTool,
+}
+
+
+class _Planned(NamedTuple):
+    """A tool that is not made yet: its config is looked up by its name."""
+
+    origin: str
+    make: Callable[[ToolConfig], BaseTool]
+    name: str | None
+    """None where only the made tool knows its name."""
+
+
+def load_tools(
+    names: Sequence[str],
+    paths: Sequence[str],
+    configs: Mapping[str, ToolConfig],
+    tool_config_path: Path | None = None,
+    function_tool_path: Path | None = None,
+) -> list[BaseTool | ToolSource]:
+    """Every tool that the settings name, each with its config from `configs` by tool name; MCP servers as sources.
+
+    ValueError for an unknown name, a wrong file, a config without a tool or two tools of one name; TypeError for a
+    class or function that is no tool. The message says which setting or file, and the entry.
+    """
+    planned = [
+        *(_built_in(name) for name in names),
+        *(_imported(path) for path in paths),
+        *(_entries(tool_config_path) if tool_config_path else []),
+        *(_functions(function_tool_path) if function_tool_path else []),
+    ]
+    offered = [one if isinstance(one, ToolSource) else _made(one, configs) for one in planned]
+    registry = ToolRegistry(one for one in offered if isinstance(one, BaseTool))
+    unused = sorted(set(configs) - set(registry.names()))
+    if unused:
+        raise ValueError(
+            f"expected tool_config for loaded tools only, got {unused}; loaded: {registry.names()} "
+            "(an MCP server's tools take their config from its entry in tool_config_path)"
+        )
+    return offered
+
+
+def _made(planned: _Planned, configs: Mapping[str, ToolConfig]) -> BaseTool:
+    try:
+        tool = planned.make(configs.get(planned.name or "", {}))
+    except BaseException as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{planned.origin}: {failure_of(error)}") from error
+    tool.origin = planned.origin
+    return tool
+
+
+def _built_in(name: str) -> _Planned:
+    if name not in BUILT_IN:
+        raise ValueError(f"expected built-in tools out of {sorted(BUILT_IN)}, got {name!r}; name others in extra_tools")
+    return _Planned(f"setting tools, {name!r}", BUILT_IN[name].default, _name_of(BUILT_IN[name]))
+
+
+def _imported(path: str) -> _Planned:
+    origin = f"setting extra_tools, {path!r}"
+    with importing(origin):
+        found = pkgutil.resolve_name(path)
+    if is_function_tool(found):
+        return _function(found, origin)
+    if not (isinstance(found, type) and issubclass(found, BaseTool)):
+        raise TypeError(
+            f"expected {path!r} to be a subclass of trackway.tools.base.BaseTool "
+            f"or a function decorated with trackway.tools.function_tool, got {found!r}"
+        )
+    return _Planned(origin, found.default, _name_of(found))
+
+
+def _functions(path: Path) -> list[_Planned]:
+    return [_function(one, f"function_tool_path {path}") for one in functions_of_file(path)]
+
+
+def _function(function: Callable[..., object], origin: str) -> _Planned:
+    return _Planned(origin, partial(FunctionTool, function), FunctionTool(function).name)
+
+
+def _entries(path: Path) -> list[_Planned | McpSource]:
+    entries = enumerate(read_tool_config(path), start=1)
+    return [_entry(f"{path}, entry {number}", entry, path.parent) for number, entry in entries]
+
+
+def _entry(origin: str, entry: ToolEntry, folder: Path) -> _Planned | McpSource:
+    if entry.mcp is None:
+        schema = entry.tool_schema.to_wire() if entry.tool_schema else None
+        make = lambda config: named_tool(entry.class_name, {**entry.own_config, **config}, schema, BUILT_IN)  # noqa: E731
+        return _Planned(origin, make, schema.function.name if schema else None)
+    if entry.class_name not in MCP_CLASSES:
+        raise ValueError(
+            f"{origin}: expected class_name to be one of {', '.join(filter(None, MCP_CLASSES))} or left out beside "
+            f"'mcp', got {entry.class_name!r}; results are text, to change them wrap the server"
+        )
+    return McpSource(origin, entry.mcp, entry.own_config, folder)
+
+
+def _name_of(tool_class: type[BaseTool]) -> str | None:
+    schema = tool_class.default_schema
+    return schema.function.name if schema else None

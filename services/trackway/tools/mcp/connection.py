@@ -1,0 +1,185 @@
+"""One MCP session with one server, kept by a task of its own (the SDK's client is entered and left in one task).
+
+A call ends when its answer comes or the connection ends, whichever is first: a lost server is an error, never a hang.
+"""
+
+import asyncio
+import contextvars
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from typing import Literal, cast
+
+import anyio
+import httpx2
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.stdio import stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.types import CONNECTION_CLOSED, UNSUPPORTED_PROTOCOL_VERSION, CallToolResult, RequestParamsMeta, Tool
+from pydantic import JsonValue
+
+from trackway.tools.mcp.servers_file import McpServer
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.headers import SESSION_ID, header_text
+
+logger = logging.getLogger("trackway.tools")
+
+Meta = dict[str, JsonValue]
+
+_MAX_PAGES = 100
+_PASSING = {429, 503}
+"""HTTP statuses that promise that the request was not run."""
+
+
+class ConnectionLost(Exception):
+    """The server is gone, or has forgotten the session; the message says which."""
+
+    no_handshake = False
+    """Whether the server is there and speaks only protocols without sessions."""
+
+
+class McpConnection:
+    """Opened once, called by any task, closed once.
+
+    server: where it is.
+    name: for messages.
+    session: sent as `x-session-id`, so that a router before the server keeps the session on one replica.
+    mode: "legacy" is the handshake, which opens a session; "auto" takes the newest protocol, which has no sessions.
+    """
+
+    def __init__(self, server: McpServer, name: str, session: str | None, mode: Literal["legacy", "auto"]) -> None:
+        self._server = server
+        self._name = f"MCP server {name!r} ({server.place})"
+        self._session = session
+        self._mode: Literal["legacy", "auto"] = mode
+        self._closing = asyncio.Event()
+        self._client: Client | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._status = 200
+        self.keeps_session = server.command is not None
+        """Whether the server said that it keeps a session for us: a process of our own, or an id that it gave."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether calls can be made."""
+        return self._client is not None and self._keeper is not None and not self._keeper.done()
+
+    async def open(self, timeout_s: float) -> None:
+        """Connect. ConnectionLost, with the reason, when the server does not answer in time or refuses."""
+        opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        # The connection outlives the request that needs it first, and must not carry its trace or deadline.
+        self._keeper = asyncio.create_task(self._keep(opened), context=contextvars.Context())
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._client = await asyncio.shield(opened)
+        except TimeoutError:
+            raise ConnectionLost(f"{self._name}: expected an answer within {timeout_s:g} s, got none") from None
+        finally:
+            if self._client is None:
+                opened.cancel()
+                self._closing.set()
+                self._keeper.cancel()
+
+    async def tools(self, timeout_s: float) -> list[Tool]:
+        """All that the server offers, of every page. ConnectionLost when it cannot be had in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return [tool async for tool in self._pages()]
+        except (MCPError, TimeoutError) as error:
+            raise ConnectionLost(f"{self._name}: expected its tools within {timeout_s:g} s, got {error!r}") from error
+
+    async def _pages(self) -> AsyncIterator[Tool]:
+        cursor: str | None = None
+        for _ in range(_MAX_PAGES):
+            page = await self._connected.list_tools(cursor=cursor)
+            for tool in page.tools:
+                yield tool
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    async def call(self, tool: str, arguments: dict[str, JsonValue], meta: Meta) -> CallToolResult:
+        """One call. ConnectionLost, UNAVAILABLE, or MCPError when the server refuses the request as such."""
+        assert self._keeper is not None
+        request_meta = cast(RequestParamsMeta, meta) if meta else None
+        call = asyncio.create_task(self._connected.call_tool(tool, arguments, meta=request_meta))
+        call.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            await asyncio.wait({call, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
+            if call.done() and not call.cancelled():
+                return call.result()
+        except MCPError as error:
+            message = f"{self._name}: {error.message}{self._said}"
+            if self._status in _PASSING:
+                raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
+            if error.code == CONNECTION_CLOSED or not self.alive or self._status == HTTPStatus.NOT_FOUND:
+                raise ConnectionLost(message) from error
+            raise
+        except (anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
+            raise ConnectionLost(f"{self._name}: the connection is closed") from error
+        finally:
+            call.cancel()
+        raise ConnectionLost(f"{self._name}: the connection ended during a call")
+
+    async def close(self) -> None:
+        """End the session and, of a server that we started, the process; bounded by the SDK, goes on when cancelled."""
+        self._closing.set()
+        if self._keeper is not None:
+            await asyncio.shield(asyncio.wait({self._keeper}))
+
+    @property
+    def _connected(self) -> Client:
+        assert self._client is not None
+        return self._client
+
+    @property
+    def _said(self) -> str:
+        return f" (HTTP {self._status})" if self._status >= 400 else ""
+
+    async def _keep(self, opened: "asyncio.Future[Client]") -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                opened.set_result(await stack.enter_async_context(await self._entered(stack)))
+                await self._closing.wait()
+        except BaseException as error:
+            cause = _first(error)
+            if not opened.done():
+                got = f"{type(cause).__name__}: {cause}{self._said}"
+                lost = ConnectionLost(f"{self._name}: expected an answer, got {got}")
+                lost.no_handshake = isinstance(cause, MCPError) and cause.code == UNSUPPORTED_PROTOCOL_VERSION
+                opened.set_exception(lost)
+            elif not self._closing.is_set():
+                logger.warning("%s: the connection ended: %s: %s", self._name, type(cause).__name__, cause)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+
+    async def _entered(self, stack: AsyncExitStack) -> Client:
+        """The SDK's client for this server, not entered yet; what it runs on is left with the stack."""
+        server = self._server
+        if server.url is None:
+            assert server.command is not None
+            env = {name: value.get_secret_value() for name, value in server.env.items()}
+            process = StdioServerParameters(command=server.command, args=server.args, env=env, cwd=server.cwd)
+            return Client(stdio_client(process), mode=self._mode)
+        affinity = {SESSION_ID: header_text(self._session)} if self._session is not None else {}
+        http = httpx2.AsyncClient(
+            headers={**affinity, **server.sent_headers},
+            timeout=httpx2.Timeout(30.0, read=None),
+            event_hooks={"response": [self._heard]},
+        )
+        await stack.enter_async_context(http)
+        return Client(streamable_http_client(server.url, http_client=http), mode=self._mode)
+
+    async def _heard(self, response: httpx2.Response) -> None:
+        """The SDK tells its caller neither the status nor whether there is a session."""
+        if response.request.method == "POST":
+            self._status = response.status_code
+            self.keeps_session |= "mcp-session-id" in response.headers
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first leaf of nested exception groups, which say nothing themselves."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,157 @@
+"""The sessions that we hold with one MCP server: one for each trajectory, or one for all.
+
+State that a server keeps by session must live as long as the trajectory and be seen by no other one. So a server that
+keeps sessions gets one for each trajectory, shared by all its tools there, opened at the first call and ended with the
+last instance. A server that keeps none is asked over one connection.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mcp.types import CallToolResult, Tool
+from pydantic import Field, JsonValue
+
+from trackway.tools.mcp.connection import ConnectionLost, McpConnection, Meta
+from trackway.tools.mcp.servers_file import McpServer
+from trackway.tools.user_files import UserEntry
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+
+class McpLimits(UserEntry):
+    """How we hold sessions; from the YAML entry's `config`."""
+
+    sessions: Literal["auto", "trajectory", "shared"] = "auto"
+    """One for each trajectory, or one for all. "auto": for each trajectory if the server keeps sessions, which a
+    process that we start always does."""
+    connect_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds until a server must have answered the first request; a process may first have to be downloaded."""
+    max_sessions: int | None = Field(default=None, ge=1)
+    """Trajectories with a session at once, by default 64 processes or 1024 ids; one more is answered 429."""
+
+
+@dataclass(eq=False)
+class Held:
+    """The session of one trajectory, or the shared one."""
+
+    session: str | None
+    users: int = 0
+    connection: McpConnection | None = None
+    lost: bool = False
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class McpSessions:
+    """The sessions with one server. Calls raise TrackwayError, and MCPError for what the server says of the request."""
+
+    def __init__(self, server: McpServer, name: str, limits: McpLimits) -> None:
+        self._server = server
+        self._name = name
+        self._limits = limits
+        self._places = limits.max_sessions or (64 if server.command is not None else 1024)
+        self._shared = Held(None)
+        self._held: dict[str, Held] = {}
+        # Only the handshake opens a session with a server; "auto" takes the newest protocol, which has none.
+        self._mode: Literal["legacy", "auto"] = "auto" if limits.sessions == "shared" else "legacy"
+        self.by_trajectory = limits.sessions == "trajectory"
+        """Whether each trajectory has its own; "auto" is settled by `discover`."""
+
+    async def discover(self) -> list[Tool]:
+        """Connect once and ask for the tools. ConnectionLost when the server cannot be reached."""
+        try:
+            connection = await self._connected(self._shared)
+        except ConnectionLost as error:
+            if not error.no_handshake or self.by_trajectory:
+                raise
+            self._mode = "auto"
+            connection = await self._connected(self._shared)
+        tools = await connection.tools(self._limits.connect_timeout_s)
+        if self._limits.sessions == "auto":
+            self.by_trajectory = connection.keeps_session
+        if self.by_trajectory:
+            await self._disconnect(self._shared, connection)
+        return tools
+
+    def join(self, session: str) -> Held:
+        """The session of a trajectory, for one instance more."""
+        if not self.by_trajectory:
+            return self._shared
+        held = self._held.setdefault(session, Held(session))
+        held.users += 1
+        return held
+
+    async def leave(self, held: Held) -> None:
+        """One instance less; the last one ends the session."""
+        if held is self._shared:
+            return
+        held.users -= 1
+        if held.users == 0:
+            self._forget(held)
+            await self._disconnect(held, held.connection)
+
+    async def call(self, held: Held, tool: str, arguments: dict[str, JsonValue], meta: Meta) -> CallToolResult:
+        """One call in that session.
+
+        INSTANCE_LOST when the session ended with what it kept; UNAVAILABLE, to be asked again, when nothing is lost.
+        """
+        connection: McpConnection | None = None
+        try:
+            connection = await self._connected(held)
+            return await connection.call(tool, arguments, meta)
+        except ConnectionLost as error:
+            await self._disconnect(held, connection)
+            if held is not self._shared and connection is not None:
+                held.lost = True
+                self._forget(held)
+                raise self._instance_lost(str(error)) from error
+            raise TrackwayError(ErrorCode.UNAVAILABLE, f"{error}; ask again, or start the server anew") from error
+
+    async def close(self) -> None:
+        """End every session."""
+        everything = [self._shared, *self._held.values()]
+        self._held.clear()
+        await asyncio.gather(*(self._disconnect(held, held.connection) for held in everything))
+
+    async def _connected(self, held: Held) -> McpConnection:
+        async with held.opening:
+            if held.lost:
+                raise self._instance_lost("its session has ended")
+            if held.connection is None:
+                held.connection = await self._opened(held)
+            return held.connection
+
+    async def _opened(self, held: Held) -> McpConnection:
+        connection = McpConnection(self._server, self._name, held.session, self._mode)
+        if held is self._shared:
+            await connection.open(self._limits.connect_timeout_s)
+            return connection
+        if self._places == 0:
+            raise TrackwayError(
+                ErrorCode.OVERLOADED,
+                f"MCP server {self._name!r}: expected a free session, got as many trajectories as max_sessions allows; "
+                "ask again later, raise it, or set sessions to 'shared' if the server keeps no state",
+            )
+        self._places -= 1
+        try:
+            await connection.open(self._limits.connect_timeout_s)
+        except BaseException:
+            self._places += 1
+            raise
+        return connection
+
+    async def _disconnect(self, held: Held, connection: McpConnection | None) -> None:
+        """Close that connection; another call may have done so, and opened the next one."""
+        if connection is None or held.connection is not connection:
+            return
+        held.connection = None
+        if held is not self._shared:
+            self._places += 1
+        await connection.close()
+
+    def _forget(self, held: Held) -> None:
+        if held.session is not None and self._held.get(held.session) is held:
+            del self._held[held.session]
+
+    def _instance_lost(self, reason: str) -> TrackwayError:
+        message = f"MCP server {self._name!r}: {reason}; create the instance again and replay its calls"
+        return TrackwayError(ErrorCode.INSTANCE_LOST, message)

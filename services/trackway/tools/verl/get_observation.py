@@ -1,0 +1,160 @@
+"""verl-tool's face of the tool server: actions in, observations out.
+
+A trajectory's tools live from its first action to `finish`, or until they expire. Its actions run one after another,
+those of different trajectories side by side, and one that fails is told in its own entry. What the model did wrong, or
+a tool said no to, is told to the model; what is the server's fault ends that trajectory, as it does in verl-tool.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from trackway.chat.tool_calls import ParsedCall
+from trackway.tools.core.server import ToolServer
+from trackway.tools.core.sessions import SessionInstances, SessionKey
+from trackway.tools.verl.actions import Action, read_action
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.observation import ObservationReply, ObservationRequest, ToldObservation
+from trackway.wire.tools import ExecuteRequest, OneShotRequest, ToolResult
+
+logger = logging.getLogger("trackway.tools")
+
+_TOLD_TO_THE_MODEL = {
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.UNKNOWN_TOOL,
+    ErrorCode.PAYLOAD_TOO_LARGE,
+    ErrorCode.TOOL_FAILED,
+    ErrorCode.DEADLINE_EXCEEDED,
+    ErrorCode.INSTANCE_NOT_FOUND,
+    ErrorCode.INSTANCE_LOST,
+}
+
+Fields = Mapping[str, JsonValue]
+
+
+class _Step(NamedTuple):
+    """One entry of a request."""
+
+    action: str
+    fields: Fields
+    finish: bool
+    last: bool
+
+
+class Outcome(NamedTuple):
+    """One entry of an answer."""
+
+    observation: str | ToldObservation
+    done: bool
+    valid: bool
+
+
+class ObservationFace:
+    """Answers `POST /get_observation`; at most `parallel` trajectories of a request at once."""
+
+    def __init__(self, server: ToolServer, parallel: int) -> None:
+        self._server = server
+        self._parallel = parallel
+        self.sessions = SessionInstances(server)
+
+    async def answer(self, request: ObservationRequest, caller: str) -> ObservationReply:
+        """An entry for each action, in their order."""
+        began = time.perf_counter()
+        places = asyncio.Semaphore(self._parallel)
+        outcomes: dict[int, Outcome] = {}
+
+        async def run(trajectory_id: str, steps: dict[int, _Step]) -> None:
+            async with places:
+                for place, step in steps.items():
+                    outcomes[place] = await self._outcome((caller, trajectory_id), step)
+
+        await asyncio.gather(*(run(name, steps) for name, steps in _by_trajectory(request).items()))
+        observations, dones, valids = zip(*(outcomes[place] for place in sorted(outcomes)), strict=True)
+        took_ms = (time.perf_counter() - began) * 1000
+        return ObservationReply(
+            observations=[*observations], dones=[*dones], valids=[*valids], processing_time_ms=round(took_ms, 3)
+        )
+
+    async def _outcome(self, key: SessionKey, step: _Step) -> Outcome:
+        if step.finish:
+            await self.sessions.end(key)
+            return Outcome("", done=True, valid=True)
+        action = read_action(step.action, [schema.function.name for schema in self._server.schemas()])
+        outcome = self._not_a_call() if action is None else await self._run(key, action, step.fields)
+        if step.last:
+            await self.sessions.end(key)
+        return outcome
+
+    async def _run(self, key: SessionKey, action: Action, fields: Fields) -> Outcome:
+        texts: list[str] = []
+        reward, problem = 0.0, None
+        for call in action.calls:
+            try:
+                result = await self._result(key, call, fields)
+            except TrackwayError as error:
+                if error.code not in _TOLD_TO_THE_MODEL:
+                    return _failed(call, error.message)
+                problem = problem or error.message
+                result = ToolResult(text=error.message)
+            except Exception as error:
+                logger.exception("an action of %s failed", key[-1])
+                return _failed(call, f"{type(error).__name__}: {error}")
+            texts.append(action.wrap(result.text))
+            reward += result.reward
+        text = "".join(texts)
+        if problem is None and reward == 0.0:
+            return Outcome(text, done=False, valid=True)
+        told = ToldObservation(obs=text, reward=reward or None, invalid_reason=problem)
+        return Outcome(told, done=False, valid=problem is None)
+
+    async def _result(self, key: SessionKey, call: ParsedCall, fields: Fields) -> ToolResult:
+        if call.error is not None:
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, call.error)
+        create_kwargs = _kwargs(fields, call.name, "create_kwargs")
+        request = ExecuteRequest(arguments=call.arguments, execute_kwargs=_kwargs(fields, call.name, "execute_kwargs"))
+        if call.name in self._server.stateless():
+            once = OneShotRequest(**request.model_dump(), create_kwargs=create_kwargs)
+            return await self._server.one_shot(call.name, once)
+        return (await self.sessions.execute(key, call.name, request, create_kwargs))[1]
+
+    def _not_a_call(self) -> Outcome:
+        functions = [schema.function for schema in self._server.schemas()]
+        tools = "\n".join(f"• {function.name}: {function.description}" for function in functions)
+        told = ToldObservation(
+            obs="", invalid_reason="No valid tool found for action", available_tools=f"Available tools:\n{tools}"
+        )
+        return Outcome(told, done=False, valid=False)
+
+
+def _by_trajectory(request: ObservationRequest) -> dict[str, dict[int, _Step]]:
+    """The entries of each trajectory by their place in the request."""
+    count = len(request.actions)
+    fields = request.extra_fields or [{}] * count
+    finish = request.finish or [False] * count
+    last = request.is_last_step or [False] * count
+    steps: dict[str, dict[int, _Step]] = {}
+    for place, name in enumerate(request.trajectory_ids):
+        own = fields[place]
+        steps.setdefault(name, {})[place] = _Step(
+            request.actions[place],
+            own,
+            finish=finish[place] or own.get("finish") is True,
+            last=last[place] or own.get("is_last_step") is True,
+        )
+    return steps
+
+
+def _kwargs(fields: Fields, tool: str, which: str) -> dict[str, JsonValue]:
+    """`tools_kwargs.<tool>.<which>` where the row has it."""
+    found: JsonValue = {**fields}
+    for name in ("tools_kwargs", tool, which):
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _failed(call: ParsedCall, message: str) -> Outcome:
+    return Outcome(ToldObservation(obs="", error=message, tool_type=call.name), done=True, valid=False)

@@ -1,0 +1,159 @@
+"""Which prompts a step trains on: a seeded order per epoch in batches, resumable at any position.
+
+A position is a value and `take` is a pure function of it, so a resumed run sees exactly the prompts that an
+uninterrupted one would have seen.
+"""
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from pydantic import BaseModel
+
+from trackway.trainer.config import RunConfig
+from trackway.trainer.data.parquet import read_rows
+from trackway.trainer.data.row_warnings import agent_name_note, tools_kwargs_note
+from trackway.wire.agent import Sample
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+Keep: TypeAlias = Callable[[Sequence[Sample], str], list[Sample]]
+"""Chooses the rows that are kept, given also the name that the log calls them by."""
+
+
+logger = logging.getLogger("trackway.trainer")
+
+_PLACES_SHOWN = 5
+"""Rows that a message names; the others are counted."""
+
+
+class Place(NamedTuple):
+    """Where a row stands; rows of a file count from 1."""
+
+    file: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one or more files in order, each with an `extra_info.index` of its own, and where each stands."""
+
+    samples: list[Sample]
+    places: list[Place]
+
+    def told(self, positions: Sequence[int]) -> str:
+        """`/d/train.parquet rows 3, 17, 40 and 2 more`: the first few of these rows."""
+        shown = [self.places[position] for position in positions[:_PLACES_SHOWN]]
+        files = [
+            f"{file} row{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+            for file, places in groupby(shown, key=lambda place: place.file)
+            for numbers in [[str(place.number) for place in places]]
+        ]
+        more = len(positions) - len(shown)
+        return "; ".join(files) + (f" and {more} more" if more else "")
+
+
+class Position(BaseModel):
+    """How many batches have been taken, as epochs and batches of the current epoch."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+class Prompts:
+    """Rows in batches of `batch_size`; with `drop_last` the incomplete batch at the end of an epoch is left out.
+
+    Raises TrackwayError(INVALID_REQUEST) when no batch would be left.
+    """
+
+    def __init__(
+        self, rows: Sequence[Sample], batch_size: int, seed: int, shuffle: bool, drop_last: bool = True
+    ) -> None:
+        self.steps_per_epoch = steps_per_epoch(len(rows), batch_size, drop_last)
+        """Batches in one pass over the rows."""
+        self._rows = rows
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order = lru_cache(maxsize=1)(self._draw_order)
+
+    def take(self, position: Position) -> tuple[list[Sample], Position]:
+        """The batch at a position, and the position after it; one behind the last batch is the next epoch's first."""
+        if position.batch >= self.steps_per_epoch:
+            position = Position(epoch=position.epoch + 1)
+        start = position.batch * self._batch_size
+        batch = [self._rows[row] for row in self._order(position.epoch)[start : start + self._batch_size]]
+        after = position.batch + 1
+        if after == self.steps_per_epoch:
+            return batch, Position(epoch=position.epoch + 1)
+        return batch, Position(epoch=position.epoch, batch=after)
+
+    def _draw_order(self, epoch: int) -> list[int]:
+        order = list(range(len(self._rows)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+def steps_per_epoch(rows: int, batch_size: int, drop_last: bool) -> int:
+    """Batches in one pass over so many rows. Raises TrackwayError(INVALID_REQUEST) when there is none."""
+    whole, rest = divmod(rows, batch_size)
+    steps = whole if drop_last or not rest else whole + 1
+    if steps:
+        return steps
+    needed = f"at least data.train_batch_size={batch_size} rows" if rows else "rows to train on"
+    remedy = "make it smaller, or set data.drop_last=false" if rows else "look at data.train_files"
+    raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected {needed}, got {rows}; {remedy}")
+
+
+def load_data(config: RunConfig, keep: Keep | None = None) -> tuple[Rows, Rows]:
+    """The rows to train on and those to validate on; what should be known of them is logged once."""
+    data = config.data
+    train = load_rows(data.train_files, data.train_max_samples, keep)
+    held_out = load_rows(data.val_files, data.val_max_samples, keep)
+    rows = [*train.samples, *held_out.samples]
+    for note in filter(None, (agent_name_note(rows, config), tools_kwargs_note(rows))):
+        logger.warning(note)
+    return train, held_out
+
+
+def prompts_of(config: RunConfig, rows: Rows) -> Prompts:
+    """The rows to train on, in batches. Raises TrackwayError(INVALID_REQUEST) when no batch would be left."""
+    data = config.data
+    seed = config.trackway.seed if data.seed is None else data.seed
+    return Prompts(rows.samples, data.train_batch_size, seed, data.shuffle, data.drop_last)
+
+
+def load_rows(files: Sequence[str], max_samples: int = -1, keep: Keep | None = None) -> Rows:
+    """The rows of all files in order, each with an `extra_info.index` of its own.
+
+    Rows that are not kept are dropped before the first `max_samples` are taken. Where indices are missing or repeat
+    (several files), the row's position replaces them, because the index names the trajectories. Raises TrackwayError
+    when a file is missing or no row file, or no row is kept.
+    """
+    read = [(Place(file, number), row) for file in files for number, row in enumerate(read_rows(Path(file)), start=1)]
+    samples, places = [row for _, row in read], [place for place, _ in read]
+    if keep and samples:
+        kept, every = keep(samples, ", ".join(files)), iter(read)
+        # What is kept keeps its order, so one pass finds where it stands.
+        places = [next(place for place, read_row in every if read_row is row) for row in kept]
+        samples = kept
+    if max_samples >= 0:
+        samples, places = samples[:max_samples], places[:max_samples]
+    indices = {row.index for row in samples}
+    if len(indices) < len(samples):
+        samples = [_with_index(row, position) for position, row in enumerate(samples)]
+    return Rows(samples, places)
+
+
+def traced_positions(seed: int, step: int, size: int, count: int) -> frozenset[int]:
+    """Which `count` of a batch's `size` positions are traced in a step."""
+    return frozenset(random.Random(f"trace/{seed}/{step}").sample(range(size), min(count, size)))
+
+
+def _with_index(row: Sample, index: int) -> Sample:
+    return row.model_copy(update={"extra_info": {**row.extra_info, "index": index}})

@@ -1,0 +1,187 @@
+"""What rows ask the services for by name, before the first step: agent loops, data sources and tools that none serves.
+
+A trajectory of such a row can only fail, so the run is refused, with every name and where it stands.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from trackway.clients import AgentClient, CallPolicy, RewardClient, ToolsClient
+from trackway.trainer.config import RunConfig
+from trackway.trainer.data.dataset import Rows
+from trackway.trainer.data.row_warnings import WITHOUT_TOOLS
+from trackway.trainer.settings import ServiceUrls
+from trackway.wire.agent import Sample
+from trackway.wire.chat import ToolSchema
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+T = TypeVar("T")
+
+ASK = CallPolicy(connect_s=2.0, read_s=5.0, total_s=10.0, attempts=3)
+"""Of services that should be up; what they are asked costs them nothing."""
+
+_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+_REGISTER = "name the module that registers it in TRACKWAY_AGENT_MODULES of the agent service"
+_AGENTS = f"correct the rows, or {_REGISTER}"
+_SCORERS = "correct the rows, or add a scorer for it to TRACKWAY_EXTRA_SCORERS of the reward service"
+_TOOLS = "correct the rows' extra_info.tool_selection, or add it to the tool server"
+
+logger = logging.getLogger("trackway.trainer")
+
+
+@dataclass(frozen=True)
+class Served:
+    """The names that the services know; None for what could not be learned."""
+
+    agents: frozenset[str] | None = None
+    data_sources: frozenset[str] | None = None
+    tools: frozenset[str] | None = None
+    schemas: tuple[ToolSchema, ...] = ()
+    """Of those tools."""
+
+
+async def ask_services(urls: ServiceUrls) -> tuple[Served, dict[str, TrackwayError]]:
+    """What the services that run say, and the error of each that did not answer, by its name."""
+    tools, agents = ToolsClient(urls.tools_url, policy=ASK), AgentClient(urls.agent_url, policy=ASK)
+    rewards = RewardClient(urls.reward_url, policy=ASK) if urls.reward_url else None
+    errors: dict[str, TrackwayError] = {}
+
+    async def asked(name: str, call: Callable[[], Awaitable[T]]) -> T | None:
+        try:
+            return await call()
+        except TrackwayError as error:
+            errors[name] = error
+            return None
+
+    offered, loops, scorers = await asyncio.gather(
+        asked("tools", tools.list),
+        asked("agent", agents.agents),
+        asked("reward", rewards.scorers) if rewards else _nothing(),
+    )
+    served = Served(
+        agents=None if loops is None else frozenset(loop.name for loop in loops),
+        data_sources=None if scorers is None else frozenset(name for one in scorers for name in one.data_sources),
+        tools=None if offered is None else frozenset(tool.function.name for tool in offered),
+        schemas=tuple(offered or ()),
+    )
+    return served, errors
+
+
+async def check_names(config: RunConfig, rows: Mapping[str, Rows], urls: ServiceUrls) -> None:
+    """Ask the services of a run and hold its rows, by their key, against what they serve.
+
+    A service that cannot be asked is named in the log and is no obstacle: the run itself waits for its services.
+
+    Raises:
+        TrackwayError: INVALID_REQUEST with every name that no service knows, and the rows.
+    """
+    served, errors = await ask_services(urls)
+    if not _asks_for_tools(config, rows.values()):
+        served = replace(served, tools=None)
+        errors.pop("tools", None)
+    for name, error in errors.items():
+        logger.warning("the %s service could not be asked for the names that it serves: %s", name, error)
+    problems = unserved(config, rows, served)
+    if problems:
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, "; ".join(problems))
+
+
+def unserved(config: RunConfig, rows: Mapping[str, Rows], served: Served) -> list[str]:
+    """A sentence for each name that the configuration, or rows by their key, ask for and no service knows."""
+    problems = _of_config(config, rows.values(), served)
+    for key, of_key in rows.items():
+        problems += _of_rows(key, of_key, "agent_name", served.agents, _agent, _AGENTS)
+        problems += _of_rows(key, of_key, "data_source", served.data_sources, _data_source, _SCORERS)
+        problems += _of_rows(key, of_key, "tool_selection", served.tools, _selection(config), _TOOLS)
+    return problems
+
+
+def _of_config(config: RunConfig, rows: Iterable[Rows], served: Served) -> list[str]:
+    problems = []
+    loop, unnamed = config.default_agent, sum(not row.agent_name for one in rows for row in one.samples)
+    if served.agents is not None and loop not in served.agents and unnamed:
+        problems.append(
+            f"{_LOOP}: expected one of {_list(served.agents)}, got {loop!r}, as which {unnamed} rows without "
+            f"agent_name would run; correct it, or {_REGISTER}"
+        )
+    missing = [name for name in config.trackway.tools or () if served.tools is not None and name not in served.tools]
+    if missing:
+        assert served.tools is not None
+        problems.append(
+            f"trackway.tools: expected tools out of {_list(served.tools)}, got {', '.join(map(repr, missing))}; "
+            "correct it, or add them to the tool server"
+        )
+    return problems
+
+
+def _of_rows(
+    key: str,
+    rows: Rows,
+    column: str,
+    known: frozenset[str] | None,
+    names: Callable[[Sample], Iterable[str]],
+    remedy: str,
+) -> list[str]:
+    if known is None:
+        return []
+    places: dict[str, list[int]] = {}
+    for position, row in enumerate(rows.samples):
+        for name in set(names(row)) - known:
+            places.setdefault(name, []).append(position)
+    return [
+        f"{key}: expected {column} out of {_list(known)}, got {name} in {len(positions)} of "
+        f"{len(rows.samples)} rows ({rows.told(positions)}); {remedy}"
+        for name, positions in _told_names(places)
+    ]
+
+
+_NAMES_SHOWN = 5
+"""Unknown names of one column that are reported; the others are counted."""
+
+
+def _told_names(places: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
+    by_count = sorted(places.items(), key=lambda item: (-len(item[1]), item[0]))
+    ordered = [(_short(name), positions) for name, positions in by_count]
+    if len(ordered) <= _NAMES_SHOWN:
+        return ordered
+    shown, rest = ordered[:_NAMES_SHOWN], ordered[_NAMES_SHOWN:]
+    together = sorted({position for _, positions in rest for position in positions})
+    return [*shown, (f"{len(rest)} further names", together)]
+
+
+def _agent(row: Sample) -> Iterable[str]:
+    return [row.agent_name] if row.agent_name else []
+
+
+def _data_source(row: Sample) -> Iterable[str]:
+    return [row.data_source]
+
+
+def _selection(config: RunConfig) -> Callable[[Sample], Iterable[str]]:
+    def selected(row: Sample) -> Iterable[str]:
+        chosen = row.extra_info.get("tool_selection")
+        if (row.agent_name or config.default_agent) == WITHOUT_TOOLS or not isinstance(chosen, list):
+            return []
+        return [str(name) for name in chosen]
+
+    return selected
+
+
+def _asks_for_tools(config: RunConfig, rows: Iterable[Rows]) -> bool:
+    selected = _selection(config)
+    return bool(config.trackway.tools) or any(selected(row) for one in rows for row in one.samples)
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _short(name: str) -> str:
+    return ascii(name) if len(name) <= 80 else f"{name[:80]!a}..."
+
+
+async def _nothing() -> None:
+    return None

@@ -1,0 +1,177 @@
+"""MLflow's REST API, as far as a run needs it, over one kept connection; mlflow's client needs three times the CPU.
+
+https://mlflow.org/docs/latest/api_reference/rest-api.html
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import httpx
+from pydantic import JsonValue
+
+from trackway.tracing.export.mlflow import DeletedExperiment, credentials, experiment_id, mlflow_http
+from trackway.tracing.local_mlflow import client as local_mlflow
+from trackway.trainer.delivery.jobs import Later, Refused
+
+TIMEOUT_S = 30.0
+"""MLflow waits 20 s for a locked sqlite."""
+CREATE_TIMEOUT_S = 60.0
+"""For a new run: a second one would be made after a request that was given up and yet done."""
+UID_TAG = "trackway.run_uid"
+"""Tag of a run in MLflow that tells which run of ours it is."""
+
+
+class Unreachable(Later):
+    """The request has certainly not arrived."""
+
+
+class NotThere(Refused):
+    """MLflow has no such run or trace."""
+
+
+class StoredRun(NamedTuple):
+    """A run as MLflow has it."""
+
+    status: str
+    """RUNNING, FINISHED, FAILED or KILLED."""
+    is_deleted: bool
+
+
+class Metric(NamedTuple):
+    """One value, told apart from others of its run by all four: the same one twice is kept once."""
+
+    name: str
+    value: float
+    timestamp: int
+    """Milliseconds since 1970."""
+    step: int
+
+
+class MlflowApi:
+    """Calls to the server behind a tracking URI; a local database's server is started if need be.
+
+    Every method raises Later when the call may succeed later, NotThere, or Refused.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+        self._http = mlflow_http(uri, TIMEOUT_S)
+        self._http.headers.update(credentials())
+
+    def experiment(self, name: str) -> str:
+        """MLflow's id of the experiment of that name, which is made when there is none."""
+        try:
+            return experiment_id(self._ask, name)
+        except DeletedExperiment as error:
+            raise Later(f"the MLflow experiment is deleted: {error}") from error
+        except httpx.HTTPStatusError as error:
+            raise _failure(error.response) or Later(str(error)) from error
+
+    def run(self, run_id: str) -> StoredRun:
+        """How MLflow has the run."""
+        info = self._call("GET", "runs/get", params={"run_id": run_id}).json()["run"]["info"]
+        return StoredRun(info["status"], info["lifecycle_stage"] == "deleted")
+
+    def runs_of(self, experiment: str, uid: str) -> list[str]:
+        """MLflow's ids of the runs with our uid, sorted; there should be one at most."""
+        body = {"experiment_ids": [experiment], "filter": f"tags.`{UID_TAG}` = '{uid}'", "max_results": 100}
+        found = self._call("POST", "runs/search", json=body).json().get("runs", [])
+        return sorted(str(one["info"]["run_id"]) for one in found)
+
+    def create_run(self, experiment: str, name: str, uid: str, start_time: int) -> str:
+        """A new run, whose id is returned."""
+        tags = [{"key": UID_TAG, "value": uid}]
+        body = {"experiment_id": experiment, "run_name": name, "start_time": start_time, "tags": tags}
+        answer = self._call("POST", "runs/create", json=body, timeout=CREATE_TIMEOUT_S)
+        return str(answer.json()["run"]["info"]["run_id"])
+
+    def update_run(self, run_id: str, status: str, end_time: int | None) -> None:
+        """Say how the run stands; `end_time` in milliseconds since 1970."""
+        body: dict[str, JsonValue] = {"run_id": run_id, "status": status}
+        self._call("POST", "runs/update", json=body | ({} if end_time is None else {"end_time": end_time}))
+
+    def delete_run(self, run_id: str) -> None:
+        """Put the run among the deleted ones, from which it can be restored."""
+        self._call("POST", "runs/delete", json={"run_id": run_id})
+
+    def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+        """Record up to 100 params."""
+        self._call("POST", "runs/log-batch", json={"run_id": run_id, "params": _pairs(params)})
+
+    def log_metrics(self, run_id: str, metrics: Sequence[Metric]) -> None:
+        """Record up to 1000 metrics."""
+        values = [
+            {"key": one.name, "value": _number(one.value), "timestamp": one.timestamp, "step": one.step}
+            for one in metrics
+        ]
+        self._call("POST", "runs/log-batch", json={"run_id": run_id, "metrics": values})
+
+    def link(self, trace_ids: Sequence[str], run_id: str) -> None:
+        """Link up to 100 traces (32 hex digits) to the run; they may arrive later."""
+        body = {"trace_ids": [f"tr-{one}" for one in trace_ids], "run_id": run_id}
+        self._call("POST", "traces/link-to-run", json=body)
+
+    def assess(self, trace_id: str, assessment: Mapping[str, JsonValue]) -> None:
+        """Record an assessment of a trace; NotThere while the trace has not arrived."""
+        path = f"/api/3.0/mlflow/traces/tr-{trace_id}/assessments"
+        answer = self._send("POST", path, json={"assessment": dict(assessment)})
+        # MLflow's answer to an assessment whose id it has already.
+        if answer.status_code == 500 and "constraint violation" in answer.text:
+            return
+        _raise_failure(answer)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+    def _call(self, method: str, call: str, **content: object) -> httpx.Response:
+        answer = self._ask(method, call, **content)
+        _raise_failure(answer)
+        return answer
+
+    def _ask(self, method: str, call: str, **content: object) -> httpx.Response:
+        return self._send(method, f"/api/2.0/mlflow/{call}", **content)
+
+    def _send(self, method: str, path: str, **content: object) -> httpx.Response:
+        try:
+            url = f"{local_mlflow.server_uri(self.uri)}{path}"
+        except (ValueError, OSError, local_mlflow.LocalMlflowError) as error:
+            raise Unreachable(f"MLflow at {self.uri}: {error}") from error
+        try:
+            return self._http.request(method, url, **content)  # pyright: ignore[reportArgumentType]
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol) as error:
+            raise Unreachable(f"MLflow at {self.uri} cannot be reached: {error or type(error).__name__}") from error
+        except httpx.TransportError as error:
+            reason = f"MLflow at {self.uri} does not answer: {type(error).__name__} {error}"
+            raise Later(reason.rstrip()) from error
+
+
+def _raise_failure(answer: httpx.Response) -> None:
+    failure = _failure(answer)
+    if failure is not None:
+        raise failure
+
+
+def _failure(answer: httpx.Response) -> Later | Refused | None:
+    """What an answer means; a login that is refused may be corrected, so it is no refusal of what was sent."""
+    if answer.is_success:
+        return None
+    reason = f"MLflow answered HTTP {answer.status_code}: {answer.text[:200]}"
+    if answer.status_code == 404 and "RESOURCE_DOES_NOT_EXIST" in answer.text:
+        return NotThere(reason)
+    # 404 in another form comes from what stands in front of MLflow.
+    if answer.status_code in (401, 403, 404, 408, 429) or answer.status_code >= 500:
+        return Later(reason)
+    return Refused(reason)
+
+
+def _number(value: float) -> float | str:
+    """As JSON of a protobuf message has it."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _pairs(values: Mapping[str, str]) -> list[JsonValue]:
+    return [{"key": key, "value": value} for key, value in values.items()]

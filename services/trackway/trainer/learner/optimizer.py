@@ -1,0 +1,66 @@
+"""AdamW as safetensors, and its learning rate as a function of the update."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from trackway.trainer.learner.config import LearnerConfig
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def learning_rate(config: LearnerConfig, update: int) -> float:
+    """The rate of the 0-based update: lr / warmup_steps first, then up in equal steps, then constant or a half cosine.
+
+    The cosine falls from lr to lr * min_lr_ratio at the end of the last update (verl's `lr_scheduler_type=cosine`).
+    verl begins the climb at 0, which spends its first batch on nothing.
+    """
+    if update < config.lr_warmup_steps:
+        return config.lr * (update + 1) / config.lr_warmup_steps
+    if config.lr_scheduler_type == "constant":
+        return config.lr
+    length = max(1, config.total_updates - config.lr_warmup_steps)
+    done = min(1.0, (update - config.lr_warmup_steps) / length)
+    share = 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+
+
+def state_tensors(optimizer: AdamW) -> Iterator[Tensor]:
+    """Step counts and moments, as far as there are any."""
+    for state in optimizer.state.values():
+        yield from state.values()
+
+
+def save_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:
+    """AdamW's state of each named parameter, as `<parameter>.<moment>`."""
+    states = [(name, optimizer.state[parameter]) for name, parameter in model.named_parameters()]
+    tensors = {f"{name}.{key}": state[key].cpu().contiguous() for name, state in states for key in state}
+    save_file(tensors, file)
+
+
+def load_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:
+    """Puts the saved state back; a parameter that had none gets none."""
+    saved = load_file(file)
+    state = {}
+    for index, (name, _) in enumerate(model.named_parameters()):
+        if f"{name}.step" in saved:
+            state[index] = {key: saved[f"{name}.{key}"] for key in MOMENTS}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def step(optimizer: AdamW, model: nn.Module, clip_grad: float) -> tuple[float, bool]:
+    """Clips, steps and clears the gradient; returns its norm before clipping, and whether it stepped.
+
+    A norm that is not finite would put NaN into every weight: the step is left out, as in verl.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
+    stepped = bool(torch.isfinite(norm))
+    if stepped:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm), stepped

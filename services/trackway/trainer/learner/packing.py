@@ -1,0 +1,98 @@
+"""A micro-batch as one row without padding: its sequences end to end, each with positions from 0.
+
+Attention is computed sequence by sequence, so a token sees exactly what it sees in a row of its own, and the work grows
+with the sum of the squared lengths. A mask of the whole row, which transformers makes of such positions, would grow
+with the square of the sum and keep attention off the causal kernels.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from trackway.trainer.learner.batch import TrainingBatch
+
+ATTENTION = "trackway_by_sequence"
+FULL = "full_attention"
+
+
+@dataclass
+class SequenceLengths:
+    """How a packed row is cut; travels to the attention layers through the model's keyword arguments."""
+
+    sizes: list[int]
+    seen: bool = False
+    """Whether an attention layer was given it."""
+
+    def check_seen(self, model: PreTrainedModel) -> None:
+        """Raises RuntimeError when no attention layer knew the lengths and so took the row for one sequence."""
+        if not self.seen:
+            raise RuntimeError(
+                f"expected the attention of {type(model).__name__} to be given the lengths of {len(self.sizes)} "
+                "sequences, got none; set actor_rollout_ref.model.use_remove_padding=false"
+            )
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """The S input tokens of a batch; the last token of a trajectory predicts nothing and is left out."""
+
+    input_ids: Tensor
+    """[1, S]."""
+    position_ids: Tensor
+    """[1, S]."""
+    response_mask: Tensor
+    """[1, S] bool: True where the predicted token was written by the model."""
+    lengths: SequenceLengths
+
+    @classmethod
+    def of(cls, batch: TrainingBatch) -> Self:
+        """The rows of a batch in their order."""
+        inputs = batch.attention_mask[:, 1:]
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        return cls(
+            input_ids=batch.input_ids[:, :-1][inputs].unsqueeze(0),
+            position_ids=positions[inputs].unsqueeze(0),
+            response_mask=batch.response_mask[inputs].unsqueeze(0),
+            lengths=SequenceLengths((batch.lengths - 1).tolist()),
+        )
+
+
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether each layer of a model is attention over the whole past, which is all that can be cut by sequence here.
+
+    A sliding window would need a mask of its own, and a recurrent layer would carry its state into the next sequence.
+    """
+    config = model.config.get_text_config()
+    return (
+        model._supports_attention_backend
+        and model.config._attn_implementation in ("sdpa", ATTENTION)
+        and not model._is_stateful
+        and set(getattr(config, "layer_types", None) or [FULL]) == {FULL}
+        and getattr(config, "sliding_window", None) is None
+    )
+
+
+def attend_by_sequence(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    sequence_lengths: SequenceLengths | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """PyTorch's attention over [B, heads, S, D], or over each sequence of a packed row [1, heads, S, D]."""
+    if sequence_lengths is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # pyright: ignore[reportArgumentType]
+    sequence_lengths.seen = True
+    sizes = sequence_lengths.sizes
+    sequences = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
+    outputs = [sdpa_attention_forward(module, q, k, v, None, **kwargs)[0] for q, k, v in sequences]  # pyright: ignore[reportArgumentType]
+    return torch.cat(outputs, dim=1), None
+
+
+AttentionInterface.register(ATTENTION, attend_by_sequence)

@@ -1,0 +1,206 @@
+"""The policy model: loaded from a Hugging Face folder, asked for logprobs, written back as such a folder.
+
+A batch is computed as one packed row, or as rows padded on the right: the model is causal, so padding can never reach
+an earlier position, and no attention mask is passed, which keeps attention on the kernel that skips the upper triangle.
+Vocabulary logits are made only where the response mask is set. Parameters are float32 masters (float64 if asked);
+"bfloat16" means autocast around the forward.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from trackway.trainer.learner.batch import TrainingBatch
+from trackway.trainer.learner.config import MASTER_DTYPES
+from trackway.trainer.learner.export import copy_tokenizer, export_model
+from trackway.trainer.learner.finite import require_finite
+from trackway.trainer.learner.loss import at_mask, token_logprobs
+from trackway.trainer.learner.offload import Residence
+from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
+from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
+
+MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+def model_folder(path: str) -> Path:
+    """A local folder as it is, any other name as a Hugging Face id (downloaded once, then from its cache)."""
+    folder = Path(path)
+    return folder if folder.is_dir() else Path(snapshot_download(path, allow_patterns=MODEL_FILES))
+
+
+class Policy:
+    """A causal language model with the three things a learner does with it: logprobs, state, export.
+
+    `dtype` is a key of MASTER_DTYPES. An offloaded model is on the device only inside `residence.at_hand()`; a frozen
+    one has no gradients. `remove_padding` packs the batches of a model that can be packed.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: str = "float32",
+        device: str = "cpu",
+        *,
+        gradient_checkpointing: bool = False,
+        remove_padding: bool = False,
+        offload: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        disable_progress_bar()  # or transformers draws one at every publication
+        self.folder = model_folder(path)
+        self.dtype = dtype
+        self.master_dtype = MASTER_DTYPES[dtype]
+        self.device = torch.device(device)
+        self.model = _load_model(self.folder, self.master_dtype)
+        require_finite(self.tensors())
+        self.model.requires_grad_(not frozen)
+        self.model.train(gradient_checkpointing)
+        if gradient_checkpointing:
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
+        self.packs = remove_padding and can_pack(self.model)
+        if self.packs:
+            self.model.set_attn_implementation(ATTENTION)
+        self.residence = Residence(self._memory, self.device, offload=offload, frozen=frozen)
+        with self.residence.at_hand():
+            pass
+
+    def logits(self, batch: TrainingBatch, temperature: float) -> Tensor:
+        """[N, V] in the master dtype: logits / temperature at the N positions of the response mask, row by row."""
+        if not self.packs:
+            return _tempered(self._forward(batch.response_mask, {"input_ids": batch.input_ids[:, :-1]}), temperature)
+        row = PackedRow.of(batch)
+        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids, "sequence_lengths": row.lengths}
+        logits = self._forward(row.response_mask, inputs)
+        row.lengths.check_seen(self.model)
+        return _tempered(logits, temperature)
+
+    def logprobs(self, batch: TrainingBatch, temperature: float, micro_batch_size: int | None) -> Tensor:
+        """[B, T - 1] on the CPU, zeros outside the response mask, without a gradient."""
+        result = torch.zeros_like(batch.old_logprobs)
+        with torch.no_grad(), self.residence.at_hand():
+            for rows, micro in batch.micro_batches(micro_batch_size):
+                on_device = micro.to(self.device)
+                logp = token_logprobs(self.logits(on_device, temperature), on_device)
+                result[rows, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, logp.cpu())
+        return result
+
+    @property
+    def published_dtype(self) -> torch.dtype:
+        """Of the weights that `export` writes."""
+        return torch.bfloat16 if self.dtype == "bfloat16" else self.master_dtype
+
+    def published_logprobs(
+        self, sequences: Sequence[list[int]], compute: torch.dtype = torch.float32
+    ) -> list[ScoredSequence]:
+        """As `sequence_logprobs`, of what an engine gets: weights in the published type, computed in `compute`."""
+        with torch.no_grad(), self.residence.at_hand(), rounded(self.model, self.published_dtype, compute):
+            scored = [self._logprobs(group, autocast=False) for group in _groups(sequences)]
+        return list(map(ScoredSequence, sequences, chain.from_iterable(scored)))
+
+    def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Logprobs of tokens 1..n-1 of one sequence, each given those before it, at temperature 1."""
+        with torch.no_grad(), self.residence.at_hand():
+            return self._logprobs([token_ids])[0]
+
+    def _logprobs(self, sequences: Sequence[list[int]], *, autocast: bool = True) -> list[list[float]]:
+        """Of tokens 1..n-1 of each sequence, computed as one batch."""
+        lengths = [len(ids) - 1 for ids in sequences]
+        ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True).to(self.device)
+        scored = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
+        logits = self._forward(scored, {"input_ids": ids[:, :-1]}, autocast=autocast)
+        logp = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:][scored].unsqueeze(-1)).squeeze(-1)
+        return [part.tolist() for part in logp.split(lengths)]
+
+    def _forward(
+        self, where: Tensor, inputs: Mapping[str, Tensor | SequenceLengths], *, autocast: bool = True
+    ) -> Tensor:
+        """[N, V] in the master dtype: logits of the N positions where `where` [B, T] is True, row by row."""
+        enabled = autocast and self.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled), _head_only(self.model, where):
+            logits = self.model(**inputs, use_cache=False).logits
+        return logits.squeeze(0).to(self.master_dtype)
+
+    def _memory(self) -> Iterator[Tensor]:
+        return chain(self.model.parameters(), self.model.buffers())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every weight once, by name: of tied weights, which share memory, only the first name."""
+        by_memory: dict[int, str] = {}
+        state = self.model.state_dict()
+        for name, tensor in state.items():
+            by_memory.setdefault(tensor.data_ptr(), name)
+        return {name: state[name] for name in by_memory.values()}
+
+    def save(self, file: Path) -> None:
+        """The weights as one safetensors file, in the master dtype."""
+        save_file({name: t.cpu().contiguous() for name, t in self.tensors().items()}, file)
+
+    def load(self, file: Path) -> None:
+        """Copies saved weights into this model.
+
+        Raises ValueError when they are another model's, and NotFiniteError when they are not finite.
+        """
+        saved, own = load_file(file), self.tensors()
+        if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in own.items()}:
+            raise ValueError(
+                f"expected the weights of {self.folder.name}, got other names or shapes in {file}; "
+                "resume with the model that the run began with"
+            )
+        require_finite(saved)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(saved[name])
+
+    def export(self, folder: Path) -> None:
+        """A folder that transformers and the engines load: config, safetensors, tokenizer files."""
+        export_model(self.model, folder, self.published_dtype)
+        copy_tokenizer(self.folder, folder)
+
+
+def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
+    """Neighbours that make at most LONGEST tokens with their padding: no more logits than one sequence may have."""
+    start = 0
+    for end in range(1, len(sequences) + 1):
+        longest = max(map(len, sequences[start : end + 1]))
+        if end == len(sequences) or longest * (end + 1 - start) > LONGEST:
+            yield sequences[start:end]
+            start = end
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Without a copy at temperature 1: logits are the largest tensor of a step."""
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(folder)
+    # Dropout would make the ratio to the sampler's logprobs differ from 1 under equal weights.
+    for name in [key for key in config.to_dict() if key.endswith(("dropout", "pdrop"))]:
+        setattr(config, name, 0.0)
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+
+
+@contextmanager
+def _head_only(model: PreTrainedModel, where: Tensor) -> Iterator[None]:
+    """While open, the vocabulary head sees only the hidden states [B, T, H] at `where` [B, T], as [1, N, H]."""
+
+    def pick(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        return inputs[0][where].unsqueeze(0)
+
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"expected a causal language model with a vocabulary head, got {type(model).__name__}")
+    handle = head.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,108 @@
+"""Builds the parts of a run from its folder, at its newest checkpoint when there is one."""
+
+import asyncio
+
+from trackway.clients import AgentClient, CallPolicy
+from trackway.clients.weights import WeightStore
+from trackway.trainer.config import RunConfig
+from trackway.trainer.data.dataset import Rows, load_data, prompts_of
+from trackway.trainer.data.name_check import check_names
+from trackway.trainer.data.prompt_filter import prompt_filter
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.loop.build_traces import open_traces, run_target
+from trackway.trainer.loop.colocation import open_engines
+from trackway.trainer.loop.from_config import learner_config, patience, plan, sharing, training_ask, validation_ask
+from trackway.trainer.loop.resume import begin
+from trackway.trainer.loop.rollout_client import Ask, Rollouts
+from trackway.trainer.loop.training import Training
+from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.settings import ServiceUrls, taken_over
+from trackway.trainer.traces.run import RunTraces
+from trackway.trainer.tracking import ConsoleSink, FileSink, Sink, Tracking, open_tracking
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+
+async def build(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool = False) -> tuple[Training, Tracking]:
+    """Everything that `fit` needs, at the newest checkpoint when there is one. Raises TrackwayError."""
+    config, services, settings = folder.config(), folder.services(), taken_over()
+    keep = await prompt_filter(config, services.tools_url)
+    rows, held_out = await asyncio.to_thread(load_data, config, keep)
+    await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
+    engines = await open_engines(sharing(config), services.rollout_url)
+    tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri)
+    target = await asyncio.to_thread(run_target, config, tracking.run)
+    traces = open_traces(folder, config, target, settings, tracking)
+    await traces.open()
+    training = await asyncio.to_thread(
+        _training, folder, config, services, stop, rows, held_out, tracking, traces, skip_damaged
+    )
+    training.engines = engines
+    folder.update(total_steps=training.plan.total_steps, step=training.step)
+    return training, tracking
+
+
+def _training(
+    folder: RunFolder,
+    config: RunConfig,
+    services: ServiceUrls,
+    stop: asyncio.Event,
+    rows: Rows,
+    held_out: Rows,
+    tracking: Tracking,
+    traces: RunTraces,
+    skip_damaged: bool,
+) -> Training:
+    own = config.trackway
+    prompts = prompts_of(config, rows)
+    schedule = plan(config, prompts.steps_per_epoch)
+    learner = _learner(config, schedule.total_steps)
+    beginning = begin(folder, config, learner, skip_damaged)
+    tracking.catch_up(folder.rows())
+    store = WeightStore(services.weights_url)
+    agents = _agent_client(config, services)
+
+    def rollouts(ask: Ask) -> Rollouts:
+        return Rollouts(agents, ask, patience(config))
+
+    return Training(
+        plan=schedule,
+        folder=folder,
+        prompts=prompts,
+        rollouts=rollouts(training_ask(config, folder.name, traces.target)),
+        validation_rows=held_out.samples,
+        validation_rollouts=rollouts(validation_ask(config, folder.name, traces.target)),
+        learner=learner,
+        publisher=Publisher(store, learner, folder.name, folder.info().uid, folder.path / "export", own.keep_weights),
+        sinks=_sinks(config, folder, tracking),
+        traces=traces,
+        progress=beginning.progress,
+        stop=stop,
+        saved_step=beginning.saved_step,
+        notice=beginning.notice,
+    )
+
+
+def _learner(config: RunConfig, total_steps: int) -> Learner:
+    try:
+        return Learner(learner_config(config, total_steps))
+    except (OSError, ValueError) as error:  # no such model, or not one that can be trained as asked
+        model = config.actor_rollout_ref.model.path
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"no learner for the model {model!r}: {error}") from error
+
+
+def _agent_client(config: RunConfig, services: ServiceUrls) -> AgentClient:
+    # A group's stream is silent until its first trajectory ends.
+    policy = CallPolicy(
+        read_s=config.trackway.trajectory_timeout_s + 30.0,
+        total_s=config.trackway.group_timeout_s,
+        max_in_flight=config.trackway.max_inflight_groups,
+    )
+    return AgentClient(services.agent_url, policy=policy)
+
+
+def _sinks(config: RunConfig, folder: RunFolder, tracking: Tracking) -> list[Sink]:
+    sinks: list[Sink] = [FileSink(folder)]
+    if "console" in config.trainer.logger:
+        sinks.append(ConsoleSink())
+    return [*sinks, *tracking.backends]

@@ -1,0 +1,80 @@
+"""Builds what a run needs for its traces: where they go, the worker's own tracing, budget, feedback, counts."""
+
+from trackway.serving.app import span_counts
+from trackway.tracing import Tracing, TracingSettings
+from trackway.tracing.active import install
+from trackway.tracing.export.mlflow import experiment_by_name
+from trackway.trainer.config import RunConfig
+from trackway.trainer.delivery.feedback_queue import QueuedFeedback
+from trackway.trainer.loop.from_config import trace_target
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.traces.budget import Ledger, TraceBudget
+from trackway.trainer.traces.feedback import TraceFeedback
+from trackway.trainer.traces.run import RunTraces
+from trackway.trainer.traces.span_counts import SpanAccounts
+from trackway.trainer.traces.step import StepTrace
+from trackway.trainer.tracking import MlflowRun, Tracking, weave_feedback
+from trackway.wire.health import SpanCounts
+from trackway.wire.tracing import TraceBackend, TraceTarget
+
+LEDGER = "trace_bytes.json"
+"""In the outputs folder: the bytes of the day, of all its runs."""
+
+
+def run_target(config: RunConfig, run: MlflowRun | None) -> TraceTarget:
+    """Where the run's traces go.
+
+    An MLflow experiment whose id is not known is said by its name, which becomes an id when the spans arrive. A run
+    whose id is not known is linked to its traces later (`RunTraces.links`).
+    """
+    if run is None:
+        wanted = TraceBackend.MLFLOW in config.actor_rollout_ref.rollout.trace.backend
+        return trace_target(config, experiment_by_name(config.trace_project) if wanted else None)
+    own = config.trace_project == config.trainer.project_name
+    experiment = run.experiment_id if own else None
+    return trace_target(config, experiment or experiment_by_name(config.trace_project), run.run_id)
+
+
+def open_traces(
+    folder: RunFolder, config: RunConfig, target: TraceTarget, settings: TracingSettings, tracking: Tracking
+) -> RunTraces:
+    """The run's traces. When it names a backend or MLflow is on, the trainer itself traces from now on."""
+    tracing = None
+    if target.backends or tracking.run is not None:
+        # The experiment's and the run's ids are those of the run's own server.
+        uri = tracking.run.uri if tracking.run else settings.mlflow_uri
+        tracing = Tracing("trainer", settings.model_copy(update={"mlflow_uri": uri}))
+        install(tracing)
+    return RunTraces(
+        target=target,
+        own=StepTrace(config.trace_experiment, target),
+        budget=TraceBudget(Ledger(folder.path.parent / LEDGER), config.trackway.trace_bytes_per_day),
+        accounts=SpanAccounts(folder.services().traced, lambda: _counts(tracing), folder.info().traces),
+        tracing=tracing,
+        feedback=_feedback(folder, target, settings, tracking) if config.trackway.feedback else [],
+        links=_mlflow(target, settings, tracking) if target.mlflow_run_id is None else None,
+    )
+
+
+def _counts(tracing: Tracing | None) -> SpanCounts:
+    return SpanCounts() if tracing is None else span_counts(tracing.stats())
+
+
+def _feedback(
+    folder: RunFolder, target: TraceTarget, settings: TracingSettings, tracking: Tracking
+) -> list[TraceFeedback]:
+    """MLflow when its traces are there, Weave when they go there and its key is here."""
+    mlflow = _mlflow(target, settings, tracking)
+    found: list[TraceFeedback] = [] if mlflow is None else [mlflow]
+    weave = weave_feedback(folder, target.weave_project, settings) if TraceBackend.WEAVE in target.backends else None
+    if weave is not None:
+        found.append(QueuedFeedback(weave.name, weave.queue, tracking.deliver(weave)))
+    return found
+
+
+def _mlflow(target: TraceTarget, settings: TracingSettings, tracking: Tracking) -> TraceFeedback | None:
+    """None when MLflow is off, or the traces go elsewhere."""
+    is_there = not target.backends or TraceBackend.MLFLOW in settings.kept_by(target.backends)
+    if tracking.run is None or not is_there:
+        return None
+    return QueuedFeedback(tracking.run.name, tracking.run.queue, tracking.wake_mlflow)

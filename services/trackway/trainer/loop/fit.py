@@ -1,0 +1,36 @@
+"""The fit loop: multi-turn GRPO over services, in the order of the paper (arXiv:2402.03300, algorithm 1)."""
+
+from trackway.trainer.loop.training import StopRequested, Training
+from trackway.wire.trainer import RunState
+
+
+async def fit(run: Training) -> RunState:
+    """Train until the last step or until a stop is requested; either way the newest step is saved.
+
+    For each step: draw prompts, let the agents roll each one out n times under the newest weights, compare each rollout
+    with its group, move the policy, and publish it. Engines on the learner's GPUs sleep while it computes.
+    """
+    version = await run.publish()
+    await run.wake_up(version)  # a run that was killed left them asleep
+    if run.first_validation_is_due:
+        with run.traces.step(run.step):
+            metrics = await run.validate(version)
+        await run.log(metrics)
+    try:
+        while not run.finished:
+            with run.one_step():
+                batch = run.next_batch()
+                trajectories = await run.rollout(batch, version)
+                await run.sleep()
+                metrics = await run.update(trajectories, version)
+                version = await run.publish()
+                await run.wake_up(version, metrics)
+                if run.validation_is_due:
+                    metrics |= await run.validate(version)
+                if run.checkpoint_is_due:
+                    await run.save(metrics)
+            await run.log(metrics)
+    except StopRequested:
+        pass  # the step's rollouts are abandoned; a resumed run draws the same prompts again
+    await run.save()
+    return RunState.FINISHED if run.complete else RunState.STOPPED

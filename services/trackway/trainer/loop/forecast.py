@@ -1,0 +1,125 @@
+"""What a configuration amounts to, before anything runs: steps, trajectories, updates, and how much will be traced."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trackway.trainer.config import RunConfig
+from trackway.trainer.data.dataset import steps_per_epoch
+
+SPAN_BYTES = 700
+"""Of one span without text, as measured: a trajectory of two turns has 7 spans and 5.2 kB with little text."""
+TOKEN_BYTES = 4
+"""Of a token's text."""
+TEXT_BYTES = 16384
+"""Longest text of one span, unless the tracing's own `max_text_bytes` says otherwise."""
+UNBOUNDED_TURNS = 8
+"""Turns that are reckoned with when `multi_turn.max_assistant_turns` says nothing."""
+
+
+class Bounds(NamedTuple):
+    """The least and the most of something."""
+
+    least: int
+    most: int
+
+    def times(self, factor: int) -> "Bounds":
+        """So many of it."""
+        return Bounds(self.least * factor, self.most * factor)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Steps are None where the number of rows is not known."""
+
+    steps_per_epoch: int | None
+    total_steps: int | None
+    prompts: int
+    """Per step."""
+    trajectories: int
+    """Per step."""
+    updates: int
+    """Optimiser steps per step."""
+    mini_batch: int
+    """Trajectories per optimiser step."""
+    micro_batch: int
+    """Trajectories per forward and backward pass."""
+    passes: int
+    """Forward and backward passes per optimiser step."""
+    validations: list[int]
+    """Steps after which the held-out rows are run; empty too where the number of steps is not known."""
+    checkpoints: list[int]
+    """Steps after which a checkpoint is saved; the last is always one of them."""
+    traced: int
+    """Trajectories per step."""
+    spans: Bounds
+    """Per trace."""
+    trace_bytes: Bounds
+    """Per trace, before compression."""
+
+
+def forecast(config: RunConfig, rows: int | None) -> Forecast:
+    """The forecast of a run over so many rows; None when they are not known.
+
+    Raises TrackwayError(INVALID_REQUEST) when they are too few for one batch.
+    """
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    prompts, drop_last = config.data.train_batch_size, config.data.drop_last
+    mini = min(actor.ppo_mini_batch_size, prompts) * n
+    micro = min(mini, actor.ppo_micro_batch_size_per_gpu or mini)
+    per_epoch = None if rows is None else steps_per_epoch(rows, prompts, drop_last)
+    total = _total_steps(config, per_epoch)
+    return Forecast(
+        steps_per_epoch=per_epoch,
+        total_steps=total,
+        prompts=prompts,
+        trajectories=prompts * n,
+        updates=actor.ppo_epochs * math.ceil(prompts * n / mini),
+        mini_batch=mini,
+        micro_batch=micro,
+        passes=math.ceil(mini / micro),
+        validations=_validations(config, total),
+        checkpoints=_every(config.trainer.save_freq, total),
+        traced=min(prompts, config.traced_prompts) * n,
+        spans=_spans(config),
+        trace_bytes=_trace_bytes(config),
+    )
+
+
+def _total_steps(config: RunConfig, per_epoch: int | None) -> int | None:
+    told = config.trainer.val_only or config.trainer.total_training_steps is not None
+    return config.total_steps(per_epoch or 0) if told or per_epoch is not None else None
+
+
+def _validations(config: RunConfig, total: int | None) -> list[int]:
+    trainer = config.trainer
+    if not config.data.val_files or total is None:
+        return []
+    first = [0] if trainer.val_before_train or trainer.val_only else []
+    return sorted({*first, *_every(trainer.test_freq, total)})
+
+
+def _every(frequency: int, total: int | None) -> list[int]:
+    if total is None:
+        return []
+    return sorted({*(range(frequency, total + 1, frequency) if frequency > 0 else ()), total})
+
+
+def _turns(config: RunConfig) -> int:
+    multi_turn = config.actor_rollout_ref.rollout.multi_turn
+    return (multi_turn.max_assistant_turns or UNBOUNDED_TURNS) if multi_turn.enable else 1
+
+
+def _spans(config: RunConfig) -> Bounds:
+    """`trajectory` and `reward`, and for each turn `turn`, `chat` and, but for the last, `execute_tool`."""
+    turns, parallel = _turns(config), config.actor_rollout_ref.rollout.multi_turn.max_parallel_calls
+    return Bounds(4, 2 + 2 * turns + (turns - 1) * parallel)
+
+
+def _trace_bytes(config: RunConfig) -> Bounds:
+    bare = _spans(config).times(SPAN_BYTES)
+    if not config.actor_rollout_ref.rollout.trace.token2text:
+        return bare
+    text = TOKEN_BYTES * (config.data.max_prompt_length + config.data.max_response_length)
+    whole = _turns(config) + 1  # each turn's prompt and response so far, and those of the trajectory
+    return Bounds(bare.least, bare.most + whole * min(2 * TEXT_BYTES, text))

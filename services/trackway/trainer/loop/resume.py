@@ -1,0 +1,126 @@
+"""Where a run begins: at the model, at its own newest checkpoint, or at one that is named."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from trackway.trainer.config import RunConfig
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.loop.schedule import Progress
+from trackway.trainer.run_state.checkpoint import (
+    DAMAGED,
+    MANIFEST,
+    find_all,
+    find_damage,
+    load_checkpoint,
+    named_checkpoint,
+    set_aside_damaged,
+)
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import MetricsRow
+
+logger = logging.getLogger("trackway.trainer")
+
+
+class Beginning(NamedTuple):
+    """What a run's process goes on from."""
+
+    progress: Progress
+    saved_step: int | None
+    """Step of the run's own checkpoint; None when there is none yet."""
+    notice: str = ""
+    """Which damaged checkpoints were left out; empty when none was."""
+
+
+def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: bool = False) -> Beginning:
+    """Load the checkpoint that the run goes on from into the learner, and remove the rows after it.
+
+    A run's own checkpoint goes before the one that it began at, else a crash would undo what it has trained since.
+    With `skip_damaged` the newest one that is whole is taken, and the damaged ones after it are kept under another
+    name. Raises CHECKPOINT_CORRUPT for a damaged one, with the remedy, and INVALID_REQUEST for a checkpoint that is
+    named but not there, or of another model.
+    """
+    mode = config.trainer.resume_mode
+    own = [] if mode == "disable" else find_all(folder.checkpoints)
+    if own:
+        return _newest(folder, config, own, learner, skip_damaged)
+    checkpoint = named_checkpoint(config)
+    progress = Progress() if checkpoint is None else _named(checkpoint, learner)
+    folder.rewind(None)
+    return Beginning(progress.model_copy(update={"metrics": {}}), None)
+
+
+def _named(checkpoint: Path, learner: Learner) -> Progress:
+    """Never another one in its place: a person has chosen it."""
+    try:
+        return _loaded(checkpoint, learner)
+    except TrackwayError as error:
+        if error.code is not ErrorCode.CHECKPOINT_CORRUPT:
+            raise
+        remedy = f"restore it from a copy, or start a run from another one of {checkpoint.parent}"
+        raise TrackwayError(error.code, f"{error.message}; {remedy}", **error.detail) from error
+
+
+def _newest(
+    folder: RunFolder, config: RunConfig, checkpoints: Sequence[Path], learner: Learner, skip_damaged: bool
+) -> Beginning:
+    damaged: dict[Path, TrackwayError] = {}
+    for checkpoint in checkpoints:
+        try:
+            progress = _loaded(checkpoint, learner)
+        except TrackwayError as error:
+            if error.code is not ErrorCode.CHECKPOINT_CORRUPT:
+                raise
+            damaged[checkpoint] = error
+            if not skip_damaged:
+                break
+        else:
+            notice = "; ".join(_left_out(path, error, progress.step) for path, error in damaged.items())
+            folder.rewind(MetricsRow(step=progress.step, timestamp=time.time_ns() // 1_000_000, data=progress.metrics))
+            return Beginning(progress, progress.step, notice)
+    raise _no_whole_one(folder, config, checkpoints, damaged)
+
+
+def _left_out(checkpoint: Path, error: TrackwayError, step: int) -> str:
+    """Only once another one is loaded: what cannot be loaded at all is left where it is."""
+    kept = set_aside_damaged(checkpoint)
+    notice = f"went back to step {step}: {error.message}; it is kept as {kept.name}"
+    logger.warning("%s", notice)
+    return notice
+
+
+def _no_whole_one(
+    folder: RunFolder, config: RunConfig, checkpoints: Sequence[Path], damaged: dict[Path, TrackwayError]
+) -> TrackwayError:
+    """The first damage, and what a person can do about it."""
+    newest, error = next(iter(damaged.items()))
+    whole = next((path for path in checkpoints if path not in damaged and find_damage(path) is None), None)
+    count = len(checkpoints)
+    if whole is None:
+        keep = config.trainer.max_actor_ckpt_to_keep
+        kept = f" (trainer.max_actor_ckpt_to_keep={keep})" if keep is not None else ""
+        remedy = (
+            f"of the {count} checkpoints that are kept{kept} none is whole: restore one from a copy, or train from the "
+            "beginning under another trainer.experiment_name"
+        )
+    else:
+        state = "is whole" if (whole / MANIFEST).is_file() else "has no digests and may be whole"
+        remedy = (
+            f"{whole.name} before it {state}: `trackway train --resume {folder.name} --skip-damaged` goes on from it "
+            f"and keeps the damaged one as {DAMAGED}{newest.name}"
+        )
+    return TrackwayError(ErrorCode.CHECKPOINT_CORRUPT, f"{error.message}; {remedy}", **error.detail)
+
+
+def _loaded(checkpoint: Path, learner: Learner) -> Progress:
+    state = load_checkpoint(checkpoint, learner)
+    try:
+        progress = Progress.model_validate(state)
+    except ValueError as error:  # another version's
+        message = f"the checkpoint {checkpoint} cannot be loaded: {error}"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
+    logger.info("begins at %s, after step %d", checkpoint, progress.step)
+    return progress

@@ -1,0 +1,324 @@
+"""The parts of a run and what the fit loop does with them.
+
+Progress changes in one place (`update`): before it a step never happened, after it the step is done. So whatever ends a
+run, the newest checkpoint and the row of its step agree.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from trackway.system import StorageError
+from trackway.trainer.data.dataset import Prompts, traced_positions
+from trackway.trainer.learner.filtering import Fate, Sorted, sort_out
+from trackway.trainer.learner.finite import NotFiniteError
+from trackway.trainer.learner.learner import EmptyBatchError, Learner
+from trackway.trainer.loop.colocation import Engines
+from trackway.trainer.loop.rollout_client import Rollouts
+from trackway.trainer.loop.schedule import Plan, Progress
+from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.trainer.metrics.rollout import (
+    Clock,
+    Metrics,
+    derived_metrics,
+    incident_metrics,
+    rollout_metrics,
+    update_metrics,
+)
+from trackway.trainer.metrics.validation import validation_metrics
+from trackway.trainer.run_state.checkpoint import find_latest, save_checkpoint
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.traces.run import RunTraces
+from trackway.trainer.traces.step import shown_metrics
+from trackway.trainer.tracking import Sink
+from trackway.wire.agent import Sample
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import MetricsRow
+from trackway.wire.trajectory import Trajectory
+
+T = TypeVar("T")
+
+STORAGE_RETRY_S = 2.0
+"""Pause before a write that the disk refused is tried again."""
+
+logger = logging.getLogger("trackway.trainer")
+
+
+class StopRequested(Exception):
+    """The run was asked to stop while it waited for rollouts."""
+
+
+@dataclass
+class Training:
+    """A run in progress; the methods are the steps of the fit loop."""
+
+    plan: Plan
+    folder: RunFolder
+    prompts: Prompts
+    rollouts: Rollouts
+    validation_rows: Sequence[Sample]
+    validation_rollouts: Rollouts
+    learner: Learner
+    publisher: Publisher
+    sinks: Sequence[Sink]
+    traces: RunTraces
+    engines: Engines | None = None
+    """Those that sleep while the learner has their GPUs; None when there are no such."""
+    progress: Progress = field(default_factory=Progress)
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    clock: Clock = field(default_factory=Clock)
+    saved_step: int | None = None
+    """Step of the newest checkpoint."""
+    notice: str = ""
+    """What a person should know of where the run began."""
+
+    @property
+    def step(self) -> int:
+        """Steps whose update is done."""
+        return self.progress.step
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last step is done."""
+        return self.step >= self.plan.total_steps
+
+    @property
+    def finished(self) -> bool:
+        """Whether no further step may begin."""
+        return self.complete or self.stop.is_set()
+
+    @property
+    def validation_is_due(self) -> bool:
+        """After every `test_freq` steps and after the last."""
+        return self.complete or _is_multiple(self.step, self.plan.test_freq)
+
+    @property
+    def checkpoint_is_due(self) -> bool:
+        """After every `save_freq` steps; the last is saved in any case."""
+        return _is_multiple(self.step, self.plan.save_freq)
+
+    @property
+    def first_validation_is_due(self) -> bool:
+        """Before the first step of this run, whether it begins at the model or at another run's checkpoint."""
+        return self.plan.val_before_train and all(row.step != self.step for row in self.folder.rows())
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Time and trace the next step."""
+        with self.clock("step"), self.traces.step(self.step + 1):
+            yield
+
+    def next_batch(self) -> list[Sample]:
+        """The prompts of the next step; the same ones again until `update` has used them."""
+        self.clock.take()
+        return self.prompts.take(self.progress.position)[0]
+
+    async def rollout(self, batch: Sequence[Sample], version: int) -> list[Trajectory]:
+        """All rollouts of the batch under weights `version` or newer, failed ones included.
+
+        Raises StopRequested when the run is asked to stop meanwhile, and the first rollout's own error, after a
+        checkpoint, when every one failed.
+        """
+        step = self.step + 1
+        prompts = self.traces.budget.prompts(self.plan.traced_prompts, self.plan.rollouts)
+        traced = traced_positions(self.plan.seed, step, len(batch), prompts)
+        with self._part("rollout", "gen"):
+            trajectories = await self._unless_stopped(self.rollouts.collect(batch, step, version, traced))
+        self.traces.received(trajectories)
+        await self._stored(partial(write_trajectories, self._dump(f"step_{step}"), trajectories))
+        try:
+            _require_one_success(trajectories, f"step {step}")
+        except TrackwayError:
+            await self.save()
+            raise
+        return trajectories
+
+    async def sleep(self) -> None:
+        """Engines on the learner's GPUs give their memory to it; when one does not, raises after a checkpoint."""
+        if self.engines is not None:
+            await self._or_save("sleep", self.engines.sleep())
+
+    async def wake_up(self, version: int, metrics: Metrics | None = None) -> None:
+        """They take it again and load the weights `version`; when one does not, raises after a checkpoint."""
+        if self.engines is not None:
+            await self._or_save("wake_up", self.engines.wake_up(version), metrics)
+
+    async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:
+        """One GRPO update of weights `version` on what is neither failed nor stale. The step is done after it."""
+        step = sort_out(trajectories, version, self.plan.max_staleness)
+        with self._part("update_actor"):
+            metrics = await asyncio.to_thread(self._learn, step)
+        self.traces.assess(step, self.learner.advantages(step.used))
+        epoch = self.progress.position.epoch
+        _, after = self.prompts.take(self.progress.position)
+        self.progress = Progress(step=self.step + 1, position=after)
+        self.traces.own.note(weights_before=version, **shown_metrics(metrics))
+        self.traces.own.note(**{fate.value: step.count(fate) for fate in Fate})
+        metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
+        metrics |= update_metrics(step.used, version, self.plan.max_prompt_length)
+        return metrics | step.metrics() | rollout_metrics(trajectories) | incident_metrics(trajectories)
+
+    async def publish(self) -> int:
+        """Publish the learner's weights; the version that rollouts must have from now on.
+
+        Raises TrackwayError(NOT_FINITE), and neither publishes nor saves them, when they are NaN or infinite.
+        """
+        with self._part("update_weights"):
+            try:
+                version = await self._stored(self.publisher.publish)
+            except NotFiniteError as error:
+                raise self._diverged(error) from error
+        self.traces.own.note(weights_after=version)
+        return version
+
+    async def validate(self, version: int) -> Metrics:
+        """Accuracy on the held-out rows; empty without such rows, or when a stop is requested meanwhile."""
+        if not self.validation_rows:
+            return {}
+        wanted = min(self.plan.traced_validation, len(self.validation_rows))
+        traced = frozenset(range(self.traces.budget.prompts(wanted, self.plan.validation_n)))
+        collecting = self.validation_rollouts.collect(self.validation_rows, self.step, version, traced)
+        try:
+            with self._part("testing"):
+                trajectories = await self._unless_stopped(collecting)
+        except StopRequested:
+            return {}
+        self.traces.received(trajectories)
+        await self._stored(partial(write_trajectories, self._dump(f"val_step_{self.step}"), trajectories))
+        _require_one_success(trajectories, f"the validation at step {self.step}")
+        self.traces.assess_validation(trajectories)
+        return validation_metrics(trajectories, self.plan.validation_n)
+
+    async def save(self, metrics: Metrics | None = None) -> None:
+        """Write a checkpoint of the newest step, unless there is one or the run only validates."""
+        if self.saved_step == self.step or not self.plan.total_steps:
+            return
+        if metrics is not None:
+            self.progress = self.progress.model_copy(update={"metrics": metrics | derived_metrics(metrics)})
+        with self._part("save_checkpoint"):
+            state, keep = self.progress.model_dump(mode="json"), self.plan.keep_checkpoints
+            save = partial(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep)
+            await self._stored(save)
+        self.saved_step = self.step
+
+    async def log(self, metrics: Metrics) -> None:
+        """Write the row of the newest step, with what the clock measured; nothing for no metrics."""
+        if not metrics:
+            return
+        data = metrics | self.clock.take() | self.traces.metrics()
+        data |= derived_metrics(data, self.plan.gpus)
+        row = MetricsRow(step=self.step, timestamp=time.time_ns() // 1_000_000, data=data)
+        for sink in self.sinks:
+            await self._stored(partial(sink.log, row))
+        changes = {"metrics": self.folder.info().metrics | data, "traces": self.traces.summary()}
+        await self._stored(partial(self.folder.update, step=self.step, **changes))
+
+    @contextmanager
+    def _part(self, name: str, activity: str = "") -> Iterator[None]:
+        """Trace a part of the step by name and time it as verl's activity, which is the name unless given."""
+        with self.clock(activity or name), self.traces.own.part(name):
+            yield
+
+    async def _or_save(self, name: str, work: Awaitable[None], metrics: Metrics | None = None) -> None:
+        try:
+            with self._part(name):
+                await work
+        except TrackwayError:
+            await self.save(metrics)
+            raise
+
+    async def _stored(self, write: Callable[[], T]) -> T:
+        """What a write returns, which is done in a thread and again until the disk takes it.
+
+        Raises StorageError after `plan.storage_wait_s`, or as soon as a stop is requested. Each write can be repeated:
+        one that fails leaves nothing.
+        """
+        end: float | None = None
+        is_said = False
+        while True:
+            try:
+                result = await asyncio.to_thread(write)
+            except StorageError as error:
+                end = end or time.monotonic() + self.plan.storage_wait_s
+                left = end - time.monotonic()
+                if self.stop.is_set() or left <= 0:
+                    raise
+                is_said = is_said or self._say(f"waits up to {left:.0f} s for its disk: {error.message}")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.stop.wait(), min(left, STORAGE_RETRY_S))
+            else:
+                if end is not None:
+                    self._say(self.notice)
+                return result
+
+    def _say(self, message: str) -> bool:
+        """Whether the disk had room for it as the run's message."""
+        logger.warning("%s", message or "the disk takes files again")
+        try:
+            self.folder.update(message=message)
+        except StorageError:
+            return False
+        return True
+
+    def _diverged(self, error: NotFiniteError) -> TrackwayError:
+        """The weights of the newest step cannot be used, and those of its checkpoints can."""
+        checkpoint = find_latest(self.folder.checkpoints)
+        again = "the run has no checkpoint (trainer.save_freq): start again"
+        if checkpoint is not None:
+            again = (
+                f"its last good checkpoint is {checkpoint}: start a new run from there, with "
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={checkpoint}"
+            )
+        message = (
+            f"the weights after step {self.step} are neither published nor saved: {error}; {again} and a lower "
+            "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip"
+        )
+        return TrackwayError(ErrorCode.NOT_FINITE, message, step=self.step)
+
+    def _learn(self, step: Sorted) -> Metrics:
+        try:
+            return self.learner.update(step.used, self.traces.own.optimizer_step)
+        except EmptyBatchError as error:
+            counts = ", ".join(f"{step.count(fate)} {fate.replace('_', ' ')}" for fate in Fate)
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {counts}: {error}") from error
+
+    def _dump(self, name: str) -> Path:
+        return self.folder.path / "trajectories" / f"{name}.parquet"
+
+    async def _unless_stopped(self, work: Coroutine[None, None, T]) -> T:
+        """The work's result, or StopRequested as soon as a stop is requested; the work is then cancelled."""
+        working = asyncio.create_task(work)
+        stopped = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise StopRequested
+            return working.result()
+        finally:
+            for task in (working, stopped):
+                task.cancel()
+            await asyncio.gather(working, stopped, return_exceptions=True)
+
+
+def _is_multiple(step: int, frequency: int) -> bool:
+    return frequency > 0 and step % frequency == 0
+
+
+def _require_one_success(trajectories: Sequence[Trajectory], what: str) -> None:
+    errors = [one.error for one in trajectories if one.error is not None]
+    if not errors:
+        return
+    first = errors[0]
+    if len(errors) < len(trajectories):
+        logger.warning("%d of %d rollouts of %s failed: %s", len(errors), len(trajectories), what, first.message)
+        return
+    message = f"all {len(errors)} rollouts of {what} failed; the first: {first.message}"
+    raise TrackwayError(first.code, message, **first.detail)

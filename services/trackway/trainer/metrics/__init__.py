@@ -1,0 +1,1 @@
+"""Metrics of a step as pure functions of trajectories and times, under verl's names."""

@@ -1,0 +1,91 @@
+"""What a validation amounts to, under verl's names (`process_validation_metrics` in verl/trainer/ppo/metric_utils.py).
+
+`val-core/<data_source>/` has what runs are compared by, `val-aux/<data_source>/` the rest. With n > 1 rollouts of each
+row, `best@k` and `worst@k` are what the best and the worst of k draws with replacement give: the expectation itself,
+which verl estimates from 1,000 draws.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from trackway.trainer.metrics.rollout import Metrics, score, spread
+from trackway.trainer.metrics.tools import tool_metrics
+from trackway.wire.trajectory import Trajectory
+
+CORE = "acc"
+"""The variable in `val-core`, beside the reward, which dashboards of older releases look for there."""
+
+
+def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
+    """Metrics of each data source over the trajectories that did not fail; `val-aux/tools/*` is over all.
+
+    acc is the reward's component of that name, or the score when the scorer gives none; other components have names of
+    their own.
+    """
+    good = [one for one in trajectories if one.error is None]
+    metrics: Metrics = {}
+    for source in dict.fromkeys(one.data_source for one in good):
+        members = [one for one in good if one.data_source == source]
+        for variable, groups in _variables(members).items():
+            for name, value in _group_metrics(groups, n).items():
+                core = variable == CORE and name.startswith(("mean@", f"best@{n}/"))
+                metrics[f"val-{'core' if core else 'aux'}/{source}/{variable}/{name}"] = value
+        metrics[f"val-core/{source}/reward/mean@{n}"] = metrics[f"val-aux/{source}/reward/mean@{n}"]
+    metrics |= spread("val-aux/num_turns", [float(one.num_turns) for one in good])
+    metrics["val-aux/failed_trajectories"] = float(len(trajectories) - len(good))
+    return metrics | tool_metrics(trajectories, "val-aux/tools")
+
+
+def _variables(members: Sequence[Trajectory]) -> Mapping[str, list[list[float]]]:
+    """Variable -> its values, in a list for each row. What lies below a name of its own is `tool_metrics`' matter."""
+    values: dict[str, dict[int | str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in members:
+        given = {} if one.reward is None else one.reward.components
+        components = {name: value for name, value in given.items() if "/" not in name}
+        for name, value in {CORE: score(one), **components, "reward": score(one)}.items():
+            values[name][one.tags.sample_index].append(value)
+    return {name: list(rows.values()) for name, rows in values.items()}
+
+
+def _group_metrics(groups: Sequence[Sequence[float]], n: int) -> Metrics:
+    """Over all values: the mean. Averaged over the rows: spread, best and worst of k."""
+    flat = [value for group in groups for value in group]
+    metrics = {f"mean@{n}": sum(flat) / len(flat)}
+    if n == 1:
+        return metrics
+    metrics[f"std@{n}"] = _mean([_std(group) for group in groups])
+    for k in _draws(n):
+        for name, sign in (("best", 1.0), ("worst", -1.0)):
+            moments = [_best_of(k, [sign * value for value in group]) for group in groups]
+            metrics[f"{name}@{k}/mean"] = sign * _mean([mean for mean, _ in moments])
+            metrics[f"{name}@{k}/std"] = _mean([std for _, std in moments])
+    return metrics
+
+
+def _draws(n: int) -> list[int]:
+    """2, 4, 8, ... below n, and n."""
+    return [*(2**power for power in range(1, n.bit_length()) if 2**power < n), n]
+
+
+def _best_of(k: int, values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation of the largest of k draws with replacement."""
+    size = len(values)
+    weights = [(place / size) ** k - ((place - 1) / size) ** k for place in range(1, size + 1)]
+    ordered = sorted(values)
+    mean = sum(weight * value for weight, value in zip(weights, ordered, strict=True))
+    square = sum(weight * _squared(value - mean) for weight, value in zip(weights, ordered, strict=True))
+    return mean, math.sqrt(square)
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.sqrt(_mean([_squared(value - mean) for value in values]))
+
+
+def _squared(value: float) -> float:
+    return value * value  # infinity where ** raises OverflowError
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

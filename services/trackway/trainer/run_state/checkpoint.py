@@ -1,0 +1,260 @@
+"""Checkpoints in verl's layout; a crash at any moment leaves the newest complete one to be found.
+
+<root>/global_step_<N>/actor/              Learner.save
+                       actor/huggingface/  Learner.export: usable by transformers and any engine
+                       state.json          the loop's state: position in the data, counters
+                       manifest.json       sha256 of every other file
+<root>/latest_checkpointed_iteration.txt   N, written last
+<root>/damaged_global_step_<N>/            one that was left out, kept for a person to look at
+
+A checkpoint is made in a hidden folder and renamed when everything in it is on the disk, so a folder that is called
+`global_step_<N>` is complete. Its digests are checked when it is loaded; one of an earlier version has none.
+"""
+
+import errno
+import itertools
+import json
+import logging
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic_core import to_json
+from safetensors import SafetensorError
+
+from trackway.system import digests, find_difference, replacing, writing
+from trackway.trainer.config import RunConfig
+from trackway.trainer.learner.finite import NotFiniteError
+from trackway.wire.base import NON_FINITE
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.files import FileDigest
+
+LATEST = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+PREFIX = "global_step_"
+DAMAGED = "damaged_"
+MAKING = ".making_"
+REPLACED = ".replaced_"
+
+logger = logging.getLogger("trackway.trainer")
+
+
+class Manifest(BaseModel):
+    """What a checkpoint consists of."""
+
+    files: list[FileDigest]
+
+
+class Checkpointable(Protocol):
+    """What a checkpoint needs of a learner."""
+
+    def save(self, folder: Path) -> None: ...
+    def load(self, folder: Path) -> None: ...
+    def export(self, folder: Path) -> None: ...
+
+
+def save_checkpoint(
+    root: Path, step: int, learner: Checkpointable, state: dict[str, JsonValue], keep: int | None = None
+) -> Path:
+    """Writes `global_step_<step>`, names it the latest, then removes all but the newest `keep`; returns its folder.
+
+    Raises StorageError, with nothing of the new one left, when the disk is full or cannot be written.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"expected to keep at least 1 checkpoint, got {keep}; use None to keep all")
+    folder = root / f"{PREFIX}{step}"
+    with writing(folder, f"the checkpoint of step {step}"):
+        root.mkdir(parents=True, exist_ok=True)
+        for prefix in (MAKING, f".{LATEST}."):
+            _clear(root, prefix)
+        making = root / f"{MAKING}{PREFIX}{step}"
+        try:
+            learner.save(making / "actor")
+            learner.export(making / "actor" / "huggingface")
+            (making / STATE).write_bytes(to_json(state, inf_nan_mode=NON_FINITE))
+            with ThreadPoolExecutor(1) as pool:  # the disk writes while the processor hashes
+                syncing = pool.submit(_sync, making)
+                manifest = _manifest(making)
+                syncing.result()
+            (making / MANIFEST).write_text(manifest.model_dump_json(indent=2))
+            _sync_one(making / MANIFEST)
+            _sync_one(making)
+            _put(making, folder)
+        except BaseException:
+            shutil.rmtree(making, ignore_errors=True)
+            raise
+        _write_latest(root, step)
+        if keep is not None:
+            _prune(root, step, keep)
+        _clear(root, REPLACED)
+    return folder
+
+
+def find_latest(root: Path) -> Path | None:
+    """The newest complete checkpoint: the named latest one, else the highest step, else None."""
+    return next(iter(find_all(root)), None)
+
+
+def find_all(root: Path) -> list[Path]:
+    """Every complete checkpoint in the order to go on from: the named latest one, then the highest step first."""
+    folders = [root / f"{PREFIX}{step}" for step in reversed(_steps(root))]
+    file = root / LATEST
+    if not file.exists():
+        return folders
+    name = PREFIX + file.read_text(errors="replace").strip()
+    latest = next((folder for folder in (root / name, root / f"{REPLACED}{name}") if folder.is_dir()), None)
+    return folders if latest is None else [latest, *(folder for folder in folders if folder.name != name)]
+
+
+def named_checkpoint(config: RunConfig) -> Path | None:
+    """The checkpoint of `trainer.resume_from_path`; None unless `resume_mode` asks for it.
+
+    Raises TrackwayError(INVALID_REQUEST) when the key is missing or names no checkpoint.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode != "resume_path":
+        return None
+    if not trainer.resume_from_path:
+        raise _refused("expected .../global_step_<n> with trainer.resume_mode=resume_path, got nothing")
+    path = Path(trainer.resume_from_path).expanduser()
+    if (path / STATE).is_file():
+        return path
+    near = sorted(one.name for place in (path, path.parent) for one in place.glob(f"{PREFIX}*") if one.is_dir())
+    found = f"; near it are {', '.join(near)}" if near else ""
+    raise _refused(f"expected a checkpoint, .../global_step_<n> with a state.json, got {path}{found}")
+
+
+def load_checkpoint(path: Path, learner: Checkpointable) -> dict[str, JsonValue]:
+    """Puts the learner back to a checkpoint folder and returns the loop's state.
+
+    Raises CHECKPOINT_CORRUPT when its files are not those that were saved, and INVALID_REQUEST when they are, but of
+    another model.
+    """
+    damage = find_damage(path)
+    if damage is not None:
+        raise _corrupt(path, damage)
+    is_checked = (path / MANIFEST).is_file()
+    if not is_checked:
+        logger.warning("the checkpoint %s has no digests (an earlier version saved it): it is loaded unchecked", path)
+    try:
+        state = json.loads((path / STATE).read_text())
+        learner.load(path / "actor")
+    except NotFiniteError as error:
+        raise _corrupt(path, str(error)) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        if not is_checked and isinstance(error, OSError | SafetensorError | json.JSONDecodeError):
+            raise _corrupt(path, f"it cannot be loaded ({error})") from error
+        message = f"the checkpoint {path} cannot be loaded: {error}"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
+    return state
+
+
+def find_damage(path: Path) -> str | None:
+    """The first way in which a checkpoint's files are not those that were saved; None when they are, or are too old to
+    have digests.
+    """
+    if not (path / STATE).is_file():
+        return f"{STATE}: expected a file, got none"
+    try:
+        manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        return f"{MANIFEST}: expected digests of files, got {error.error_count()} errors in it"
+    try:
+        difference = find_difference(path, manifest.files)
+    except OSError as error:
+        if error.errno != errno.EIO:  # a bad block; anything else may pass
+            raise
+        return f"{error.filename}: {error.strerror}"
+    if difference is None:
+        return None
+    return f"{difference.file}: expected sha256 {difference.expected}, got {difference.got}"
+
+
+def set_aside_damaged(path: Path) -> Path:
+    """Rename a checkpoint so that it is no longer one, and keep it; its new path. Raises StorageError."""
+    name = f"{DAMAGED}{path.name.removeprefix(REPLACED)}"
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    aside = next(folder for each in names if not (folder := path.with_name(each)).exists())
+    with writing(aside, f"the new name of {path.name}"):
+        path.rename(aside)
+        _sync_one(aside.parent)
+    return aside
+
+
+def _corrupt(path: Path, damage: str) -> TrackwayError:
+    return TrackwayError(
+        ErrorCode.CHECKPOINT_CORRUPT, f"the checkpoint {path} is damaged: {damage}", path=str(path), damage=damage
+    )
+
+
+def _refused(reason: str) -> TrackwayError:
+    return TrackwayError(
+        ErrorCode.INVALID_REQUEST, f"trainer.resume_from_path: {reason}", key="trainer.resume_from_path"
+    )
+
+
+def _put(making: Path, folder: Path) -> None:
+    """Renames into place; an older checkpoint of the same step stays findable until then."""
+    if folder.exists():
+        _set_aside(folder)
+    making.rename(folder)
+    _sync_one(folder.parent)
+
+
+def _write_latest(root: Path, step: int) -> None:
+    with replacing(root / LATEST) as draft:
+        draft.write_text(str(step))
+        _sync_one(draft)
+    _sync_one(root)
+
+
+def _manifest(folder: Path) -> Manifest:
+    return Manifest(files=digests(folder, [path for path in folder.rglob("*") if path.is_file()]))
+
+
+def _steps(root: Path) -> list[int]:
+    names = [folder.name.removeprefix(PREFIX) for folder in root.glob(f"{PREFIX}*") if folder.is_dir()]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _prune(root: Path, latest: int, keep: int) -> None:
+    others = [step for step in _steps(root) if step != latest]
+    for step in others[: max(0, len(others) - (keep - 1))]:
+        _set_aside(root / f"{PREFIX}{step}")
+
+
+def _set_aside(folder: Path) -> None:
+    """To be removed: half of it must not go by its name."""
+    aside = folder.with_name(f"{REPLACED}{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+
+
+def _clear(root: Path, prefix: str) -> None:
+    for leftover in root.glob(f"{prefix}*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def _sync(folder: Path) -> None:
+    """Everything under a folder is on the disk when this returns."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            _sync_one(Path(parent) / name)
+        _sync_one(Path(parent))
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,296 @@
+"""A run on disk: `outputs/<run>/`, the one place where the service and the run's own process meet.
+
+    config.json     the resolved configuration          state.json      where it stands (RunInfo)
+    services.json   URLs of the services                metrics.jsonl   one MetricsRow per line
+    worker.json     the process that has the run        heartbeat.json  its newest sign of life
+    worker.log      its output and traceback            checkpoints/    to resume from
+    trajectories/   step_<n>.parquet, val_step_<n>.parquet
+    wandb/          what W&B keeps here                 tensorboard/    event files
+
+Every file is replaced whole (`metrics.jsonl` is appended to). state.json has one writer at a time: the run's process
+while it lives, else the service. RUN_TRANSITIONS says which state may follow which.
+
+Any of them may be damaged or another version's. Who reads one goes on with what it knows itself, and otherwise gets
+RunState.UNREADABLE, or an error that says how to go on; what cannot be read is kept as `<name>.unreadable`.
+"""
+
+import logging
+import os
+import shutil
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from trackway.system import append_line, atomic_write, writing
+from trackway.trainer.config import RunConfig
+from trackway.trainer.run_state.ownership import Beat, Owner
+from trackway.trainer.settings import ServiceUrls
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunInfo, RunState
+
+Model = TypeVar("Model", bound=BaseModel)
+
+STATE = "state.json"
+OWNER = "worker.json"
+METRICS = "metrics.jsonl"
+
+logger = logging.getLogger("trackway.trainer")
+
+
+@dataclass
+class RunFolder:
+    """Reads and writes the files of one run."""
+
+    path: Path
+    _known: RunInfo | None = field(default=None, init=False, repr=False, compare=False)
+    """Where the run stood when it was last read or written here."""
+    _known_owner: Owner | None = field(default=None, init=False, repr=False, compare=False)
+    _state_is_damaged: bool = field(default=False, init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def log(self) -> Path:
+        """Output and traceback of the run's process."""
+        return self.path / "worker.log"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One MetricsRow per line."""
+        return self.path / METRICS
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was ever started here, even if its state file is gone."""
+        if os.path.lexists(self.path / STATE):
+            return True
+        with suppress(OSError):
+            return self.metrics_file.is_file() or any(self.checkpoints.iterdir())
+        return False
+
+    def create(self, config: RunConfig, services: ServiceUrls, total_steps: int = 0) -> RunInfo:
+        """Write a new run's files; it is this process's.
+
+        Raises TrackwayError(CONFLICT) when the name is taken, and StorageError, with no folder left that was not there,
+        when they cannot be written.
+        """
+        if self.exists:
+            message = f"run {self.name!r} exists; resume it, or start under another name"
+            raise TrackwayError(ErrorCode.CONFLICT, message, run=self.name)
+        was_there = self.path.exists()
+        try:
+            with writing(self.path, f"run {self.name!r}"):
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._replace("config.json", config.model_dump_json(indent=2))
+            self.write_services(services)
+            self.write_owner(Owner.of(os.getpid()))
+            info = RunInfo(
+                run=self.name,
+                uid=uuid.uuid4().hex,
+                state=RunState.STARTING,
+                total_steps=total_steps,
+                folder=str(self.path.resolve()),
+            )
+            return self._write(info)
+        except OSError:
+            if not was_there:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def config(self) -> RunConfig:
+        """The resolved configuration. Raises TrackwayError(CONFLICT) when it cannot be read."""
+        return self._required("config.json", RunConfig)
+
+    def services(self) -> ServiceUrls:
+        """URLs of the services around the run. Raises TrackwayError(CONFLICT) when they cannot be read."""
+        return self._required("services.json", ServiceUrls)
+
+    def write_services(self, services: ServiceUrls) -> None:
+        """Replace the URLs: they may have changed since the run was started first."""
+        self._replace("services.json", services.model_dump_json(indent=2))
+
+    def info(self) -> RunInfo:
+        """Where the run stands.
+
+        When state.json cannot be read: where it stood when this object last read or wrote it, else UNREADABLE, with
+        whatever of the file can be read and the way to go on.
+        """
+        path = self.path / STATE
+        try:
+            info = RunInfo.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            self._state_is_damaged = not isinstance(error, FileNotFoundError)
+            return self._known or _unreadable(path, error)
+        self._state_is_damaged = False
+        self._known = info if info.run == self.name else info.model_copy(update={"run": self.name})
+        return self._known
+
+    def move(self, state: RunState, message: str = "", **changes: object) -> RunInfo:
+        """Enter a state and change fields with it. CONFLICT when RUN_TRANSITIONS does not allow it."""
+        info = self.info()
+        if state not in RUN_TRANSITIONS[info.state]:
+            allowed = ", ".join(sorted(RUN_TRANSITIONS[info.state])) or "nothing, start a new run"
+            text = f"run {self.name!r} is {info.state}: expected {allowed} next, got {state}"
+            raise TrackwayError(ErrorCode.CONFLICT, text, run=self.name)
+        return self._write(info.model_copy(update={**changes, "state": state, "message": message}))
+
+    def update(self, **changes: object) -> RunInfo:
+        """Change fields of the state other than `state` itself, which `move` changes."""
+        assert "state" not in changes, "move() changes the state"
+        return self._write(self.info().model_copy(update=changes))
+
+    def append_row(self, row: MetricsRow) -> None:
+        """Add the metrics of a step."""
+        append_line(self.metrics_file, row.model_dump_json(), what=f"the metrics of step {row.step}")
+
+    def rows(self) -> list[MetricsRow]:
+        """Every row; a last line that is cut off is left out, and so is one that cannot be read."""
+        return self._rows()[0]
+
+    def _rows(self) -> tuple[list[MetricsRow], int]:
+        """The rows, and how many lines cannot be read."""
+        if not self.metrics_file.is_file():
+            return [], 0
+        rows: list[MetricsRow] = []
+        lines = self.metrics_file.read_bytes().split(b"\n")[:-1]
+        for line in lines:
+            with suppress(ValidationError):
+                rows.append(MetricsRow.model_validate_json(line))
+        return rows, len(lines) - len(rows)
+
+    def rewind(self, row: MetricsRow | None) -> None:
+        """Make `row`, the newest one of a checkpoint, the last one; None removes all rows.
+
+        A row that was lost is added, if it says anything: a checkpoint is written before its step's row.
+        """
+        rows, damaged = self._rows()
+        if damaged:
+            logger.warning("%s: %d lines cannot be read; it is kept as %s", METRICS, damaged, _aside(METRICS))
+            self._set_aside(METRICS)
+        kept = [] if row is None else [old for old in rows if old.step <= row.step]
+        if row is not None and row.data and all(old.step != row.step for old in kept):
+            kept.append(row)
+        self._replace(METRICS, "".join(one.model_dump_json() + "\n" for one in kept))
+
+    def write_owner(self, owner: Owner) -> None:
+        """Say which process has the run."""
+        self._replace(OWNER, owner.model_dump_json())
+        self._known_owner = owner
+
+    def owner(self) -> Owner | None:
+        """The process that has the run, or had it last.
+
+        When worker.json cannot be read: the one that this object last read or wrote, else that of the newest beat.
+        """
+        try:
+            self._known_owner = Owner.model_validate_json((self.path / OWNER).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError):
+            beat = self._beat()
+            return self._known_owner or (beat.owner if beat else None)
+        return self._known_owner
+
+    def write_beat(self, beat: Beat) -> None:
+        """Say that a process lives; whose run this is stays as it is."""
+        self._replace("heartbeat.json", beat.model_dump_json())
+
+    def beats(self, owner: Owner) -> int:
+        """The newest beat of this process; 0 before the first one."""
+        beat = self._beat()
+        return beat.count if beat is not None and beat.owner == owner else 0
+
+    def _beat(self) -> Beat | None:
+        """None before the first one, and when it cannot be read."""
+        try:
+            return Beat.model_validate_json((self.path / "heartbeat.json").read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def disown(self) -> None:
+        """Nobody has the run any more; a process that still believes it does sees that and ends."""
+        (self.path / "worker.json").unlink(missing_ok=True)
+
+    def ended(self) -> bool:
+        """Whether nothing more will be written."""
+        return self.info().state in ENDED - {RunState.UNREADABLE}
+
+    def _required(self, name: str, model: type[Model]) -> Model:
+        path = self.path / name
+        try:
+            return model.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            message = (
+                f"expected {name} of run {self.name!r} at {path}, got a file that cannot be read ({_reason(error)}); "
+                "mend it, or start a new run from this one's newest checkpoint: trainer.resume_mode=resume_path "
+                f"trainer.resume_from_path={self.checkpoints}/global_step_<n>"
+            )
+            raise TrackwayError(ErrorCode.CONFLICT, message, run=self.name) from error
+
+    def _write(self, info: RunInfo) -> RunInfo:
+        if self._state_is_damaged:
+            self._set_aside(STATE)
+        self._replace(STATE, info.model_dump_json(indent=2))
+        self._known, self._state_is_damaged = info, False
+        return info
+
+    def _set_aside(self, name: str) -> None:
+        aside = self.path / _aside(name)
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        with suppress(FileNotFoundError):
+            (self.path / name).replace(aside)
+
+    def _replace(self, name: str, text: str) -> None:
+        atomic_write(self.path / name, text, what=f"{name} of run {self.name!r}")
+
+
+def _aside(name: str) -> str:
+    return f"{name}.unreadable"
+
+
+def _unreadable(path: Path, error: OSError | ValidationError) -> RunInfo:
+    """What can still be said of a run whose state file cannot be read: each field that is there and valid by itself."""
+    name = path.parent.name
+    message = (
+        f"{path} cannot be read ({_reason(error)}); resume the run: it goes on from its newest checkpoint, or from the "
+        f"model when there is none, and keeps the file as {_aside(path.name)}"
+    )
+    lost = {"run": name, "state": RunState.UNREADABLE, "message": message}
+    kept = {"folder": str(path.parent.resolve())}
+    for key, value in _fields(path).items():
+        if key in RunInfo.model_fields and key not in (*lost, "interrupted"):
+            with suppress(ValidationError):
+                RunInfo.model_validate({**lost, key: value})
+                kept[key] = value
+    return RunInfo.model_validate({**kept, **lost})
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """Those of a JSON object that may end too early."""
+    try:
+        tree = from_json(path.read_bytes(), allow_partial=True)
+    except (OSError, ValueError):
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _reason(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = "".join(f"{part}: " for part in first["loc"])
+    return f"{where}{first['msg']}"[:200]

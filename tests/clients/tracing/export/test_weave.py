@@ -1,0 +1,89 @@
+"""The entity of a W&B API key, asked of a server that answers as W&B does."""
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from pydantic import SecretStr
+
+from trackway.tracing import RolloutTraceConfig
+from trackway.tracing.export.weave import default_entity
+from trackway.trainer.config import compose
+from trackway.trainer.config.weave_project import weave_project
+from trackway.wire.errors import TrackwayError
+
+WEAVE = "actor_rollout_ref.rollout.trace.backend=weave"
+
+
+class Account(BaseHTTPRequestHandler):
+    asked: list[str]
+
+    def do_POST(self) -> None:
+        assert self.path == "/graphql"
+        query = json.loads(self.rfile.read(int(self.headers["content-length"])))["query"]
+        assert "defaultEntity { name }" in query
+        key = base64.b64decode(self.headers["authorization"].removeprefix("Basic ")).decode().removeprefix("api:")
+        self.asked.append(key)
+        viewer = {"defaultEntity": {"name": f"team-of-{key}"}} if key != "unknown" else None
+        body = json.dumps({"data": {"viewer": viewer}}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    Account.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Account) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}/")
+        yield Account.asked
+        server.shutdown()
+        thread.join(10)
+
+
+def test_a_project_without_an_entity_is_the_keys_own_and_is_asked_for_once(
+    wandb: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "mine")
+    config = compose([WEAVE, "trainer.project_name=gsm8k"])
+    assert [weave_project(config), weave_project(config)] == ["team-of-mine/gsm8k"] * 2
+    RolloutTraceConfig.init("gsm8k", "e", "weave")
+    assert RolloutTraceConfig.get_instance().target.weave_project == "team-of-mine/gsm8k"
+    RolloutTraceConfig.reset()
+    assert weave_project(config, SecretStr("yours")) == "team-of-yours/gsm8k"
+    assert wandb == ["mine", "yours"]
+
+
+def test_nobody_is_asked_where_the_entity_is_known_or_weave_is_not_wanted(
+    wandb: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "mine")
+    assert weave_project(compose([WEAVE, "trainer.project_name=me/p"])) == "me/p"
+    assert weave_project(compose(["trainer.project_name=p"])) is None
+    monkeypatch.setenv("WANDB_ENTITY", "us")
+    assert weave_project(compose([WEAVE, "trainer.project_name=p"])) == "us/p"
+    assert wandb == []
+
+
+def test_a_key_that_nobody_knows_is_a_warning_and_the_old_remedy(
+    wandb: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(TrackwayError, match="expected entity/project for Weave, got 'p'; write it so, or set WANDB_"):
+        weave_project(compose([WEAVE, "trainer.project_name=p"]), SecretStr("unknown"))
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "W&B did not tell whose API key this is"
+    ]
+
+
+def test_a_server_that_is_not_there_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    assert default_entity(SecretStr("mine")) is None

@@ -1,0 +1,108 @@
+"""What a trace weighs and what happened on its way, summed over processes."""
+
+import asyncio
+
+import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from trackway.tracing import (
+    Ledger,
+    Tracing,
+    TracingSettings,
+    add_incident,
+    current_ledger,
+    ledger,
+    set_outcome,
+    tool_span,
+    trajectory_span,
+    turn_span,
+)
+from trackway.tracing.active import activated
+from trackway.tracing.export.batch import weight
+from trackway.wire.chat import Message
+from trackway.wire.tracing import Incident
+from trackway.wire.trajectory import Tags
+
+TAGS = Tags(experiment_name="gsm8k", step=3, sample_index=17, rollout_n=2)
+
+
+@pytest.mark.parametrize(
+    ("sums", "receipt"),
+    [
+        (Ledger(), ""),
+        (Ledger(120), "bytes=120"),
+        (Ledger(0, {Incident.RETRIED}), "incidents=retried"),
+        (Ledger(7, {Incident.TOOL_TIMEOUT, Incident.RETRIED}), "bytes=7,incidents=retried+tool_timeout"),
+    ],
+)
+def test_a_receipt_carries_the_sums_to_the_caller(sums: Ledger, receipt: str) -> None:
+    assert sums.receipt() == receipt
+    caller = Ledger(1000, {Incident.WEIGHTS_BEHIND})
+    caller.add_receipt(receipt)
+    assert caller == Ledger(1000 + sums.bytes, {Incident.WEIGHTS_BEHIND, *sums.incidents})
+
+
+@pytest.mark.parametrize("receipt", ["bytes=-5", "bytes=x", "nonsense", "incidents=nosuch+", "=,=", "bytes=²"])
+def test_a_receipt_that_is_not_understood_changes_nothing(receipt: str) -> None:
+    caller = Ledger(10)
+    caller.add_receipt(receipt)
+    assert caller == Ledger(10)
+
+
+@pytest.mark.anyio
+async def test_work_in_tasks_counts_for_the_ledger_that_was_open_when_they_began() -> None:
+    async def one(incident: Incident) -> None:
+        add_incident(incident)
+
+    with ledger() as first:
+        await asyncio.gather(one(Incident.RETRIED), one(Incident.TOOL_FAILED))
+    with ledger() as second:
+        pass
+    assert (first.incidents, second.incidents) == ({Incident.RETRIED, Incident.TOOL_FAILED}, set())
+    assert current_ledger() is None
+
+
+def test_the_weight_of_a_span_is_about_its_size_in_otlp() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("agent", TracingSettings(), exporter)
+    messages = [Message(role="user", content="Wie viele Äpfel? " * 40)]
+    with activated(tracing), trajectory_span(TAGS, "r/3/17/2", "tool_agent", messages, True) as root:
+        for index in range(3):
+            with turn_span(index), tool_span("calculator", {"expression": "1+1" * 50}, f"call_{index}") as tool:
+                tool.outputs({"text": "2" * 300})
+                add_incident(Incident.RETRIED, url="http://127.0.0.1:8000/tools", attempt=1, error="ConnectError()")
+        set_outcome(root)
+    tracing.shutdown(5)
+    spans = exporter.get_finished_spans()
+    real = len(encode_spans(spans).SerializeToString())
+    assert sum(map(weight, spans)) == root.ledger.bytes
+    assert 0.9 < root.ledger.bytes / real < 1.1
+
+
+@pytest.mark.parametrize(
+    ("incidents", "failure", "outcome"),
+    [
+        ([], None, "ok"),
+        ([Incident.RETRIED], None, "retried"),
+        ([Incident.REPLICA_LOST, Incident.RETRIED], None, "replica_lost"),
+        ([Incident.TOOL_TIMEOUT, Incident.TOOL_FAILED], None, "tool_timeout"),
+        ([Incident.RETRIED], "error:unavailable", "error:unavailable"),
+        ([], "aborted", "aborted"),
+    ],
+)
+def test_the_outcome_is_how_it_failed_or_the_gravest_thing_it_survived(
+    incidents: list[Incident], failure: str | None, outcome: str
+) -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("agent", TracingSettings(), exporter)
+    with activated(tracing), trajectory_span(TAGS, "t", "agent", [], True) as root:
+        for incident in incidents:
+            add_incident(incident)
+        set_outcome(root, failure)
+    tracing.shutdown(5)
+    [span] = exporter.get_finished_spans()
+    attributes = span.attributes or {}
+    assert attributes["mlflow.traceTag.outcome"] == attributes["wandb.attributes.outcome"] == outcome
+    assert attributes.get("mlflow.traceTag.incidents") == (",".join(sorted(incidents)) or None)
+    assert [event.name for event in span.events] == incidents

@@ -1,0 +1,177 @@
+"""From verl's words about engines and GPUs to a Serve config, for machines with and without GPUs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.services_for_run import RunServices, decided_already, services_for
+from trackway.deploy.local.settings import bundled
+from trackway.rollout.settings import RolloutSettings
+from trackway.tools.settings import ToolsSettings
+from trackway.trainer.config import compose
+
+R = "actor_rollout_ref.rollout"
+SCRIPT = [
+    f"{R}.name=sglang",
+    f"{R}.tensor_model_parallel_size=2",
+    f"{R}.gpu_memory_utilization=0.5",
+    "trainer.n_gpus_per_node=8",
+    "trainer.nnodes=1",
+]
+
+
+@pytest.fixture(autouse=True)
+def no_engine_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRACKWAY_ENGINE_PYTHON", "TRACKWAY_ENGINE_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def made(gpus: int, *words: str, **rollout_args: object) -> RunServices:
+    base = serve_config.load(bundled("deploy/cpu.yaml"))
+    if rollout_args:
+        base = serve_config.with_options(base, "rollout", rollout_args)
+    return services_for(compose([*words]), gpus, base)
+
+
+def args(services: RunServices, service: str = "rollout") -> dict[str, Any]:
+    return serve_config.args_of(services.serve_config, service)
+
+
+def rollout_deployment(services: RunServices) -> dict[str, Any]:
+    [deployment] = services.serve_config["applications"][0]["deployments"]
+    return deployment
+
+
+def told(services: RunServices) -> dict[str, tuple[str, str, str]]:
+    return {one.key.rpartition(".")[2]: (one.asked, one.got, one.reason) for one in services.decisions}
+
+
+def test_eight_gpus_make_four_replicas_of_two_that_sleep_while_the_learner_works() -> None:
+    services = made(8, *SCRIPT)
+
+    assert (services.engine, services.replicas) == ("sglang", 4)
+    settings = RolloutSettings(**args(services))
+    assert (settings.engine, settings.tensor_parallel_size, settings.enable_sleep) == ("sglang", 2, True)
+    assert (settings.gpu_memory_utilization, settings.max_num_seqs) == (0.5, 256)
+    deployment = rollout_deployment(services)
+    assert (deployment["num_replicas"], deployment["max_ongoing_requests"]) == (4, 512)
+    assert deployment["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 2}
+    assert told(services)["n_gpus_per_node"] == ("8", "4 rollout replicas", "8 GPUs / 2 each = 4")
+
+
+def test_a_number_of_gpus_that_the_replicas_do_not_divide_leaves_some_idle_and_says_so() -> None:
+    services = made(8, *SCRIPT, f"{R}.tensor_model_parallel_size=3")
+
+    assert services.replicas == 2
+    assert told(services)["n_gpus_per_node"][2] == "8 GPUs / 3 each = 2; 2 stay idle, as 3 does not divide 8"
+
+
+def test_engines_that_keep_their_memory_do_not_sleep() -> None:
+    assert args(made(2, *SCRIPT, "trainer.n_gpus_per_node=2", f"{R}.free_cache_engine=False"))["enable_sleep"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "trainer.n_gpus_per_node: expected 1 to 4, the GPUs of this machine, got 8"),
+        (
+            ["trainer.n_gpus_per_node=null", f"{R}.tensor_model_parallel_size=8"],
+            "tensor_model_parallel_size: expected at most the run's 4 GPUs, got 8",
+        ),
+        (
+            ["trainer.nnodes=2"],
+            r"trainer.nnodes: expected 1 on this machine, got 2; several machines need a Ray cluster",
+        ),
+    ],
+)
+def test_what_would_be_another_run_is_missing_here(words: list[str], message: str) -> None:
+    missing = made(4, *SCRIPT, *words).missing[0]
+    assert re.search(message, missing)
+
+
+def test_without_a_gpu_the_embedded_engine_takes_over_in_plain_words() -> None:
+    services = made(0, *SCRIPT, f"{R}.free_cache_engine=True")
+
+    assert (services.engine, services.replicas, args(services)) == (
+        "torch",
+        None,
+        {"max_num_seqs": 128, "engine": "torch"},
+    )
+    why = "this machine has no GPU"
+    assert told(services) == {
+        "name": ("sglang", "torch, the embedded engine", why),
+        "tensor_model_parallel_size": ("2", "one replica of one process", why),
+        "n_gpus_per_node": ("8", "0", why),
+        "gpu_memory_utilization": ("0.5", "no effect", "the torch engine has no such setting"),
+        "free_cache_engine": ("True", "no effect", "the torch engine has no such setting"),
+    }
+    assert services.config.actor_rollout_ref.rollout.free_cache_engine is None  # or the learner would ask for it
+    assert services.config.trainer.n_gpus_per_node is None
+
+
+def test_a_build_of_vllm_for_the_cpu_is_used_when_one_is_named() -> None:
+    services = made(0, f"{R}.name=vllm", f"{R}.enforce_eager=True", engine_python="/opt/vllm/bin/python")
+
+    assert args(services) == {
+        "engine": "vllm",
+        "engine_python": "/opt/vllm/bin/python",
+        "device": "cpu",
+        "enforce_eager": True,
+        "max_num_seqs": 256,
+    }
+    assert made(0, f"{R}.name=vllm").engine == "torch"
+
+
+def test_a_serve_config_for_the_same_engine_keeps_its_own_numbers() -> None:
+    services = made(2, f"{R}.name=vllm", engine="vllm", max_num_seqs=32)
+
+    assert (args(services)["max_num_seqs"], rollout_deployment(services)["max_ongoing_requests"]) == (32, 64)
+
+
+def test_every_engine_key_reaches_its_setting() -> None:
+    words = [f"{R}.{word}" for word in ("enable_prefix_caching=False", "dtype=bfloat16", "max_num_seqs=7")]
+
+    given = args(made(2, f"{R}.name=vllm", f"{R}.max_model_len=900", *words))
+
+    settings = RolloutSettings(**given)
+    assert (settings.prefix_caching, settings.dtype) == (False, "bfloat16")
+    assert (settings.max_num_seqs, settings.max_model_len, settings.tensor_parallel_size) == (7, 900, 1)
+
+
+def test_lengths_beyond_what_an_engine_takes_by_itself_make_it_longer() -> None:
+    assert args(made(0, "data.max_prompt_length=3000", "data.max_response_length=2000"))["max_model_len"] == 5000
+    assert "max_model_len" not in args(made(0, "data.max_prompt_length=3000", "data.max_response_length=1096"))
+
+
+def test_a_run_that_says_nothing_leaves_replicas_to_the_serve_config() -> None:
+    services = made(8)
+
+    assert (services.replicas, rollout_deployment(services)["num_replicas"], services.decisions) == (None, 1, [])
+    assert "num_gpus" not in rollout_deployment(services)["ray_actor_options"]
+
+
+def test_the_tools_of_a_file_are_the_tool_servers() -> None:
+    file = Path("examples/sglang_multiturn/config/tool_config/gsm8k_tool_config.yaml").absolute()
+
+    settings = ToolsSettings(**args(made(0, f"{R}.multi_turn.tool_config_path={file}"), "tools"))
+
+    assert (settings.tool_config_path, settings.built_in, settings.drain_s) == (file, [], 60.0)
+    [missing] = made(0, f"{R}.multi_turn.tool_config_path=nowhere.yaml").missing
+    assert missing == f"{R}.multi_turn.tool_config_path: expected a file, got nowhere.yaml; correct the path"
+
+
+def test_on_running_services_each_given_key_of_the_deployment_is_told() -> None:
+    decided = decided_already(compose(SCRIPT))
+
+    assert {one.key: one.asked for one in decided} == {
+        f"{R}.name": "sglang",
+        f"{R}.tensor_model_parallel_size": "2",
+        f"{R}.gpu_memory_utilization": "0.5",
+        "trainer.n_gpus_per_node": "8",
+        "trainer.nnodes": "1",
+    }
+    assert {one.reason for one in decided} == {"decided by the running deployment"}
+    assert decided_already(compose([])) == []

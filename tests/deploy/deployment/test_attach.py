@@ -1,0 +1,224 @@
+"""Services that run elsewhere: asked, remembered without a secret, refused in a line, forgotten; over real sockets."""
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from typer.testing import CliRunner
+
+from trackway.clients.token import TOKEN
+from trackway.deploy.cli import app
+from trackway.deploy.deployment import status
+from trackway.deploy.deployment.attach import attach, runs_folder, wait_for
+from trackway.deploy.deployment.mlflow_uri import store_uri
+from trackway.deploy.deployment.processes import ProcessRecord
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.running import NothingRuns, find_running, load_running, unanswered
+from trackway.deploy.deployment.serve_api import ServeApi, environments_token
+from trackway.deploy.local import preflight
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs import standalone
+from trackway.serving.middleware import LastResort
+from trackway.system.user_error import UserError
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Ready
+
+pytestmark = pytest.mark.slow  # five real services
+
+SERVICES = ["rollout", "agent", "tools", "reward", "trainer"]
+CLOSED = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    return tmp_path / "outputs"
+
+
+def quiet(name: str, state: str) -> None:
+    """Nobody looks."""
+
+
+def record(outputs: Path, base_url: str = CLOSED, **given: object) -> Deployment:
+    fields = {"base_url": base_url, "dashboard_url": "", "mlflow_uri": "", "outputs": outputs, "attached": True}
+    made = Deployment.model_validate({**fields, **given})
+    made.save()
+    return made
+
+
+def process(started: float) -> ProcessRecord:
+    return ProcessRecord(name="ray", pid=os.getpid(), started=started, log=Path("ray.log"))
+
+
+def test_a_record_of_what_answers_is_enough_for_the_other_commands(elsewhere, outputs: Path) -> None:
+    written = attach(elsewhere.url + "/", None, "http://mlflow:5000", outputs, 0.0, quiet)
+
+    assert load_running(outputs) == written
+    assert (written.base_url, written.services) == (elsewhere.url, SERVICES)
+    assert store_uri(outputs) == "http://mlflow:5000"
+    assert Deployment.path(outputs).stat().st_mode & 0o777 == 0o600
+    assert os.environ[TOKEN] not in Deployment.path(outputs).read_text()
+
+
+def test_who_does_not_answer_is_named_and_nothing_is_written(elsewhere, outputs: Path) -> None:
+    elsewhere.away = {"rollout", "trainer"}
+    reasons = r"rollout \(HTTP 503: no rollout here\); trainer \(HTTP 503: no trainer here\)"
+    with pytest.raises(UserError, match=f"{elsewhere.url} to answer /health, got no answer from {reasons}; see to it"):
+        attach(elsewhere.url, None, None, outputs, 0.0, quiet)
+    assert Deployment.load(outputs) is None
+
+
+async def defect(scope: Scope, receive: Receive, send: Send) -> None:
+    raise ValueError("no vocabulary")
+
+
+async def stranger(scope: Scope, receive: Receive, send: Send) -> None:
+    await PlainTextResponse("welcome")(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (LastResort(defect), "ValueError: no vocabulary; this is a defect of the service, its log has the traceback"),
+        (stranger, "what answers at {url}/rollout is no service of ours"),
+    ],
+    ids=["a service of ours that fails", "somebody else's"],
+)
+def test_a_service_that_fails_is_not_taken_for_a_stranger(
+    other: ASGIApp, reason: str, elsewhere, outputs: Path, monkeypatch
+) -> None:
+    monkeypatch.setitem(elsewhere._apps, "rollout", other)
+    assert unanswered(record(outputs, elsewhere.url)) == {"rollout": reason.format(url=elsewhere.url)}
+
+
+def test_services_that_come_later_are_waited_for(elsewhere, outputs: Path) -> None:
+    elsewhere.away = {"rollout"}
+    seen: list[tuple[str, str]] = []
+
+    def come(name: str, state: str) -> None:
+        seen.append((name, state))
+        if (name, state) == ("trainer", "ready"):
+            elsewhere.away = set()
+
+    attach(elsewhere.url, None, None, outputs, 60.0, come)
+    ready = [name for name, state in seen if state == "ready"]
+    assert ready[:5] == [*SERVICES[1:], "rollout"] and Deployment.load(outputs) is not None
+
+
+def test_a_service_may_answer_and_not_be_ready(elsewhere, outputs: Path) -> None:
+    there = attach(elsewhere.url, None, None, outputs, 0.0, quiet)
+    elsewhere.away = {"rollout/ready"}
+    with pytest.raises(UserError, match=r"to answer /ready, got no answer from rollout \(HTTP 503: no rollout/ready"):
+        wait_for(there, 0.0, quiet, "/ready", Ready)
+
+
+def test_a_refused_token_is_told_at_once(elsewhere, outputs: Path, monkeypatch) -> None:
+    monkeypatch.setenv(TOKEN, "another-0123456789abcdef")
+    with pytest.raises(TrackwayError, match=f"Trackway's clients take it from {TOKEN}") as refused:
+        attach(elsewhere.url, None, None, outputs, 600.0, quiet)
+    assert refused.value.code is ErrorCode.UNAUTHORIZED
+    record(outputs, elsewhere.url)
+    with pytest.raises(TrackwayError, match=f"Trackway's clients take it from {TOKEN}"):
+        find_running(outputs)
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:8000", "ftp://here", "http://", "http://here/?a=b", "http://me:secret@here", "http://a:b"]
+)
+def test_an_address_of_another_kind_is_refused(address: str, outputs: Path) -> None:
+    with pytest.raises(UserError, match="--base-url: expected") as refused:
+        attach(address, None, None, outputs, 0.0, quiet)
+    assert "secret" not in str(refused.value)
+
+
+def test_a_password_in_mlflows_address_is_not_kept(outputs: Path) -> None:
+    with pytest.raises(UserError, match=r"--mlflow-uri: expected no user or password .*MLFLOW_TRACKING_USERNAME"):
+        attach(CLOSED, None, "https://me:secret@mlflow", outputs, 0.0, quiet)
+    assert not outputs.exists()
+
+
+def test_ray_must_be_where_it_is_said_to_be(elsewhere, outputs: Path) -> None:
+    with pytest.raises(UserError, match=rf"Ray's REST API at {elsewhere.url}/api/serve/applications/: HTTP 503"):
+        attach(elsewhere.url, elsewhere.url, None, outputs, 0.0, quiet)
+    with pytest.raises(UserError, match=r"no answer from Ray's REST API at http://127.0.0.1:1/"):
+        attach(elsewhere.url, CLOSED, None, outputs, 0.0, quiet)
+    with pytest.raises(UserError, match=r"expected Ray Serve's applications at .*; is this Ray's dashboard"):
+        ServeApi(f"{elsewhere.url}/reward/health?", "").config()
+
+
+def test_what_runs_on_this_machine_is_not_overwritten(elsewhere, outputs: Path) -> None:
+    began = psutil.Process().create_time()
+    record(outputs, attached=False, processes=[process(began)])
+    with pytest.raises(UserError, match=r"run on this machine, at http://127.0.0.1:1; .*--outputs.*`trackway down`"):
+        attach(elsewhere.url, None, None, outputs, 0.0, quiet)
+    record(outputs, attached=False, processes=[process(began - 100)])  # another process with this pid, long ago
+    assert attach(elsewhere.url, None, None, outputs, 0.0, quiet).attached
+
+
+def test_services_that_answer_no_more_are_an_error_that_says_so(outputs: Path) -> None:
+    record(outputs)
+    with pytest.raises(NothingRuns, match=r"attached to services at http://127.0.0.1:1, and none answers: rollout,"):
+        load_running(outputs)
+    assert find_running(outputs) is None
+
+
+def test_one_service_that_answers_is_enough_to_be_asked_for_the_others(elsewhere, outputs: Path) -> None:
+    elsewhere.away = set(SERVICES[1:])
+    there = record(outputs, elsewhere.url)
+    assert load_running(outputs) == there
+    shown = {one.service: (one.status, one.message) for one in status.service_statuses(there)}
+    assert shown["agent"][0] == "UNAVAILABLE" and "HTTP 503: no agent here" in shown["agent"][1]
+
+
+def test_commands_for_this_machine_leave_attached_services_alone(elsewhere, outputs: Path) -> None:
+    record(outputs, elsewhere.url, mlflow_uri="http://mlflow:5000")
+    with pytest.raises(UserError, match=r"is attached to services at .*; forget them with `trackway down`"):
+        preflight.check(UpSettings(outputs=outputs))
+    with pytest.raises(UserError, match="which this command does not bring up; train on them with `trackway train`"):
+        standalone.prepare([], None, "tiny_demo", outputs)
+    for words, remedy in ((["demo"], "add --attached to run the demo there"), (["ui"], "open http://mlflow:5000")):
+        failed = CliRunner().invoke(app, [*words, "--outputs", str(outputs)])
+        assert isinstance(failed.exception, UserError) and remedy in str(failed.exception)
+    assert outputs.exists()
+
+
+def test_down_forgets_them_and_they_run_on(elsewhere, outputs: Path) -> None:
+    record(outputs, elsewhere.url)
+    told = CliRunner().invoke(app, ["down", "--outputs", str(outputs)])
+    assert told.stdout == f"forgot the services at {elsewhere.url}; they run on\n"
+    assert Deployment.load(outputs) is None
+    words = ["attach", "--base-url", elsewhere.url, "--outputs", str(outputs), "--json"]
+    assert json.loads(CliRunner().invoke(app, words).stdout)["base_url"] == elsewhere.url
+
+
+def test_runs_are_read_where_the_services_volume_is(elsewhere, outputs: Path) -> None:
+    assert runs_folder(outputs) == outputs
+    record(outputs, elsewhere.url)
+    with pytest.raises(UserError, match=f"expected to read the runs of {elsewhere.url}, and there is none yet"):
+        runs_folder(outputs)
+
+
+def test_rays_token_is_found_where_ray_looks(tmp_path: Path, monkeypatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = [environments_token()]
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("of the home\n")
+    found.append(environments_token())
+    (tmp_path / "mounted").write_text("of the file\n")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "mounted"))
+    found.append(environments_token())
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of the variable")
+    found.append(environments_token())
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert [*found, environments_token()] == ["", "of the home", "of the file", "of the variable", ""]
+
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "gone"))
+    with pytest.raises(UserError, match=r"RAY_AUTH_TOKEN_PATH: expected a file with Ray's token, got .*/gone"):
+        environments_token()

@@ -1,0 +1,200 @@
+"""Runs on services that run elsewhere: whose paths they have, how they are followed and resumed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trackway.deploy.cli import app
+from trackway.deploy.deployment.attach import folder_here
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs import launch
+from trackway.deploy.runs.launch import elsewhere as paths_there
+from trackway.deploy.runs.launch import localised, placed
+from trackway.deploy.runs.losses import run_notes
+from trackway.deploy.terminal.console import RunBar
+from trackway.system.user_error import UserError
+from trackway.trainer.config import compose
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import BackendSummary, RunInfo, RunState
+
+pytestmark = pytest.mark.slow  # five real services
+
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+MODEL = "actor_rollout_ref.model.path"
+
+
+def advance(folder: RunFolder, *states: RunState, **changes: object) -> None:
+    for state in states:
+        folder.move(state)
+    folder.update(**changes)
+
+
+def quiet(info: RunInfo) -> None:
+    """Nobody looks."""
+
+
+def here(there: Deployment) -> Deployment:
+    """As if its services had been started on this machine."""
+    return there.model_copy(update={"attached": False})
+
+
+def test_paths_of_the_services_volume_stay_as_they_are(there: Deployment, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("Qwen").mkdir()
+    words = ["data.train_files=[/data/a.parquet,'s3://bucket/b.parquet']", f"{TURNS}.tool_config_path=/data/tools.yaml"]
+    words += ["trainer.resume_from_path=/outputs/run/global_step_3"]
+    here = compose([*words, f"{MODEL}=/models/tiny"])
+    hub = compose([*words, f"{MODEL}=Qwen/Qwen2.5-3B-Instruct"])
+
+    assert (paths_there(here), paths_there(hub)) == (here, hub)
+    assert (placed(here, there), placed(here, None)) == (here, localised(here))
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("data.train_files=[/data/a.parquet,b.parquet]", "data.train_files"),
+        ("data.val_files='~/b.parquet'", "data.val_files"),
+        (f"{TURNS}.tool_config_path=tools.yaml", f"{TURNS}.tool_config_path"),
+        (f"{TURNS}.function_tool_path=./tools.py", f"{TURNS}.function_tool_path"),
+        ("trainer.resume_from_path=run/global_step_3", "trainer.resume_from_path"),
+        (f"{MODEL}=./model", MODEL),
+        (f"{MODEL}='~/model'", MODEL),
+        (f"{MODEL}=model", MODEL),
+    ],
+)
+def test_a_path_of_this_machine_is_refused_by_its_key(word: str, key: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    expected = rf"{key}: expected an absolute path on the services' volume or a URL, got .*; .*: put the file where"
+    with pytest.raises(UserError, match=expected):
+        paths_there(compose([word]))
+
+
+def test_an_interrupted_run_is_waited_for_elsewhere_and_an_error_here(there: Deployment, folder: RunFolder) -> None:
+    advance(folder, RunState.RUNNING, RunState.FAILED, interrupted=True)
+    seen: list[RunState] = []
+
+    def show(info: RunInfo) -> None:
+        seen.append(info.state)
+        if info.state is RunState.FAILED:  # the service goes on with it
+            advance(folder, RunState.STARTING, RunState.RUNNING, RunState.FINISHED, interrupted=False)
+
+    with pytest.raises(UserError, match=f"`trackway train --resume {folder.name}` goes on with it"):
+        launch.follow(here(there), folder.name, quiet)
+    assert launch.follow(there, folder.name, show).state is RunState.FINISHED
+    assert seen == [RunState.FAILED, RunState.FINISHED]
+
+
+def test_an_interrupted_run_that_stays_away_is_no_success(there: Deployment, folder: RunFolder, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "PATIENCE_S", 0.0)
+    advance(folder, RunState.RUNNING, RunState.STOPPING)
+    folder.move(RunState.STOPPED, "interrupted after step 5; it can be resumed", interrupted=True)
+    with pytest.raises(UserError) as away:
+        launch.follow(there, folder.name, quiet)
+    assert str(away.value) == (
+        f"run {folder.name} was interrupted and has not gone on by itself (interrupted after step 5; it can be "
+        f"resumed); `trackway train --resume {folder.name}` goes on with it; its log is {folder.log}"
+    )
+    folder.update(interrupted=False)
+    assert launch.follow(there, folder.name, quiet).state is RunState.STOPPED
+
+
+def test_status_says_what_a_backend_lacks_of_each_run(there: Deployment, folder: RunFolder) -> None:
+    lacking = BackendSummary(
+        backend="mlflow", rows_waiting=2, waits_for="HTTP 503", feedback_lost=1, lost_because="401"
+    )
+    advance(folder, RunState.RUNNING, RunState.FINISHED, tracking=[lacking])
+
+    name = folder.name
+    assert [note for note in run_notes(there) if name in note] == [
+        f"run {name}: 2 rows of metrics not yet in MLflow (HTTP 503): kept on disk and sent later",
+        f"run {name}: 1 value of feedback lost for MLflow: 401",
+    ]
+
+
+def test_a_service_that_moves_is_waited_for(elsewhere, there: Deployment, folder: RunFolder, monkeypatch) -> None:
+    def move(info: RunInfo) -> None:
+        if info.state is RunState.STARTING:
+            elsewhere.failing = 7  # more than one call tries
+            advance(folder, RunState.RUNNING, RunState.FINISHED)
+
+    assert launch.follow(there, folder.name, move).state is RunState.FINISHED
+    assert elsewhere.failing == 0
+
+    monkeypatch.setattr(launch, "PATIENCE_S", 0.0)
+    elsewhere.away = {"trainer"}
+    with pytest.raises(
+        UserError, match=f"no answer after 5 tries .*`trackway train --resume {folder.name}` follows it"
+    ):
+        launch.follow(there, folder.name, quiet)
+
+
+def test_resuming_an_active_run_follows_it(there: Deployment, folder: RunFolder) -> None:
+    advance(folder, RunState.RUNNING, step=3)
+    assert launch.resume_run(there, folder.name) == folder.info()
+
+
+@pytest.mark.parametrize(
+    "folder", [["actor_rollout_ref.rollout.trace.backend=null", "trainer.logger=[console]"]], indirect=True
+)
+def test_a_run_that_is_stopping_is_resumed_once_it_has_stopped(there: Deployment, folder: RunFolder) -> None:
+    advance(folder, RunState.RUNNING, RunState.STOPPING)
+    seen: list[RunState] = []
+
+    def stop(info: RunInfo) -> None:
+        seen.append(info.state)
+        if info.state is RunState.STOPPING:
+            advance(folder, RunState.STOPPED)
+
+    resumed = launch.resume_run(there, folder.name, stop, skip_damaged=True)
+    command = Path(f"/proc/{folder.owner().pid}/cmdline").read_text()
+    ended = launch.stop_run(there, folder.name, quiet)  # its learner, which the service has started
+    assert (seen, resumed.state, ended.state) == (
+        [RunState.STOPPING, RunState.STOPPED],
+        RunState.STARTING,
+        RunState.STOPPED,
+    )
+    assert command.endswith("\0--skip-damaged\0")
+
+
+def test_a_run_that_is_interrupted_goes_on_by_itself(there: Deployment, folder: RunFolder) -> None:
+    advance(folder, RunState.RUNNING, RunState.STOPPING, interrupted=True)
+    assert launch.resume_run(there, folder.name) == folder.info()
+
+
+def test_a_run_that_finishes_while_it_stops_is_done(there: Deployment, folder: RunFolder, monkeypatch) -> None:
+    advance(folder, RunState.RUNNING, RunState.STOPPING)
+
+    def finish(bar: RunBar, info: RunInfo) -> None:
+        if info.state is RunState.STOPPING:
+            advance(folder, RunState.FINISHED)
+
+    monkeypatch.setattr(RunBar, "show", finish)
+    told = CliRunner().invoke(app, ["train", "--resume", folder.name, "--outputs", str(there.outputs), "--json"])
+    assert (told.exit_code, json.loads(told.stdout)["state"]) == (0, "finished")
+
+
+def test_a_run_that_does_not_end_says_what_helps(there: Deployment, folder: RunFolder, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "STOP_DEADLINE_S", -1.0)
+    advance(folder, RunState.RUNNING, RunState.STOPPING)
+    again = f"`trackway train --resume {folder.name}` waits again, then goes on with it"
+    with pytest.raises(UserError, match=f"asked to stop and has not ended within .* s; {again}$"):
+        launch.resume_run(there, folder.name)
+    with pytest.raises(UserError, match=f"{again}; `trackway down` ends it with its services$"):
+        launch.resume_run(here(there), folder.name)
+
+
+def test_another_run_in_a_folder_of_that_name_is_not_taken_for_it(folder: RunFolder) -> None:
+    info = folder.info()
+    assert folder_here(info) == folder
+    assert folder_here(info.model_copy(update={"uid": "another"})) is None
+
+
+def test_a_lost_run_is_an_error_at_once(there: Deployment) -> None:
+    with pytest.raises(TrackwayError) as lost:
+        launch.follow(there, "nothing", quiet)
+    assert lost.value.code is ErrorCode.NOT_FOUND

@@ -1,0 +1,185 @@
+"""`python -m trackway.main_ppo` up to where something would start: options, tables, plan."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from trackway.deploy.commands.main_ppo import app
+from trackway.deploy.runs.standalone import prepare
+from trackway.system.user_error import UserError
+from trackway.trainer.config import compose
+from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.settings import ServiceUrls
+from trackway.wire.agent import RewardModel, Sample
+from trackway.wire.chat import Message
+from trackway.wire.errors import TrackwayError
+from trackway.wire.trainer import RunState
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+CONFIG = EXAMPLES / "sglang_multiturn" / "config"
+R = "actor_rollout_ref.rollout"
+SHORT = Sample(
+    data_source="openai/gsm8k",
+    agent_name="tool_agent",
+    prompt=[Message(role="user", content="What is 3 plus 4?")],
+    reward_model=RewardModel(ground_truth="7"),
+)
+
+
+def main_ppo(*words: str) -> Result:
+    result = CliRunner().invoke(app, [*words], env={"CUDA_VISIBLE_DEVICES": ""})
+    if isinstance(result.exception, UserError | TrackwayError):
+        raise result.exception
+    return result
+
+
+def lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """As many rows as GSM8K has to train on, each short."""
+    file = tmp_path / "train.parquet"
+    write_rows(file, [SHORT.model_copy(update={"extra_info": {"index": index}}) for index in range(7473)])
+    return file
+
+
+def test_the_shipped_configuration_is_what_verl_had() -> None:
+    config = compose([], CONFIG, "gsm8k_multiturn_grpo")
+
+    assert (config.data.train_batch_size, config.data.max_prompt_length, config.data.max_response_length) == (
+        256,
+        1024,
+        1024,
+    )
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.name, rollout.multi_turn.enable, rollout.multi_turn.max_assistant_turns) == ("sglang", True, 5)
+    assert set(config.trackway.ignored_keys) == {"data.return_raw_chat", "actor_rollout_ref.hybrid_engine"}
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(rows: Path, tmp_path: Path) -> None:
+    words = [f"data.train_files={rows}", f"data.val_files={rows}", f"{R}.n=16", f"{R}.tensor_model_parallel_size=2"]
+    words += [
+        "trainer.n_gpus_per_node=8",
+        "trainer.total_epochs=15",
+        "trainer.test_freq=20",
+        f"{R}.trace.backend=mlflow",
+        "actor_rollout_ref.model.path=Some/Model",
+    ]
+    config = [f"--config-path={CONFIG}", "--config-name=gsm8k_multiturn_grpo"]
+
+    told = main_ppo(*config, *words, "--outputs", str(tmp_path / "outputs"), "--dry-run")
+
+    assert told.exit_code == 0
+    plan, _, found = told.stdout.partition("missing here")
+    assert lines(plan)[3:10] == [
+        "rows 7473",
+        "steps 29 an epoch x 15 = 435",
+        "a step 256 prompts x 16 = 4096 trajectories",
+        "optimiser 1 update a step, each of 4096 trajectories in 1 pass of at most 4096",
+        "rollout engine torch, one replica; on the GPUs that were asked for 8 GPUs / 2 each = 4",
+        "validation after steps 0, 20, 40, 60, ... 435 (23 in all)",
+        "checkpoints after step 435",
+    ]
+    rest = " ".join(lines(plan)[10:])
+    assert "traces 4096 a step to mlflow, each 4 to 16 spans and 2.8 kB to 11.2 kB: 11.5 MB to 45.9 MB a step" in rest
+    assert "Some/Model is neither a folder nor in this machine's Hugging Face cache; a start downloads it" in found
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_plan_counts_the_prompts_that_are_short_enough(tmp_path: Path) -> None:
+    long = SHORT.model_copy(update={"prompt": [Message(role="user", content="What is 3 plus 4? " * 200)]})
+    write_rows(tmp_path / "train.parquet", [SHORT, long, SHORT])
+    words = [f"data.train_files={tmp_path / 'train.parquet'}", "data.filter_overlong_prompts=True"]
+    words += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+
+    model = f"actor_rollout_ref.model.path={EXAMPLES / 'tiny' / 'checkpoint'}"
+    told = main_ppo(*words, model, "--outputs", str(tmp_path / "outputs"), "--dry-run").stdout
+    hub = main_ppo(*words, "actor_rollout_ref.model.path=Some/Model", "--outputs", str(tmp_path), "--dry-run").stdout
+
+    assert "rows 3, of which 2 have at most 512 tokens" in lines(told)
+    assert "the tokenizer of Some/Model is not on this machine" in " ".join(lines(hub))
+
+
+def test_the_table_says_what_is_set_what_is_decided_here_and_what_does_nothing(tmp_path: Path) -> None:
+    words = [
+        f"{R}.name=sglang",
+        "trainer.critic_warmup=0",
+        "+trainer.rollout_trace.backend=mlflow",
+        "data.train_files='~/x'",
+    ]
+
+    told = lines(main_ppo(*words, "--outputs", str(tmp_path), "--dry-run").stderr)
+
+    assert f"data.train_files [{Path('~/x').expanduser()}] []" in told
+    assert "actor_rollout_ref.rollout.name sglang torch, the embedded engine this machine has no GPU" in told
+    assert "trainer.critic_warmup GRPO has no critic" in told
+    assert "trainer.rollout_trace.backend read as actor_rollout_ref.rollout.trace.backend" in told
+    assert "data.train_batch_size 1024" in told  # important, though not given
+
+
+def test_cfg_job_prints_a_file_that_composes_to_the_same(tmp_path: Path) -> None:
+    told = main_ppo(f"--config-path={CONFIG}", "--config-name=gsm8k_multiturn_grpo", "data.seed=3", "--cfg", "job")
+    (tmp_path / "again.yaml").write_text(told.stdout)
+
+    given = compose(["data.seed=3"], CONFIG, "gsm8k_multiturn_grpo")
+    again = compose([], tmp_path / "again.yaml")
+
+    assert yaml.safe_load(told.stdout)["data"]["seed"] == 3
+    without_notes = {"trackway": given.trackway.model_copy(update={"ignored_keys": []})}
+    assert again == given.model_copy(update=without_notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.nnodes=2"], "missing here: trainer.nnodes: expected 1 on this machine, got 2"),
+        (["--config-path=nowhere"], "--config-path: expected a folder or a YAML file, got nowhere"),
+        (
+            [f"--config-path={CONFIG}", "--config-name=gsm8k"],
+            "expected a file gsm8k.yaml in .*, found: gsm8k_multiturn_grpo",
+        ),
+        (["+trainer.nope=1"], "unknown key 'trainer.nope'"),
+        (["data.train_files=nowhere.parquet"], "data.train_files: expected a dataset file at .*nowhere.parquet"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises((UserError, TrackwayError), match=message):
+        main_ppo(*words, "--outputs", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_module_runs_from_anywhere_and_refuses_an_unknown_option(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trackway.main_ppo", "--nope"]
+
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "No such option: --nope" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "mode", "refused"),
+    [(RunState.FINISHED, "auto", True), (RunState.STOPPED, "disable", True), (RunState.STOPPED, "auto", False)],
+)
+def test_a_name_that_is_taken_is_refused_before_anything_starts(
+    rows: Path, tmp_path: Path, state: RunState, mode: str, refused: bool
+) -> None:
+    words = [f"data.train_files={rows}", f"actor_rollout_ref.model.path={EXAMPLES / 'tiny' / 'checkpoint'}"]
+    run = prepare([*words, "trainer.experiment_name=again", f"trainer.resume_mode={mode}"], None, "default", tmp_path)
+    checked = lambda: run.check(load=False).findings.missing_here  # noqa: E731
+    folder = RunFolder(tmp_path / "again")
+    folder.create(run.config, ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w"))
+    for step in (RunState.RUNNING, *([RunState.STOPPING] if state is RunState.STOPPED else []), state):
+        folder.move(step)
+    if not refused:
+        assert checked() == []
+        return
+    [reason] = checked()
+    assert reason.startswith(f"run 'again' is {state} in ") and "; give another trainer.experiment_name" in reason

@@ -1,0 +1,24 @@
+"""What the terminal shows of a run."""
+
+import pytest
+
+from trackway.deploy.terminal.console import RunBar
+from trackway.wire.trainer import RunInfo, RunState
+
+
+def test_what_an_active_run_says_is_printed_once_and_what_an_ended_one_says_is_left_to_the_caller(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bar = RunBar(None, quiet=False)
+    full = RunInfo(run="a", state=RunState.RUNNING, step=1, total_steps=4, message="waits for its disk [/mnt]")
+
+    for info in (full, full, full.model_copy(update={"state": RunState.FAILED, "message": "disk_full"})):
+        bar.show(info)
+
+    assert capsys.readouterr().err.splitlines() == ["run a: waits for its disk [/mnt]", "running step 1/4 "]
+
+
+def test_a_quiet_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    RunBar(None, quiet=True).show(RunInfo(run="a", state=RunState.RUNNING, message="waits"))
+
+    assert capsys.readouterr().err == ""

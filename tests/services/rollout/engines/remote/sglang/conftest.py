@@ -1,0 +1,53 @@
+"""The engine, attached to a fake that runs in this process."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang_fake as fakes
+from engine_runs import started
+from sglang_fake import Fake
+
+from trackway.rollout.engines.remote.server_process import free_port
+from trackway.rollout.engines.remote.sglang import SglangEngine
+from trackway.rollout.settings import RolloutSettings
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[[int], Path]:
+    """A folder of weights by seed."""
+    return lambda seed: fakes.write_weights(tmp_path / f"weights-{seed}", seed)
+
+
+@pytest.fixture
+async def fake(folder: Callable[[int], Path]) -> AsyncIterator[Fake]:
+    """The scheduler behind `engine`; whatever would have ended a real one fails the test."""
+    fake = Fake(folder(0))
+    yield fake
+    assert fake.crimes == []
+
+
+@pytest.fixture
+def starts(fake: Fake, folder: Callable[[int], Path]) -> Callable[..., AbstractAsyncContextManager[SglangEngine]]:
+    """`async with starts(setting=value) as engine`, attached to the fake."""
+
+    @asynccontextmanager
+    async def start(**more: Any) -> AsyncIterator[SglangEngine]:
+        async with fakes.serving(fake, free_port()) as url:
+            chosen = {"engine_url": url, "dtype": "float32", "enable_sleep": True, **more}
+            settings = RolloutSettings(engine="sglang", model_path=folder(0), **chosen)
+            async with started(SglangEngine(settings)) as engine:
+                yield engine
+
+    return start
+
+
+@pytest.fixture
+async def engine(
+    starts: Callable[..., AbstractAsyncContextManager[SglangEngine]],
+) -> AsyncIterator[SglangEngine]:
+    """With sleep, in float32."""
+    async with starts() as engine:
+        yield engine

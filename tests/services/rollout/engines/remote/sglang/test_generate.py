@@ -1,0 +1,221 @@
+"""SGLang's protocol: what goes out, what comes back, and what is refused."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sglang_fake as fakes
+from engine_runs import until
+from sglang_cases import LONG, PROMPT, answer, in_flight, params, sent
+from sglang_fake import Fake
+
+from trackway.rollout.engines.remote.sglang import SglangEngine
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trajectory import WeightSpan
+
+pytestmark = pytest.mark.anyio
+Folder = Callable[[int], Path]
+Starts = Callable[..., AbstractAsyncContextManager[SglangEngine]]
+
+
+async def test_ids_and_logprobs_are_the_models_and_the_span_is_version_0(engine: SglangEngine) -> None:
+    generation = await engine.generate(PROMPT, params(6), "r")
+    assert generation.token_ids == answer(0, 6)
+    assert generation.logprobs == [fakes.logprob(0, token) for token in generation.token_ids]
+    assert generation.finish_reason == "length"
+    assert generation.spans == [WeightSpan(version=0, start=0, end=6)]
+
+
+async def test_a_request_has_the_fields_of_the_protocol(engine: SglangEngine, fake: Fake) -> None:
+    await engine.generate(PROMPT, params(4, temperature=0.5, top_p=0.9, top_k=7, seed=3, stop_token_ids=[9]), "r")
+    (body,) = sent(fake, "/generate")
+    assert len(body.pop("rid")) == 32
+    assert body == {
+        "input_ids": PROMPT,
+        "sampling_params": {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 7,
+            "max_new_tokens": 4,
+            "stop_token_ids": [fakes.EOS, 9],
+            "ignore_eos": False,
+            "skip_special_tokens": False,
+            "sampling_seed": 3,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "return_sampling_mask": True,
+        "extra_key": "0",
+        "stream": True,
+    }
+
+
+async def test_logprobs_are_those_after_temperature(engine: SglangEngine) -> None:
+    warm = await engine.generate(PROMPT, params(3, temperature=0.5), "r")
+    assert warm.logprobs == [fakes.logprob(0, token, 0.5) for token in warm.token_ids]
+
+
+@pytest.mark.parametrize(
+    ("asked", "top_k"), [({"top_p": 0.5}, fakes.VOCAB), ({"top_k": 3}, 3), ({"top_p": 0.5, "top_k": 3}, 3)]
+)
+async def test_logprobs_after_top_k_and_top_p_are_asked_for_with_a_finite_top_k(
+    engine: SglangEngine, fake: Fake, asked: dict[str, Any], top_k: int
+) -> None:
+    made = await engine.generate(PROMPT, params(3, **asked), "r")
+    assert made.logprobs == [fakes.logprob(0, token) / 2 for token in made.token_ids]
+    assert sent(fake, "/generate")[0]["sampling_params"]["top_k"] == top_k
+
+
+@pytest.mark.parametrize("asked", [{}, {"top_k": 0}, {"temperature": 0.0, "top_k": 3, "top_p": 0.5}])
+async def test_the_plain_and_the_greedy_distribution_need_no_candidates(
+    engine: SglangEngine, fake: Fake, asked: dict[str, Any]
+) -> None:
+    made = await engine.generate(PROMPT, params(3, **asked), "r")
+    assert made.logprobs == [fakes.logprob(0, token) for token in made.token_ids]
+    assert not sent(fake, "/generate")[0]["return_sampling_mask"]
+
+
+async def test_pieces_join_to_the_generation_and_the_last_says_why_it_ended(engine: SglangEngine) -> None:
+    pieces = [piece async for piece in engine.stream(PROMPT, params(20), "r")]
+    assert [token for piece in pieces for token in piece.token_ids] == answer(0, 20)
+    assert len(pieces) > 5
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+async def test_a_server_whose_events_repeat_all_tokens_gives_the_same(starts: Starts, fake: Fake) -> None:
+    fake.incremental = False
+    async with starts() as engine:
+        generation = await engine.generate(PROMPT, params(20, top_k=3), "r")
+    assert generation.token_ids == answer(0, 20)
+    assert generation.logprobs == [fakes.logprob(0, token) / 2 for token in generation.token_ids]
+
+
+async def test_a_server_without_spans_names_the_version_of_each_event(starts: Starts, fake: Fake) -> None:
+    fake.spans = False
+    async with starts() as engine:
+        assert (await engine.generate(PROMPT, params(4), "r")).spans == [WeightSpan(version=0, start=0, end=4)]
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_a_stop_token_ends_the_response_and_is_its_last(
+    engine: SglangEngine, fake: Fake, ignore_eos: bool
+) -> None:
+    fake.step_s = 0.02
+    stop = answer(0, 4)[3]
+    made = await engine.generate(PROMPT, params(200, stop_token_ids=[stop], ignore_eos=ignore_eos), "r")
+    assert (made.token_ids, made.finish_reason) == (answer(0, 4), "stop")
+    await until(lambda: not fake.requests, within_s=1)
+    assert len(sent(fake, "/abort_request")) == ignore_eos
+
+
+async def test_the_models_own_stop_ends_the_response_unless_ignored(engine: SglangEngine, fake: Fake) -> None:
+    fake.forced = [9, fakes.EOS]
+    made = await engine.generate(PROMPT, params(10), "r")
+    assert (made.token_ids, made.finish_reason) == ([9, fakes.EOS], "stop")
+    fake.forced = [9, fakes.EOS, 11]
+    assert (await engine.generate(PROMPT, params(3, ignore_eos=True), "r")).token_ids == [9, fakes.EOS, 11]
+
+
+async def test_the_response_is_bounded_by_the_length_of_the_model(starts: Starts, fake: Fake) -> None:
+    async with starts(max_model_len=10) as engine:
+        assert engine.max_len == 10
+        assert len((await engine.generate(PROMPT, params(100), "r")).token_ids) == 7
+
+
+async def test_prompt_tokens_out_of_the_cache_are_counted_as_reused(engine: SglangEngine) -> None:
+    await engine.generate(PROMPT, params(4), "r")
+    await engine.generate(PROMPT + answer(0, 4) + [9], params(4), "r")
+    stats = engine.stats()
+    assert (stats.generated_tokens, stats.reused_tokens, stats.prefilled_tokens) == (8, 7, 3 + 8 - 7)
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "expected 1 to 255 prompt tokens, got 0"),
+        ([3] * 256, "expected 1 to 255 prompt tokens, got 256"),
+        ([3, fakes.VOCAB], r"expected token ids in 0\.\.49, got 3\.\.50"),
+        ([-1], r"got -1\.\.-1"),
+    ],
+)
+async def test_a_prompt_that_cannot_be_continued_is_refused_here(
+    engine: SglangEngine, fake: Fake, prompt: list[int], message: str
+) -> None:
+    with pytest.raises(TrackwayError, match=message) as raised:
+        await engine.generate(prompt, params(1), "r")
+    assert raised.value.code is ErrorCode.INVALID_REQUEST
+    assert sent(fake, "/generate") == []
+
+
+async def test_one_request_more_than_slots_and_queue_is_told_when_to_come_again(starts: Starts, fake: Fake) -> None:
+    async with starts(max_num_seqs=1, max_queue=1) as engine:
+        tasks = [asyncio.create_task(engine.generate(PROMPT, LONG, "r")) for _ in range(2)]
+        await until(lambda: len(fake.requests) == 2)
+        assert engine.stats()[:2] == (1, 1)
+        with pytest.raises(TrackwayError, match="expected fewer than 2 requests in flight") as raised:
+            await engine.generate(PROMPT, LONG, "r")
+        assert raised.value.code is ErrorCode.OVERLOADED
+        assert raised.value.detail["bound"] == 2
+        assert 0 < float(str(raised.value.detail["retry_after_s"])) < 60
+        await engine.abort("r")
+        await asyncio.gather(*tasks)
+        assert (await engine.generate(PROMPT, params(1), "r")).token_ids == answer(0, 1)
+
+
+async def test_logprobs_that_are_no_numbers_fail_the_request(engine: SglangEngine, fake: Fake) -> None:
+    fake.step_s, fake.nan_at = 0.02, 3
+    with pytest.raises(TrackwayError, match="expected finite logprobs") as raised:
+        await engine.generate(PROMPT, LONG, "r")
+    assert raised.value.code is ErrorCode.ENGINE_FAILED
+    await until(lambda: not fake.requests, within_s=1)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [(400, ErrorCode.INVALID_REQUEST), (500, ErrorCode.ENGINE_FAILED), (503, ErrorCode.UNAVAILABLE)],
+)
+async def test_an_error_answer_is_raised_and_the_next_request_is_served(
+    engine: SglangEngine, fake: Fake, status: int, code: ErrorCode
+) -> None:
+    fake.fail["/generate"] = (status, {"error": {"message": "because"}})
+    with pytest.raises(TrackwayError, match=f"{status}: because") as raised:
+        await engine.generate(PROMPT, params(2), "r")
+    assert raised.value.code is code
+    assert (await engine.generate(PROMPT, params(2), "r")).token_ids == answer(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("finish", "code"),
+    [
+        ({"type": "abort", "status_code": 400, "message": "no"}, ErrorCode.INVALID_REQUEST),
+        ({"type": "abort", "status_code": 503, "message": "full"}, ErrorCode.UNAVAILABLE),
+        ({"type": "abort", "status_code": 500, "message": "oh"}, ErrorCode.ENGINE_FAILED),
+        ({"type": "stop", "matched": fakes.NAN}, ErrorCode.ENGINE_FAILED),
+    ],
+)
+async def test_an_error_inside_the_stream_is_raised(
+    engine: SglangEngine, fake: Fake, finish: dict[str, Any], code: ErrorCode
+) -> None:
+    task = await in_flight(engine, fake)
+    (request,) = fake.requests
+    request.finish = finish
+    fake.leave(request)
+    request.changed.set()
+    with pytest.raises(TrackwayError) as raised:
+        await task
+    assert raised.value.code is code
+
+
+async def test_weights_that_somebody_else_loaded_fail_the_request_and_the_replica(
+    engine: SglangEngine, fake: Fake
+) -> None:
+    fake.version = "12"
+    with pytest.raises(TrackwayError, match="got '12'; let nobody else update or restart the server") as raised:
+        await engine.generate(PROMPT, params(2), "r")
+    assert raised.value.code is ErrorCode.UNAVAILABLE
+    assert engine.stuck_for() == math.inf

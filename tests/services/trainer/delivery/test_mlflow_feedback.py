@@ -1,0 +1,170 @@
+"""Feedback on MLflow traces: what is sent, when it is sent again, and what a real server makes of it."""
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from trackway.trainer.delivery import feedback_queue
+from trackway.trainer.delivery.assessment import Assessment
+from trackway.trainer.delivery.feedback_queue import FeedbackQueue
+from trackway.trainer.delivery.jobs import Later
+from trackway.trainer.delivery.mlflow_api import MlflowApi
+from trackway.trainer.delivery.mlflow_feedback import MlflowFeedback
+from trackway.trainer.learner.filtering import Fate, Sorted
+from trackway.trainer.traces.feedback import training_feedback
+
+STEP = [Assessment("t" * 32, "a" * 16, {"reward": 1.0, "fate": "used"})]
+NOT_ARRIVED = (404, "RESOURCE_DOES_NOT_EXIST: no such trace")
+
+
+class Server:
+    """The one route of MLflow that feedback needs; answers each request with the next of these."""
+
+    def __init__(self, *answers: tuple[int, str]) -> None:
+        self.received: list[tuple[str, dict]] = []
+        self._answers = list(answers)
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/api/3.0/mlflow/traces/{trace_id}/assessments")
+        async def create(trace_id: str, request: Request) -> JSONResponse:
+            self.received.append((trace_id, (await request.json())["assessment"]))
+            status, message = self._answers.pop(0) if self._answers else (200, "")
+            return JSONResponse({"message": message}, status)
+
+        return app
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback_queue, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(feedback_queue, "LONGEST_PAUSE_S", 0.1)
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> FeedbackQueue:
+    return FeedbackQueue(tmp_path / "feedback")
+
+
+def send(queue: FeedbackQueue, uri: str, patience_s: float = 30.0) -> list[str]:
+    """Until nothing waits; why something was lost."""
+    api, lost = MlflowApi(uri), list[str]()
+    feedback = MlflowFeedback(api, patience_s)
+    end = time.monotonic() + 60
+    while not queue.is_empty:
+        assert time.monotonic() < end, "something still waits"
+        try:
+            sent = queue.send(lambda assessments: feedback.send(assessments, None))
+        except Later:
+            time.sleep(0.02)
+        else:
+            lost += [sent.reason] * sent.lost if sent else []
+    api.close()
+    return lost
+
+
+def test_each_value_is_an_assessment_of_the_trace(serving, queue: FeedbackQueue):
+    server = Server()
+    queue.push(STEP)
+    with serving(server.app()) as uri:
+        lost = send(queue, uri)
+
+    assert [(trace, one["assessment_name"], one["feedback"]) for trace, one in server.received] == [
+        (f"tr-{'t' * 32}", "reward", {"value": 1.0}),
+        (f"tr-{'t' * 32}", "fate", {"value": "used"}),
+    ]
+    assert {one["source"]["source_id"] for _, one in server.received} == {"trackway.trainer"}
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    "answer", [NOT_ARRIVED, (404, "no such route"), (401, "who?"), (429, ""), (500, ""), (503, "")]
+)
+def test_what_may_succeed_later_is_sent_again_under_the_same_id(serving, queue: FeedbackQueue, answer):
+    server = Server((200, ""), answer, (500, "constraint violation"))
+    queue.push(STEP)
+    with serving(server.app()) as uri:
+        lost = send(queue, uri)
+
+    sent = [(one["assessment_name"], one["assessment_id"]) for _, one in server.received]
+    assert [name for name, _ in sent] == ["reward", "fate", "reward", "fate"]
+    assert sent[:2] == sent[2:] and sent[0] != sent[1]
+    assert lost == []
+
+
+def test_a_value_that_is_refused_is_lost_alone_and_not_sent_again(serving, queue: FeedbackQueue):
+    server = Server((400, "no"))
+    queue.push(STEP)
+    with serving(server.app()) as uri:
+        lost = send(queue, uri)
+
+    assert [one["assessment_name"] for _, one in server.received] == ["reward", "fate"]
+    assert lost == [f'feedback reward for trace {"t" * 32}: MLflow answered HTTP 400: {{"message":"no"}}']
+
+
+def test_a_value_that_is_not_finite_is_said_in_words(serving, queue: FeedbackQueue):
+    server = Server()
+    queue.push([Assessment("t" * 32, "a" * 16, {"advantage": float("nan"), "reward": float("-inf")})])
+    with serving(server.app()) as uri:
+        send(queue, uri)
+
+    assert [one["feedback"]["value"].lower() for _, one in server.received] == ["nan", "-infinity"]
+
+
+@pytest.mark.slow
+def test_a_real_server_keeps_each_value_once_and_finds_traces_by_it(
+    mlflow_server: str, traced_services, queue: FeedbackQueue
+):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(mlflow_server)
+    experiment = client.create_experiment(f"feedback-{uuid.uuid4().hex}")
+    services = traced_services(mlflow_server, experiment)
+    made = [services.trajectory(1, n) for n in range(3)]
+    services.close()
+    step = Sorted(made, [Fate.USED, Fate.USED, Fate.DROPPED_FAILED])
+    for _ in range(2):
+        queue.push(training_feedback(step, [0.7, -0.7]))
+    lost = send(queue, mlflow_server)
+
+    def found(filter_string: str) -> set[str]:
+        traces = client.search_traces(locations=[experiment], filter_string=filter_string)
+        return {trace.info.trace_id.removeprefix("tr-") for trace in traces}
+
+    ids = [one.trace_id for one in made]
+    stored = client.get_trace(f"tr-{ids[0]}").info.assessments or []
+    assert lost == []
+    assert sorted((one.name, one.feedback.value) for one in stored if one.feedback) == [
+        ("advantage", 0.7),
+        ("fate", "used"),
+        ("reward", 1.0),
+    ]
+    assert found("feedback.fate = 'used'") == set(ids[:2])
+    assert found("feedback.fate = 'dropped_failed'") == {ids[2]}
+    assert found("feedback.advantage > 0") == {ids[0]}
+
+
+@pytest.mark.slow
+def test_a_trace_that_never_arrives_costs_its_feedback_and_nothing_else(
+    mlflow_server: str, traced_services, queue: FeedbackQueue
+):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(mlflow_server)
+    services = traced_services(mlflow_server, client.create_experiment(f"feedback-{uuid.uuid4().hex}"))
+    arrived = services.trajectory(1, 0)
+    services.close()
+    values = {"reward": 1.0, "fate": "used"}
+    queue.push([Assessment(os.urandom(16).hex(), "", values), Assessment(arrived.trace_id or "", "", values)])
+
+    lost = send(queue, mlflow_server, patience_s=0.5)
+
+    stored = client.get_trace(f"tr-{arrived.trace_id}").info.assessments or []
+    assert (len(lost), len(stored)) == (2, 2)
+    assert lost[0].startswith("no such trace: MLflow answered HTTP 404")

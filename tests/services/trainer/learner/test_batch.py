@@ -1,0 +1,116 @@
+"""Exact positions of a batch, and what is left out of it."""
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from trackway.trainer.learner.batch import LeftOut, TrainingBatch, select
+from trackway.wire.errors import ErrorBody, ErrorCode
+from trackway.wire.trajectory import Trajectory
+
+Rollout = Callable[..., Trajectory]
+
+
+def two_rows(rollout: Rollout) -> TrainingBatch:
+    short = rollout(prompt_ids=[1, 2], response_ids=[3], response_mask=[1], response_logprobs=[-0.5])
+    return TrainingBatch.of([rollout(), short], [1.5, -1.5])
+
+
+def test_rows_are_prompt_and_response_padded_on_the_right(rollout: Rollout):
+    batch = two_rows(rollout)
+
+    assert batch.input_ids.tolist() == [[10, 11, 12, 20, 21, 30, 31, 22, 23], [1, 2, 3, 0, 0, 0, 0, 0, 0]]
+    assert batch.attention_mask.int().tolist() == [[1] * 9, [1, 1, 1, 0, 0, 0, 0, 0, 0]]
+    assert batch.lengths.tolist() == [9, 3]
+    assert batch.advantages.tolist() == [1.5, -1.5]
+
+
+def test_response_mask_lies_one_before_each_model_token_of_both_turns(rollout: Rollout):
+    batch = two_rows(rollout)
+
+    assert batch.response_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 1, 1], [0, 1, 0, 0, 0, 0, 0, 0]]
+    predicted = batch.input_ids[:, 1:][batch.response_mask]
+    assert predicted.tolist() == [20, 21, 22, 23, 3]
+
+
+def test_old_logprobs_are_the_samplers_where_the_mask_is_set_and_zero_elsewhere(rollout: Rollout):
+    dirty = rollout(response_logprobs=[-4.0, -4.1, -9.0, -9.0, -4.2, -4.3])
+
+    batch = TrainingBatch.of([dirty], [0.0], torch.float64)
+
+    assert batch.old_logprobs.tolist() == [[0, 0, -4.0, -4.1, 0, 0, -4.2, -4.3]]
+
+
+def test_chosen_rows_are_cut_to_the_longest_of_them(rollout: Rollout):
+    batch = two_rows(rollout).rows(torch.tensor([1]))
+
+    assert batch.input_ids.tolist() == [[1, 2, 3]]
+    assert batch.attention_mask.tolist() == [[True, True, True]]
+    assert batch.response_mask.tolist() == [[False, True]]
+    assert batch.old_logprobs.tolist() == [[0.0, -0.5]]
+    assert batch.advantages.tolist() == [-1.5]
+
+
+def test_what_cannot_be_trained_on_is_left_out_and_counted_by_reason(rollout: Rollout):
+    error = ErrorBody(code=ErrorCode.UNAVAILABLE, message="gone", retryable=True)
+    good, failed, unscored = rollout(), rollout(error=error), rollout(reward=None)
+    silent = rollout(response_mask=[0] * 6)
+    empty = rollout(response_ids=[], response_mask=[], response_logprobs=[])
+
+    kept, left_out = select([failed, good, unscored, silent, empty])
+
+    assert kept == [good]
+    assert left_out == {LeftOut.ERROR: 1, LeftOut.NO_MODEL_TOKEN: 2, LeftOut.UNSCORED: 1}
+
+
+def test_an_empty_prompt_is_refused_because_nothing_predicts_the_first_token(rollout: Rollout):
+    with pytest.raises(ValueError, match="expected a prompt of at least one token, got none in r/1/0/0"):
+        TrainingBatch.of([rollout(prompt_ids=[])], [0.0])
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="expected at least one trajectory"):
+        TrainingBatch.of([], [])
+
+
+def test_micro_batches_are_rows_of_like_length_and_keep_the_order_of_equal_ones(rollout: Rollout):
+    def row(*prompt_ids: int) -> Trajectory:
+        return rollout(prompt_ids=list(prompt_ids), response_ids=[9], response_mask=[1], response_logprobs=[-0.5])
+
+    batch = TrainingBatch.of([row(1, 1, 1), row(2), row(3, 3), row(4)], [0.0, 1.0, 2.0, 3.0])
+
+    parts = list(batch.micro_batches(2))
+
+    assert [index.tolist() for index, _ in parts] == [[1, 3], [2, 0]]
+    assert [part.input_ids.tolist() for _, part in parts] == [[[2, 9], [4, 9]], [[3, 3, 9, 0], [1, 1, 1, 9]]]
+    assert [part.ref_logprobs.shape for _, part in parts] == [(2, 1), (2, 3)]
+    assert [index.tolist() for index, _ in batch.micro_batches(None)] == [[1, 3, 2, 0]]
+    assert [len(part) for _, part in batch.micro_batches(3)] == [3, 1]
+
+
+def test_rows_of_one_length_keep_their_order_however_many_they_are(rollout: Rollout):
+    batch = TrainingBatch.of([rollout() for _ in range(200)], [0.0] * 200)
+
+    assert [index.tolist() for index, _ in batch.micro_batches(None)] == [list(range(200))]
+
+
+def test_a_batch_cannot_be_changed(rollout: Rollout):
+    batch = two_rows(rollout)
+
+    with pytest.raises(FrozenInstanceError):
+        batch.lengths = batch.lengths + 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_an_advantage_is_needed_for_each_trajectory(rollout: Rollout):
+    with pytest.raises(ValueError, match="expected one advantage per trajectory, 1, got 2"):
+        TrainingBatch.of([rollout()], [0.0, 1.0])
+
+
+def test_each_reason_has_its_words():
+    assert [reason.words for reason in LeftOut] == [
+        "that failed",
+        "without a token of the model's own",
+        "without a reward",
+    ]

@@ -1,0 +1,48 @@
+"""The forwards of one update in their order: old logprobs, reference, loss, each in micro-batches of its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trackway.trainer.learner.learner import Learner, LearnerConfig
+from trackway.wire.trajectory import Trajectory
+
+Rollout = Callable[..., Trajectory]
+PROBED = 2
+"""Sequences that the weights' proof scores before the update: the fixed one, and the one that all twelve share."""
+
+
+def twelve(rollout: Rollout) -> list[Trajectory]:
+    return [rollout(row // 4, row % 4, float(row % 2)) for row in range(12)]
+
+
+def forwards(tiny_model: Path, sizes: dict[str, int], batch: list[Trajectory]) -> list[int]:
+    """Trajectories of each forward of an update with a reference and recomputed old logprobs."""
+    config = LearnerConfig(str(tiny_model), use_kl_loss=True, recompute_old_logprobs=True, **sizes)  # pyright: ignore[reportArgumentType]
+    learner, seen = Learner(config), []
+    assert learner.reference is not None
+    for policy in (learner.policy, learner.reference):
+        policy.model.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+    learner.update(batch)
+    return seen
+
+
+def test_each_pass_has_a_micro_batch_size_of_its_own(tiny_model: Path, rollout: Rollout):
+    sizes = {"micro_batch_size": 5, "log_prob_micro_batch_size": 4, "ref_micro_batch_size": 7}
+
+    assert forwards(tiny_model, sizes, twelve(rollout)) == [4, 4, 4, 7, 5, PROBED, 5, 5, 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "log_prob", "reference"),
+    [({"log_prob_micro_batch_size": 6}, [6, 6], [6, 6]), ({}, [5, 5, 2], [5, 5, 2])],
+)
+def test_a_pass_without_a_size_takes_that_of_the_pass_before_it(
+    tiny_model: Path, rollout: Rollout, given: dict[str, int], log_prob: list[int], reference: list[int]
+):
+    sizes = {"micro_batch_size": 5, **given}
+
+    assert forwards(tiny_model, sizes, twelve(rollout)) == [*log_prob, *reference, PROBED, 5, 5, 2]

@@ -1,0 +1,139 @@
+"""The policy against transformers' own forward, and the folder it exports."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from trackway.trainer.learner.learner import Learner, LearnerConfig
+from trackway.wire.trajectory import Trajectory
+
+Rollout = Callable[..., Trajectory]
+
+
+def reference_logprobs(folder: Path, ids: list[int], temperature: float = 1.0) -> list[float]:
+    """transformers' logprobs of tokens 1..n-1 of one unpadded sequence."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("micro_batch_size", [1, None])
+def test_logprobs_equal_transformers_own_at_each_model_token(
+    tiny_model: Path, rollout: Rollout, temperature: float, micro_batch_size: int | None
+):
+    long = rollout()
+    short = rollout(prompt_ids=[5], response_ids=[6, 7], response_mask=[0, 1], response_logprobs=[0, -1])
+    learner = Learner(LearnerConfig(str(tiny_model), temperature=temperature, micro_batch_size=micro_batch_size))
+
+    logprobs = learner.log_probs([long, short])
+
+    of_long = reference_logprobs(tiny_model, long.prompt_ids + long.response_ids, temperature)
+    of_short = reference_logprobs(tiny_model, [5, 6, 7], temperature)
+    expected = [*of_long[2:4], 0.0, 0.0, *of_long[6:8]]
+    assert logprobs[0] == pytest.approx(expected, abs=1e-5)
+    assert logprobs[1] == pytest.approx([0.0, of_short[1]], abs=1e-5)
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize("key", ["attention_dropout", "resid_pdrop"])
+def test_a_model_with_dropout_in_its_configuration_trains_without_it(
+    tiny_model: Path, rollout: Rollout, tmp_path: Path, key: str, gradient_checkpointing: bool
+):
+    folder = tmp_path / "model"
+    if key == "attention_dropout":
+        shutil.copytree(tiny_model, folder)
+        configuration = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**configuration, key: 0.5}))
+    else:
+        gpt2 = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.5)
+        GPT2LMHeadModel(gpt2).save_pretrained(folder)
+    assert getattr(AutoConfig.from_pretrained(folder), key) > 0
+    trajectory = rollout()
+
+    learner = Learner(LearnerConfig(str(folder), gradient_checkpointing=gradient_checkpointing))
+    [logprobs] = learner.log_probs([trajectory])
+
+    reference = reference_logprobs(folder, trajectory.prompt_ids + trajectory.response_ids)
+    assert logprobs == pytest.approx([*reference[2:4], 0.0, 0.0, *reference[6:8]], abs=1e-5)
+
+
+def test_logprobs_of_a_trajectory_without_model_tokens_are_zeros(tiny_model: Path, rollout: Rollout):
+    learner = Learner(LearnerConfig(str(tiny_model)))
+
+    assert learner.log_probs([rollout(response_mask=[0] * 6)]) == [[0.0] * 6]
+
+
+def test_export_of_a_tied_model_holds_an_explicit_head_and_loads_in_transformers(
+    tiny_model: Path, rollout: Rollout, tmp_path: Path
+):
+    learner = Learner(LearnerConfig(str(tiny_model), lr=1e-2))
+    learner.update([rollout(rollout_n=0, score=1.0), rollout(rollout_n=1, response_ids=[1, 2, 3, 4, 5, 6])])
+
+    learner.export(tmp_path)
+
+    weights = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    trained = rollout()
+    ids = trained.prompt_ids + trained.response_ids
+    assert reference_logprobs(tmp_path, ids)[2] == pytest.approx(learner.log_probs([trained])[0][0], abs=1e-6)
+    assert reference_logprobs(tiny_model, ids)[2] != pytest.approx(learner.log_probs([trained])[0][0], abs=1e-3)
+
+
+def test_export_copies_the_tokenizers_files_unchanged_and_is_readable_by_others(tiny_model: Path, tmp_path: Path):
+    Learner(LearnerConfig(str(tiny_model))).export(tmp_path)
+
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_bytes() == (tiny_model / name).read_bytes()
+    modes = {(tmp_path / name).stat().st_mode for name in ("model.safetensors", "config.json")}
+    assert len(modes) == 1
+
+
+def test_export_of_a_bfloat16_learner_is_bfloat16_while_its_masters_are_float32(tiny_model: Path, tmp_path: Path):
+    learner = Learner(LearnerConfig(str(tiny_model), dtype="bfloat16"))
+
+    learner.export(tmp_path)
+
+    assert {t.dtype for t in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert {p.dtype for p in learner.policy.model.parameters()} == {torch.float32}
+
+
+def test_canary_is_what_transformers_says_of_the_exported_weights(tiny_model: Path, tmp_path: Path):
+    learner = Learner(LearnerConfig(str(tiny_model), temperature=0.5))
+    learner.export(tmp_path)
+
+    canary = learner.canary()
+
+    assert len(canary.token_ids) == 16
+    assert canary.logprobs == pytest.approx(reference_logprobs(tmp_path, canary.token_ids), abs=1e-5)
+
+
+def test_weights_of_another_model_are_refused(tiny_model: Path, tmp_path: Path):
+    learner = Learner(LearnerConfig(str(tiny_model)))
+    learner.save(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="got other names or shapes in"):
+        learner.load(tmp_path)
+
+
+def test_bfloat16_logprobs_are_float32_and_near_the_exact_ones(tiny_model: Path, rollout: Rollout):
+    exact = Learner(LearnerConfig(str(tiny_model))).log_probs([rollout()])[0]
+    learner = Learner(LearnerConfig(str(tiny_model), dtype="bfloat16"))
+
+    rounded = learner.log_probs([rollout()])[0]
+
+    assert rounded == pytest.approx(exact, abs=0.5)
+    assert rounded != pytest.approx(exact, abs=1e-5)
+    assert learner.update([rollout(score=1.0)])["actor/grad_norm"] > 0.0

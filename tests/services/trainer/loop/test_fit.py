@@ -1,0 +1,216 @@
+"""The fit loop over a scripted agent: when it validates and saves, and what a checkpoint holds."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from trackway.clients import AgentClient
+from trackway.clients.weights import WeightStore
+from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.data.dataset import Prompts
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.loop.fit import fit
+from trackway.trainer.loop.from_config import learner_config, plan, training_ask, validation_ask
+from trackway.trainer.loop.resume import begin
+from trackway.trainer.loop.rollout_client import Patience, Rollouts
+from trackway.trainer.loop.schedule import Progress
+from trackway.trainer.loop.training import Training
+from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.trainer.run_state.checkpoint import find_latest
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.traces.budget import Ledger, TraceBudget
+from trackway.trainer.traces.run import RunTraces
+from trackway.trainer.traces.span_counts import SpanAccounts
+from trackway.trainer.traces.step import StepTrace
+from trackway.trainer.tracking import FileSink
+from trackway.wire.health import SpanCounts
+from trackway.wire.tracing import TraceTarget
+from trackway.wire.trainer import RunState
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
+
+TINY = Path(__file__).parents[4] / "examples" / "tiny" / "checkpoint"
+ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
+NewRun = Callable[..., Training]
+
+
+@pytest.fixture
+def new_run(tmp_path: Path, sample, agent_url: str, tiny_model: Path) -> Iterator[NewRun]:
+    """Makes a run of 2 prompts and 2 rollouts per step; called with its name and overrides."""
+    made: list[Training] = []
+
+    def make(name: str, *overrides: str, model: Path = tiny_model) -> Training:
+        for one in made:
+            one.publisher.close()
+        ours = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.shuffle=false"]
+        config = compose([*ours, "actor_rollout_ref.rollout.n=2", f"actor_rollout_ref.model.path={model}", *overrides])
+        urls = ServiceUrls(agent_url=agent_url, tools_url="http://127.0.0.1:9", weights_url=str(tmp_path / "weights"))
+        folder = RunFolder(tmp_path / "outputs" / name)
+        if not folder.exists:
+            folder.create(config, urls)
+        made.append(training(config, folder, [sample(index) for index in range(4)], agent_url))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.publisher.close()
+
+
+def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -> Training:
+    prompts = Prompts(rows, 2, 0, shuffle=False)
+    schedule, target = plan(config, prompts.steps_per_epoch), TraceTarget()
+    learner = Learner(learner_config(config, schedule.total_steps))
+    beginning = begin(folder, config, learner)
+    store = WeightStore(folder.services().weights_url)
+
+    def rollouts(ask) -> Rollouts:
+        return Rollouts(AgentClient(agent_url), ask, Patience())
+
+    return Training(
+        plan=replace(schedule, traced_validation=0),
+        folder=folder,
+        prompts=prompts,
+        rollouts=rollouts(training_ask(config, folder.name, target)),
+        validation_rows=rows[:2],
+        validation_rollouts=rollouts(validation_ask(config, folder.name, target)),
+        learner=learner,
+        publisher=Publisher(store, learner, folder.name, folder.info().uid, folder.path / "export", 2),
+        sinks=[FileSink(folder)],
+        traces=RunTraces(
+            target=target,
+            own=StepTrace("experiment", target),
+            budget=TraceBudget(Ledger(folder.path.parent / "trace_bytes.json"), 1_000_000),
+            accounts=SpanAccounts({}, SpanCounts),
+            tracing=None,
+            feedback=[],
+        ),
+        progress=beginning.progress,
+        saved_step=beginning.saved_step,
+    )
+
+
+def validated(run: Training) -> list[int]:
+    return [row.step for row in run.folder.rows() if ACCURACY in row.data]
+
+
+def checkpoints(run: Training) -> list[str]:
+    return sorted(path.name for path in run.folder.checkpoints.glob("global_step_*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        (["trainer.test_freq=2"], [0, 2, 4, 5]),
+        (["trainer.test_freq=-1"], [0, 5]),
+        (["trainer.test_freq=2", "trainer.val_before_train=false"], [2, 4, 5]),
+    ],
+)
+async def test_it_validates_before_every_so_many_steps_and_at_the_end(
+    new_run: NewRun, overrides: list[str], steps: list[int]
+):
+    run = new_run("run", "trainer.total_training_steps=5", *overrides)
+
+    assert await fit(run) is RunState.FINISHED
+    assert validated(run) == steps
+
+
+async def test_a_run_that_only_validates_does_it_once_trains_nothing_and_saves_nothing(new_run: NewRun, agent):
+    run = new_run("run", "trainer.val_only=true", "trainer.val_before_train=false")
+
+    assert await fit(run) is RunState.FINISHED
+    assert [(request.step, request.validation) for request in agent.requests] == [(0, True)] * 2
+    assert (validated(run), checkpoints(run)) == ([0], [])
+
+
+async def test_a_run_begins_at_another_runs_checkpoint_validates_there_and_goes_on(new_run: NewRun, agent):
+    first = new_run("first", "trainer.total_training_steps=3", "trainer.save_freq=1")
+    await fit(first)
+    agent.requests.clear()
+
+    path = first.folder.checkpoints / "global_step_1"
+    second = new_run(
+        "second",
+        *("trainer.total_training_steps=3", "trainer.resume_mode=resume_path"),
+        f"trainer.resume_from_path={path}",
+    )
+    await fit(second)
+
+    def learned(run: Training) -> list[float]:
+        return [row.data["actor/grad_norm"] for row in run.folder.rows() if row.step > 1]
+
+    asked = {request.step: set() for request in agent.requests if not request.validation}
+    assert (sorted(asked), validated(second), checkpoints(second)) == ([2, 3], [1, 3], ["global_step_3"])
+    assert learned(second) == learned(first)
+    assert second.learner.canary() == first.learner.canary()
+
+
+async def test_a_run_that_only_validates_a_named_checkpoint_holds_its_weights(new_run: NewRun):
+    first = new_run("first", "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=1e-2")
+    before = first.learner.canary()
+    await fit(first)
+
+    path = first.folder.checkpoints / "global_step_1"
+    only = new_run(
+        "only", "trainer.val_only=true", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}"
+    )
+    await fit(only)
+
+    assert validated(only) == [1]
+    assert only.learner.canary() == first.learner.canary() != before
+
+
+async def test_a_stop_before_the_first_step_does_not_validate_twice(new_run: NewRun):
+    first = new_run("run", "trainer.total_training_steps=2")
+    first.stop.set()
+    assert await fit(first) is RunState.STOPPED
+
+    again = new_run("run", "trainer.total_training_steps=2")
+    await fit(again)
+
+    assert again.progress == Progress(step=2, position=again.progress.position, metrics={})
+    assert validated(again) == [0, 2]
+
+
+async def test_saves_follow_save_freq_and_the_last_step_and_only_the_newest_are_kept(new_run: NewRun):
+    run = new_run("run", "trainer.total_training_steps=5", "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=2")
+
+    await fit(run)
+
+    assert checkpoints(run) == ["global_step_4", "global_step_5"]
+
+
+async def test_each_checkpoint_has_the_metrics_of_its_step(new_run: NewRun):
+    run = new_run("run", "trainer.total_training_steps=2", "trainer.save_freq=1")
+
+    await fit(run)
+
+    rows = {f"global_step_{row.step}": row.data for row in run.folder.rows()}
+    for name in ("global_step_1", "global_step_2"):
+        saved = Progress.model_validate_json((run.folder.checkpoints / name / "state.json").read_bytes())
+        of_step = {key: saved.metrics.get(key) for key in ("training/global_step", "actor/pg_loss", "actor/grad_norm")}
+        assert of_step == {key: rows[name][key] for key in of_step}
+
+
+async def test_transformers_loads_a_checkpoints_weights_and_tokenizer(new_run: NewRun):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = new_run("run", "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=1e-2", model=TINY)
+    await fit(run)
+
+    folder = find_latest(run.folder.checkpoints)
+    assert folder is not None
+    model = AutoModelForCausalLM.from_pretrained(folder / "actor" / "huggingface", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "actor" / "huggingface")
+    ids = run.learner.canary().token_ids
+    with torch.no_grad():
+        logp = model(torch.tensor([ids])).logits.log_softmax(-1)[0]
+    ours = run.learner.canary().logprobs
+    theirs = [float(logp[place, token]) for place, token in enumerate(ids[1:])]
+    assert ours[-len(theirs) :] == pytest.approx(theirs, abs=1e-4)
+    assert tokenizer.decode(tokenizer.encode("2+2")) == AutoTokenizer.from_pretrained(TINY).decode(
+        AutoTokenizer.from_pretrained(TINY).encode("2+2")
+    )

@@ -1,0 +1,102 @@
+from collections.abc import Callable
+
+import httpx
+import pytest
+from time_limits import ENDS_SOON
+
+from trackway.clients import AgentClient
+from trackway.trainer.loop.rollout_client import Ask, Patience, Rollouts
+from trackway.wire.agent import Limits, Sample
+from trackway.wire.errors import ErrorCode
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.tracing import TraceTarget
+from trackway.wire.trajectory import StopReason
+
+pytestmark = pytest.mark.anyio
+
+ASK = Ask(
+    "run", "experiment", 4, SamplingParams(), Limits(), "tool_agent", trace_target=TraceTarget(mlflow_experiment_id="7")
+)
+
+
+def rollouts(url: str, http: httpx.AsyncClient, **patience: float) -> Rollouts:
+    given = Patience(**{"backoff_s": 0.01, **patience})  # pyright: ignore[reportArgumentType]
+    return Rollouts(AgentClient(url, http), ASK, given)
+
+
+@pytest.fixture
+async def http():
+    async with httpx.AsyncClient() as client:
+        yield client
+
+
+async def test_every_rollout_comes_back_in_the_order_of_the_batch(agent, agent_url, http, sample):
+    got = await rollouts(agent_url, http).collect([sample(5), sample(2)], 3, 9, traced=frozenset({1}))
+
+    assert [(one.tags.sample_index, one.tags.rollout_n) for one in got] == [(5, n) for n in range(4)] + [
+        (2, n) for n in range(4)
+    ]
+    by_index = {request.sample.index: request for request in agent.requests}
+    assert (by_index[5].trace, by_index[2].trace, by_index[2].trace_target.mlflow_experiment_id) == (False, True, "7")
+    assert (by_index[5].step, by_index[5].min_weight_version) == (3, 9)
+    assert by_index[5].sample.agent_name == "tool_agent"
+
+
+async def test_a_stream_that_breaks_is_asked_again_for_exactly_what_is_missing(agent, agent_url, http, sample):
+    agent.breaks = [3]
+
+    got = await rollouts(agent_url, http).collect([sample(1)], 1, 0)
+
+    assert [request.rollouts for request in agent.requests] == [None, [3]]
+    assert [one.tags.rollout_n for one in got] == [0, 1, 2, 3]
+    assert all(one.error is None for one in got)
+
+
+async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, agent_url, http, sample):
+    agent.breaks = [2, 0, 0]
+
+    got = await rollouts(agent_url, http, attempts=2).collect([sample(1)], 1, 0)
+
+    failed = got[2:]
+    assert [one.error for one in got[:2]] == [None, None]
+    assert [one.id for one in failed] == ["run/1/1/2", "run/1/1/3"]
+    assert {one.stop_reason for one in failed} == {StopReason.ERROR}
+    assert {one.error.code for one in failed if one.error} == {ErrorCode.UNAVAILABLE}
+
+
+async def test_a_stream_that_broke_after_a_further_trajectory_is_no_failed_attempt(agent, agent_url, http, sample):
+    agent.breaks = [1, 1, 1]
+
+    got = await rollouts(agent_url, http, attempts=1).collect([sample(1)], 1, 0)
+
+    assert [one.error for one in got] == [None] * 4
+    assert [request.rollouts for request in agent.requests] == [None, [1, 2, 3], [2, 3], [3]]
+
+
+@ENDS_SOON
+async def test_a_deadline_ends_the_waiting_and_keeps_what_came(agent, agent_url, http, sample):
+    agent.holding_at = 1
+
+    got = await rollouts(agent_url, http, timeout_s=0.2).collect([sample(1)], 1, 0)
+
+    assert {one.error.code for one in got if one.error} == {ErrorCode.DEADLINE_EXCEEDED}
+    assert len(agent.requests) == 1
+
+
+async def test_a_service_that_is_not_there_fails_each_rollout_with_its_address(http, sample: Callable[[int], Sample]):
+    got = await rollouts("http://127.0.0.1:9", http, attempts=2).collect([sample(1)], 1, 0)
+
+    errors = [one.error for one in got]
+    assert len(errors) == 4
+    assert all(error is not None and "http://127.0.0.1:9/groups" in error.message for error in errors)
+
+
+async def test_no_more_groups_are_in_flight_than_allowed(agent, agent_url, http, sample):
+    agent.holding_at = 1
+    batch = [sample(index) for index in range(5)]
+
+    got = await rollouts(agent_url, http, max_inflight=2, timeout_s=0.3).collect(batch, 1, 0)
+
+    assert len(got) == 20
+    assert {request.sample.index for request in agent.requests[:2]} == {0, 1}
+    assert len(agent.requests) <= 5

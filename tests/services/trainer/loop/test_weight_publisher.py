@@ -1,0 +1,78 @@
+"""Who publishes when a run goes on while the last process's lock has not been let go yet."""
+
+import threading
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from trackway.clients.weights import WeightStore
+from trackway.system import StorageError
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.loop import weight_publisher
+from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+
+def open_publisher(store: Path, run: str) -> Publisher:
+    return Publisher(WeightStore(str(store)), cast(Learner, None), run, "0123456789abcdef", store / "export", 2)
+
+
+def test_a_run_waits_for_its_own_last_process_to_let_go(tmp_path: Path) -> None:
+    last = open_publisher(tmp_path, "mine")
+    waiting = threading.Thread(target=lambda: open_publisher(tmp_path, "mine").close())
+    waiting.start()
+    waiting.join(0.1)
+    waited = waiting.is_alive()
+
+    last.close()
+    waiting.join(30)
+
+    assert (waited, waiting.is_alive()) == (True, False)
+
+
+def test_a_run_waits_neither_for_another_run_nor_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_publisher, "CLAIM_WAIT_S", 0.0)
+    holder = open_publisher(tmp_path, "mine")
+    refused = []
+    for run in ("other", "mine"):
+        with pytest.raises(TrackwayError) as caught:
+            open_publisher(tmp_path, run)
+        refused.append(caught.value.code)
+    holder.close()
+
+    assert refused == [ErrorCode.CONFLICT] * 2
+
+
+class Exporter:
+    """A learner whose weights have a size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def export(self, folder: Path) -> None:
+        (folder / "weights").write_bytes(bytes(self.size))
+
+    def canary(self) -> None:
+        return None
+
+    def proof(self, folder: Path, previous_version: int | None) -> None:
+        return None
+
+
+@pytest.mark.parametrize("size", [2_000_000, 600_000], ids=["no room for the export", "none for its copy"])
+def test_weights_without_room_name_the_disk_and_leave_nothing_of_their_version(small_disk: Path, size: int) -> None:
+    learner = Exporter(1000)
+    store = WeightStore(str(small_disk / "store"))
+    publisher = Publisher(store, cast(Learner, learner), "run", "0123456789abcdef", small_disk / "export", 2)
+    publisher.publish()
+    learner.size = size
+
+    with pytest.raises(StorageError, match=r"weights version 2 to .*'No space left on device'"):
+        publisher.publish()
+    left = sorted(path.name for path in small_disk.rglob("*"))
+    learner.size = 1000
+
+    assert left == ["1", "latest.json", "manifest.json", "publisher.lock", "store", "weights"]
+    assert publisher.publish() == 2
+    publisher.close()

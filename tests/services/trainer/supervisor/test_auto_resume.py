@@ -1,0 +1,222 @@
+"""Runs whose service or machine goes away, and two services on one folder; real services and learners."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from real_runs import Pod, beat_of, held_at, on_disk, pid_of, run_request, until
+
+from trackway.clients import TrainerClient
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
+from trackway.trainer.run_state.ownership import this_machine
+from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.supervisor.auto_resume import resume_interrupted
+from trackway.trainer.supervisor.manager import Runs
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import RunInfo, RunRequest, RunState
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
+
+
+@pytest.fixture
+def services(agent_url: str, tmp_path: Path) -> ServiceUrls:
+    """All of them are the scripted agent."""
+    return ServiceUrls(agent_url=agent_url, tools_url=agent_url, weights_url=str(tmp_path / "weights"))
+
+
+@pytest.fixture
+async def runs(services: ServiceUrls, agent, tmp_path: Path) -> AsyncIterator[Runs]:
+    runs = Runs(tmp_path / "outputs", services, stop_deadline_s=60)
+    yield runs
+    agent.released.set()
+    await runs.close()
+
+
+@pytest.fixture
+async def pod(services: ServiceUrls, agent, tmp_path: Path) -> AsyncIterator[Pod]:
+    pod = Pod(tmp_path / "outputs", services)
+    yield pod
+    agent.released.set()
+    await pod.runs.close()
+
+
+@pytest.fixture
+def request_of(tiny_model: Path, sample, tmp_path: Path) -> Callable[..., RunRequest]:
+    return lambda name, *overrides: run_request(tiny_model, tmp_path, sample, name, *overrides)
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def service(port: int, services: ServiceUrls, outputs: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A trainer service in a process of its own, which resumes interrupted runs."""
+    settings = {
+        "TRACKWAY_OUTPUTS_DIR": str(outputs),
+        "TRACKWAY_WEIGHTS_URL": services.weights_url,
+        "TRACKWAY_RESUME_INTERRUPTED": "true",
+        **{f"TRACKWAY_{name}_URL": services.agent_url for name in ("AGENT", "TOOLS", "ROLLOUT", "REWARD")},
+    }
+    with log.open("ab") as out:
+        command = [sys.executable, "-m", "uvicorn", "--factory", "trackway.trainer.app:create_app", "--port", str(port)]
+        process = subprocess.Popen(command, env={**os.environ, **settings}, stdout=out, stderr=out)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("state", "goes_on"),
+    [
+        ({"state": "stopped", "interrupted": True}, True),
+        ({"state": "failed", "interrupted": True, "restarts": 1}, True),
+        ({"state": "running", "restarts": 1}, True),  # its process is gone
+        ({"state": "stopping", "interrupted": True}, True),
+        ({"state": "stopping"}, False),  # somebody had asked for it
+        ({"state": "stopped"}, False),
+        ({"state": "failed"}, False),
+        ({"state": "finished"}, False),
+        ({"state": "stopped", "interrupted": True, "restarts": 2}, False),
+    ],
+)
+async def test_only_a_run_that_neither_somebody_nor_an_error_ended_goes_on(runs: Runs, tmp_path: Path, state, goes_on):
+    folder = on_disk(tmp_path / "outputs", "old", **state)
+
+    assert runs.interrupted() == ([folder.name] if goes_on else [])
+    assert (folder.info().interrupted, folder.info().state in ("stopped", "failed", "finished")) == (goes_on, True)
+
+
+async def test_a_run_that_went_on_too_often_says_so_and_is_left_alone(runs: Runs, tmp_path: Path):
+    folder = on_disk(tmp_path / "outputs", "old", state="stopped", interrupted=True, restarts=2, message="interrupted")
+
+    assert await resume_interrupted(runs) is None
+    assert (folder.info().state, folder.info().interrupted) == (RunState.FAILED, False)
+    assert folder.info().message == "interrupted; it went on by itself 2 times and does so no more: resume it"
+
+
+async def test_an_interrupted_run_that_somebody_stops_does_not_go_on(runs: Runs, tmp_path: Path):
+    on_disk(tmp_path / "outputs", "old", state="stopped", interrupted=True)
+
+    stopped = await runs.stop("old")
+
+    assert (stopped.state, stopped.interrupted, runs.interrupted()) == (RunState.STOPPED, False, [])
+
+
+async def test_an_interrupted_run_waits_until_its_services_are_ready(tmp_path: Path):
+    nobody = "http://127.0.0.1:9"
+    folder = on_disk(tmp_path / "outputs", "old", state="stopped", interrupted=True)
+    runs = Runs(tmp_path / "outputs", ServiceUrls(agent_url=nobody, tools_url=nobody, weights_url="w"))
+
+    with pytest.raises(TrackwayError, match="/ready: ") as caught:
+        await resume_interrupted(runs)
+
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    assert (folder.info().state, folder.info().interrupted) == (RunState.STOPPED, True)
+
+
+async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_goes_on_with_it(
+    runs: Runs, pod: Pod, agent, request_of, tmp_path: Path
+):
+    agent.holding_at = 3
+    await runs.start(request_of("moved", "trainer.save_freq=-1"))
+    await until(lambda: runs.info("moved").step == 2)
+    await runs.close()
+    closed = runs.info("moved")
+
+    third = Runs(tmp_path / "outputs", runs.services)
+    found = await asyncio.gather(*(resume_interrupted(one) for one in (pod.runs, third)), return_exceptions=True)
+    [resumed] = [one for one in found if isinstance(one, RunInfo)]
+    [refused] = [one for one in found if isinstance(one, TrackwayError)]
+    agent.released.set()
+    await until(lambda: RunFolder(Path(closed.folder)).ended())
+    await third.close()
+
+    assert (closed.state, closed.interrupted) == (RunState.STOPPED, True)
+    assert closed.message == "interrupted after step 2; it can be resumed"
+    assert (resumed.state, resumed.restarts, resumed.interrupted) == (RunState.STARTING, 1, False)
+    assert refused.code is ErrorCode.CONFLICT
+    info = pod.runs.info("moved")
+    assert (info.state, info.restarts, info.interrupted) == (RunState.FINISHED, 1, False)
+    assert [row.step for row in RunFolder(Path(closed.folder)).rows()] == [0, 1, 2, 3, 4]
+
+
+async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(runs: Runs, pod: Pod, agent, request_of):
+    agent.holding_at = 0
+    await runs.start(request_of("live"))
+    await until(lambda: held_at(agent, 0))
+    folder = RunFolder(Path(runs.info("live").folder))
+    standing = (
+        f"running in another trainer service, on {this_machine().host} (stop it there; should that be gone, it shows "
+        "after 30 s without a sign of life: ask again then)"
+    )
+
+    for calls in (pod.runs.resume("live"), pod.runs.start(request_of("second"))):
+        with pytest.raises(TrackwayError) as refused:
+            await calls
+        assert refused.value.message.startswith(f"run 'live' is {standing} and one run is active at a time")
+    with pytest.raises(TrackwayError) as not_here:
+        await pod.runs.stop("live")
+    beat = beat_of(folder)
+    await until(lambda: beat_of(folder) > beat)
+    pod.now += 10 * DEAD_AFTER_S
+    waits = await resume_interrupted(pod.runs)
+
+    assert (refused.value.code, not_here.value.code) == (ErrorCode.CONFLICT, ErrorCode.CONFLICT)
+    assert not_here.value.message == f"expected an active run to stop, got run 'live', which is {standing}"
+    assert (waits, pod.runs.info("live").state) == (None, RunState.RUNNING)
+
+
+async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goes_on_by_itself(
+    services: ServiceUrls, pod: Pod, agent, request_of, tmp_path: Path, unused_port: int
+):
+    agent.holding_at = 2
+    folder, log = RunFolder(tmp_path / "outputs" / "killed"), tmp_path / "service.log"
+
+    with service(unused_port, services, folder.path.parent, log) as first:
+        await until(lambda: "Uvicorn running" in log.read_text())
+        await TrainerClient(f"http://127.0.0.1:{unused_port}").start(request_of("killed"))
+        await until(lambda: held_at(agent, 2))
+        first.kill()
+        await until(folder.ended)
+    orphaned = folder.info()
+    asked = len(agent.requests)
+    with service(unused_port, services, folder.path.parent, log) as second:
+        await until(lambda: len(agent.requests) > asked)
+        resumed = folder.info()
+        learner = pid_of(pod.runs, "killed")
+        try:
+            os.kill(learner, signal.SIGSTOP)  # a machine takes both with it
+            second.kill()
+            second.wait()
+        finally:
+            os.kill(learner, signal.SIGKILL)
+
+    first_look = pod.runs.info("killed")
+    pod.now += DEAD_AFTER_S
+    lost = pod.runs.info("killed")
+    agent.released.set()
+    await resume_interrupted(pod.runs)
+    command = Path(f"/proc/{pid_of(pod.runs, 'killed')}/cmdline").read_text()
+    await until(folder.ended)
+
+    assert (orphaned.state, orphaned.interrupted, orphaned.step) == (RunState.STOPPED, True, 1)
+    assert (resumed.state, resumed.restarts, resumed.interrupted) == (RunState.RUNNING, 1, False)
+    assert first_look.state is RunState.RUNNING
+    assert (lost.state, lost.interrupted, lost.restarts) == (RunState.FAILED, True, 1)
+    assert (folder.info().state, folder.info().restarts) == (RunState.FINISHED, 2)
+    assert "--skip-damaged" in command.split("\0")
+    assert [row.step for row in folder.rows()] == [0, 1, 2, 3, 4]

@@ -1,0 +1,377 @@
+"""The supervisor with real worker processes, a scripted agent over a socket, and a random tiny model."""
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
+
+from trackway.clients.weights import WeightStore
+from trackway.tracing import Tracing, TracingSettings
+from trackway.trainer.config import compose
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.ownership import Owner
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
+from trackway.trainer.supervisor.manager import Runs
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import MetricsRow, RunInfo, RunRequest, RunState
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 with 32 tokens."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=True,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class Baseline(NamedTuple):
+    """A run that nobody disturbed."""
+
+    started: RunInfo
+    ended: RunInfo
+    rows: list[MetricsRow]
+    weights: str
+
+
+@pytest.fixture(scope="module")
+def baseline(model: Path, sample, serving, new_agent, tmp_path_factory: pytest.TempPathFactory) -> Baseline:
+    folder = tmp_path_factory.mktemp("baseline")
+
+    async def train(url: str) -> Baseline:
+        runs = Runs(folder / "outputs", urls(url, folder))
+        started = await runs.start(run_request(model, folder, sample, "plain"))
+        info = await ended(runs, "plain")
+        rows = [row async for row in runs.rows("plain", follow=False)]
+        await runs.close()
+        return Baseline(started, info, rows, urls(url, folder).weights_url)
+
+    with serving(new_agent().app()) as url:
+        return asyncio.run(train(url))
+
+
+@pytest.fixture
+def request_of(model: Path, sample, tmp_path: Path) -> Callable[..., RunRequest]:
+    return functools.partial(run_request, model, tmp_path, sample)
+
+
+@pytest.fixture
+async def runs(agent_url: str, agent, tmp_path: Path) -> AsyncIterator[Runs]:
+    runs = Runs(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60)
+    yield runs
+    agent.released.set()
+    await runs.close()
+
+
+async def rows_of(runs: Runs, name: str) -> list[MetricsRow]:
+    return [row async for row in runs.rows(name, follow=False)]
+
+
+def learned(rows: list[MetricsRow]) -> list[tuple[int, dict[str, float]]]:
+    """Every row without what depends on the clock."""
+    return [(row.step, {key: value for key, value in row.data.items() if not timed(key)}) for row in rows]
+
+
+def timed(key: str) -> bool:
+    return key.startswith(("timing_", "perf/time", "perf/throughput", "perf/max_memory", "perf/cpu_memory"))
+
+
+async def test_a_run_trains_validates_publishes_and_writes_everything_down(baseline: Baseline):
+    info, rows = baseline.ended, baseline.rows
+    latest = WeightStore(baseline.weights).latest()
+    trained = read_trajectories(Path(info.folder) / "trajectories" / "step_3.parquet")
+
+    assert baseline.started.state is RunState.STARTING
+    assert (info.state, info.step, info.total_steps) == (RunState.FINISHED, STEPS, STEPS)
+    assert [row.step for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[0].data["val-core/openai/gsm8k/acc/mean@1"] == 0.0
+    assert {"actor/pg_loss", "critic/score/mean", "timing_s/gen", "timing_s/save_checkpoint"} <= rows[1].data.keys()
+    assert "val-core/openai/gsm8k/acc/mean@1" in rows[4].data
+    assert [row.data["training/epoch"] for row in rows[1:]] == [0, 0, 0, 1]
+    assert latest is not None and (latest.version, latest.run) == (5, "plain")
+    assert {span.version for one in trained for span in one.weight_versions} == {3}
+
+
+async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(baseline, runs: Runs, agent, request_of):
+    agent.holding_at = 3
+    await runs.start(request_of("killed"))
+    await until(lambda: runs.info("killed").step == 2 and held_at(agent, 3))
+
+    os.kill(pid_of(runs, "killed"), signal.SIGKILL)
+    await until(lambda: runs.info("killed").restarts == 1)
+    restarting = runs.info("killed")
+    agent.released.set()
+    info = await ended(runs, "killed")
+
+    assert restarting.state is RunState.RESTARTING
+    assert restarting.message == "the learner died (SIGKILL); restart 1 of 2 from the last checkpoint"
+    assert (info.state, info.restarts) == (RunState.FINISHED, 1)
+    assert learned(await rows_of(runs, "killed")) == learned(baseline.rows)
+
+
+def damage(runs: Runs, name: str, step: int) -> None:
+    """NaN in the weights of a checkpoint."""
+    checkpoint = Path(runs.info(name).folder) / "checkpoints" / f"global_step_{step}"
+    weights = checkpoint / "actor" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1024] + b"\xff" * 1024)
+
+
+async def test_a_killed_worker_goes_back_past_a_damaged_checkpoint_and_learns_the_same(
+    baseline, runs: Runs, agent, request_of
+):
+    agent.holding_at = 3
+    await runs.start(request_of("damaged"))
+    await until(lambda: runs.info("damaged").step == 2 and held_at(agent, 3))
+    damage(runs, "damaged", 2)
+
+    os.kill(pid_of(runs, "damaged"), signal.SIGKILL)
+    await until(lambda: runs.info("damaged").message.startswith("went back to step 1: "))
+    told = runs.info("damaged")
+    agent.released.set()
+    info = await ended(runs, "damaged")
+
+    assert told.message.endswith("; it is kept as damaged_global_step_2")
+    assert (info.state, info.restarts) == (RunState.FINISHED, 1)
+    assert learned(await rows_of(runs, "damaged")) == learned(baseline.rows)
+
+
+async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_take_it(
+    baseline, runs: Runs, agent, request_of
+):
+    agent.holding_at = 3
+    await runs.start(request_of("offered"))
+    await until(lambda: runs.info("offered").step == 2 and held_at(agent, 3))
+    await runs.stop("offered")
+    await ended(runs, "offered")
+    damage(runs, "offered", 2)
+    agent.released.set()
+
+    await runs.resume("offered")
+    refused = await ended(runs, "offered")
+    await runs.resume("offered", skip_damaged=True)
+    info = await ended(runs, "offered")
+
+    assert (refused.state, refused.interrupted) == (RunState.FAILED, False)
+    assert refused.message.startswith("checkpoint_corrupt: the checkpoint ")
+    assert "; global_step_1 before it is whole: `trackway train --resume offered --skip-damaged` " in refused.message
+    assert info.state is RunState.FINISHED
+    assert learned(await rows_of(runs, "offered")) == learned(baseline.rows)
+
+
+async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: Runs, agent, request_of):
+    agent.holding_at = 3
+    await runs.start(request_of("stopped", "trainer.save_freq=-1"))
+    await until(lambda: runs.info("stopped").step == 2)
+
+    asked = await runs.stop("stopped")
+    stopped = await ended(runs, "stopped")
+    agent.released.set()
+    resumed = await runs.resume("stopped")
+    info = await ended(runs, "stopped")
+
+    assert asked.state is RunState.STOPPING
+    assert (stopped.state, stopped.message) == (RunState.STOPPED, "stopped after step 2; it can be resumed")
+    assert (resumed.state, info.state) == (RunState.STARTING, RunState.FINISHED)
+    assert learned(await rows_of(runs, "stopped")) == learned(baseline.rows)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.logger=[console,mlflow]"], "trainer.logger: expected a tracking URI for mlflow, got none"),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_from_path: expected .../global_step_<n>"),
+        (
+            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_1"],
+            "trainer.resume_from_path: expected a checkpoint, .../global_step_<n> with a state.json, got /nowhere",
+        ),
+    ],
+)
+async def test_a_run_that_cannot_log_or_begin_as_told_never_starts(runs: Runs, request_of, overrides, said: str):
+    with pytest.raises(TrackwayError) as caught:
+        await runs.start(request_of("refused", *overrides))
+
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    assert (caught.value.message.startswith(said), runs.list()) == (True, [])
+
+
+async def test_rows_of_an_agent_that_none_serves_fail_the_run_by_name_before_its_first_step(
+    runs: Runs, agent, request_of
+):
+    agent.agents = ["tool_agent"]
+    await runs.start(request_of("unserved"))
+
+    info = await ended(runs, "unserved")
+
+    assert (info.state, info.step, info.total_steps, info.restarts, agent.requests) == (RunState.FAILED, 0, 0, 0, [])
+    assert info.message.startswith(
+        "invalid_request: actor_rollout_ref.rollout.agent.default_agent_loop: expected one of tool_agent, got "
+        "'single_turn_agent', as which 8 rows without agent_name would run"
+    )
+
+
+async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: Runs, agent, request_of):
+    agent.holding_at = 0
+    await runs.start(request_of("first"))
+
+    with pytest.raises(TrackwayError, match="run 'first' is starting and one run is active at a time") as caught:
+        await runs.start(request_of("second"))
+
+    assert caught.value.code is ErrorCode.CONFLICT
+    assert [info.run for info in runs.list()] == ["first"]
+
+
+async def test_a_worker_that_keeps_dying_fails_after_its_restarts(runs: Runs, agent, request_of):
+    agent.holding_at = 0
+    await runs.start(request_of("dying", "trackway.max_restarts=1"))
+    killed = 0
+    for _ in range(2):
+        await until(lambda killed=killed: pid_of(runs, "dying") != killed)
+        killed = pid_of(runs, "dying")
+        os.kill(killed, signal.SIGKILL)
+
+    info = await ended(runs, "dying")
+
+    assert info.state is RunState.FAILED
+    assert info.message.startswith("the learner died (SIGKILL) after 1 restarts; see ")
+
+
+async def test_a_step_without_any_rollout_fails_the_run_at_once_and_says_why(tmp_path: Path, request_of):
+    runs = Runs(tmp_path / "outputs", urls("http://127.0.0.1:9", tmp_path))
+    await runs.start(request_of("lost", "trainer.val_before_train=False"))
+
+    info = await ended(runs, "lost")
+    await runs.close()
+
+    assert (info.state, info.restarts) == (RunState.FAILED, 0)
+    assert info.message.startswith("unavailable: all 8 rollouts of step 1 failed; the first: POST http://127.0.0.1:9")
+
+
+async def test_a_worker_ends_by_itself_when_its_service_is_gone(runs: Runs, agent, agent_url, request_of, tmp_path):
+    await runs.start(request_of("plain"))
+    await runs.close()  # leaves a folder that a worker can be started in by hand
+    agent.holding_at = 1
+    folder = RunFolder(tmp_path / "outputs" / "plain")
+    folder.move(RunState.STARTING)
+    command = [sys.executable, "-m", "trackway.trainer.worker", str(folder.path), "--lifeline"]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    await until(lambda: held_at(agent, 1))
+
+    assert worker.stdin is not None
+    worker.stdin.close()
+    await until(lambda: worker.poll() is not None)
+
+    assert (worker.returncode, folder.info().state) == (0, RunState.STOPPED)
+
+
+async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: Runs, agent_url, request_of, tmp_path: Path):
+    folder = RunFolder(tmp_path / "outputs" / "orphan")
+    request = request_of("orphan")
+    folder.create(compose([]).model_validate(request.config), urls(agent_url, tmp_path))
+    folder.write_owner(Owner.of(2**22 + 1))
+
+    found = runs.info("orphan")
+    await runs.resume("orphan")
+    info = await ended(runs, "orphan")
+
+    assert found.state is RunState.FAILED
+    assert found.message.startswith("the trainer service went away")
+    assert info.state is RunState.FINISHED
+
+
+@pytest.mark.usefixtures("shared_http")
+async def test_a_run_and_its_traces_are_tracked_in_mlflow(
+    request_of, agent, agent_url: str, tmp_path: Path, mlflow_server: str
+):
+    from mlflow import MlflowClient
+
+    settings = TracingSettings(mlflow_uri=mlflow_server, spool_dir=tmp_path / "spool")  # the trainer service's own
+    runs = Runs(tmp_path / "outputs", urls(agent_url, tmp_path), 60, settings)
+    agent.tracing = Tracing("agent", TracingSettings(mlflow_uri=mlflow_server, schedule_delay_s=0.1))
+    trace = "actor_rollout_ref.rollout.trace"
+    overrides = [f"{trace}.backend=mlflow", f"{trace}.max_samples_per_step_per_worker=1", "trainer.test_freq=2"]
+    mini_batches = ["actor_rollout_ref.actor.ppo_mini_batch_size=1", "trackway.trace_validation_samples=1"]
+    await runs.start(request_of("tracked", *overrides, *mini_batches, "trainer.logger=[]"))
+
+    info = await ended(runs, "tracked")
+    await runs.close()
+
+    client = MlflowClient(mlflow_server)
+    run = client.get_run(info.run_id or "")
+    history = client.get_metric_history(run.info.run_id, "val-core/openai/gsm8k/acc/mean_at_1")
+    assert info.state is RunState.FINISHED
+    assert (tmp_path / "spool" / "mlflow").is_dir()
+    assert (run.info.status, run.info.run_name, run.info.experiment_id) == ("FINISHED", "run", info.experiment_id)
+    assert [point.step for point in history] == [0, 2, 4]
+    assert run.data.params["actor_rollout_ref.rollout.n"] == "4"
+
+    files = sorted((Path(info.folder) / "trajectories").glob("*.parquet"))
+    made = [one for file in files for one in read_trajectories(file) if one.trace_id]
+    assert info.experiment_id is not None and info.traces is not None
+    found = client.search_traces(locations=[info.experiment_id], run_id=info.run_id, max_results=100)
+    by_name = {trace.info.tags["mlflow.traceName"]: trace for trace in found}
+    steps = {name: trace for name, trace in by_name.items() if name.startswith("train step")}
+    assert len(made) == 4 * 4 + 3  # one prompt of each step, one sample of each validation
+    assert {one.info.trace_id for one in found} - {one.info.trace_id for one in steps.values()} == {
+        f"tr-{one.trace_id}" for one in made
+    }
+    assert set(steps) == {f"train step {step}" for step in range(STEPS + 1)}
+    assert {span.name for span in steps["train step 2"].data.spans} == {
+        *("train step 2", "rollout", "update_actor", "optimizer_step 0", "optimizer_step 1", "update_weights"),
+        *("testing", "save_checkpoint"),
+    }
+    consumed = [link.trace_id for span in steps["train step 2"].data.spans for link in span.links]
+    asked = [one for one in made if one.tags.step == 2 and not one.tags.validation]
+    assert sorted(consumed) == sorted(f"tr-{one.trace_id}" for one in asked)
+    for one in made:
+        [root] = [span for span in by_id(found)[f"tr-{one.trace_id}"].data.spans if span.parent_id is None]
+        assert [link.trace_id for link in root.links] == [steps[f"train step {one.tags.step}"].info.trace_id]
+    root = steps["train step 2"].data.spans[0]
+    numbers = {key: root.get_attribute(f"agentic.{key}") for key in ("weights_before", "weights_after", "used", "lr")}
+    assert numbers == {"weights_before": 2, "weights_after": 3, "used": 8, "lr": 1e-3}
+    assert root.outputs["traced"] == 5
+
+    def feedback(of: str) -> dict[str, object]:
+        return {one.name: one.feedback.value for one in by_id(found)[of].info.assessments or [] if one.feedback}
+
+    advantages = [feedback(f"tr-{one.trace_id}")["advantage"] for one in asked]
+    assert [feedback(f"tr-{one.trace_id}")["fate"] for one in asked] == ["used"] * 4
+    assert advantages == pytest.approx([-0.866, 0.866, -0.866, 0.866], abs=1e-3)
+    validated = next(one for one in made if one.tags.validation)
+    assert feedback(f"tr-{validated.trace_id}") == {"reward": 0.0}
+
+    size = sum(one.trace_bytes for one in made)
+    assert info.traces.trajectories == 19 and size < info.traces.bytes < 4 * size
+    lost = info.traces.model_dump(exclude={"trajectories", "bytes"})
+    assert lost == {"spans_dropped": 0, "spans_refused": 0, "spans_waiting": 0, "spool_bytes": 0, "unknown": ["tools"]}
+    ledger = json.loads((Path(info.folder).parent / "trace_bytes.json").read_text())
+    rows = await rows_of(runs, "tracked")
+    assert ledger["bytes"] == info.traces.bytes == sum(row.data["trace/bytes"] for row in rows)
+    assert [row.data["trace/prompts_traced"] for row in rows] == [1.0, 1.0, 2.0, 1.0, 2.0]
+
+
+def by_id(traces) -> dict:
+    return {trace.info.trace_id: trace for trace in traces}

@@ -1,0 +1,46 @@
+"""What is said about each trace."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from trackway.trainer.learner.filtering import Fate, Sorted
+from trackway.trainer.traces.feedback import Assessment, training_feedback, validation_feedback
+from trackway.wire.trajectory import Trajectory
+
+Rollout = Callable[..., Trajectory]
+
+
+def traced(rollout: Rollout, n: int, score: float | None = 1.0, **changes: object) -> Trajectory:
+    made = rollout(0, n, score or 0.0, trace_id=f"t{n}", span_id=f"s{n}", **changes)
+    return made if score is not None else made.model_copy(update={"reward": None})
+
+
+def values(assessments: Sequence[Assessment]) -> dict[str, dict[str, float | str]]:
+    return {one.trace_id: dict(one.values) for one in assessments}
+
+
+def test_each_traced_trajectory_gets_its_own_reward_advantage_and_fate(rollout: Rollout):
+    trajectories = [traced(rollout, 0, None), rollout(0, 9, 1.0), traced(rollout, 1), traced(rollout, 2, 0.0)]
+    fates = [Fate.DROPPED_FAILED, Fate.USED, Fate.DROPPED_STALE, Fate.USED]
+
+    made = training_feedback(Sorted(trajectories, fates), [0.5, -0.5])
+
+    assert values(made) == {
+        "t0": {"fate": "dropped_failed"},
+        "t1": {"reward": 1.0, "fate": "dropped_stale"},
+        "t2": {"reward": 0.0, "advantage": -0.5, "fate": "used"},
+    }
+    assert [one.span_id for one in made] == ["s0", "s1", "s2"]
+
+
+def test_a_validation_has_rewards_only_and_nothing_for_the_failed(rollout: Rollout):
+    made = validation_feedback([traced(rollout, 0), traced(rollout, 1, None), rollout(0, 2, 1.0)])
+
+    assert values(made) == {"t0": {"reward": 1.0}}
+
+
+def test_an_advantage_that_is_no_number_is_sent_by_its_name(rollout: Rollout):
+    """A bare NaN is no JSON: the HTTP client would refuse to send it."""
+    made = training_feedback(Sorted([traced(rollout, 1)], [Fate.USED]), [math.nan])
+
+    assert values(made) == {"t1": {"reward": 1.0, "advantage": "NaN", "fate": "used"}}

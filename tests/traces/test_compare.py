@@ -1,0 +1,125 @@
+"""Two trajectories side by side: facts, turns, calls."""
+
+from story import CALL, Story, chat, span
+
+from trackway.traces.compare import NO_TEXT, compare, milliseconds, pretty, summary
+from trackway.traces.diff import Piece, diff
+from trackway.traces.tree import SpanEvent
+
+
+def head(left: Story, right: Story) -> dict[str, tuple[str, str]]:
+    """The facts that differ."""
+    return {one.name: (one.left, one.right) for one in compare(left.tree(), right.tree()).head if one.differs}
+
+
+def test_a_trajectory_beside_itself_differs_in_nothing() -> None:
+    found = compare(Story().tree(), Story().tree())
+    assert [one.name for one in found.head if one.differs] == []
+    assert [turn.equal for turn in found.turns] == [True, True]
+    assert (found.prompt.equal, found.scoring.equal, summary(found.turns)) == (True, True, "all 2 turns are the same")
+
+
+def test_the_facts_that_differ_are_marked() -> None:
+    later = Story(
+        step=10, reward=0.0, trace_id="tr-" + "cd" * 16, feedback={"advantage": -0.5, "fate": "dropped_stale"}
+    )
+    later["c1"].attributes["agentic.weight_version"] = "9"
+    assert head(Story(), later) == {
+        "trace": ("tr-" + "ab" * 16, "tr-" + "cd" * 16),
+        "step": ("3", "10"),
+        "reward": ("1", "0"),
+        "advantage": ("", "-0.5"),
+        "fate": ("", "dropped_stale"),
+        "weights": ("3", "3,9"),
+    }
+
+
+def test_a_turn_shows_the_diff_of_what_the_model_wrote() -> None:
+    [first, second] = compare(Story().tree(), Story(answer="#### 48").tree()).turns
+    assert (first.equal, second.equal, second.name) == (True, False, "turn 1")
+    assert second.text == diff("#### 54", "#### 48")
+    assert second.left == second.right == ["weights 3", "46 → 4 tokens", "119 ms"]
+
+
+def test_a_call_shows_its_arguments_and_its_result() -> None:
+    other = Story(arguments={"expression": "6*8"}, result="48")
+    other["x0"].name = "execute_tool python"
+    [call] = compare(Story().tree(), other.tree()).turns[0].calls
+    assert call.name == diff("calculator", "python")
+    assert call.arguments == diff("expression: 6*9", "expression: 6*8")
+    assert call.observation == diff("54", "48")
+    assert (call.left_ms, call.right_ms) == (1, 1)
+
+
+def test_a_call_that_only_one_side_made_stands_beside_nothing() -> None:
+    other = Story()
+    other.drop("x0")
+    [call] = compare(Story().tree(), other.tree()).turns[0].calls
+    assert (call.name.left, call.name.right) == ([Piece("calculator", True)], None)
+    assert call.right_ms is None
+
+
+def test_a_turn_that_only_one_side_took_stands_beside_nothing() -> None:
+    longer = Story()
+    longer.spans.append(span("t2", "r", "turn 2", "agent", 371, 379))
+    longer.spans.append(chat("c2", "t2", 372, "one more", 60, 2))
+    [*_, last] = compare(Story().tree(), longer.tree()).turns
+    assert (last.name, last.left, last.equal) == ("turn 2", None, False)
+    assert last.text == diff(None, "one more")
+
+
+def test_a_failed_call_shows_its_error() -> None:
+    failed = Story()
+    failed["x0"].status, failed["x0"].error, failed["x0"].outputs = "ERROR", "out of memory", None
+    [turn, _] = compare(Story().tree(), failed.tree()).turns
+    assert turn.calls[0].observation.right == [Piece("ERROR out of memory", True)]
+    assert turn.right == ["weights 3", "30 → 8 tokens", "245 ms", "execute_tool calculator: out of memory"]
+
+
+def test_events_of_a_turn_are_facts_of_it() -> None:
+    cut = Story()
+    cut["c0"].events.append(SpanEvent(name="generation_cut", at_ms=50))
+    cut.spans.append(chat("c9", "t0", 120, " and on", 38, 3))
+    [turn, _] = compare(Story().tree(), cut.tree()).turns
+    assert turn.right == ["weights 3", "30 → 11 tokens", "245 ms", "generation_cut"]
+    assert turn.text == diff(CALL, CALL + " and on")
+
+
+def test_without_token2text_it_is_said_that_there_is_no_text() -> None:
+    story = Story()
+    story["c0"].outputs = None
+    assert compare(story.tree(), story.tree()).turns[0].text == diff(NO_TEXT, NO_TEXT)
+
+
+def test_an_agent_loop_without_turns_is_compared_by_what_its_root_did() -> None:
+    story = Story()
+    story.drop("t0", "t1", "c0", "c1", "x0")
+    story.spans.append(chat("c8", "r", 10, "alone", 30, 8))
+    [turn] = compare(story.tree(), story.tree()).turns
+    assert (turn.name, turn.text) == ("0: chat tiny", diff("alone", "alone"))
+
+
+def test_a_trace_that_lost_its_root_can_still_be_compared() -> None:
+    story = Story()
+    story.drop("r")
+    found = compare(Story().tree(), story.tree())
+    assert [turn.equal for turn in found.turns] == [True, True]
+    assert found.prompt == diff("user: What is 6*9?", "")
+
+
+def test_durations_are_short() -> None:
+    assert [milliseconds(one) for one in (0.3123, 9.994, 457.2, 1257.0, 12_300.0, None)] == [
+        "0.31 ms",
+        "9.99 ms",
+        "457 ms",
+        "1.26 s",
+        "12.30 s",
+        "",
+    ]
+
+
+def test_values_are_shown_as_plainly_as_they_are() -> None:
+    assert pretty("#### 7") == "#### 7"
+    assert pretty({"a": 1, "b": "x"}) == "a: 1\nb: x"
+    assert pretty({"a": [1]}) == '{\n  "a": [\n    1\n  ]\n}'
+    assert pretty(None) == ""

@@ -1,0 +1,68 @@
+"""Two texts side by side: what they share and what only one has."""
+
+import time
+
+import pytest
+
+from trackway.traces.diff import Diff, Piece, diff
+
+
+def same(text: str) -> Piece:
+    return Piece(text, False)
+
+
+def only(text: str) -> Piece:
+    return Piece(text, True)
+
+
+def test_the_same_text_is_one_piece() -> None:
+    assert diff("a b", "a b") == Diff(left=[same("a b")], right=[same("a b")])
+    assert diff("a b", "a b").equal and not diff("a b", "a c").equal
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        (
+            "6*9 is #### 54",
+            "6*8 is #### 48",
+            Diff(
+                left=[same("6*"), only("9"), same(" is #### "), only("54")],
+                right=[same("6*"), only("8"), same(" is #### "), only("48")],
+            ),
+        ),
+        ("0.5", "0.75", Diff(left=[only("0.5")], right=[only("0.75")])),
+        ("a\nb\nc\n", "a\nc\n", Diff(left=[same("a\n"), only("b\n"), same("c\n")], right=[same("a\nc\n")])),
+        ("a", "a\n", Diff(left=[same("a")], right=[same("a"), only("\n")])),
+        ("", "new", Diff(left=[], right=[only("new")])),
+        (
+            "wörter größe",
+            "wörter grösse",
+            Diff(left=[same("wörter "), only("größe")], right=[same("wörter "), only("grösse")]),
+        ),
+    ],
+)
+def test_texts_differ_word_by_word(left: str, right: str, expected: Diff) -> None:
+    assert diff(left, right) == expected
+
+
+def test_a_side_that_does_not_exist_is_no_empty_text() -> None:
+    assert diff(None, "x y") == Diff(left=None, right=[only("x y")])
+    assert diff("x", None) == Diff(left=[only("x")], right=None)
+    assert (diff(None, None).empty, diff("", "").empty, diff(None, "x").empty) == (True, True, False)
+
+
+@pytest.mark.parametrize("text", ["a  b\t\r\n\n#### 7 <tool_call>[x]", "\n", "日本語 テキスト", "a_b-c.d 1.2.3"])
+def test_no_character_is_lost(text: str) -> None:
+    for other in ("", "a b", text + "!"):
+        found = diff(text, other)
+        assert "".join(piece.text for piece in found.left or []) == text
+        assert "".join(piece.text for piece in found.right or []) == other
+
+
+def test_long_texts_that_share_nothing_are_compared_in_bounded_time() -> None:
+    left, right = (" ".join(f"{word}{index}" for index in range(20_000)) for word in "ab")
+    began = time.monotonic()
+    found = diff(left, right)
+    assert time.monotonic() - began < 5
+    assert (found.left, found.right) == ([only(left)], [only(right)])

@@ -1,0 +1,206 @@
+"""What `show` and `compare` print: read as a person reads it, without colours."""
+
+import pytest
+from pydantic import JsonValue
+from rich.console import Console, RenderableType
+from story import Story, span
+
+from trackway.traces import columns, render, tables
+from trackway.traces.compare import compare
+from trackway.traces.rows import row
+from trackway.traces.tree import SpanEvent, SpanLink
+from trackway.traces.verify import Gap, Verification, Waiting
+
+
+def printed(what: RenderableType, width: int = 120) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(what)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def shown(story: Story, **style: bool) -> str:
+    return printed(render.draw(story.tree(), render.Style(120, **style)))
+
+
+def test_a_trajectory_is_drawn_as_a_tree_in_time() -> None:
+    story = Story(feedback={"reward": 1.0, "advantage": 0.5, "fate": "used"})
+    assert shown(story).splitlines() == [
+        "s3/i17/n2  OK  tr-abababababababababababababababab",
+        "tags         experiment_name=tiny  step=3  sample_index=17  rollout_n=2  validate=False  outcome=ok",
+        "reward       1",
+        "advantage    0.5",
+        "fate         used",
+        "stop reason  answered",
+        "tokens       30 prompt + 20 response",
+        "weights      3",
+        "started      2026-11-21 06:00:00.000000 UTC",
+        "duration     400 ms",
+        "",
+        "trajectory                           agent    ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   400 ms +0",
+        "messages  user: What is 6*9?",
+        "├── turn 0                           agent    ━━━━━━━━━━━━━━━━━━━━━━━━                   245 ms +5",
+        "│   ├── chat tiny                    rollout   ━━━━━━━━━━                                100 ms +10",
+        "│   │   generation  30 → 8 tokens  weights 3",
+        "│   │   prompt      the prompt",
+        "│   │   wrote       <tool_call>",
+        '│   │               {"name": "calculator", "arguments": {"expression": "6*9"}}',
+        "│   │               </tool_call>",
+        "│   └── execute_tool calculator      tools                   ━                          1.00 ms +150",
+        "│       arguments  expression: 6*9",
+        "│       result     54",
+        "├── turn 1                           agent                             ━━━━━━━━━━━━      119 ms +251",
+        "│   └── chat tiny                    rollout                            ━━━━━━━━━━       100 ms +260",
+        "│       generation  46 → 4 tokens  weights 3",
+        "│       prompt      the prompt",
+        "│       wrote       #### 54",
+        "└── reward                           reward                                         ━   1.00 ms +380",
+        "    inputs   ground_truth: 54",
+        "    outputs  score: 1.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["#### 54", "<tool_call>", "[bold]kept[/bold]", "[/]", "**stars**", "`ticks`", ":smile:"]
+)
+def test_a_models_text_is_no_markup(text: str) -> None:
+    assert f"wrote       {text}" in shown(Story(answer=text))
+    assert text in printed(columns.draw(compare(Story(answer=text).tree(), Story(answer=text).tree()), colours=False))
+    assert text in printed(tables.listing([row(Story(answer=text).tree())], 200), 200)
+
+
+def test_a_text_cannot_act_on_the_terminal() -> None:
+    hostile = Story(answer="\x1b[2J\x1b]0;title\x07", call="\x1b[31m")
+    found = compare(hostile.tree(), Story().tree())
+    pictures = [shown(hostile), printed(columns.draw(found, colours=False))]
+    pictures.append(printed(tables.listing([row(hostile.tree())], 200), 200))
+    assert all("\x1b" not in picture and "␛[2J␛]0;title␇" in picture for picture in pictures)
+
+
+def test_long_texts_are_cut_unless_all_is_asked_for() -> None:
+    story = Story(answer="\n".join(f"line {index}" for index in range(100)))
+    assert "line 11 … 704 more characters" in shown(story) and "line 12" not in shown(story)
+    assert "line 99" in shown(story, full=True)
+
+
+def test_errors_and_events_stand_where_they_happened() -> None:
+    story = Story(state="ERROR")
+    story["x0"].status, story["x0"].error = "ERROR", "out of [memory]"
+    stack: dict[str, JsonValue] = {"exception.type": "ValueError", "exception.stacktrace": "Traceback ..."}
+    story["t0"].events = [SpanEvent(name="retry", at_ms=100, attributes={"attempt": 2})]
+    story["x0"].events = [SpanEvent(name="exception", at_ms=150, attributes=stack)]
+    lines = shown(story).splitlines()
+    assert lines[0] == "s3/i17/n2  ERROR  tr-abababababababababababababababab"
+    assert "│   event  retry +100 ms  attempt=2" in lines
+    assert "│       event      exception +150 ms  exception.type=ValueError" in lines
+    assert "│       error      out of [memory]" in lines
+    assert "Traceback ..." not in shown(story) and "Traceback ..." in shown(story, full=True)
+
+
+def test_spans_that_lost_their_parent_are_set_apart() -> None:
+    story = Story(state="IN_PROGRESS")
+    story.drop("r")
+    assert shown(story).count("these spans have lost their parent:") == 1
+
+
+def test_an_open_span_is_called_open() -> None:
+    story = Story()
+    story["t1"].end_ms = None
+    assert "━━━━━━━━━━━━━━━     open +251" in shown(story)
+
+
+def test_the_root_shows_its_own_texts_only_when_its_generations_have_none() -> None:
+    story = Story()
+    story["r"].outputs = {"response_text": "#### 54", "prompt_text": "all of it"}
+    assert "all of it" not in shown(story) and "wrote     #### 54" not in shown(story)
+    for one in ("c0", "c1"):
+        story[one].outputs = story[one].inputs = None
+    assert "prompt    all of it" in shown(story) and "wrote     #### 54" in shown(story)
+
+
+def test_a_step_of_the_trainer_shows_what_it_consumed() -> None:
+    story = Story()
+    links = [SpanLink(trace_id="cd" * 16, span_id="1"), SpanLink(trace_id="ef" * 16, span_id="2")]
+    story.spans = [
+        span("r", None, "train step 3", "trainer", 0, 10),
+        span("o", "r", "optimizer_step 0", "trainer", 1, 9, links=links),
+    ]
+    assert f"links  2 spans of {'cd' * 16}, {'ef' * 16}" in shown(story)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    story = Story(answer="word " * 200)
+    lines = printed(render.draw(story.tree(), render.Style(width)), width).splitlines()
+    assert max(len(line) for line in lines) <= width
+
+
+def test_two_trajectories_stand_side_by_side_with_marks_where_they_differ() -> None:
+    other = Story(answer="#### 48", arguments={"expression": "6*8"}, result="48", reward=0.0, rollout_n=0)
+    lines = printed(columns.draw(compare(Story().tree(), other.tree()), colours=False), 100).splitlines()
+    assert lines[0].split() == ["A", "s3/i17/n2", "B", "s3/i17/n0"]
+    assert [line.split() for line in lines if line.startswith("≠")] == [
+        ["≠", "rollout_n", "2", "0"],
+        ["≠", "reward", "1", "0"],
+    ]
+    assert "user: What is 6*9?  (the same)" in lines
+    assert "turn 1 ─" in "\n".join(lines) and "turn 0 (the same) ─" not in "\n".join(lines)
+    both = [" ".join(line.split()) for line in lines]
+    assert "#### [-54-] #### {+48+}" in both
+    assert "expression: 6*[-9-] expression: 6*{+8+}" in both
+    assert "= [-54-] = {+48+}" in both
+    assert lines[-1] == "2 of 2 turns differ"
+
+
+def test_a_turn_of_one_side_only_says_so() -> None:
+    shorter = Story()
+    shorter.drop("t1", "c1")
+    lines = printed(columns.draw(compare(Story().tree(), shorter.tree()), colours=False), 100).splitlines()
+    [facts] = [line for line in lines if "no such turn" in line]
+    assert facts.startswith("weights 3  46 → 4 tokens  119 ms")
+
+
+def test_a_list_shows_ids_that_show_takes_and_runs_when_there_are_several() -> None:
+    other = Story(rollout_n=0)
+    other.tags["experiment_name"] = "other"
+    [header, first, _] = printed(tables.listing([row(Story().tree()), row(other.tree())], 110), 110).splitlines()
+    assert " ".join(header.split()) == "trace name run step sample n outcome reward turns tokens ms end of the answer"
+    assert first.split() == [
+        "abababababab",
+        "s3/i17/n2",
+        "tiny",
+        "3",
+        "17",
+        "2",
+        "ok",
+        "1",
+        "2",
+        "30+20",
+        "400",
+        "####",
+        "54",
+    ]
+    assert "tr-" + "ab" * 16 in printed(tables.listing([row(Story().tree())], 130), 130)
+    assert " run " not in printed(tables.listing([row(Story().tree())], 130), 130)
+
+
+def test_a_verification_lists_gaps_and_what_waits_on_disk() -> None:
+    gap = Gap(trajectory="tiny/3/17/2", trace_id="ab" * 16, name="s3/i17/n2", reasons=["the trace is absent", "[x]"])
+    found = Verification(
+        run="tiny", dumps=1, trajectories=8, traced=4, complete=3, gaps=[gap], waiting=Waiting(files=2, bytes=999)
+    )
+    assert printed(tables.verification(found)).splitlines() == [
+        "trajectory  trace                             what is wrong",
+        f"s3/i17/n2   {'ab' * 16}  the trace is absent",
+        "                                              [x]",
+        "999 bytes in 2 files still wait on disk: the backend was down, or is; they are sent when it is back",
+        "run tiny: 3 of 4 traced trajectories are whole trees (8 trajectories in 1 files)",
+    ]
+
+
+def test_of_many_gaps_the_first_are_listed() -> None:
+    gaps = [Gap(trajectory="t", trace_id=f"{n:032x}", name=f"s3/i17/n{n}", reasons=["lost"]) for n in range(70)]
+    nothing = Waiting(files=0, bytes=0)
+    found = Verification(run="tiny", dumps=1, trajectories=70, traced=70, complete=0, gaps=gaps, waiting=nothing)
+    lines = printed(tables.verification(found)).splitlines()
+    assert (len(lines), lines[-2]) == (1 + 50 + 2, "and 20 more, which --json lists")

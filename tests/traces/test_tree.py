@@ -1,0 +1,65 @@
+"""Spans in any order become one tree."""
+
+import pytest
+from story import Story
+
+from trackway.traces.tree import assemble, hex_id, kind_of
+
+
+def test_spans_in_any_order_become_the_same_tree_with_children_by_start() -> None:
+    story = Story()
+    straight = story.tree()
+    story.spans.reverse()
+    assert story.tree() == straight
+    root = straight.root
+    assert [one.name for one in root.walk()] == [
+        "trajectory",
+        "turn 0",
+        "chat tiny",
+        "execute_tool calculator",
+        "turn 1",
+        "chat tiny",
+        "reward",
+    ]
+    assert (straight.orphans, root.duration_ms) == ([], 400)
+
+
+def test_a_span_whose_parent_is_absent_stands_behind_the_root_even_when_it_began_earlier() -> None:
+    story = Story()
+    story.drop("t0")
+    story["x0"].start_ms = -1.0  # clocks of two machines
+    tree = story.tree()
+    assert [one.span_id for one in tree.roots] == ["r", "x0", "c0"]
+    assert ([one.span_id for one in tree.orphans], tree.root.span_id) == (["x0", "c0"], "r")
+    assert [one.span_id for one in tree.spans()] == ["r", "t1", "c1", "s", "x0", "c0"]
+
+
+def test_spans_of_a_kind_come_by_start_wherever_they_hang() -> None:
+    story = Story()
+    story["c0"].start_ms = 300
+    assert [one.span_id for one in story.tree().of_kind("chat")] == ["c1", "c0"]
+
+
+def test_no_span_is_no_tree() -> None:
+    assert assemble([]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("trajectory", "trajectory"),
+        ("turn 12", "turn"),
+        ("chat my model", "chat"),
+        ("execute_tool calculator", "execute_tool"),
+        ("train step 3", "train"),
+        ("optimizer_step 0", "optimizer_step"),
+        ("MyLoop.turn", "operation"),
+        ("chatty", "operation"),
+    ],
+)
+def test_a_spans_name_says_its_kind(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_an_id_is_the_same_with_and_without_mlflows_prefix() -> None:
+    assert hex_id("tr-" + "ab" * 16) == hex_id("ab" * 16) == "ab" * 16

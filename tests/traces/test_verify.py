@@ -1,0 +1,155 @@
+"""A run's dump held against a store: what is counted, what is waited for, what a user may get wrong."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from story import Shelf, Story
+
+from trackway.system.user_error import UserError
+from trackway.traces.store import Steps
+from trackway.traces.tree import TraceTree
+from trackway.traces.verify import Gap, Waiting, dumps, find_run, settle, verify, waiting
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.wire.trainer import RunInfo, RunState
+
+
+def stories(count: int) -> list[Story]:
+    return [Story(rollout_n=n, trace_id=f"tr-{n:032x}") for n in range(count)]
+
+
+def dump(run: Path, name: str, *made: Story, untraced: int = 0) -> Path:
+    """A file of trajectories as the trainer writes it."""
+    path = run / "trajectories" / f"{name}.parquet"
+    others = [Story(rollout_n=100 + n).trajectory(trace_id=None) for n in range(untraced)]
+    write_trajectories(path, [*(story.trajectory() for story in made), *others])
+    return path
+
+
+def state(run: Path, age_s: float = 0.0) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    file = run / "state.json"
+    file.write_text(RunInfo(run=run.name, state=RunState.FINISHED).model_dump_json())
+    changed = file.stat().st_mtime - age_s
+    os.utime(file, (changed, changed))
+
+
+class Late(Shelf):
+    """A store to which one more trace comes each time it is asked."""
+
+    def __init__(self, *stories: Story) -> None:
+        super().__init__(*stories)
+        self.coming = self.trees
+        self.trees = []
+
+    def get(self, trace_ids: Sequence[str]) -> dict[str, TraceTree]:
+        found = super().get(trace_ids)
+        self.trees = self.coming[: len(self.trees) + 1]
+        return found
+
+
+class Told:
+    """A meter that remembers."""
+
+    def __init__(self) -> None:
+        self.counts: list[str] = []
+
+    def expect(self, count: int) -> None:
+        self.counts.append(f"expect {count}")
+
+    def advance(self, count: int) -> None:
+        self.counts.append(f"advance {count}")
+
+
+def test_every_traced_trajectory_is_counted_and_the_untraced_are_not(tmp_path: Path) -> None:
+    made = stories(3)
+    files = [dump(tmp_path / "tiny", "step_3", *made[:2], untraced=5), dump(tmp_path / "tiny", "step_4", made[2])]
+    found = verify(Shelf(*made), RunFolder(tmp_path / "tiny"), files, wait_s=0)
+    assert (found.run, found.dumps, found.trajectories, found.traced, found.complete) == ("tiny", 2, 8, 3, 3)
+    assert found.gaps == []
+
+
+def test_each_gap_has_its_trajectory_and_its_reasons(tmp_path: Path) -> None:
+    made = stories(3)
+    file = dump(tmp_path / "tiny", "step_3", *made)
+    made[1].drop("c0", "s")
+    found = verify(Shelf(*made[:2]), RunFolder(tmp_path / "tiny"), [file], wait_s=0)
+    assert (found.traced, found.complete) == (3, 1)
+    assert found.gaps == [
+        Gap(
+            trajectory="tiny/3/17/1",
+            trace_id=f"{1:032x}",
+            name="s3/i17/n1",
+            reasons=["1 of 2 chat spans: none below turn 0", "0 of 1 reward spans"],
+        ),
+        Gap(trajectory="tiny/3/17/2", trace_id=f"{2:032x}", name="s3/i17/n2", reasons=["the trace is absent"]),
+    ]
+
+
+def test_late_spans_are_waited_for_and_whole_trees_are_not_asked_for_again() -> None:
+    made = stories(2)
+    shelf = Late(*made)
+    assert settle(shelf, [one.trajectory() for one in made], wait_s=60) == []
+    first, second = (one.trajectory().trace_id for one in made)
+    assert shelf.asked == [[first, second], [first, second], [second]]
+
+
+def test_waiting_ends_with_the_gaps_that_are_left() -> None:
+    [story] = stories(1)
+    [gap] = settle(Shelf(), [story.trajectory()], wait_s=0.01)
+    assert gap.reasons == ["the trace is absent"]
+
+
+def test_a_large_step_is_asked_for_in_parts_and_its_progress_is_told(tmp_path: Path) -> None:
+    made = stories(250)
+    shelf, told = Shelf(*made), Told()
+    verify(shelf, RunFolder(tmp_path), [dump(tmp_path, "step_3", *made)], wait_s=0, meter=told)
+    assert [len(ids) for ids in shelf.asked] == [100, 100, 50]
+    assert told.counts == ["expect 250", "advance 100", "advance 100", "advance 50"]
+
+
+def test_spans_that_wait_on_disk_are_counted(tmp_path: Path) -> None:
+    assert waiting(tmp_path) == Waiting(files=0, bytes=0)
+    folder = tmp_path / "spool" / "mlflow" / "agent-1-aa"
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
+    (folder / "00000001-512.otlp").write_bytes(b"x" * 700)
+    (folder / "00000002-9.otlp").write_bytes(b"x" * 30)
+    assert waiting(tmp_path) == Waiting(files=2, bytes=730)
+
+
+def test_the_newest_run_is_taken_unless_one_is_named(tmp_path: Path) -> None:
+    state(tmp_path / "old", age_s=100)
+    state(tmp_path / "new")
+    assert (find_run(tmp_path, None).name, find_run(tmp_path, "old").name) == ("new", "old")
+    with pytest.raises(UserError, match=r"no run 'other' in .*; there is new, old; give --run or --outputs"):
+        find_run(tmp_path, "other")
+
+
+def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no run at all"):
+        find_run(tmp_path / "nowhere", None)
+
+
+@pytest.mark.parametrize(
+    ("steps", "validate", "expected"),
+    [
+        (None, None, ["val_step_0", "step_2", "step_10", "val_step_10"]),
+        (None, False, ["step_2", "step_10"]),
+        (None, True, ["val_step_0", "val_step_10"]),
+        (Steps(10, 10), None, ["step_10", "val_step_10"]),
+        (Steps(1, 9), None, ["step_2"]),
+    ],
+)
+def test_dumps_are_chosen_by_step_and_kind(
+    tmp_path: Path, steps: Steps | None, validate: bool | None, expected: list[str]
+) -> None:
+    folder = tmp_path / "tiny" / "trajectories"
+    folder.mkdir(parents=True)
+    for name in ("step_10", "step_2", "val_step_0", "val_step_10", "notes"):
+        (folder / f"{name}.parquet").touch()
+    assert [path.stem for path in dumps(RunFolder(tmp_path / "tiny"), steps, validate)] == expected
+    with pytest.raises(UserError, match="it has those of validation 0, 2, 10, validation 10"):
+        dumps(RunFolder(tmp_path / "tiny"), Steps(99, 99), None)
