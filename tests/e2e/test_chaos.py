@@ -1,6 +1,6 @@
 """The promise: whichever process is killed, stopped or terminated whenever, a run loses and repeats no trajectory.
 
-`make test-chaos` runs these schedules on demand. Targets, signals and moments are drawn from the
+The end-to-end tests run one schedule, `make test-chaos` ten more on demand. Targets, signals and moments are drawn from the
 seed (tests/chaos/fault_schedule.py); the run is held against one of the same settings that was left alone.
 """
 
@@ -62,7 +62,7 @@ def undisturbed(deployment: Deployment, steps: int) -> RunInfo:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(IN_CI, marks=pytest.mark.chaos, id=f"seed {IN_CI.seed}"),
+        pytest.param(IN_CI, marks=pytest.mark.e2e, id=f"seed {IN_CI.seed}"),
         *(pytest.param(settings, marks=pytest.mark.chaos, id=f"seed {settings.seed}") for settings in ON_DEMAND),
     ],
 )
