@@ -22,5 +22,5 @@ class ChaosSettings(NamedTuple):
 
 
 IN_CI = ChaosSettings(seed=3, faults=4, steps=6)
-ON_DEMAND = [ChaosSettings(seed, faults=6, steps=16) for seed in range(17, 27)]
+ON_DEMAND = [ChaosSettings(seed, faults=6, steps=40) for seed in range(17, 27)]
 """Together they send every signal to every target."""
