@@ -1,7 +1,7 @@
 """The promise: whichever process is killed, stopped or terminated whenever, a run loses and repeats no trajectory.
 
-The end-to-end tests run one schedule, `make test-chaos` ten more on demand. Targets, signals and moments are drawn from the
-seed (tests/chaos/fault_schedule.py); the run is held against one of the same settings that was left alone.
+The end-to-end tests run one schedule, `make test-chaos` ten more on demand. Targets, signals and moments are drawn from
+the seed (tests/chaos/fault_schedule.py); the run is held against one of the same settings that was left alone.
 """
 
 import time

@@ -12,11 +12,11 @@ async def fit(run: Training) -> RunState:
     """
     version = await run.publish()
     await run.wake_up(version)  # a run that was killed left them asleep
-    if run.first_validation_is_due:
-        with run.traces.step(run.step):
-            metrics = await run.validate(version)
-        await run.log(metrics)
     try:
+        if run.first_validation_is_due:
+            with run.traces.step(run.step):
+                metrics = await run.validate(version, run.progress.unvalidated)
+            await run.log(metrics)
         while not run.finished:
             with run.one_step():
                 batch = run.next_batch()
@@ -26,11 +26,11 @@ async def fit(run: Training) -> RunState:
                 version = await run.publish()
                 await run.wake_up(version, metrics)
                 if run.validation_is_due:
-                    metrics |= await run.validate(version)
+                    metrics = await run.validate(version, metrics)
                 if run.checkpoint_is_due:
                     await run.save(metrics)
             await run.log(metrics)
     except StopRequested:
-        pass  # the step's rollouts are abandoned; a resumed run draws the same prompts again
+        pass  # the rollouts are abandoned; a resumed run asks for the same ones again
     await run.save()
-    return RunState.FINISHED if run.complete else RunState.STOPPED
+    return RunState.FINISHED if run.validated and run.complete else RunState.STOPPED

@@ -50,7 +50,7 @@ def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: 
     checkpoint = named_checkpoint(config)
     progress = Progress() if checkpoint is None else _named(checkpoint, learner)
     folder.rewind(None)
-    return Beginning(progress.model_copy(update={"metrics": {}}), None)
+    return Beginning(progress.model_copy(update={"metrics": {}, "unvalidated": {}}), None)
 
 
 def _named(checkpoint: Path, learner: Learner) -> Progress:

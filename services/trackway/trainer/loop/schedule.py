@@ -19,6 +19,8 @@ class Progress(BaseModel):
     position: Position = Field(default_factory=Position)
     metrics: dict[str, MetricValue] = Field(default_factory=dict)
     """Of that step, in case the process ends before their row is written."""
+    unvalidated: dict[str, MetricValue] = Field(default_factory=dict)
+    """Of that step, when a stop has cut off its validation; they and it make its row."""
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,17 @@ class Training:
 
     @property
     def first_validation_is_due(self) -> bool:
-        """Before the first step of this run, whether it begins at the model or at another run's checkpoint."""
-        return self.plan.val_before_train and all(row.step != self.step for row in self.folder.rows())
+        """Before the first step of this run, whether it begins at the model or at another run's checkpoint.
+
+        Also after a stop that has cut off the validation of the step at which the run goes on.
+        """
+        wanted = self.plan.val_before_train or not self.validated
+        return wanted and all(row.step != self.step for row in self.folder.rows())
+
+    @property
+    def validated(self) -> bool:
+        """Whether no stop has cut off the newest step's validation."""
+        return not self.progress.unvalidated
 
     @contextmanager
     def one_step(self) -> Iterator[None]:
@@ -179,10 +188,15 @@ class Training:
         self.traces.own.note(weights_after=version)
         return version
 
-    async def validate(self, version: int) -> Metrics:
-        """Accuracy on the held-out rows; empty without such rows, or when a stop is requested meanwhile."""
+    async def validate(self, version: int, metrics: Metrics | None = None) -> Metrics:
+        """`metrics`, those of the newest step, and the accuracy on the held-out rows, if there are such.
+
+        Raises StopRequested when the run is asked to stop meanwhile; a resumed run validates the step first.
+        """
+        metrics = metrics or {}
+        self.progress = self.progress.model_copy(update={"unvalidated": {}})
         if not self.validation_rows:
-            return {}
+            return metrics
         wanted = min(self.plan.traced_validation, len(self.validation_rows))
         traced = frozenset(range(self.traces.budget.prompts(wanted, self.plan.validation_n)))
         collecting = self.validation_rollouts.collect(self.validation_rows, self.step, version, traced)
@@ -190,12 +204,13 @@ class Training:
             with self._part("testing"):
                 trajectories = await self._unless_stopped(collecting)
         except StopRequested:
-            return {}
+            self.progress = self.progress.model_copy(update={"unvalidated": metrics | self.clock.take()})
+            raise
         self.traces.received(trajectories)
         await self._stored(partial(write_trajectories, self._dump(f"val_step_{self.step}"), trajectories))
         _require_one_success(trajectories, f"the validation at step {self.step}")
         self.traces.assess_validation(trajectories)
-        return validation_metrics(trajectories, self.plan.validation_n)
+        return metrics | validation_metrics(trajectories, self.plan.validation_n)
 
     async def save(self, metrics: Metrics | None = None) -> None:
         """Write a checkpoint of the newest step, unless there is one or the run only validates."""

@@ -1,5 +1,6 @@
 """The fit loop over a scripted agent: when it validates and saves, and what a checkpoint holds."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,32 @@ async def test_a_stop_before_the_first_step_does_not_validate_twice(new_run: New
 
     assert again.progress == Progress(step=2, position=again.progress.position, metrics={})
     assert validated(again) == [0, 2]
+
+
+@pytest.mark.parametrize(("steps", "save_freq", "rows"), [(3, 1, [0, 2, 3]), (3, 2, [0, 2, 3]), (2, -1, [0, 2])])
+async def test_a_validation_that_a_stop_cut_off_is_done_when_the_run_goes_on(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch, steps: int, save_freq: int, rows: list[int]
+):
+    words = [f"trainer.total_training_steps={steps}", "trainer.test_freq=2", f"trainer.save_freq={save_freq}"]
+    first = new_run("run", *words)
+    collect = first.validation_rollouts.collect
+
+    async def stopped_in_step_2(batch, step: int, *given):
+        if step == 2:
+            first.stop.set()
+            await asyncio.Event().wait()
+        return await collect(batch, step, *given)
+
+    monkeypatch.setattr(first.validation_rollouts, "collect", stopped_in_step_2)
+    assert (await fit(first), first.step) == (RunState.STOPPED, 2)
+
+    again = new_run("run", *words)
+    assert await fit(again) is RunState.FINISHED
+
+    written = again.folder.rows()
+    assert [row.step for row in written] == list(range(steps + 1))
+    assert validated(again) == rows
+    assert {"actor/pg_loss", "timing_s/gen", "training/global_step"} <= written[2].data.keys()
 
 
 async def test_saves_follow_save_freq_and_the_last_step_and_only_the_newest_are_kept(new_run: NewRun):
