@@ -11,10 +11,10 @@ from fastapi.testclient import TestClient
 from trackway.trainer.app import create_app
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.heartbeat import Heartbeat, OwnFolder, Sightings
+from trackway.trainer.run_state.heartbeat import Heartbeat, LivenessMonitor, OwnFolder
 from trackway.trainer.run_state.ownership import Beat, Owner, this_machine
 from trackway.trainer.settings import ServiceUrls, TrainerSettings
-from trackway.trainer.supervisor.manager import Runs
+from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 
@@ -53,8 +53,8 @@ def outputs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def runs(outputs: Path) -> AsyncIterator[Runs]:
-    runs = Runs(outputs, SERVICES)
+async def runs(outputs: Path) -> AsyncIterator[RunManager]:
+    runs = RunManager(outputs, SERVICES)
     yield runs
     await runs.close()
 
@@ -123,7 +123,7 @@ def test_a_damaged_owner_file_neither_ends_the_owner_nor_takes_it_for_dead(outpu
         own.write_beat(Beat(owner=Owner.of(os.getpid()), count=1))
         (own.path / "worker.json").write_bytes(content)
         own.append_row(MetricsRow(step=2, data={}))
-        seen = Sightings().alive(RunFolder(folder.path))
+        seen = LivenessMonitor().alive(RunFolder(folder.path))
 
     assert seen
     assert [row.step for row in folder.rows()] == [1, 2]
@@ -166,7 +166,7 @@ def test_a_configuration_that_cannot_be_read_is_named_with_the_way_to_go_on(
 
 @pytest.mark.anyio
 async def test_a_run_without_a_readable_configuration_is_listed_and_its_resumption_refused_by_name(
-    runs: Runs, outputs: Path
+    runs: RunManager, outputs: Path
 ):
     damaged(outputs, b"{", "config.json")
 

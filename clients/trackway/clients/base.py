@@ -20,11 +20,11 @@ import httpx
 from pydantic import BaseModel, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
-from trackway.clients.failures import NotOurs, error_of, incident_of, reason_of, worth_retrying
-from trackway.clients.patience import Patience
+from trackway.clients.failures import ForeignServerError, error_of, incident_of, reason_of, worth_retrying
+from trackway.clients.patience import RetryState
 from trackway.clients.shared_http import shared_http
 from trackway.clients.token import authorization, token_or_environments
-from trackway.tracing import add_incident, current_ledger, inject
+from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT, header_text
 
@@ -150,7 +150,7 @@ class ServiceClient:
                 f"{method} {self.base_url}{path}: no answer before the deadline; allow more time or look at /ready"
             )
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
-        except (httpx.TransportError, NotOurs) as error:
+        except (httpx.TransportError, ForeignServerError) as error:
             raise self._unavailable(method, path, error) from error
         raise AssertionError("tenacity returns or raises")
 
@@ -209,7 +209,7 @@ class ServiceClient:
         except TimeoutError as error:
             message = f"{method} {self.base_url}{path}: the stream did not end before the deadline; allow more time"
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
-        except (httpx.TransportError, NotOurs) as error:
+        except (httpx.TransportError, ForeignServerError) as error:
             raise self._unavailable(method, path, error) from error
 
     def _headers(self, session_id: str | None, key: str | None, deadline: Deadline) -> dict[str, str]:
@@ -229,7 +229,7 @@ class ServiceClient:
 
     def _retrying(self, path: str, deadline: Deadline) -> AsyncRetrying:
         policy = self.policy
-        patience = Patience(
+        patience = RetryState(
             policy.attempts, policy.backoff_s, policy.max_backoff_s, deadline.remaining, policy.outage_s
         )
         return AsyncRetrying(
@@ -247,7 +247,7 @@ class ServiceClient:
             add_incident(incident_of(error), url=url, attempt=state.attempt_number, reason=reason_of(error))
 
     def _unavailable(self, method: str, path: str, error: Exception) -> TrackwayError:
-        if isinstance(error, NotOurs) and error.status == 429:
+        if isinstance(error, ForeignServerError) and error.status == 429:
             message = f"{method} {self.base_url}{path}: refused until the deadline for lack of room ({error})"
             return TrackwayError(ErrorCode.OVERLOADED, f"{message}; allow more time or add replicas")
         message = (
@@ -259,7 +259,7 @@ class ServiceClient:
 
 def _take_receipt(response: httpx.Response) -> None:
     """What the service added to the trace counts for the trajectory that called it."""
-    opened = current_ledger()
+    opened = current_trace_stats()
     receipt = response.headers.get(TRACE_RECEIPT)
     if opened is not None and receipt is not None:
         opened.add_receipt(receipt)

@@ -16,7 +16,7 @@ _NO_SUCH_ROUTE = "/-/routes"
 """Ray Serve's own 404 names this path of its proxy."""
 
 
-class NotOurs(Exception):
+class ForeignServerError(Exception):
     """A 5xx, a 408 or a 429 that no service of ours made, or a 404 of Serve's proxy."""
 
     def __init__(self, status: int, text: str, retry_after_s: float | None = None) -> None:
@@ -29,27 +29,27 @@ def worth_retrying(error: BaseException) -> bool:
     """Whether the same request may succeed when it is sent again."""
     if isinstance(error, TrackwayError):
         return error.retryable
-    return isinstance(error, httpx.TransportError | NotOurs)
+    return isinstance(error, httpx.TransportError | ForeignServerError)
 
 
 def unreached(error: BaseException | None) -> bool:
     """Whether no service got the request: nothing listens, or Serve's proxy has no route or no replica for it."""
-    if isinstance(error, NotOurs):
+    if isinstance(error, ForeignServerError):
         return error.status in (404, 503)
     return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 def retry_after_of(error: BaseException | None) -> float | None:
     """Seconds after which the service wants to be asked again; None when it did not say."""
-    if isinstance(error, NotOurs):
+    if isinstance(error, ForeignServerError):
         return error.retry_after_s
     asked = error.detail.get("retry_after_s") if isinstance(error, TrackwayError) else None
     return float(asked) if isinstance(asked, int | float) and 0 <= asked < math.inf else None  # False for NaN
 
 
-def told_to_wait(error: BaseException | None) -> bool:
+def is_backpressure(error: BaseException | None) -> bool:
     """Whether the service lives and put the call off, for it is full or says when it can."""
-    full = isinstance(error, NotOurs) and error.status == 429
+    full = isinstance(error, ForeignServerError) and error.status == 429
     full = full or (isinstance(error, TrackwayError) and error.code is ErrorCode.OVERLOADED)
     return full or retry_after_of(error) is not None
 
@@ -62,13 +62,17 @@ def incident_of(error: BaseException | None) -> Incident:
     if isinstance(error, TrackwayError):
         return Incident.WEIGHTS_BEHIND if error.code is ErrorCode.WEIGHTS_BEHIND else Incident.RETRIED
     broken = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.TimeoutException)
-    died = isinstance(error, NotOurs) and (error.status >= 500 or error.status == 404) and not told_to_wait(error)
+    died = (
+        isinstance(error, ForeignServerError)
+        and (error.status >= 500 or error.status == 404)
+        and not is_backpressure(error)
+    )
     return Incident.REPLICA_LOST if broken or died else Incident.RETRIED
 
 
 def reason_of(error: BaseException | None) -> str:
     """The error in one line, its code or kind first."""
-    if isinstance(error, NotOurs):
+    if isinstance(error, ForeignServerError):
         return str(error)
     kind = error.code.value if isinstance(error, TrackwayError) else type(error).__name__
     return f"{kind}: {error}"
@@ -85,7 +89,7 @@ def error_of(response: httpx.Response) -> Exception:
     # A new proxy of Serve listens before it knows its routes.
     without_routes = response.status_code == 404 and _NO_SUCH_ROUTE in text
     if response.status_code >= 500 or response.status_code in (408, 429) or without_routes:
-        return NotOurs(response.status_code, text, _retry_after(response))
+        return ForeignServerError(response.status_code, text, _retry_after(response))
     if response.status_code in _REFUSED:
         return _with_remedy(response, TrackwayError(_REFUSED[response.status_code], text))
     request = response.request

@@ -10,10 +10,10 @@ import random
 
 from tenacity import RetryCallState, wait_random_exponential
 
-from trackway.clients.failures import retry_after_of, told_to_wait, unreached
+from trackway.clients.failures import is_backpressure, retry_after_of, unreached
 
 
-class Patience:
+class RetryState:
     """What one call has left: tries for failures, and time. `wait` and `stop` are tenacity's, asked in this order."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Patience:
 
     def stop(self, state: RetryCallState) -> bool:
         """Out of tries, or the time left is shorter than the pause asked for."""
-        if told_to_wait(_error(state)):
+        if is_backpressure(_error(state)):
             elapsed_s = state.seconds_since_start or 0.0
             return elapsed_s + state.upcoming_sleep >= self._time_left_s
         if self._is_outage(state):

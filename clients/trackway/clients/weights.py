@@ -18,7 +18,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ValidationError
 
-from trackway.clients.weight_claim import Claim, FolderClaim, LeaseClaim
+from trackway.clients.publisher_lock import FolderClaim, LeaseClaim, PublisherLock
 from trackway.system import atomic_write, digests, find_difference, remove_drafts
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -37,7 +37,7 @@ class WeightStore:
         self._fs, root = fsspec.core.url_to_fs(url)
         self._root = str(root).rstrip("/")
 
-    def claim(self, owner: str) -> Claim:
+    def claim(self, owner: str) -> PublisherLock:
         """The right to publish here, for one process at a time; raises CONFLICT with the holder's name."""
         if isinstance(self._fs, LocalFileSystem):
             claim = FolderClaim(Path(self._root), owner)

@@ -21,23 +21,23 @@ from trackway.tracing.spans import (
     trajectory_span,
     turn_span,
 )
-from trackway.tracing.trace_stats import Ledger, current_ledger, ledger
+from trackway.tracing.trace_stats import TraceStats, current_trace_stats, ledger
 from trackway.tracing.verl.config import RolloutTraceConfig
 from trackway.tracing.verl.decorators import rollout_trace_attr, rollout_trace_op
 
 __all__ = [
     "BackendStats",
-    "Ledger",
     "RolloutTraceConfig",
     "SpanHandle",
     "SpanStats",
+    "TraceStats",
     "Tracing",
     "TracingSettings",
     "activated",
     "add_event",
     "add_incident",
     "chat_span",
-    "current_ledger",
+    "current_trace_stats",
     "extracted",
     "inject",
     "install",

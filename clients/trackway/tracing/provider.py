@@ -19,11 +19,11 @@ from opentelemetry.trace import Link, SpanKind, Tracer, TraceState
 from opentelemetry.util.types import Attributes
 
 from trackway.tracing.context import is_kept_root
-from trackway.tracing.export.backend_queue import BackendStats, Sender
-from trackway.tracing.export.disk_queue import Spool
+from trackway.tracing.export.backend_queue import BackendQueue, BackendStats
+from trackway.tracing.export.disk_queue import DiskQueue
 from trackway.tracing.export.mlflow import MlflowEndpoint
 from trackway.tracing.export.otlp_http import endpoint
-from trackway.tracing.export.processor import Pipeline, monotonic_deadline
+from trackway.tracing.export.processor import ExportSpanProcessor, monotonic_deadline
 from trackway.tracing.redaction import Redact, load_redaction
 from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend
@@ -103,7 +103,7 @@ class Tracing:
         self.redact: Redact | None = redact or load_redaction(settings.redact)
         self.root_operations = root_operations
         self._senders = {backend: _sender(backend, service, settings) for backend in settings.sent_to(settings.usable)}
-        self._pipeline = Pipeline(service, settings, self._senders, exporter)
+        self._pipeline = ExportSpanProcessor(service, settings, self._senders, exporter)
         self._provider = TracerProvider(
             sampler=ParentBased(root=KeptRoots()),
             id_generator=RandomIds(),
@@ -138,9 +138,9 @@ class Tracing:
         return encoded and all(closed)
 
 
-def _sender(backend: TraceBackend, service: str, settings: TracingSettings) -> Sender:
+def _sender(backend: TraceBackend, service: str, settings: TracingSettings) -> BackendQueue:
     spool = None
     if settings.spool_dir is not None:
-        spool = Spool(Path(settings.spool_dir) / backend.value, service, settings.max_spool_bytes)
+        spool = DiskQueue(Path(settings.spool_dir) / backend.value, service, settings.max_spool_bytes)
     by_name = settings.mlflow_uri and backend in settings.sent_to([TraceBackend.MLFLOW])
-    return Sender(backend.value, MlflowEndpoint(settings) if by_name else endpoint(backend, settings), spool)
+    return BackendQueue(backend.value, MlflowEndpoint(settings) if by_name else endpoint(backend, settings), spool)

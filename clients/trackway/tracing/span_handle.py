@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from trackway.tracing import attributes as names
 from trackway.tracing.active import active_tracing
 from trackway.tracing.redaction import Redact, redacted
-from trackway.tracing.trace_stats import Ledger, note
+from trackway.tracing.trace_stats import TraceStats, note
 from trackway.wire.base import named_number
 from trackway.wire.text import well_formed
 from trackway.wire.tracing import Incident
@@ -30,10 +30,10 @@ LONGEST_MESSAGE = 4096
 class SpanHandle:
     """A span; every method does nothing when it is not recorded."""
 
-    def __init__(self, span: Span, ledger: Ledger | None = None) -> None:
+    def __init__(self, span: Span, ledger: TraceStats | None = None) -> None:
         self._span = span
         self._recorded = span.is_recording()
-        self.ledger = ledger or Ledger()
+        self.ledger = ledger or TraceStats()
         """Of a trajectory's root: bytes of all spans and incidents so far, in every process."""
 
     @property

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from trackway.wire.tracing import Incident
 
-_current: ContextVar["Ledger | None"] = ContextVar("trackway_ledger", default=None)
+_current: ContextVar["TraceStats | None"] = ContextVar("trackway_ledger", default=None)
 
 
 @dataclass
-class Ledger:
+class TraceStats:
     """Sums of one request, or of one trajectory."""
 
     bytes: int = 0
@@ -40,9 +40,9 @@ class Ledger:
 
 
 @contextmanager
-def ledger() -> Iterator[Ledger]:
+def ledger() -> Iterator[TraceStats]:
     """Collect in a ledger of its own what happens inside the block, in tasks that it starts too."""
-    token = _current.set(Ledger())
+    token = _current.set(TraceStats())
     try:
         opened = _current.get()
         assert opened is not None
@@ -51,13 +51,13 @@ def ledger() -> Iterator[Ledger]:
         _current.reset(token)
 
 
-def current_ledger() -> Ledger | None:
+def current_trace_stats() -> TraceStats | None:
     """The innermost open ledger."""
     return _current.get()
 
 
 def note(incident: Incident) -> None:
     """Record a problem that was recovered from in the ledger of this piece of work."""
-    opened = current_ledger()
+    opened = current_trace_stats()
     if opened is not None:
         opened.incidents.add(incident)

@@ -3,18 +3,18 @@
 A loop of your own: subclass `AgentLoop`, decorate it with `@register("name")`, name its module in `agent_modules`.
 """
 
-from trackway.agent.context import Services
+from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, register
 from trackway.agent.parser import ToolParser, register_parser
 from trackway.agent.single_turn import SingleTurnAgent
 from trackway.agent.tool_agent import ToolAgent
-from trackway.agent.tool_runner import Toolbox
+from trackway.agent.toolbox import Toolbox
 
 __all__ = [
+    "AgentContext",
     "AgentLoop",
     "Episode",
-    "Services",
     "SingleTurnAgent",
     "ToolAgent",
     "ToolParser",

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from trackway.agent.context import Services
+from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
 from trackway.agent.settings import AgentSettings
@@ -36,7 +36,7 @@ def create_app(
     for module in settings.agent_modules:
         with importing(f"setting agent_modules, {module!r}"):
             importlib.import_module(module)
-    groups = Groups(Services.connect(settings, http))
+    groups = Groups(AgentContext.connect(settings, http))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -12,7 +12,7 @@ from trackway.wire.tools import ToolList
 
 
 @dataclass(frozen=True)
-class Offer:
+class ToolSet:
     """The tools that one trajectory may call."""
 
     schemas: list[ToolSchema]
@@ -34,7 +34,7 @@ class ToolCatalog:
         self._known_until = 0.0
         self._listing: asyncio.Task[ToolList] | None = None
 
-    async def offered(self, request: GroupRequest) -> Offer:
+    async def offered(self, request: GroupRequest) -> ToolSet:
         """The tools of this request: its `tools`, narrowed by the row's `extra_info.tool_selection` (as verl).
 
         Raises:
@@ -50,7 +50,7 @@ class ToolCatalog:
         if missing:
             message = f"expected tools of the server ({sorted(known)}), got {missing}; add them to its configuration"
             raise TrackwayError(ErrorCode.UNKNOWN_TOOL, message)
-        return Offer([known[name] for name in wanted], frozenset(listed.stateless))
+        return ToolSet([known[name] for name in wanted], frozenset(listed.stateless))
 
     async def _list(self) -> ToolList:
         listing = self._listing

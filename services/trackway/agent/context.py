@@ -12,7 +12,7 @@ from trackway.clients import RewardClient, RolloutClient, ToolsClient
 
 
 @dataclass(frozen=True)
-class Services:
+class AgentContext:
     """Shared by every trajectory of the process."""
 
     settings: AgentSettings
@@ -24,7 +24,7 @@ class Services:
     parser: ToolParser
 
     @classmethod
-    def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "Services":
+    def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "AgentContext":
         """Load the tokenizer and create the clients; sends no request."""
         direct = settings.tools_direct and http is None
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from trackway.agent.context import Services
+from trackway.agent.context import AgentContext
 from trackway.agent.loop import AgentLoop, agent_loop
 from trackway.serving.metrics import counted
 from trackway.serving.user_code import contained
@@ -22,7 +22,7 @@ _SLACK_S = 1.0
 class Groups(Collector):
     """Runs the rollouts of every group of this process, at most `max_concurrent_trajectories` at once."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: AgentContext) -> None:
         self._services = services
         self._slots = asyncio.Semaphore(services.settings.max_concurrent_trajectories)
         self._tasks: set[asyncio.Task[Trajectory]] = set()

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, Literal, TypeVar
 
-from trackway.agent.context import Services
+from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.seeds import request_seed
-from trackway.agent.tool_runner import Toolbox, tool_facts
+from trackway.agent.toolbox import Toolbox, tool_facts
 from trackway.chat.encoding import TooLong
 from trackway.serving.user_code import described, run_user_code
 from trackway.tracing import SpanHandle, add_incident, set_outcome, token2text, trajectory_span
@@ -50,7 +50,7 @@ class AgentLoop(ABC):
 
     agent_name: ClassVar[str]
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: AgentContext) -> None:
         self.services = services
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, register
-from trackway.agent.tool_runner import Toolbox
+from trackway.agent.toolbox import Toolbox
 from trackway.tracing import turn_span
 from trackway.wire.chat import Message
 from trackway.wire.trajectory import StopReason, Turn

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue
 
-from trackway.agent.catalog import Offer
+from trackway.agent.catalog import ToolSet
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, register, stopwatch
 from trackway.agent.observations import Observation, truncated
 from trackway.agent.parser import Parsed
-from trackway.agent.tool_runner import Toolbox, rejected
+from trackway.agent.toolbox import Toolbox, rejected
 from trackway.chat.tool_calls import ParsedCall
 from trackway.tracing import turn_span
 from trackway.wire.agent import Limits
@@ -59,7 +59,7 @@ class ToolAgent(AgentLoop):
         return parsed
 
     async def _run_tools(
-        self, episode: Episode, toolbox: Toolbox, calls: Mapping[str, ParsedCall], offer: Offer
+        self, episode: Episode, toolbox: Toolbox, calls: Mapping[str, ParsedCall], offer: ToolSet
     ) -> list[Observation]:
         turn, earlier, spent = episode.turns[-1], len(toolbox.records), episode.timings.tool_calls
         try:
@@ -92,7 +92,7 @@ class ToolAgent(AgentLoop):
         return text
 
 
-def reason_to_stop(episode: Episode, parsed: Parsed, offer: Offer) -> StopReason | None:
+def reason_to_stop(episode: Episode, parsed: Parsed, offer: ToolSet) -> StopReason | None:
     """Whether the turn just written is the last one: verl's rules, then `on_bad_call`; None goes on to the tools."""
     turn = episode.turns[-1]
     max_turns = episode.limits.max_assistant_turns

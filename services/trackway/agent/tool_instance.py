@@ -25,7 +25,7 @@ _LOST = {ErrorCode.INSTANCE_LOST, ErrorCode.INSTANCE_NOT_FOUND}
 
 
 @dataclass(frozen=True)
-class Caller:
+class ToolCallContext:
     """The trajectory that calls: what its requests to the tool server have in common."""
 
     client: ToolsClient
@@ -52,7 +52,7 @@ class Caller:
 class ToolInstance:
     """The instance of one tool that serves all calls of a trajectory."""
 
-    def __init__(self, tool: str, caller: Caller) -> None:
+    def __init__(self, tool: str, caller: ToolCallContext) -> None:
         self.tool = tool
         self.one_at_a_time = asyncio.Lock()
         """To be held around each call, so that the state does not depend on timing."""

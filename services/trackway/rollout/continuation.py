@@ -28,7 +28,7 @@ class _Attempt(NamedTuple):
     """The watcher's count when it began."""
 
 
-class Survivor:
+class ResumableGeneration:
     """One engine and the watcher that updates it."""
 
     def __init__(self, engine: Engine, watcher: WeightWatcher) -> None:

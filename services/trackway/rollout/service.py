@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from trackway.rollout.continuation import Survivor
+from trackway.rollout.continuation import ResumableGeneration
 from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import Capability, Engine, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.settings import RolloutSettings
@@ -45,7 +45,7 @@ class RolloutService:
 
     def __init__(self, engine: Engine, watcher: WeightWatcher, text: TokenText, settings: RolloutSettings) -> None:
         self._engine, self._watcher, self._text, self._settings = engine, watcher, text, settings
-        self._survivor = Survivor(engine, watcher)
+        self._survivor = ResumableGeneration(engine, watcher)
         self._created = int(time.time())
         self._text_failed = False
 

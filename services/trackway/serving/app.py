@@ -18,7 +18,7 @@ from trackway.serving.environment_check import installation
 from trackway.serving.error_responses import install_error_answers
 from trackway.serving.idempotency import Idempotency
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
-from trackway.serving.middleware import DeadlineLimit, LastResort, ReplicaName, TraceContext
+from trackway.serving.middleware import CatchAllErrors, DeadlineLimit, ReplicaName, TraceContext
 from trackway.serving.request_limits import JsonSize, RequestBounds
 from trackway.serving.settings import ServiceSettings
 from trackway.serving.tokens import TokenTable
@@ -67,14 +67,14 @@ def service_app(
         show_tokens_in_docs(app)
     # Starlette runs the last one added first.
     app.add_middleware(DeadlineLimit)
-    app.add_middleware(LastResort)
+    app.add_middleware(CatchAllErrors)
     app.add_middleware(Idempotency)
     max_json = JsonSize(settings.max_json_items, settings.max_json_nodes)
     app.add_middleware(
         RequestBounds, max_bytes=settings.max_body_bytes, max_json=max_json, timeout_s=settings.body_timeout_s
     )
     app.add_middleware(TraceContext, tracing=tracing)
-    app.add_middleware(LastResort)
+    app.add_middleware(CatchAllErrors)
     app.add_middleware(ReplicaName, replica=settings.replica)
     app.add_middleware(Authentication, tokens=tokens, trust_loopback=settings.auth.trust_loopback)
     app.add_middleware(RequestMetrics, metrics=metrics)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trackway.serving.error_responses import error_response
 from trackway.serving.user_code import described, failure_of
 from trackway.system.storage import FULL, error_number, storage_error
-from trackway.tracing import Ledger, Tracing, extracted, ledger
+from trackway.tracing import TraceStats, Tracing, extracted, ledger
 from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import REPLICA, REQUEST_DEADLINE, TRACE_RECEIPT
@@ -51,7 +51,7 @@ def _carried(scope: Scope) -> dict[str, str]:
     return {name: ",".join(lines) for name in _TRACE_HEADERS if (lines := headers.getlist(name))}
 
 
-class LastResort:
+class CatchAllErrors:
     """Answers 500 `internal` for an unhandled exception of any kind, and logs it once.
 
     All answers leave through here, and so get their receipt here.
@@ -107,7 +107,7 @@ def _is_cancelled() -> bool:
 
 
 def _add_receipt(scope: Scope, start: Message) -> None:
-    sums: Ledger | None = scope.get("ledger")
+    sums: TraceStats | None = scope.get("ledger")
     if sums is not None and (receipt := sums.receipt()):
         MutableHeaders(scope=start)[TRACE_RECEIPT] = receipt
 

@@ -13,7 +13,7 @@ from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.supervisor.auto_resume import resume_for_ever
 from trackway.trainer.supervisor.gauges import RunGauges
-from trackway.trainer.supervisor.manager import Runs
+from trackway.trainer.supervisor.manager import RunManager
 from trackway.trainer.tracking import Leftovers
 from trackway.wire.names import RunNameInPath
 from trackway.wire.trainer import RunInfo, RunList, RunRequest
@@ -28,7 +28,7 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
     """The service's app; its runs end when it does."""
     settings = settings or TrainerSettings()
     outputs = Path(settings.outputs_dir)
-    runs = Runs(
+    runs = RunManager(
         outputs,
         settings.service_urls(),
         settings.stop_deadline_s,
@@ -59,7 +59,7 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
     return service_app("trainer", settings, routers=[_routes(runs)], lifespan=lifespan, collectors=[gauges])
 
 
-async def _send_leftovers(runs: Runs, leftovers: Leftovers) -> None:
+async def _send_leftovers(runs: RunManager, leftovers: Leftovers) -> None:
     """Again and again, as a run may end at any time, and a backend may be back."""
     while True:
         try:
@@ -69,7 +69,7 @@ async def _send_leftovers(runs: Runs, leftovers: Leftovers) -> None:
         await asyncio.sleep(LEFTOVERS_S)
 
 
-def _routes(runs: Runs) -> ServiceRouter:
+def _routes(runs: RunManager) -> ServiceRouter:
     router = ServiceRouter(tags=["runs"])
     operator = [Depends(needs_admin)]
 

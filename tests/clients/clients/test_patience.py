@@ -4,8 +4,8 @@ import httpx
 import pytest
 from tenacity import AsyncRetrying, RetryCallState
 
-from trackway.clients.failures import NotOurs, error_of, retry_after_of
-from trackway.clients.patience import Patience
+from trackway.clients.failures import ForeignServerError, error_of, retry_after_of
+from trackway.clients.patience import RetryState
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
@@ -20,7 +20,7 @@ def after(error: Exception, tries: int = 1, upcoming_s: float = 0.0, elapsed_s: 
 
 def pauses(error: Exception, tries: int = 1) -> tuple[float, float]:
     """The shortest and the longest of many."""
-    patience = Patience(attempts=5, backoff_s=0.2, max_backoff_s=5.0, deadline_s=100.0)
+    patience = RetryState(attempts=5, backoff_s=0.2, max_backoff_s=5.0, deadline_s=100.0)
     found = [patience.wait(after(error, tries)) for _ in range(3000)]
     return min(found), max(found)
 
@@ -50,13 +50,13 @@ def test_without_a_word_of_the_service_pauses_grow_up_to_a_bound() -> None:
 def test_a_call_that_is_put_off_ends_when_its_next_try_would_come_too_late(
     elapsed_s: float, pause_s: float, ends: bool
 ) -> None:
-    patience = Patience(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
+    patience = RetryState(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
     full = TrackwayError(ErrorCode.OVERLOADED, "full")
     assert patience.stop(after(full, upcoming_s=pause_s, elapsed_s=elapsed_s)) is ends
 
 
 def test_a_call_that_fails_ends_with_its_last_try() -> None:
-    patience = Patience(attempts=3, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
+    patience = RetryState(attempts=3, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
     assert [patience.stop(after(httpx.ConnectError("refused"), tries=number)) for number in (1, 2, 3)] == [
         False,
         False,
@@ -66,10 +66,15 @@ def test_a_call_that_fails_ends_with_its_last_try() -> None:
 
 @pytest.mark.parametrize(
     "unreached",
-    [httpx.ConnectError("refused"), httpx.ConnectTimeout("silence"), NotOurs(404, "no route"), NotOurs(503, "none")],
+    [
+        httpx.ConnectError("refused"),
+        httpx.ConnectTimeout("silence"),
+        ForeignServerError(404, "no route"),
+        ForeignServerError(503, "none"),
+    ],
 )
 def test_tries_that_reach_no_service_count_once_the_outage_is_longer_than_the_policy_waits(unreached) -> None:
-    patience = Patience(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
+    patience = RetryState(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
 
     stops = [patience.stop(after(unreached, elapsed_s=seconds)) for seconds in (1.0, 30.0, 60.9, 61.0, 66.0)]
 
@@ -77,13 +82,13 @@ def test_tries_that_reach_no_service_count_once_the_outage_is_longer_than_the_po
 
 
 def test_an_outage_may_begin_with_the_call() -> None:
-    patience = Patience(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
+    patience = RetryState(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
     away = httpx.ConnectError("refused")
     assert [patience.stop(after(away, elapsed_s=seconds)) for seconds in (0.0, 59.5, 60.5)] == [False, False, True]
 
 
 def test_each_outage_of_a_call_is_waited_for_and_other_failures_count() -> None:
-    patience = Patience(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
+    patience = RetryState(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
     away, broken = httpx.ConnectError("refused"), httpx.ReadError("reset")
 
     failures = [(away, 1.0), (away, 59.0), (broken, 62.0), (away, 63.0), (away, 120.0), (broken, 121.0)]
@@ -98,7 +103,7 @@ def test_each_outage_of_a_call_is_waited_for_and_other_failures_count() -> None:
 )
 def test_the_header_of_somebody_elses_answer_is_read(header: str, seconds: float | None) -> None:
     error = error_of(httpx.Response(429, text="slow down", headers={"retry-after": header}))
-    assert isinstance(error, NotOurs)
+    assert isinstance(error, ForeignServerError)
     assert retry_after_of(error) == seconds
 
 

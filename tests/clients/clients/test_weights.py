@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from trackway.clients import weights as module
-from trackway.clients.weight_claim import FolderClaim, LeaseClaim
+from trackway.clients.publisher_lock import FolderClaim, LeaseClaim
 from trackway.clients.weights import WeightStore, version_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Canary

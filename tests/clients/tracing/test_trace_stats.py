@@ -7,11 +7,11 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from trackway.tracing import (
-    Ledger,
+    TraceStats,
     Tracing,
     TracingSettings,
     add_incident,
-    current_ledger,
+    current_trace_stats,
     ledger,
     set_outcome,
     tool_span,
@@ -30,24 +30,24 @@ TAGS = Tags(experiment_name="gsm8k", step=3, sample_index=17, rollout_n=2)
 @pytest.mark.parametrize(
     ("sums", "receipt"),
     [
-        (Ledger(), ""),
-        (Ledger(120), "bytes=120"),
-        (Ledger(0, {Incident.RETRIED}), "incidents=retried"),
-        (Ledger(7, {Incident.TOOL_TIMEOUT, Incident.RETRIED}), "bytes=7,incidents=retried+tool_timeout"),
+        (TraceStats(), ""),
+        (TraceStats(120), "bytes=120"),
+        (TraceStats(0, {Incident.RETRIED}), "incidents=retried"),
+        (TraceStats(7, {Incident.TOOL_TIMEOUT, Incident.RETRIED}), "bytes=7,incidents=retried+tool_timeout"),
     ],
 )
-def test_a_receipt_carries_the_sums_to_the_caller(sums: Ledger, receipt: str) -> None:
+def test_a_receipt_carries_the_sums_to_the_caller(sums: TraceStats, receipt: str) -> None:
     assert sums.receipt() == receipt
-    caller = Ledger(1000, {Incident.WEIGHTS_BEHIND})
+    caller = TraceStats(1000, {Incident.WEIGHTS_BEHIND})
     caller.add_receipt(receipt)
-    assert caller == Ledger(1000 + sums.bytes, {Incident.WEIGHTS_BEHIND, *sums.incidents})
+    assert caller == TraceStats(1000 + sums.bytes, {Incident.WEIGHTS_BEHIND, *sums.incidents})
 
 
 @pytest.mark.parametrize("receipt", ["bytes=-5", "bytes=x", "nonsense", "incidents=nosuch+", "=,=", "bytes=²"])
 def test_a_receipt_that_is_not_understood_changes_nothing(receipt: str) -> None:
-    caller = Ledger(10)
+    caller = TraceStats(10)
     caller.add_receipt(receipt)
-    assert caller == Ledger(10)
+    assert caller == TraceStats(10)
 
 
 @pytest.mark.anyio
@@ -60,7 +60,7 @@ async def test_work_in_tasks_counts_for_the_ledger_that_was_open_when_they_began
     with ledger() as second:
         pass
     assert (first.incidents, second.incidents) == ({Incident.RETRIED, Incident.TOOL_FAILED}, set())
-    assert current_ledger() is None
+    assert current_trace_stats() is None
 
 
 def test_the_weight_of_a_span_is_about_its_size_in_otlp() -> None:

@@ -22,7 +22,7 @@ from trackway.deploy.deployment.serve_api import ServeApi, environments_token
 from trackway.deploy.local import preflight
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import standalone
-from trackway.serving.middleware import LastResort
+from trackway.serving.middleware import CatchAllErrors
 from trackway.system.user_error import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
@@ -82,7 +82,10 @@ async def stranger(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (LastResort(defect), "ValueError: no vocabulary; this is a defect of the service, its log has the traceback"),
+        (
+            CatchAllErrors(defect),
+            "ValueError: no vocabulary; this is a defect of the service, its log has the traceback",
+        ),
         (stranger, "what answers at {url}/rollout is no service of ours"),
     ],
     ids=["a service of ours that fails", "somebody else's"],

@@ -13,7 +13,7 @@ from opentelemetry.trace import StatusCode
 from scripted_model import END
 from transformers import PreTrainedTokenizerFast
 
-from trackway.agent.context import Services
+from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient
@@ -120,7 +120,7 @@ async def test_a_service_that_stops_aborts_its_trajectories_before_it_ends(
 
 async def test_a_service_that_stops_takes_no_new_group(settings: AgentSettings) -> None:
     async with httpx.AsyncClient() as http:
-        groups = Groups(Services.connect(settings, http))
+        groups = Groups(AgentContext.connect(settings, http))
         await groups.close()
         with pytest.raises(TrackwayError) as caught:
             groups.start(group())

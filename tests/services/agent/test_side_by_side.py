@@ -9,8 +9,8 @@ from agent_world import World, call, group, until
 from scripted_model import END
 from time_limits import ENDS_SOON
 
-from trackway.agent.catalog import Offer
-from trackway.agent.tool_runner import Toolbox
+from trackway.agent.catalog import ToolSet
+from trackway.agent.toolbox import Toolbox
 from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
 from trackway.tools.base import ToolInputError
@@ -150,7 +150,7 @@ async def test_cancelling_ends_every_call_of_the_turn_and_keeps_what_came_before
 
     world.counter.before, world.other.before = first_at_once, outlives_the_turn
     calls = {f"call_0_{place}": ParsedCall(name) for place, name in enumerate(["counter", "counter", "other"])}
-    offer = Offer([world.counter.tool_schema, world.other.tool_schema])
+    offer = ToolSet([world.counter.tool_schema, world.other.tool_schema])
     async with httpx.AsyncClient(transport=world.tools) as http:
         client = ToolsClient("http://tools", http)
         toolbox = Toolbox(client, group().sample, "run-a/1/7/0", Deadline.after(60), release_timeout_s=5)

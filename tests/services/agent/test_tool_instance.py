@@ -10,8 +10,8 @@ from replaceable import Answer, breaks
 from scripted_model import END
 from time_limits import ENDS_SOON
 
-from trackway.agent.catalog import Offer
-from trackway.agent.tool_runner import Toolbox
+from trackway.agent.catalog import ToolSet
+from trackway.agent.toolbox import Toolbox
 from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
 from trackway.tools.app import create_app as create_tools
@@ -98,7 +98,7 @@ async def test_an_instance_whose_making_was_interrupted_is_released(world: World
     async with httpx.AsyncClient(transport=world.tools) as http:
         client = ToolsClient("http://tools", http)
         toolbox = Toolbox(client, group().sample, "run-a/1/7/0", Deadline.after(60), release_timeout_s=5)
-        offer = Offer([world.counter.tool_schema])
+        offer = ToolSet([world.counter.tool_schema])
         calling = asyncio.create_task(toolbox.answer({"call_0_0": ParsedCall("counter")}, offer, 1))
         await making.wait()
         calling.cancel()

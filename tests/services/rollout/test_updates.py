@@ -11,7 +11,7 @@ from engine_runs import until, watching
 from transformers import AutoModelForCausalLM
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.continuation import Survivor
+from trackway.rollout.continuation import ResumableGeneration
 from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import Generation, PauseMode, Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
@@ -22,7 +22,7 @@ from trackway.wire.weights import Canary
 
 pytestmark = pytest.mark.anyio
 
-Surviving = Callable[..., AbstractAsyncContextManager[tuple[Survivor, WeightWatcher]]]
+Surviving = Callable[..., AbstractAsyncContextManager[tuple[ResumableGeneration, WeightWatcher]]]
 Answer = asyncio.Task[tuple[Generation, list[Piece]]]
 LENGTH = 900
 WRONG = Canary(token_ids=[3, 4, 5], logprobs=[-99.0, -99.0])
@@ -36,15 +36,15 @@ def surviving(engine: TorchEngine, store: WeightStore, tmp_path: Path) -> Surviv
     """`async with surviving(mode) as (survivor, watcher)`, on `engine` and following `store`."""
 
     @asynccontextmanager
-    async def follow(mode: PauseMode, wait_s: float = 30.0) -> AsyncIterator[tuple[Survivor, WeightWatcher]]:
+    async def follow(mode: PauseMode, wait_s: float = 30.0) -> AsyncIterator[tuple[ResumableGeneration, WeightWatcher]]:
         async with watching(engine, store, tmp_path, wait_s=wait_s, mode=mode) as watcher:
-            yield Survivor(engine, watcher), watcher
+            yield ResumableGeneration(engine, watcher), watcher
 
     return follow
 
 
 @asynccontextmanager
-async def begun(survivor: Survivor) -> AsyncIterator[Answer]:
+async def begun(survivor: ResumableGeneration) -> AsyncIterator[Answer]:
     """The whole of LONG and its pieces in a task that has the first, and a minute for what follows."""
     first, collector, pieces = asyncio.Event(), Collector(), list[Piece]()
 
@@ -64,7 +64,7 @@ async def begun(survivor: Survivor) -> AsyncIterator[Answer]:
 
 @asynccontextmanager
 async def updated_midway(
-    survivor: Survivor, store: WeightStore, weights: Path, canary: Canary | None = None
+    survivor: ResumableGeneration, store: WeightStore, weights: Path, canary: Canary | None = None
 ) -> AsyncIterator[Answer]:
     """As `begun`, and version 1 is published then."""
     async with begun(survivor) as answer:

@@ -7,10 +7,10 @@ from pathlib import Path
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.heartbeat import Sightings
+from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.trainer.run_state.ownership import this_machine
 from trackway.trainer.settings import ServiceUrls
-from trackway.trainer.supervisor.manager import Runs
+from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.agent import Sample
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest
 
@@ -23,7 +23,7 @@ class Pod:
     def __init__(self, outputs: Path, services: ServiceUrls) -> None:
         self.now = 0.0
         machine = this_machine().model_copy(update={"host": "another-pod"})
-        self.runs = Runs(outputs, services, 60.0, sightings=Sightings(machine, lambda: self.now))
+        self.runs = RunManager(outputs, services, 60.0, sightings=LivenessMonitor(machine, lambda: self.now))
 
 
 def run_request(model: Path, folder: Path, sample: Callable[[int], Sample], name: str, *overrides: str) -> RunRequest:
@@ -57,7 +57,7 @@ async def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> Non
             await asyncio.sleep(0.05)
 
 
-async def ended(runs: Runs, name: str) -> RunInfo:
+async def ended(runs: RunManager, name: str) -> RunInfo:
     """How a run stands at its end."""
     await until(lambda: runs.info(name).state in ENDED)
     return runs.info(name)
@@ -68,7 +68,7 @@ def held_at(agent, step: int) -> bool:
     return any(request.step == step for request in agent.requests)
 
 
-def pid_of(runs: Runs, name: str) -> int:
+def pid_of(runs: RunManager, name: str) -> int:
     """The process that has a run."""
     owner = RunFolder(Path(runs.info(name).folder)).owner()
     assert owner is not None

@@ -15,7 +15,7 @@ from trackway.system import StorageError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
 from trackway.trainer.run_state.ownership import Owner, this_machine
-from trackway.trainer.supervisor.manager import Runs
+from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trainer import RunInfo, RunRequest, RunState
 
@@ -32,8 +32,8 @@ def outputs(small_disk: Path, remount: Callable[[Path, str], None]) -> Path:
 
 
 @pytest.fixture
-async def runs(agent_url: str, agent, outputs: Path, tmp_path: Path) -> AsyncIterator[Runs]:
-    runs = Runs(outputs, urls(agent_url, tmp_path), stop_deadline_s=60)
+async def runs(agent_url: str, agent, outputs: Path, tmp_path: Path) -> AsyncIterator[RunManager]:
+    runs = RunManager(outputs, urls(agent_url, tmp_path), stop_deadline_s=60)
     yield runs
     agent.released.set()
     await runs.close()
@@ -54,13 +54,13 @@ def temporary(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.name.startswith(".") or path.name.endswith(".tmp"))
 
 
-def told(runs: Runs, name: str) -> RunInfo:
+def told(runs: RunManager, name: str) -> RunInfo:
     """As `GET /runs` says it."""
     [info] = [info for info in runs.list() if info.run == name]
     return info
 
 
-async def reach_step_2(runs: Runs, agent, request: RunRequest) -> RunFolder:
+async def reach_step_2(runs: RunManager, agent, request: RunRequest) -> RunFolder:
     """A run that has done its first step and waits for the rollouts of the second."""
     agent.holding_at = 2
     info = await runs.start(request)
@@ -69,7 +69,7 @@ async def reach_step_2(runs: Runs, agent, request: RunRequest) -> RunFolder:
 
 
 async def test_a_run_without_room_for_its_checkpoint_waits_says_so_and_trains_each_step_once(
-    runs: Runs, agent, request_of: Start, small_disk: Path, fill
+    runs: RunManager, agent, request_of: Start, small_disk: Path, fill
 ):
     folder = await reach_step_2(runs, agent, request_of("waits"))
     filler = fill(small_disk, leave=250_000)
@@ -91,7 +91,7 @@ async def test_a_run_without_room_for_its_checkpoint_waits_says_so_and_trains_ea
 
 
 async def test_a_run_that_waited_too_long_fails_with_its_last_checkpoint_and_is_not_started_again(
-    runs: Runs, agent, request_of: Start, small_disk: Path, fill
+    runs: RunManager, agent, request_of: Start, small_disk: Path, fill
 ):
     folder = await reach_step_2(runs, agent, request_of("failed", "trackway.storage_wait_s=0.5"))
     filler = fill(small_disk, leave=250_000)
@@ -112,7 +112,7 @@ async def test_a_run_that_waited_too_long_fails_with_its_last_checkpoint_and_is_
 
 
 async def test_without_room_for_a_state_runs_are_listed_and_a_stop_and_a_resume_name_the_disk(
-    runs: Runs, agent, request_of: Start, small_disk: Path, fill
+    runs: RunManager, agent, request_of: Start, small_disk: Path, fill
 ):
     folder = await reach_step_2(runs, agent, request_of("full"))
     filler = fill(small_disk)
@@ -143,7 +143,7 @@ async def test_without_room_for_a_state_runs_are_listed_and_a_stop_and_a_resume_
 
 
 async def test_a_process_that_can_write_nothing_more_is_not_started_again(
-    runs: Runs, agent, request_of: Start, small_disk: Path, fill
+    runs: RunManager, agent, request_of: Start, small_disk: Path, fill
 ):
     folder = await reach_step_2(runs, agent, request_of("silent", "trackway.storage_wait_s=0.5"))
     filler = fill(small_disk)
@@ -167,7 +167,7 @@ async def test_a_process_that_can_write_nothing_more_is_not_started_again(
 
 @pytest.mark.parametrize(("options", "code"), [("size=16m", ErrorCode.DISK_FULL), ("ro", ErrorCode.NOT_WRITABLE)])
 async def test_a_service_that_finds_a_dead_run_on_such_a_disk_lists_it_and_settles_it_later(
-    runs: Runs, request_of: Start, outputs: Path, small_disk: Path, fill, remount, options: str, code: ErrorCode
+    runs: RunManager, request_of: Start, outputs: Path, small_disk: Path, fill, remount, options: str, code: ErrorCode
 ):
     on_disk(outputs, "dead", state="running")
     (outputs / ".runs.lock").touch()
@@ -221,7 +221,7 @@ async def test_a_log_without_room_does_not_become_the_exit_status(small_disk: Pa
 
 
 async def test_a_run_cannot_begin_on_a_full_disk_and_leaves_no_folder(
-    runs: Runs, request_of: Start, outputs: Path, small_disk: Path, fill
+    runs: RunManager, request_of: Start, outputs: Path, small_disk: Path, fill
 ):
     outputs.mkdir()
     (outputs / ".runs.lock").touch()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trackway.tracing.export.batch import Batch
-from trackway.tracing.export.disk_queue import Spool
+from trackway.tracing.export.disk_queue import DiskQueue
 from trackway.tracing.export.otlp_http import Answer, Endpoint, Verdict
 
 logger = logging.getLogger("trackway.tracing")
@@ -43,10 +43,10 @@ class BackendStats:
     spool_bytes: int = 0
 
 
-class Sender:
+class BackendQueue:
     """Sends batches in the order they came."""
 
-    def __init__(self, name: str, endpoint: Endpoint, spool: Spool | None) -> None:
+    def __init__(self, name: str, endpoint: Endpoint, spool: DiskQueue | None) -> None:
         self.name = name
         self._endpoint = endpoint
         self._spool = spool
@@ -195,7 +195,7 @@ class Sender:
                 self._settle_file(self._spool, path, answer)
             self._settle(batch, answer)
 
-    def _settle_file(self, spool: Spool, path: Path, answer: Answer) -> None:
+    def _settle_file(self, spool: DiskQueue, path: Path, answer: Answer) -> None:
         if answer.verdict is not Verdict.LATER:
             self._put_off = 0
             spool.remove(path)

@@ -30,7 +30,7 @@ _LOCK = "lock"
 logger = logging.getLogger("trackway.tracing")
 
 
-class Spool:
+class DiskQueue:
     """A queue of batches in a folder of this process; oldest first."""
 
     def __init__(self, folder: Path, owner: str, max_bytes: int) -> None:

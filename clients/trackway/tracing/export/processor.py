@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from trackway.tracing import attributes as names
 from trackway.tracing.context import current_target
-from trackway.tracing.export.backend_queue import Sender
+from trackway.tracing.export.backend_queue import BackendQueue
 from trackway.tracing.export.batch import Batch, encoded, routing, weight, with_few_roots
 from trackway.tracing.settings import TracingSettings
-from trackway.tracing.trace_stats import current_ledger
+from trackway.tracing.trace_stats import current_trace_stats
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
 logger = logging.getLogger("trackway.tracing")
@@ -24,7 +24,7 @@ logger = logging.getLogger("trackway.tracing")
 BATCH_SPANS = 512
 
 
-class Pipeline(SpanProcessor):
+class ExportSpanProcessor(SpanProcessor):
     """Takes ended spans, encodes them once per target, and hands each backend its batch.
 
     `exporter` gets every span too, whatever its target: for tests, and for a backend of one's own.
@@ -34,7 +34,7 @@ class Pipeline(SpanProcessor):
         self,
         service: str,
         settings: TracingSettings,
-        senders: Mapping[TraceBackend, Sender],
+        senders: Mapping[TraceBackend, BackendQueue],
         exporter: SpanExporter | None,
     ) -> None:
         self._stamp: dict[str, str | int] = {names.SERVICE: service, names.PROCESS: os.getpid()}
@@ -58,7 +58,7 @@ class Pipeline(SpanProcessor):
 
     def on_end(self, span: ReadableSpan) -> None:
         """Queue the span and put its weight into the open ledger."""
-        ledger = current_ledger()
+        ledger = current_trace_stats()
         if ledger is not None:
             ledger.bytes += weight(span)
         with self._changed:

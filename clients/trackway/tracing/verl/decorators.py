@@ -17,7 +17,7 @@ from trackway.tracing.active import active_tracing
 from trackway.tracing.span_handle import SpanHandle
 from trackway.tracing.spans import root_span
 from trackway.tracing.verl.config import RolloutTraceConfig
-from trackway.tracing.verl.safely import Safely
+from trackway.tracing.verl.safely import NonRaisingSpan
 from trackway.tracing.verl.serialization import plain_number
 from trackway.tracing.verl.traced_call import OpenRoot, Operation, open_root, own_target, recorded_call
 from trackway.wire.trajectory import Tags
@@ -49,7 +49,7 @@ def rollout_trace_attr(
         return
     given = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n, "validate": validate}
     record = trace and not _silenced()
-    with Safely(lambda: _trajectory(given, name, record)) as span:
+    with NonRaisingSpan(lambda: _trajectory(given, name, record)) as span:
         outer = open_root.get()
         open_root.set(OpenRoot(span))
         try:

@@ -12,7 +12,7 @@ from trackway.tracing.span_handle import SpanHandle
 logger = logging.getLogger("trackway.tracing")
 
 
-class Safely:
+class NonRaisingSpan:
     """Opens and ends a span around other people's code; what the span itself raises is logged and goes no further."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[SpanHandle]]) -> None:

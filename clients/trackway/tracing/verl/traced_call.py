@@ -11,7 +11,7 @@ from trackway.tracing.active import active_tracing, token2text
 from trackway.tracing.span_handle import SpanHandle
 from trackway.tracing.spans import operation_span
 from trackway.tracing.verl.config import RolloutTraceConfig
-from trackway.tracing.verl.safely import Safely
+from trackway.tracing.verl.safely import NonRaisingSpan
 from trackway.tracing.verl.serialization import bounded, fields
 from trackway.wire.tracing import TraceTarget
 
@@ -68,7 +68,7 @@ def recorded_call(
     root = open_root.get()
     open_root.set(None)
     try:
-        with Safely(lambda: operation_span(operation.name, own_target())) as span:
+        with NonRaisingSpan(lambda: operation_span(operation.name, own_target())) as span:
             call = RecordedCall(span, root, operation.arguments(args, kwargs), operation.decoder(args))
             call.take()
             yield call

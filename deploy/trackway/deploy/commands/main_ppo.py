@@ -11,7 +11,7 @@ from trackway.deploy.terminal.console import board, print_json, run_bar, stderr,
 from trackway.deploy.terminal.entry import enter
 
 if TYPE_CHECKING:
-    from trackway.deploy.runs.standalone import WholeRun
+    from trackway.deploy.runs.standalone import StandaloneRun
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -62,7 +62,7 @@ def main_ppo(
     _train(run, keep, as_json)
 
 
-def _train(run: "WholeRun", keep: bool, as_json: bool) -> None:
+def _train(run: "StandaloneRun", keep: bool, as_json: bool) -> None:
     with board(as_json) as shown:
         deployment = run.bring_up(shown.report)
     stderr.print(f"services  {deployment.base_url}   MLflow  {deployment.mlflow_uri}", soft_wrap=True)

@@ -33,7 +33,7 @@ _SERVER_START_S = 1200.0
 
 
 @dataclass(frozen=True)
-class WholeRun:
+class StandaloneRun:
     """What is to be trained, and on which services."""
 
     config: RunConfig
@@ -123,7 +123,7 @@ def configured(overrides: list[str], config_path: Path | None, config_name: str)
     return launch.localised(compose(overrides, config_path, config_name))
 
 
-def prepare(overrides: list[str], config_path: Path | None, config_name: str, outputs: Path) -> WholeRun:
+def prepare(overrides: list[str], config_path: Path | None, config_name: str, outputs: Path) -> StandaloneRun:
     """The run of a command line; starts nothing. Raises TrackwayError and UserError for what cannot be had."""
     config = configured(overrides, config_path, config_name)
     settings = UpSettings.read(outputs=outputs)
@@ -134,7 +134,7 @@ def prepare(overrides: list[str], config_path: Path | None, config_name: str, ou
             "them with `trackway train`, or give another --outputs"
         )
     services = None if running else services_for(config, gpus_here(), serve_config.load(settings.config))
-    return WholeRun(services.config if services else config, settings, running, services)
+    return StandaloneRun(services.config if services else config, settings, running, services)
 
 
 def _model(config: RunConfig) -> Path:

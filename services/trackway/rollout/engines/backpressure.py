@@ -4,7 +4,7 @@ _LEARNING = 0.1
 _LONGEST_S = 60.0
 
 
-class Places:
+class RetryAfterEstimator:
     """Gives those turned away times one after the other, at the pace at which slots come free.
 
     So they come back as they can be served, instead of all together; half of the queue stays as a reserve meanwhile.

@@ -26,7 +26,7 @@ logger = logging.getLogger("trackway.tools")
 R = TypeVar("R")
 
 
-class GuardedTool:
+class LimitedTool:
     """One tool within its limits; the methods are the tool's own four."""
 
     def __init__(self, tool: BaseTool, limits: ToolLimits) -> None:

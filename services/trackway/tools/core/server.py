@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from trackway.serving.user_code import run_user_code
 from trackway.tools.base import BaseTool, ToolLimits, ToolSource, session_scope
 from trackway.tools.core.instances import Event, Instance, InstanceTable
-from trackway.tools.core.limits import GuardedTool
+from trackway.tools.core.limits import LimitedTool
 from trackway.tools.core.metrics import ToolCalls
 from trackway.tools.core.registry import ToolRegistry
 from trackway.tracing import SpanHandle, tool_span
@@ -39,7 +39,7 @@ class ToolServer:
     def __init__(self, tools: Sequence[BaseTool | ToolSource], limits: ToolLimits, instances: InstanceTable) -> None:
         self._limits = limits
         self._registry = ToolRegistry()
-        self._guarded: dict[str, GuardedTool] = {}
+        self._guarded: dict[str, LimitedTool] = {}
         self._sources = [one for one in tools if isinstance(one, ToolSource)]
         self._instances = instances
         self.calls = ToolCalls(instances)
@@ -51,7 +51,7 @@ class ToolServer:
 
     def _add(self, tool: BaseTool) -> None:
         self._registry.add(tool)
-        self._guarded[tool.name] = GuardedTool(tool, self._limits)
+        self._guarded[tool.name] = LimitedTool(tool, self._limits)
 
     async def start(self) -> None:
         """Ask the sources for their tools and let every tool get ready; when one cannot, all that began are closed."""
@@ -183,7 +183,7 @@ class ToolServer:
         await guard.release(instance.id, {**release_kwargs})
 
     @asynccontextmanager
-    async def _calling(self, instance: Instance) -> AsyncIterator[GuardedTool]:
+    async def _calling(self, instance: Instance) -> AsyncIterator[LimitedTool]:
         """One call of an instance; when the tool does not stop in time, the instance is lost until it does."""
         guard = self._guard(instance)
         async with self._instances.held(instance, guard.limits.wait_timeout_s):
@@ -212,7 +212,7 @@ class ToolServer:
         except TrackwayError as error:
             logger.warning("instance %s was not released cleanly: %s", instance.id, error.message)
 
-    def _guard(self, instance: Instance) -> GuardedTool:
+    def _guard(self, instance: Instance) -> LimitedTool:
         return self._guarded[instance.tool.name]
 
 

@@ -25,7 +25,7 @@ M = TypeVar("M", bound=BaseModel)
 _JSON = (b"content-type", b"application/json")
 
 
-class Lane(Generic[M]):
+class FastPath(Generic[M]):
     """One POST route with one name in its path and a model as its body."""
 
     def __init__(self, path: str, body: type[M], answer: Callable[[str, M], Awaitable[BaseModel]]) -> None:
@@ -62,7 +62,7 @@ class Lane(Generic[M]):
 class FastLane:
     """ASGI middleware; must be the innermost, so that all others hold for its routes too."""
 
-    def __init__(self, app: ASGIApp, lanes: Sequence[Lane]) -> None:
+    def __init__(self, app: ASGIApp, lanes: Sequence[FastPath]) -> None:
         self.app = app
         self._lanes = lanes
 
@@ -86,7 +86,7 @@ class FastLane:
 def open_fast_lane(app: FastAPI, server: ToolServer) -> None:
     """Give the app its fast lane; before it serves."""
     lanes = [
-        Lane("/instances/{instance_id}/execute", ExecuteRequest, server.execute),
-        Lane("/tools/{name}/execute", OneShotRequest, server.one_shot),
+        FastPath("/instances/{instance_id}/execute", ExecuteRequest, server.execute),
+        FastPath("/tools/{name}/execute", OneShotRequest, server.one_shot),
     ]
     app.user_middleware.append(Middleware(FastLane, lanes=lanes))

@@ -23,7 +23,7 @@ from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.finite import require_finite_logprobs
 from trackway.trainer.learner.loss import MicroLoss, micro_loss
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
-from trackway.trainer.learner.offload import Residence
+from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.policy import Policy
 from trackway.trainer.learner.weight_proof import (
     ScoredSequence,
@@ -91,7 +91,7 @@ class Learner:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.moments = Residence(
+        self.moments = CpuOffload(
             lambda: adamw.state_tensors(self.optimizer), self.policy.device, offload=config.optimizer_offload
         )
         self._shuffler = torch.Generator().manual_seed(config.seed)

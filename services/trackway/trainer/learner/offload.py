@@ -9,7 +9,7 @@ from torch import Tensor
 _MAIN_MEMORY = torch.device("cpu")
 
 
-class Residence:
+class CpuOffload:
     """Where some tensors are: on `device` inside at_hand(), and outside of it in main memory if they are offloaded.
 
     `tensors` is asked anew at each move, since an optimizer makes its state at the first step. Tensors stay the same

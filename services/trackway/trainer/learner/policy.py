@@ -24,7 +24,7 @@ from trackway.trainer.learner.config import MASTER_DTYPES
 from trackway.trainer.learner.export import copy_tokenizer, export_model
 from trackway.trainer.learner.finite import require_finite
 from trackway.trainer.learner.loss import at_mask, token_logprobs
-from trackway.trainer.learner.offload import Residence
+from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
 
@@ -69,7 +69,7 @@ class Policy:
         self.packs = remove_padding and can_pack(self.model)
         if self.packs:
             self.model.set_attn_implementation(ATTENTION)
-        self.residence = Residence(self._memory, self.device, offload=offload, frozen=frozen)
+        self.residence = CpuOffload(self._memory, self.device, offload=offload, frozen=frozen)
         with self.residence.at_hand():
             pass
 

@@ -13,7 +13,7 @@ from trackway.trainer.loop.build_traces import open_traces, run_target
 from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import learner_config, patience, plan, sharing, training_ask, validation_ask
 from trackway.trainer.loop.resume import begin
-from trackway.trainer.loop.rollout_client import Ask, Rollouts
+from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.folder import RunFolder
@@ -62,7 +62,7 @@ def _training(
     store = WeightStore(services.weights_url)
     agents = _agent_client(config, services)
 
-    def rollouts(ask: Ask) -> Rollouts:
+    def rollouts(ask: GroupTemplate) -> Rollouts:
         return Rollouts(agents, ask, patience(config))
 
     return Training(

@@ -8,7 +8,7 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.delivery.feedback_queue import QueuedFeedback
 from trackway.trainer.loop.from_config import trace_target
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.traces.budget import Ledger, TraceBudget
+from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
 from trackway.trainer.traces.feedback import TraceFeedback
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts
@@ -48,7 +48,7 @@ def open_traces(
     return RunTraces(
         target=target,
         own=StepTrace(config.trace_experiment, target),
-        budget=TraceBudget(Ledger(folder.path.parent / LEDGER), config.trackway.trace_bytes_per_day),
+        budget=TraceBudget(DailyTraceBytes(folder.path.parent / LEDGER), config.trackway.trace_bytes_per_day),
         accounts=SpanAccounts(folder.services().traced, lambda: _counts(tracing), folder.info().traces),
         tracing=tracing,
         feedback=_feedback(folder, target, settings, tracking) if config.trackway.feedback else [],

@@ -9,8 +9,8 @@ from trackway.trainer.config.policy import OptimConfig
 from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.loop.colocation import Sharing
-from trackway.trainer.loop.rollout_client import Ask, Patience
-from trackway.trainer.loop.schedule import Plan
+from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
+from trackway.trainer.loop.schedule import Schedule
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
@@ -66,10 +66,10 @@ def _warm_up(optim: OptimConfig, total_steps: int) -> int:
     return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * total_steps)
 
 
-def plan(config: RunConfig, steps_per_epoch: int) -> Plan:
+def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
     """When what happens; `val_only` is a run of no steps."""
     trainer = config.trainer
-    return Plan(
+    return Schedule(
         total_steps=config.total_steps(steps_per_epoch),
         seed=config.trackway.seed,
         val_before_train=trainer.val_before_train or trainer.val_only,
@@ -103,7 +103,7 @@ def trace_target(config: RunConfig, experiment_id: str | None = None, run_id: st
     )
 
 
-def training_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
+def training_ask(config: RunConfig, run: str, target: TraceTarget) -> GroupTemplate:
     """What every training group has in common."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     turns = rollout.multi_turn
@@ -126,7 +126,7 @@ def training_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
         tool_response_truncate_side=turns.tool_response_truncate_side,
         timeout_s=config.trackway.trajectory_timeout_s,
     )
-    return Ask(
+    return GroupTemplate(
         run=run,
         experiment_name=config.trace_experiment,
         n=rollout.n,
@@ -138,7 +138,7 @@ def training_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
     )
 
 
-def validation_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
+def validation_ask(config: RunConfig, run: str, target: TraceTarget) -> GroupTemplate:
     """What every validation group has in common; greedy unless `val_kwargs.do_sample`."""
     kwargs = config.actor_rollout_ref.rollout.val_kwargs
     sampling = SamplingParams(
@@ -152,10 +152,10 @@ def validation_ask(config: RunConfig, run: str, target: TraceTarget) -> Ask:
     return replace(training, n=kwargs.n, sampling_params=sampling, validation=True)
 
 
-def patience(config: RunConfig) -> Patience:
+def patience(config: RunConfig) -> RetryPolicy:
     """How long and how often a group is asked for."""
     own = config.trackway
-    return Patience(own.group_attempts, own.group_timeout_s, own.max_inflight_groups)
+    return RetryPolicy(own.group_attempts, own.group_timeout_s, own.max_inflight_groups)
 
 
 def sharing(config: RunConfig) -> Sharing:

@@ -23,7 +23,7 @@ logger = logging.getLogger("trackway.trainer")
 
 
 @dataclass(frozen=True)
-class Ask:
+class GroupTemplate:
     """What every group of one kind (training or validation) has in common."""
 
     run: str
@@ -55,7 +55,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How long and how often a group is asked for."""
 
     attempts: int = 12
@@ -69,7 +69,7 @@ class Patience:
 class Rollouts:
     """Collects groups over the agent's streams."""
 
-    def __init__(self, client: AgentClient, ask: Ask, patience: Patience) -> None:
+    def __init__(self, client: AgentClient, ask: GroupTemplate, patience: RetryPolicy) -> None:
         self._client = client
         self._ask = ask
         self._patience = patience

@@ -24,7 +24,7 @@ class Progress(BaseModel):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """When what happens; steps count from 1."""
 
     total_steps: int

@@ -17,12 +17,12 @@ from typing import TypeVar
 
 from trackway.system import StorageError
 from trackway.trainer.data.dataset import Prompts, traced_positions
-from trackway.trainer.learner.filtering import Fate, Sorted, sort_out
+from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus, filter_trajectories
 from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.learner.learner import EmptyBatchError, Learner
 from trackway.trainer.loop.colocation import Engines
 from trackway.trainer.loop.rollout_client import Rollouts
-from trackway.trainer.loop.schedule import Plan, Progress
+from trackway.trainer.loop.schedule import Progress, Schedule
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.rollout import (
     Clock,
@@ -60,7 +60,7 @@ class StopRequested(Exception):
 class Training:
     """A run in progress; the methods are the steps of the fit loop."""
 
-    plan: Plan
+    plan: Schedule
     folder: RunFolder
     prompts: Prompts
     rollouts: Rollouts
@@ -162,7 +162,7 @@ class Training:
 
     async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:
         """One GRPO update of weights `version` on what is neither failed nor stale. The step is done after it."""
-        step = sort_out(trajectories, version, self.plan.max_staleness)
+        step = filter_trajectories(trajectories, version, self.plan.max_staleness)
         with self._part("update_actor"):
             metrics = await asyncio.to_thread(self._learn, step)
         self.traces.assess(step, self.learner.advantages(step.used))
@@ -170,7 +170,7 @@ class Training:
         _, after = self.prompts.take(self.progress.position)
         self.progress = Progress(step=self.step + 1, position=after)
         self.traces.own.note(weights_before=version, **shown_metrics(metrics))
-        self.traces.own.note(**{fate.value: step.count(fate) for fate in Fate})
+        self.traces.own.note(**{fate.value: step.count(fate) for fate in TrainStatus})
         metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
         metrics |= update_metrics(step.used, version, self.plan.max_prompt_length)
         return metrics | step.metrics() | rollout_metrics(trajectories) | incident_metrics(trajectories)
@@ -298,11 +298,11 @@ class Training:
         )
         return TrackwayError(ErrorCode.NOT_FINITE, message, step=self.step)
 
-    def _learn(self, step: Sorted) -> Metrics:
+    def _learn(self, step: FilteredBatch) -> Metrics:
         try:
             return self.learner.update(step.used, self.traces.own.optimizer_step)
         except EmptyBatchError as error:
-            counts = ", ".join(f"{step.count(fate)} {fate.replace('_', ' ')}" for fate in Fate)
+            counts = ", ".join(f"{step.count(fate)} {fate.replace('_', ' ')}" for fate in TrainStatus)
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {counts}: {error}") from error
 
     def _dump(self, name: str) -> Path:

@@ -4,7 +4,7 @@ import shutil
 import time
 from pathlib import Path
 
-from trackway.clients.weight_claim import Claim
+from trackway.clients.publisher_lock import PublisherLock
 from trackway.clients.weights import WeightStore
 from trackway.system import writing
 from trackway.trainer.learner.learner import Learner
@@ -58,7 +58,7 @@ class Publisher:
         self._claim.close()
 
 
-def _claim(store: WeightStore, owner: str) -> Claim:
+def _claim(store: WeightStore, owner: str) -> PublisherLock:
     """Waits for one that the same run still has. Blocking."""
     end = time.monotonic() + CLAIM_WAIT_S
     while True:

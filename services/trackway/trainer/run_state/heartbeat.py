@@ -34,7 +34,7 @@ class _Seen(NamedTuple):
     at: float
 
 
-class Sightings:
+class LivenessMonitor:
     """What one service has seen of the runs' processes; `clock` gives monotonic seconds."""
 
     def __init__(self, machine: Machine | None = None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -7,7 +7,7 @@ from pydantic import SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
 from trackway.trainer.settings import ServiceUrls
-from trackway.trainer.supervisor.manager import Runs
+from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunInfo
 
@@ -19,7 +19,7 @@ _ASK = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=1)
 logger = logging.getLogger("trackway.trainer")
 
 
-async def resume_for_ever(runs: Runs, token: SecretStr | None = None, every_s: float = LOOK_S) -> None:
+async def resume_for_ever(runs: RunManager, token: SecretStr | None = None, every_s: float = LOOK_S) -> None:
     """Look for an interrupted run at once and every `every_s` seconds; why one cannot go on yet is logged once."""
     said = ""
     while True:
@@ -35,7 +35,7 @@ async def resume_for_ever(runs: Runs, token: SecretStr | None = None, every_s: f
         await asyncio.sleep(every_s)
 
 
-async def resume_interrupted(runs: Runs, token: SecretStr | None = None) -> RunInfo | None:
+async def resume_interrupted(runs: RunManager, token: SecretStr | None = None) -> RunInfo | None:
     """Resume the newest run that may go on and can; None when no run may.
 
     TrackwayError while the services are not ready; the newest run's own error when none of them can.

@@ -18,11 +18,11 @@ from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.run_state.checkpoint import named_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.heartbeat import Sightings
+from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.trainer.run_state.ownership import Owner
 from trackway.trainer.settings import ServiceUrls, handed_over
 from trackway.trainer.supervisor.process import Supervised
-from trackway.trainer.supervisor.registry import KnownRuns
+from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.trainer.traces.preflight import check_backends
 from trackway.trainer.tracking import check_loggers
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -34,7 +34,7 @@ GONE_S = 10.0
 """Longest wait for the end of a process whose run has ended, or is another's: it knows after a beat."""
 
 
-class Runs(KnownRuns):
+class RunManager(RunRegistry):
     """Every run under one outputs folder, of which one is active at a time. Methods raise TrackwayError."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Runs(KnownRuns):
         stop_deadline_s: float = 120.0,
         tracing: TracingSettings | None = None,
         token: SecretStr | None = None,
-        sightings: Sightings | None = None,
+        sightings: LivenessMonitor | None = None,
     ) -> None:
         super().__init__(outputs, sightings)
         self.services = services
@@ -115,7 +115,7 @@ class Runs(KnownRuns):
         return found
 
     async def stop(self, name: str) -> RunInfo:
-        """Ask the run's process to save and end, and answer at once; an interrupted one is not resumed by itself then.
+        """Ask the run's process to checkpoint and exit, and return at once. It is not auto-resumed.
 
         CONFLICT when the run is not active, or not in this service.
         """

@@ -95,7 +95,10 @@ class Supervised:
             self._signal(self._process)
 
     def stop(self, is_interrupted: bool = False) -> None:
-        """Ask it to save and end, and kill it when it does not: somebody wants that, or else the service goes."""
+        """Ask the worker to checkpoint and exit; kill it after the deadline.
+
+        `is_interrupted` marks a service shutdown rather than a user's stop.
+        """
         if is_interrupted:
             self._closing.set()
         if self.stopping:

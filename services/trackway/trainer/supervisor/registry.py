@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trackway.system import StorageError, storage_problem
 from trackway.trainer.run_state.folder import STATE, RunFolder
-from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, Sightings
+from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, LivenessMonitor
 from trackway.trainer.run_state.ownership import OutputsLock
 from trackway.trainer.supervisor.process import Supervised
 from trackway.trainer.tracking import with_tracking
@@ -29,12 +29,12 @@ _GONE = "the trainer service went away while the run was active; resume goes on 
 _WRITES_AGAIN = "its state file cannot be read; its process lives and writes it again after the step"
 
 
-class KnownRuns:
+class RunRegistry:
     """Every run under one outputs folder. Methods raise TrackwayError."""
 
-    def __init__(self, outputs: Path, sightings: Sightings | None = None) -> None:
+    def __init__(self, outputs: Path, sightings: LivenessMonitor | None = None) -> None:
         self._outputs = outputs
-        self._sightings = sightings or Sightings()
+        self._sightings = sightings or LivenessMonitor()
         self._active: dict[str, tuple[Supervised, asyncio.Task[None]]] = {}
         self._left_out: set[str] = set()
         self._ours = OutputsLock(outputs)

@@ -36,7 +36,7 @@ def affordable(wanted: int, left: int, bytes_each: float) -> int:
     return min(wanted, int(left * STEP_SHARE / bytes_each) if bytes_each else 1)
 
 
-class Ledger:
+class DailyTraceBytes:
     """Bytes traced today, in a file that several processes may share. A file that is lost begins at 0."""
 
     def __init__(self, path: Path, today: Callable[[], date] = lambda: datetime.now(UTC).date()) -> None:
@@ -86,7 +86,7 @@ class _Page(BaseModel):
 class TraceBudget:
     """Decides before each step how many prompts are traced, and counts what they cost."""
 
-    def __init__(self, ledger: Ledger, bytes_per_day: int | None) -> None:
+    def __init__(self, ledger: DailyTraceBytes, bytes_per_day: int | None) -> None:
         self._ledger = ledger
         self._bytes_per_day = bytes_per_day
         self._told: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from trackway.trainer.delivery.assessment import Assessment, Value
-from trackway.trainer.learner.filtering import Fate, Sorted
+from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.wire.base import named_number
 from trackway.wire.trajectory import Trajectory
 
@@ -21,10 +21,10 @@ class TraceFeedback(Protocol):
         ...
 
 
-def training_feedback(step: Sorted, advantages: Sequence[float]) -> list[Assessment]:
+def training_feedback(step: FilteredBatch, advantages: Sequence[float]) -> list[Assessment]:
     """Reward, advantage and fate of the trajectories that have a trace; `advantages` are those of `step.used`."""
     left = iter(advantages)
-    by_place = [next(left) if fate is Fate.USED else None for fate in step.fates]
+    by_place = [next(left) if fate is TrainStatus.USED else None for fate in step.fates]
     return [
         _assessment(one, {**_reward(one), **_named("advantage", advantage), "fate": fate.value})
         for one, fate, advantage in zip(step.trajectories, step.fates, by_place, strict=True)

@@ -26,7 +26,7 @@ _NOTHING_SET = TracingSettings(mlflow_uri=None, weave_api_key=None, otlp_endpoin
 async def check_backends(
     config: RunConfig, services: Mapping[str, str], own: TracingSettings, token: SecretStr | None = None
 ) -> None:
-    """Ask each service (name -> URL) and this one what they can send to; says in the log whom it could not ask.
+    """Ask each service (name -> URL) and this one what they can send to; logs those that did not answer.
 
     Raises:
         TrackwayError: INVALID_REQUEST naming service, backend and remedy.

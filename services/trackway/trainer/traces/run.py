@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trackway.tracing import Tracing
-from trackway.trainer.learner.filtering import Sorted
+from trackway.trainer.learner.filtering import FilteredBatch
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.traces.budget import TraceBudget
 from trackway.trainer.traces.feedback import Assessment, TraceFeedback, training_feedback, validation_feedback
@@ -51,7 +51,7 @@ class RunTraces:
         self.budget.spend(sum(one.trace_bytes for one in traced), len(traced))
         self._link([Assessment(one.trace_id or "", one.span_id or "", {}, link=True) for one in traced])
 
-    def assess(self, step: Sorted, advantages: Sequence[float]) -> None:
+    def assess(self, step: FilteredBatch, advantages: Sequence[float]) -> None:
         """Record on each trace what became of its trajectory, with the advantages of the used; returns at once."""
         assessments = training_feedback(step, advantages)
         for backend in self.feedback:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 logger = logging.getLogger("trackway.trainer")
 
 
-class Background:
+class JobQueue:
     """Runs jobs one after another in a thread of its own."""
 
     def __init__(self, name: str, capacity: int = 8192) -> None:

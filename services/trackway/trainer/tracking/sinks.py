@@ -5,7 +5,7 @@ from typing import Protocol
 
 from trackway.trainer.delivery.jobs import DeliveryThread
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.tracking.job_queue import Background
+from trackway.trainer.tracking.job_queue import JobQueue
 from trackway.wire.trainer import BackendSummary, MetricsRow
 
 
@@ -64,7 +64,7 @@ class QueuedSink:
 
     def __init__(self, name: str, run: MetricsRun) -> None:
         self._run = run
-        self._background = Background(name)
+        self._background = JobQueue(name)
         self._background.submit(run.open)
         self._given = 0
         self._taken = 0

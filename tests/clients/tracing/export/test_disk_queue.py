@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from trackway.system import StorageError
 from trackway.tracing.export.batch import Batch
-from trackway.tracing.export.disk_queue import JOINED_FROM, Spool
+from trackway.tracing.export.disk_queue import JOINED_FROM, DiskQueue
 
 MIB = 1024 * 1024
 
@@ -30,7 +30,7 @@ def names(stored: Batch) -> list[str]:
     return [span.name for one in request.resource_spans for scope in one.scope_spans for span in scope.spans]
 
 
-def drained(spool: Spool) -> list[str]:
+def drained(spool: DiskQueue) -> list[str]:
     found: list[str] = []
     while (oldest := spool.oldest()) is not None:
         path, stored = oldest
@@ -44,7 +44,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.otlp"))
 
 
-def test_a_short_outage_joins_nothing(spool: Spool, tmp_path: Path) -> None:
+def test_a_short_outage_joins_nothing(spool: DiskQueue, tmp_path: Path) -> None:
     for number in range(JOINED_FROM):
         spool.push(batch(f"{number}-"))
 
@@ -53,12 +53,14 @@ def test_a_short_outage_joins_nothing(spool: Spool, tmp_path: Path) -> None:
 
 @pytest.fixture
 def spool(tmp_path: Path):
-    spool = Spool(tmp_path, "agent", 64 * MIB)
+    spool = DiskQueue(tmp_path, "agent", 64 * MIB)
     yield spool
     spool.close()
 
 
-def test_small_batches_become_few_files_that_lose_no_span_and_keep_their_order(spool: Spool, tmp_path: Path) -> None:
+def test_small_batches_become_few_files_that_lose_no_span_and_keep_their_order(
+    spool: DiskQueue, tmp_path: Path
+) -> None:
     for number in range(JOINED_FROM + 249):
         assert spool.push(batch(f"{number}-"))
 
@@ -69,7 +71,7 @@ def test_small_batches_become_few_files_that_lose_no_span_and_keep_their_order(s
     assert (spool.spans, spool.bytes, files(tmp_path)) == (0, 0, [])
 
 
-def test_batches_for_two_addresses_are_never_joined(spool: Spool, tmp_path: Path) -> None:
+def test_batches_for_two_addresses_are_never_joined(spool: DiskQueue, tmp_path: Path) -> None:
     for project in "ab" * JOINED_FROM:
         spool.push(batch(project, headers={"project_id": project}))
 
@@ -77,7 +79,7 @@ def test_batches_for_two_addresses_are_never_joined(spool: Spool, tmp_path: Path
     assert drained(spool) == ["a0", "b0"] * JOINED_FROM
 
 
-def test_a_batch_that_is_being_sent_is_not_joined_by_a_later_one(spool: Spool, monkeypatch) -> None:
+def test_a_batch_that_is_being_sent_is_not_joined_by_a_later_one(spool: DiskQueue, monkeypatch) -> None:
     monkeypatch.setattr("trackway.tracing.export.disk_queue.JOINED_FROM", 0)
     spool.push(batch("first"))
     sending = spool.oldest()
@@ -88,7 +90,7 @@ def test_a_batch_that_is_being_sent_is_not_joined_by_a_later_one(spool: Spool, m
     assert drained(spool) == ["second0"]
 
 
-def test_a_batch_that_was_put_off_comes_last(spool: Spool) -> None:
+def test_a_batch_that_was_put_off_comes_last(spool: DiskQueue) -> None:
     for name in ("a", "b"):
         spool.push(batch(name, headers={"project_id": name}))
     first = spool.oldest()
@@ -102,7 +104,7 @@ def test_a_batch_that_was_put_off_comes_last(spool: Spool) -> None:
 def test_what_joins_a_file_counts_against_the_bound(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("trackway.tracing.export.disk_queue.JOINED_FROM", 0)
     size = len(batch("a", 90).to_bytes())
-    spool = Spool(tmp_path, "agent", size + 10)
+    spool = DiskQueue(tmp_path, "agent", size + 10)
     assert spool.push(batch("a", 90))
     assert not spool.push(batch("b", 10))
 
@@ -114,7 +116,7 @@ def test_what_joins_a_file_counts_against_the_bound(tmp_path: Path, monkeypatch)
 @pytest.mark.parametrize("deleted", ["own", "backend", "whole"])
 def test_a_deleted_folder_is_made_again_and_only_what_lay_in_it_is_lost(tmp_path: Path, deleted: str) -> None:
     backend = tmp_path / "spool" / "mlflow"
-    spool = Spool(backend, "agent", 64 * MIB)
+    spool = DiskQueue(backend, "agent", 64 * MIB)
     spool.push(batch("lost", 3))
     [own] = backend.iterdir()
     shutil.rmtree({"own": own, "backend": backend, "whole": tmp_path / "spool"}[deleted])
@@ -125,14 +127,14 @@ def test_a_deleted_folder_is_made_again_and_only_what_lay_in_it_is_lost(tmp_path
     assert drained(spool) == ["kept0", "kept1"]
     spool.push(batch("left", 4))
     spool.close()
-    following = Spool(backend, "agent", 64 * MIB)
+    following = DiskQueue(backend, "agent", 64 * MIB)
     assert following.spans == 4
     assert len(drained(following)) == 4
     following.close()
 
 
 def test_a_folder_that_is_gone_is_looked_into_without_harm(tmp_path: Path) -> None:
-    spool = Spool(tmp_path / "mlflow", "agent", 64 * MIB)
+    spool = DiskQueue(tmp_path / "mlflow", "agent", 64 * MIB)
     spool.push(batch("lost", 3))
     shutil.rmtree(tmp_path / "mlflow")
 
@@ -144,7 +146,7 @@ def test_a_folder_that_is_gone_is_looked_into_without_harm(tmp_path: Path) -> No
 def test_a_full_disk_takes_no_batch_and_keeps_nothing_of_it_and_takes_the_next_once_there_is_room(
     small_disk: Path, fill: Callable[..., Path]
 ) -> None:
-    spool = Spool(small_disk / "mlflow", "agent", 64 * MIB)
+    spool = DiskQueue(small_disk / "mlflow", "agent", 64 * MIB)
     spool.push(batch("a"))
     filler = fill(small_disk)
     refused = spool.push(batch("b"))
@@ -160,13 +162,13 @@ def test_a_spool_on_a_read_only_disk_names_it(small_disk: Path, remount: Callabl
     remount(small_disk, "ro")
 
     with pytest.raises(StorageError, match=r"expected to write traces that wait to .*'Read-only file system'"):
-        Spool(small_disk / "mlflow", "agent", 64 * MIB)
+        DiskQueue(small_disk / "mlflow", "agent", 64 * MIB)
 
 
 def test_a_disk_that_takes_no_change_stops_no_sending_and_what_another_process_left_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spool, gone = Spool(tmp_path, "agent", 64 * MIB), Spool(tmp_path, "reward", 64 * MIB)
+    spool, gone = DiskQueue(tmp_path, "agent", 64 * MIB), DiskQueue(tmp_path, "reward", 64 * MIB)
     spool.push(batch("a"))
     gone.push(batch("b"))
     gone.close()

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from trackway.tracing import SpanHandle, Tracing, TracingSettings, rollout_trace_attr, rollout_trace_op
 from trackway.tracing.active import activated
-from trackway.tracing.verl.safely import Safely
+from trackway.tracing.verl.safely import NonRaisingSpan
 
 
 class Recorder:
@@ -265,7 +265,7 @@ def broken_span(at_start: bool) -> Iterator[SpanHandle]:
 
 @pytest.mark.parametrize("at_start", [True, False])
 def test_a_span_that_raises_does_not_reach_the_code_around_it(recorder: Recorder, at_start: bool) -> None:
-    with Safely(lambda: broken_span(at_start)) as span:
+    with NonRaisingSpan(lambda: broken_span(at_start)) as span:
         span.outputs(1)
-    with pytest.raises(KeyError, match="its own"), Safely(lambda: broken_span(at_start)):
+    with pytest.raises(KeyError, match="its own"), NonRaisingSpan(lambda: broken_span(at_start)):
         raise KeyError("its own")

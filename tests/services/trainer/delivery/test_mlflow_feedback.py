@@ -15,7 +15,7 @@ from trackway.trainer.delivery.feedback_queue import FeedbackQueue
 from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.mlflow_api import MlflowApi
 from trackway.trainer.delivery.mlflow_feedback import MlflowFeedback
-from trackway.trainer.learner.filtering import Fate, Sorted
+from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.traces.feedback import training_feedback
 
 STEP = [Assessment("t" * 32, "a" * 16, {"reward": 1.0, "fate": "used"})]
@@ -128,7 +128,7 @@ def test_a_real_server_keeps_each_value_once_and_finds_traces_by_it(
     services = traced_services(mlflow_server, experiment)
     made = [services.trajectory(1, n) for n in range(3)]
     services.close()
-    step = Sorted(made, [Fate.USED, Fate.USED, Fate.DROPPED_FAILED])
+    step = FilteredBatch(made, [TrainStatus.USED, TrainStatus.USED, TrainStatus.DROPPED_FAILED])
     for _ in range(2):
         queue.push(training_feedback(step, [0.7, -0.7]))
     lost = send(queue, mlflow_server)

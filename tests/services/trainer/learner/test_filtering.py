@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trackway.trainer.learner.filtering import Fate, sort_out
+from trackway.trainer.learner.filtering import TrainStatus, filter_trajectories
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import Trajectory, WeightSpan
 
@@ -19,23 +19,23 @@ def written_by(*versions: int) -> list[WeightSpan]:
 @pytest.mark.parametrize(
     ("versions", "max_staleness", "fate"),
     [
-        ([7], None, Fate.USED),
-        ([1], None, Fate.USED),
-        ([7], 0, Fate.USED),
-        ([6], 0, Fate.DROPPED_STALE),
-        ([5], 2, Fate.USED),
-        ([4], 2, Fate.DROPPED_STALE),
-        ([7, 4, 6], 2, Fate.DROPPED_STALE),
-        ([8], 0, Fate.USED),
-        ([], 0, Fate.USED),
+        ([7], None, TrainStatus.USED),
+        ([1], None, TrainStatus.USED),
+        ([7], 0, TrainStatus.USED),
+        ([6], 0, TrainStatus.DROPPED_STALE),
+        ([5], 2, TrainStatus.USED),
+        ([4], 2, TrainStatus.DROPPED_STALE),
+        ([7, 4, 6], 2, TrainStatus.DROPPED_STALE),
+        ([8], 0, TrainStatus.USED),
+        ([], 0, TrainStatus.USED),
     ],
 )
 def test_the_oldest_token_decides_whether_a_trajectory_is_stale(
-    rollout: Rollout, versions: list[int], max_staleness: int | None, fate: Fate
+    rollout: Rollout, versions: list[int], max_staleness: int | None, fate: TrainStatus
 ):
     trajectory = rollout(weight_versions=written_by(*versions))
 
-    assert sort_out([trajectory], 7, max_staleness).fates == [fate]
+    assert filter_trajectories([trajectory], 7, max_staleness).fates == [fate]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_oldest_token_decides_whether_a_trajectory_is_stale(
 def test_what_cannot_be_learned_from_is_failed_however_fresh(rollout: Rollout, changes: dict[str, object]):
     trajectory = rollout(weight_versions=written_by(1), **changes)
 
-    assert sort_out([trajectory], 7, 0).fates == [Fate.DROPPED_FAILED]
+    assert filter_trajectories([trajectory], 7, 0).fates == [TrainStatus.DROPPED_FAILED]
 
 
 def test_the_learner_gets_the_used_ones_in_their_order_and_the_others_are_counted(rollout: Rollout):
@@ -58,7 +58,7 @@ def test_the_learner_gets_the_used_ones_in_their_order_and_the_others_are_counte
         rollout(0, 4, weight_versions=written_by(6, 7)),
     ]
 
-    made = sort_out(step, 7, 1)
+    made = filter_trajectories(step, 7, 1)
 
     assert [one.tags.rollout_n for one in made.used] == [1, 4]
     assert made.metrics() == {

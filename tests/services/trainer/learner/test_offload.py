@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trackway.trainer.learner.learner import Learner, LearnerConfig
-from trackway.trainer.learner.offload import Residence
+from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.optimizer import state_tensors
 from trackway.wire.trajectory import Trajectory
 
@@ -90,7 +90,7 @@ def test_without_offload_everything_stays_and_on_a_cpu_nothing_moves(config: Lea
 
 
 def test_a_residence_opened_twice_is_left_once():
-    residence = Residence(list, CPU, offload=True)
+    residence = CpuOffload(list, CPU, offload=True)
 
     with residence.at_hand():
         with residence.at_hand():
@@ -100,7 +100,7 @@ def test_a_residence_opened_twice_is_left_once():
 
 
 def test_a_residence_is_left_when_the_work_inside_fails():
-    residence = Residence(list, CPU, offload=True)
+    residence = CpuOffload(list, CPU, offload=True)
 
     with pytest.raises(ZeroDivisionError), residence.at_hand():
         _ = 1 / 0
@@ -126,8 +126,8 @@ class Holder:
 def test_data_moves_to_a_gpu_and_back_and_what_is_frozen_is_not_copied_back():
     trained, frozen = ([Holder(Data(CPU)), Holder(Data(CPU))] for _ in range(2))
     originals = [one.data for one in frozen]
-    of_trained = Residence(lambda: trained, CUDA, offload=True)  # pyright: ignore[reportArgumentType]
-    of_frozen = Residence(lambda: frozen, CUDA, offload=True, frozen=True)  # pyright: ignore[reportArgumentType]
+    of_trained = CpuOffload(lambda: trained, CUDA, offload=True)  # pyright: ignore[reportArgumentType]
+    of_frozen = CpuOffload(lambda: frozen, CUDA, offload=True, frozen=True)  # pyright: ignore[reportArgumentType]
 
     with of_trained.at_hand(), of_frozen.at_hand():
         there = [one.data.device for one in (*trained, *frozen)]
@@ -140,7 +140,7 @@ def test_data_moves_to_a_gpu_and_back_and_what_is_frozen_is_not_copied_back():
 
 def test_what_is_not_offloaded_is_brought_once_and_stays():
     holders = [Holder(Data(CPU))]
-    residence = Residence(lambda: holders, CUDA)  # pyright: ignore[reportArgumentType]
+    residence = CpuOffload(lambda: holders, CUDA)  # pyright: ignore[reportArgumentType]
 
     with residence.at_hand():
         moved = holders[0].data

@@ -16,14 +16,14 @@ from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.from_config import learner_config, plan, training_ask, validation_ask
 from trackway.trainer.loop.resume import begin
-from trackway.trainer.loop.rollout_client import Patience, Rollouts
+from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.checkpoint import find_latest
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
-from trackway.trainer.traces.budget import Ledger, TraceBudget
+from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts
 from trackway.trainer.traces.step import StepTrace
@@ -69,7 +69,7 @@ def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -
     store = WeightStore(folder.services().weights_url)
 
     def rollouts(ask) -> Rollouts:
-        return Rollouts(AgentClient(agent_url), ask, Patience())
+        return Rollouts(AgentClient(agent_url), ask, RetryPolicy())
 
     return Training(
         plan=replace(schedule, traced_validation=0),
@@ -84,7 +84,7 @@ def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -
         traces=RunTraces(
             target=target,
             own=StepTrace("experiment", target),
-            budget=TraceBudget(Ledger(folder.path.parent / "trace_bytes.json"), 1_000_000),
+            budget=TraceBudget(DailyTraceBytes(folder.path.parent / "trace_bytes.json"), 1_000_000),
             accounts=SpanAccounts({}, SpanCounts),
             tracing=None,
             feedback=[],

@@ -17,7 +17,7 @@ from trackway.trainer.loop.from_config import (
     training_ask,
     validation_ask,
 )
-from trackway.trainer.loop.rollout_client import Ask
+from trackway.trainer.loop.rollout_client import GroupTemplate
 
 Keys = dict[str, JsonValue]
 Fields = dict[str, object]
@@ -197,7 +197,7 @@ def reached(config: RunConfig) -> Fields:
     return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
 
 
-def _ask_fields(ask: Ask) -> Iterator[tuple[str, object]]:
+def _ask_fields(ask: GroupTemplate) -> Iterator[tuple[str, object]]:
     for name, value in vars(ask).items():
         match name:
             case "sampling_params":

@@ -5,7 +5,7 @@ import pytest
 from time_limits import ENDS_SOON
 
 from trackway.clients import AgentClient
-from trackway.trainer.loop.rollout_client import Ask, Patience, Rollouts
+from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.wire.agent import Limits, Sample
 from trackway.wire.errors import ErrorCode
 from trackway.wire.rollout import SamplingParams
@@ -14,13 +14,13 @@ from trackway.wire.trajectory import StopReason
 
 pytestmark = pytest.mark.anyio
 
-ASK = Ask(
+ASK = GroupTemplate(
     "run", "experiment", 4, SamplingParams(), Limits(), "tool_agent", trace_target=TraceTarget(mlflow_experiment_id="7")
 )
 
 
 def rollouts(url: str, http: httpx.AsyncClient, **patience: float) -> Rollouts:
-    given = Patience(**{"backoff_s": 0.01, **patience})  # pyright: ignore[reportArgumentType]
+    given = RetryPolicy(**{"backoff_s": 0.01, **patience})  # pyright: ignore[reportArgumentType]
     return Rollouts(AgentClient(url, http), ASK, given)
 
 

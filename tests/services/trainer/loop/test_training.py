@@ -12,12 +12,12 @@ from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import Prompts
 from trackway.trainer.learner.learner import Learner, LearnerConfig
 from trackway.trainer.loop.from_config import training_ask, validation_ask
-from trackway.trainer.loop.rollout_client import Patience, Rollouts
-from trackway.trainer.loop.training import Plan, Training
+from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
+from trackway.trainer.loop.training import Schedule, Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
-from trackway.trainer.traces.budget import Ledger, TraceBudget
+from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
 from trackway.trainer.traces.feedback import Assessment
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts
@@ -61,17 +61,17 @@ def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: 
     traces = RunTraces(
         target=TraceTarget(),
         own=StepTrace("experiment", TraceTarget()),
-        budget=TraceBudget(Ledger(tmp_path / "outputs" / "trace_bytes.json"), 1_000_000),
+        budget=TraceBudget(DailyTraceBytes(tmp_path / "outputs" / "trace_bytes.json"), 1_000_000),
         accounts=SpanAccounts({}, SpanCounts),
         tracing=Tracing("trainer", TracingSettings(mlflow_uri=None, weave_api_key=None)),
         feedback=[backend],
     )
 
     def rollouts(ask) -> Rollouts:
-        return Rollouts(AgentClient(agent_url), ask, Patience())
+        return Rollouts(AgentClient(agent_url), ask, RetryPolicy())
 
     training = Training(
-        plan=Plan(total_steps=9, seed=0, traced_prompts=2, traced_validation=2, rollouts=2, max_staleness=1),
+        plan=Schedule(total_steps=9, seed=0, traced_prompts=2, traced_validation=2, rollouts=2, max_staleness=1),
         folder=folder,
         prompts=Prompts([sample(index) for index in range(4)], 2, 0, shuffle=False),
         rollouts=rollouts(training_ask(config, "run", TraceTarget())),

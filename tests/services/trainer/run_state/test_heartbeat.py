@@ -12,7 +12,7 @@ import pytest
 from real_runs import beat_of
 
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, EXIT_LOST, Heartbeat, Sightings
+from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, EXIT_LOST, Heartbeat, LivenessMonitor
 from trackway.trainer.run_state.ownership import Beat, Machine, OutputsLock, Owner, this_machine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
@@ -66,7 +66,7 @@ def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
 
 
 def test_a_process_of_this_machine_lives_until_it_is_gone_though_nobody_has_reaped_it(folder: RunFolder, beating):
-    sightings = Sightings()
+    sightings = LivenessMonitor()
     before = sightings.alive(folder)
 
     beating.kill()
@@ -79,18 +79,18 @@ def test_another_process_with_the_pid_of_a_dead_one_is_another_process(folder: R
     mine = Owner.of(os.getpid())
     folder.write_owner(mine.model_copy(update={"started": mine.started - 1}))
 
-    assert not Sightings().alive(folder)
+    assert not LivenessMonitor().alive(folder)
 
 
 def test_a_folder_that_names_nobody_has_nobody(folder: RunFolder):
     (folder.path / "worker.json").unlink()
 
-    assert not Sightings().alive(folder)
+    assert not LivenessMonitor().alive(folder)
 
 
 def test_on_another_machine_a_process_is_dead_when_its_beat_has_not_changed_for_long(folder: RunFolder, beating):
     clock = Clock()
-    elsewhere = Sightings(ELSEWHERE, clock)
+    elsewhere = LivenessMonitor(ELSEWHERE, clock)
     first = elsewhere.alive(folder)
     seen = beat_of(folder)
     until(lambda: beat_of(folder) > seen)
@@ -112,7 +112,7 @@ def test_a_beat_of_a_process_that_has_lost_the_run_is_no_life_of_its_owner_and_g
     folder.write_owner(owner)
     folder.write_beat(Beat(owner=owner, count=5))
     clock = Clock()
-    sightings = Sightings(clock=clock)
+    sightings = LivenessMonitor(clock=clock)
     before = sightings.alive(folder)
 
     clock.now += DEAD_AFTER_S - 1
@@ -130,7 +130,7 @@ def test_the_same_host_name_in_another_container_is_another_machine(folder: RunF
     processes = this_machine().model_copy(update={"processes": "pid:[1]"})
     rebooted = this_machine().model_copy(update={"boot": "another"})
 
-    alive = [Sightings(machine).alive(folder) for machine in (this_machine(), processes, rebooted)]
+    alive = [LivenessMonitor(machine).alive(folder) for machine in (this_machine(), processes, rebooted)]
 
     assert alive == [False, True, True]
 
@@ -205,7 +205,7 @@ def test_a_file_server_that_stands_still_is_no_silence_of_the_process(folder: Ru
             clock.now += 2 * DEAD_AFTER_S
             return super().owner()
 
-    elsewhere = Sightings(ELSEWHERE, clock)
+    elsewhere = LivenessMonitor(ELSEWHERE, clock)
     first = elsewhere.alive(folder)
 
     assert (first, elsewhere.alive(SlowFolder(folder.path))) == (True, True)

@@ -19,7 +19,7 @@ from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
 from trackway.trainer.run_state.ownership import this_machine
 from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.supervisor.auto_resume import resume_interrupted
-from trackway.trainer.supervisor.manager import Runs
+from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import RunInfo, RunRequest, RunState
 
@@ -33,8 +33,8 @@ def services(agent_url: str, tmp_path: Path) -> ServiceUrls:
 
 
 @pytest.fixture
-async def runs(services: ServiceUrls, agent, tmp_path: Path) -> AsyncIterator[Runs]:
-    runs = Runs(tmp_path / "outputs", services, stop_deadline_s=60)
+async def runs(services: ServiceUrls, agent, tmp_path: Path) -> AsyncIterator[RunManager]:
+    runs = RunManager(tmp_path / "outputs", services, stop_deadline_s=60)
     yield runs
     agent.released.set()
     await runs.close()
@@ -93,14 +93,16 @@ def service(port: int, services: ServiceUrls, outputs: Path, log: Path) -> Itera
         ({"state": "stopped", "interrupted": True, "restarts": 2}, False),
     ],
 )
-async def test_only_a_run_that_neither_somebody_nor_an_error_ended_goes_on(runs: Runs, tmp_path: Path, state, goes_on):
+async def test_only_a_run_that_neither_somebody_nor_an_error_ended_goes_on(
+    runs: RunManager, tmp_path: Path, state, goes_on
+):
     folder = on_disk(tmp_path / "outputs", "old", **state)
 
     assert runs.interrupted() == ([folder.name] if goes_on else [])
     assert (folder.info().interrupted, folder.info().state in ("stopped", "failed", "finished")) == (goes_on, True)
 
 
-async def test_a_run_that_went_on_too_often_says_so_and_is_left_alone(runs: Runs, tmp_path: Path):
+async def test_a_run_that_went_on_too_often_says_so_and_is_left_alone(runs: RunManager, tmp_path: Path):
     folder = on_disk(tmp_path / "outputs", "old", state="stopped", interrupted=True, restarts=2, message="interrupted")
 
     assert await resume_interrupted(runs) is None
@@ -108,7 +110,7 @@ async def test_a_run_that_went_on_too_often_says_so_and_is_left_alone(runs: Runs
     assert folder.info().message == "interrupted; it went on by itself 2 times and does so no more: resume it"
 
 
-async def test_an_interrupted_run_that_somebody_stops_does_not_go_on(runs: Runs, tmp_path: Path):
+async def test_an_interrupted_run_that_somebody_stops_does_not_go_on(runs: RunManager, tmp_path: Path):
     on_disk(tmp_path / "outputs", "old", state="stopped", interrupted=True)
 
     stopped = await runs.stop("old")
@@ -119,7 +121,7 @@ async def test_an_interrupted_run_that_somebody_stops_does_not_go_on(runs: Runs,
 async def test_an_interrupted_run_waits_until_its_services_are_ready(tmp_path: Path):
     nobody = "http://127.0.0.1:9"
     folder = on_disk(tmp_path / "outputs", "old", state="stopped", interrupted=True)
-    runs = Runs(tmp_path / "outputs", ServiceUrls(agent_url=nobody, tools_url=nobody, weights_url="w"))
+    runs = RunManager(tmp_path / "outputs", ServiceUrls(agent_url=nobody, tools_url=nobody, weights_url="w"))
 
     with pytest.raises(TrackwayError, match="/ready: ") as caught:
         await resume_interrupted(runs)
@@ -129,7 +131,7 @@ async def test_an_interrupted_run_waits_until_its_services_are_ready(tmp_path: P
 
 
 async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_goes_on_with_it(
-    runs: Runs, pod: Pod, agent, request_of, tmp_path: Path
+    runs: RunManager, pod: Pod, agent, request_of, tmp_path: Path
 ):
     agent.holding_at = 3
     await runs.start(request_of("moved", "trainer.save_freq=-1"))
@@ -137,7 +139,7 @@ async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_g
     await runs.close()
     closed = runs.info("moved")
 
-    third = Runs(tmp_path / "outputs", runs.services)
+    third = RunManager(tmp_path / "outputs", runs.services)
     found = await asyncio.gather(*(resume_interrupted(one) for one in (pod.runs, third)), return_exceptions=True)
     [resumed] = [one for one in found if isinstance(one, RunInfo)]
     [refused] = [one for one in found if isinstance(one, TrackwayError)]
@@ -154,7 +156,9 @@ async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_g
     assert [row.step for row in RunFolder(Path(closed.folder)).rows()] == [0, 1, 2, 3, 4]
 
 
-async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(runs: Runs, pod: Pod, agent, request_of):
+async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(
+    runs: RunManager, pod: Pod, agent, request_of
+):
     agent.holding_at = 0
     await runs.start(request_of("live"))
     await until(lambda: held_at(agent, 0))

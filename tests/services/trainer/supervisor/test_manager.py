@@ -20,7 +20,7 @@ from trackway.trainer.config import compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
-from trackway.trainer.supervisor.manager import Runs
+from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunInfo, RunRequest, RunState
 
@@ -63,7 +63,7 @@ def baseline(model: Path, sample, serving, new_agent, tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("baseline")
 
     async def train(url: str) -> Baseline:
-        runs = Runs(folder / "outputs", urls(url, folder))
+        runs = RunManager(folder / "outputs", urls(url, folder))
         started = await runs.start(run_request(model, folder, sample, "plain"))
         info = await ended(runs, "plain")
         rows = [row async for row in runs.rows("plain", follow=False)]
@@ -80,14 +80,14 @@ def request_of(model: Path, sample, tmp_path: Path) -> Callable[..., RunRequest]
 
 
 @pytest.fixture
-async def runs(agent_url: str, agent, tmp_path: Path) -> AsyncIterator[Runs]:
-    runs = Runs(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60)
+async def runs(agent_url: str, agent, tmp_path: Path) -> AsyncIterator[RunManager]:
+    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60)
     yield runs
     agent.released.set()
     await runs.close()
 
 
-async def rows_of(runs: Runs, name: str) -> list[MetricsRow]:
+async def rows_of(runs: RunManager, name: str) -> list[MetricsRow]:
     return [row async for row in runs.rows(name, follow=False)]
 
 
@@ -116,7 +116,9 @@ async def test_a_run_trains_validates_publishes_and_writes_everything_down(basel
     assert {span.version for one in trained for span in one.weight_versions} == {3}
 
 
-async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(baseline, runs: Runs, agent, request_of):
+async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(
+    baseline, runs: RunManager, agent, request_of
+):
     agent.holding_at = 3
     await runs.start(request_of("killed"))
     await until(lambda: runs.info("killed").step == 2 and held_at(agent, 3))
@@ -133,7 +135,7 @@ async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(b
     assert learned(await rows_of(runs, "killed")) == learned(baseline.rows)
 
 
-def damage(runs: Runs, name: str, step: int) -> None:
+def damage(runs: RunManager, name: str, step: int) -> None:
     """NaN in the weights of a checkpoint."""
     checkpoint = Path(runs.info(name).folder) / "checkpoints" / f"global_step_{step}"
     weights = checkpoint / "actor" / "model.safetensors"
@@ -141,7 +143,7 @@ def damage(runs: Runs, name: str, step: int) -> None:
 
 
 async def test_a_killed_worker_goes_back_past_a_damaged_checkpoint_and_learns_the_same(
-    baseline, runs: Runs, agent, request_of
+    baseline, runs: RunManager, agent, request_of
 ):
     agent.holding_at = 3
     await runs.start(request_of("damaged"))
@@ -160,7 +162,7 @@ async def test_a_killed_worker_goes_back_past_a_damaged_checkpoint_and_learns_th
 
 
 async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_take_it(
-    baseline, runs: Runs, agent, request_of
+    baseline, runs: RunManager, agent, request_of
 ):
     agent.holding_at = 3
     await runs.start(request_of("offered"))
@@ -182,7 +184,7 @@ async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_t
     assert learned(await rows_of(runs, "offered")) == learned(baseline.rows)
 
 
-async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: Runs, agent, request_of):
+async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunManager, agent, request_of):
     agent.holding_at = 3
     await runs.start(request_of("stopped", "trainer.save_freq=-1"))
     await until(lambda: runs.info("stopped").step == 2)
@@ -210,7 +212,7 @@ async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: Runs, a
         ),
     ],
 )
-async def test_a_run_that_cannot_log_or_begin_as_told_never_starts(runs: Runs, request_of, overrides, said: str):
+async def test_a_run_that_cannot_log_or_begin_as_told_never_starts(runs: RunManager, request_of, overrides, said: str):
     with pytest.raises(TrackwayError) as caught:
         await runs.start(request_of("refused", *overrides))
 
@@ -219,7 +221,7 @@ async def test_a_run_that_cannot_log_or_begin_as_told_never_starts(runs: Runs, r
 
 
 async def test_rows_of_an_agent_that_none_serves_fail_the_run_by_name_before_its_first_step(
-    runs: Runs, agent, request_of
+    runs: RunManager, agent, request_of
 ):
     agent.agents = ["tool_agent"]
     await runs.start(request_of("unserved"))
@@ -233,7 +235,7 @@ async def test_rows_of_an_agent_that_none_serves_fail_the_run_by_name_before_its
     )
 
 
-async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: Runs, agent, request_of):
+async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: RunManager, agent, request_of):
     agent.holding_at = 0
     await runs.start(request_of("first"))
 
@@ -244,7 +246,7 @@ async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: Runs, ag
     assert [info.run for info in runs.list()] == ["first"]
 
 
-async def test_a_worker_that_keeps_dying_fails_after_its_restarts(runs: Runs, agent, request_of):
+async def test_a_worker_that_keeps_dying_fails_after_its_restarts(runs: RunManager, agent, request_of):
     agent.holding_at = 0
     await runs.start(request_of("dying", "trackway.max_restarts=1"))
     killed = 0
@@ -260,7 +262,7 @@ async def test_a_worker_that_keeps_dying_fails_after_its_restarts(runs: Runs, ag
 
 
 async def test_a_step_without_any_rollout_fails_the_run_at_once_and_says_why(tmp_path: Path, request_of):
-    runs = Runs(tmp_path / "outputs", urls("http://127.0.0.1:9", tmp_path))
+    runs = RunManager(tmp_path / "outputs", urls("http://127.0.0.1:9", tmp_path))
     await runs.start(request_of("lost", "trainer.val_before_train=False"))
 
     info = await ended(runs, "lost")
@@ -270,7 +272,9 @@ async def test_a_step_without_any_rollout_fails_the_run_at_once_and_says_why(tmp
     assert info.message.startswith("unavailable: all 8 rollouts of step 1 failed; the first: POST http://127.0.0.1:9")
 
 
-async def test_a_worker_ends_by_itself_when_its_service_is_gone(runs: Runs, agent, agent_url, request_of, tmp_path):
+async def test_a_worker_ends_by_itself_when_its_service_is_gone(
+    runs: RunManager, agent, agent_url, request_of, tmp_path
+):
     await runs.start(request_of("plain"))
     await runs.close()  # leaves a folder that a worker can be started in by hand
     agent.holding_at = 1
@@ -287,7 +291,7 @@ async def test_a_worker_ends_by_itself_when_its_service_is_gone(runs: Runs, agen
     assert (worker.returncode, folder.info().state) == (0, RunState.STOPPED)
 
 
-async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: Runs, agent_url, request_of, tmp_path: Path):
+async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: RunManager, agent_url, request_of, tmp_path: Path):
     folder = RunFolder(tmp_path / "outputs" / "orphan")
     request = request_of("orphan")
     folder.create(compose([]).model_validate(request.config), urls(agent_url, tmp_path))
@@ -309,7 +313,7 @@ async def test_a_run_and_its_traces_are_tracked_in_mlflow(
     from mlflow import MlflowClient
 
     settings = TracingSettings(mlflow_uri=mlflow_server, spool_dir=tmp_path / "spool")  # the trainer service's own
-    runs = Runs(tmp_path / "outputs", urls(agent_url, tmp_path), 60, settings)
+    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), 60, settings)
     agent.tracing = Tracing("agent", TracingSettings(mlflow_uri=mlflow_server, schedule_delay_s=0.1))
     trace = "actor_rollout_ref.rollout.trace"
     overrides = [f"{trace}.backend=mlflow", f"{trace}.max_samples_per_step_per_worker=1", "trainer.test_freq=2"]

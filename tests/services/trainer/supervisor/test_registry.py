@@ -20,7 +20,7 @@ from trackway.trainer.run_state.ownership import Owner, this_machine
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.supervisor.auto_resume import resume_interrupted
-from trackway.trainer.supervisor.manager import Runs
+from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.trainer import RunRequest, RunState
@@ -41,9 +41,9 @@ def outputs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def runs(services: ServiceUrls, agent, outputs: Path) -> AsyncIterator[Runs]:
+async def runs(services: ServiceUrls, agent, outputs: Path) -> AsyncIterator[RunManager]:
     """Of a service that is patient with a learner for a second only."""
-    runs = Runs(outputs, services, stop_deadline_s=1)
+    runs = RunManager(outputs, services, stop_deadline_s=1)
     yield runs
     agent.released.set()
     await runs.close()
@@ -55,7 +55,7 @@ def request_of(tiny_model: Path, sample, tmp_path: Path) -> Callable[..., RunReq
 
 
 @pytest.fixture
-async def frozen(runs: Runs, agent, request_of, services: ServiceUrls, outputs: Path) -> AsyncIterator[int]:
+async def frozen(runs: RunManager, agent, request_of, services: ServiceUrls, outputs: Path) -> AsyncIterator[int]:
     """The learner of `frozen`, which stands still in step 2 just after a beat, and was given up by another service."""
     agent.holding_at = 2
     await runs.start(request_of("frozen"))
@@ -96,7 +96,7 @@ def read(path: Path) -> bytes:
 
 
 async def test_a_learner_that_wakes_up_after_its_run_was_given_up_writes_nothing_and_the_run_goes_on(
-    runs: Runs, agent, frozen: int, outputs: Path
+    runs: RunManager, agent, frozen: int, outputs: Path
 ):
     folder = RunFolder(outputs / "frozen")
     lost = folder.info()
@@ -115,7 +115,7 @@ async def test_a_learner_that_wakes_up_after_its_run_was_given_up_writes_nothing
 
 
 async def test_a_resume_waits_for_a_learner_that_stands_still_only_so_long_and_then_has_it_killed(
-    runs: Runs, agent, frozen: int, monkeypatch: pytest.MonkeyPatch
+    runs: RunManager, agent, frozen: int, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
@@ -131,14 +131,16 @@ async def test_a_resume_waits_for_a_learner_that_stands_still_only_so_long_and_t
     assert (await ended(runs, "frozen")).state is RunState.FINISHED
 
 
-async def test_a_stop_of_a_run_that_was_given_up_ends_its_learner_too(runs: Runs, frozen: int):
+async def test_a_stop_of_a_run_that_was_given_up_ends_its_learner_too(runs: RunManager, frozen: int):
     stopped = await runs.stop("frozen")
     await until(lambda: not lives(frozen), 30)
 
     assert (stopped.state, stopped.interrupted, runs.interrupted()) == (RunState.FAILED, False, [])
 
 
-async def test_a_run_that_another_service_trains_by_now_is_left_to_it(runs: Runs, agent, frozen: int, outputs: Path):
+async def test_a_run_that_another_service_trains_by_now_is_left_to_it(
+    runs: RunManager, agent, frozen: int, outputs: Path
+):
     folder = RunFolder(outputs / "frozen")
     machine = this_machine().model_copy(update={"host": "another-pod"})
     folder.move(RunState.STARTING)
@@ -154,7 +156,7 @@ async def test_a_run_that_another_service_trains_by_now_is_left_to_it(runs: Runs
     assert learners(folder) == []
 
 
-async def test_a_service_that_closes_ends_a_run_that_began_meanwhile(runs: Runs, agent, frozen: int, request_of):
+async def test_a_service_that_closes_ends_a_run_that_began_meanwhile(runs: RunManager, agent, frozen: int, request_of):
     closing = asyncio.create_task(runs.close())
     await asyncio.sleep(0)
     await runs.start(request_of("meanwhile"))
@@ -177,7 +179,7 @@ async def test_a_run_that_somebody_stops_while_its_services_are_asked_does_not_g
 
     on_disk(outputs, "old", state="stopped", interrupted=True)
     with serving(app) as url:
-        runs = Runs(outputs, ServiceUrls(agent_url=url, tools_url=url, weights_url=str(tmp_path)))
+        runs = RunManager(outputs, ServiceUrls(agent_url=url, tools_url=url, weights_url=str(tmp_path)))
         going_on = asyncio.create_task(resume_interrupted(runs))
         await until(asked.is_set)
         await runs.stop("old")
@@ -189,7 +191,9 @@ async def test_a_run_that_somebody_stops_while_its_services_are_asked_does_not_g
     assert (runs.info("old").state, runs.info("old").interrupted) == (RunState.STOPPED, False)
 
 
-async def test_a_run_whose_files_cannot_be_written_fails_and_is_as_interrupted_as_before(runs: Runs, outputs: Path):
+async def test_a_run_whose_files_cannot_be_written_fails_and_is_as_interrupted_as_before(
+    runs: RunManager, outputs: Path
+):
     folder = on_disk(outputs, "old", state="stopped", interrupted=True)
     (folder.path / "services.json").unlink()
     (folder.path / "services.json").mkdir()
@@ -204,7 +208,7 @@ async def test_a_run_whose_files_cannot_be_written_fails_and_is_as_interrupted_a
 
 @pytest.mark.parametrize("is_writable", [True, False])
 async def test_a_start_that_is_given_up_leaves_no_run_starting(
-    runs: Runs, outputs: Path, is_writable: bool, monkeypatch: pytest.MonkeyPatch
+    runs: RunManager, outputs: Path, is_writable: bool, monkeypatch: pytest.MonkeyPatch
 ):
     folder = on_disk(outputs, "old", state="stopped")
     resuming = asyncio.create_task(runs.resume("old"))
@@ -225,7 +229,7 @@ async def test_a_start_that_is_given_up_leaves_no_run_starting(
 
 @pytest.mark.parametrize("is_started", [False, True], ids=["before it runs", "after it runs"])
 async def test_a_learner_that_cannot_be_started_again_fails_the_run_with_the_reason(
-    runs: Runs, agent, request_of, outputs: Path, is_started: bool, monkeypatch: pytest.MonkeyPatch
+    runs: RunManager, agent, request_of, outputs: Path, is_started: bool, monkeypatch: pytest.MonkeyPatch
 ):
     agent.holding_at = 0
     await runs.start(request_of("dying"))
@@ -248,7 +252,7 @@ async def test_a_learner_that_cannot_be_started_again_fails_the_run_with_the_rea
 
 
 async def test_the_newest_interrupted_run_goes_on_and_when_it_cannot_the_next(
-    runs: Runs, outputs: Path, caplog: pytest.LogCaptureFixture
+    runs: RunManager, outputs: Path, caplog: pytest.LogCaptureFixture
 ):
     for seconds, name in enumerate(("a", "b")):
         folder = on_disk(outputs, name, state="stopped", interrupted=True)
@@ -266,7 +270,7 @@ async def test_the_newest_interrupted_run_goes_on_and_when_it_cannot_the_next(
 
 
 async def test_whoever_starts_a_run_fails_an_interrupted_one_which_nobody_has_stopped(
-    runs: Runs, request_of, outputs: Path
+    runs: RunManager, request_of, outputs: Path
 ):
     for name in ("old", "older"):
         on_disk(outputs, name, state="stopped", interrupted=True, message="interrupted after step 2")
@@ -283,7 +287,7 @@ async def test_whoever_starts_a_run_fails_an_interrupted_one_which_nobody_has_st
 
 
 async def test_one_state_that_cannot_be_read_hides_no_run_and_stands_in_the_way_of_none(
-    runs: Runs, outputs: Path, caplog: pytest.LogCaptureFixture
+    runs: RunManager, outputs: Path, caplog: pytest.LogCaptureFixture
 ):
     (on_disk(outputs, "bad", state="stopped").path / "state.json").write_text("{")
     on_disk(outputs, "good", state="stopped", interrupted=True)
@@ -297,7 +301,7 @@ async def test_one_state_that_cannot_be_read_hides_no_run_and_stands_in_the_way_
     assert [one.getMessage().partition(": ")[0] for one in caplog.records] == ["run no run's name is left out"]
 
 
-async def test_nothing_starts_beside_a_living_process_whose_state_cannot_be_read(runs: Runs, agent, request_of):
+async def test_nothing_starts_beside_a_living_process_whose_state_cannot_be_read(runs: RunManager, agent, request_of):
     agent.holding_at = 0
     await runs.start(request_of("unreadable"))
     (Path(runs.info("unreadable").folder) / "state.json").write_text("{")
@@ -308,7 +312,7 @@ async def test_nothing_starts_beside_a_living_process_whose_state_cannot_be_read
 
 
 async def test_a_run_that_could_not_be_read_once_and_has_ended_keeps_no_other_from_starting(
-    runs: Runs, agent, request_of, outputs: Path
+    runs: RunManager, agent, request_of, outputs: Path
 ):
     agent.holding_at = 0
     folder = on_disk(outputs, "ended", state="stopped")
@@ -322,7 +326,7 @@ async def test_a_run_that_could_not_be_read_once_and_has_ended_keeps_no_other_fr
 
 
 async def test_a_learning_rate_that_destroys_the_weights_fails_the_run_by_name_with_its_last_checkpoint_kept(
-    runs: Runs, request_of, services: ServiceUrls, outputs: Path
+    runs: RunManager, request_of, services: ServiceUrls, outputs: Path
 ):
     await runs.start(request_of("good", "trainer.total_training_steps=1"))
     good = await ended(runs, "good")
@@ -342,7 +346,7 @@ async def test_a_learning_rate_that_destroys_the_weights_fails_the_run_by_name_w
 
 
 async def test_numbers_that_are_not_finite_leave_a_run_readable_and_cost_only_their_trajectories(
-    runs: Runs, agent, request_of, outputs: Path
+    runs: RunManager, agent, request_of, outputs: Path
 ):
     def spoiled(trajectory: Trajectory) -> Trajectory:
         """In step 2 a score, a huge score and a logprob; in each step what a scorer adds."""
@@ -372,7 +376,7 @@ FILES = ("state.json", "worker.json", "heartbeat.json")
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["and its process lives", "and its process is killed"])
 async def test_a_run_whose_files_are_damaged_while_it_trains_goes_on_to_its_end(
-    runs: Runs, agent, request_of, is_killed: bool
+    runs: RunManager, agent, request_of, is_killed: bool
 ):
     agent.holding_at = 2
     await runs.start(request_of("damaged"))

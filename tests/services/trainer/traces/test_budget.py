@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trackway.trainer.traces import budget as budget_module
-from trackway.trainer.traces.budget import Ledger, TraceBudget, affordable
+from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget, affordable
 
 DAY = date(2026, 11, 21)
 
@@ -33,7 +33,7 @@ def test_a_step_may_use_a_twentieth_of_what_is_left(wanted: int, left: int, byte
 
 
 def budget(folder: Path, bytes_per_day: int | None, today: Callable[[], date] = lambda: DAY) -> TraceBudget:
-    return TraceBudget(Ledger(folder / "trace_bytes.json", today), bytes_per_day)
+    return TraceBudget(DailyTraceBytes(folder / "trace_bytes.json", today), bytes_per_day)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -90,7 +90,7 @@ def test_runs_share_the_day_and_a_new_day_begins_at_zero(tmp_path: Path):
     assert (exhausted, second.take()["trace/bytes_today"]) == (0, 1000.0)
     assert first.prompts(8, 1) == 0  # a twentieth of the day is less than the 700 bytes that one cost
     assert budget(tmp_path, 1000, lambda: days[0]).prompts(8, 1) == 1
-    assert Ledger(tmp_path / "trace_bytes.json", lambda: days[0]).add(5) == 5
+    assert DailyTraceBytes(tmp_path / "trace_bytes.json", lambda: days[0]).add(5) == 5
 
 
 def test_lowered_sampling_is_told_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -110,7 +110,7 @@ def test_lowered_sampling_is_told_when_it_changes(tmp_path: Path, caplog: pytest
 def test_a_ledger_that_cannot_be_read_begins_at_zero(tmp_path: Path, content: str):
     (tmp_path / "trace_bytes.json").write_text(content)
 
-    assert Ledger(tmp_path / "trace_bytes.json", lambda: DAY).add(7) == 7
+    assert DailyTraceBytes(tmp_path / "trace_bytes.json", lambda: DAY).add(7) == 7
 
 
 def test_a_ledger_that_stays_locked_costs_a_bounded_wait_and_nothing_else(tmp_path: Path, monkeypatch):

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from trackway.trainer.learner.filtering import Fate, Sorted
+from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.traces.feedback import Assessment, training_feedback, validation_feedback
 from trackway.wire.trajectory import Trajectory
 
@@ -21,9 +21,9 @@ def values(assessments: Sequence[Assessment]) -> dict[str, dict[str, float | str
 
 def test_each_traced_trajectory_gets_its_own_reward_advantage_and_fate(rollout: Rollout):
     trajectories = [traced(rollout, 0, None), rollout(0, 9, 1.0), traced(rollout, 1), traced(rollout, 2, 0.0)]
-    fates = [Fate.DROPPED_FAILED, Fate.USED, Fate.DROPPED_STALE, Fate.USED]
+    fates = [TrainStatus.DROPPED_FAILED, TrainStatus.USED, TrainStatus.DROPPED_STALE, TrainStatus.USED]
 
-    made = training_feedback(Sorted(trajectories, fates), [0.5, -0.5])
+    made = training_feedback(FilteredBatch(trajectories, fates), [0.5, -0.5])
 
     assert values(made) == {
         "t0": {"fate": "dropped_failed"},
@@ -41,6 +41,6 @@ def test_a_validation_has_rewards_only_and_nothing_for_the_failed(rollout: Rollo
 
 def test_an_advantage_that_is_no_number_is_sent_by_its_name(rollout: Rollout):
     """A bare NaN is no JSON: the HTTP client would refuse to send it."""
-    made = training_feedback(Sorted([traced(rollout, 1)], [Fate.USED]), [math.nan])
+    made = training_feedback(FilteredBatch([traced(rollout, 1)], [TrainStatus.USED]), [math.nan])
 
     assert values(made) == {"t1": {"reward": 1.0, "advantage": "NaN", "fate": "used"}}

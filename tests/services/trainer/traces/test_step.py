@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from trackway.clients import AgentClient
 from trackway.tracing import Tracing, TracingSettings
 from trackway.tracing.active import activated
-from trackway.trainer.loop.rollout_client import Ask, Patience, Rollouts
+from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.trainer.traces.step import SHOWN_TRAJECTORIES, StepTrace
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
@@ -20,7 +20,7 @@ from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
 TARGET = TraceTarget(wandb_run_id="r1")
-ASK = Ask("run", "experiment", 2, SamplingParams(), Limits(), "tool_agent", trace_target=TARGET)
+ASK = GroupTemplate("run", "experiment", 2, SamplingParams(), Limits(), "tool_agent", trace_target=TARGET)
 
 
 class Recorded:
@@ -56,7 +56,7 @@ def trainer():
 @pytest.fixture
 async def rollouts(agent, agent_url: str) -> AsyncIterator[Rollouts]:
     async with httpx.AsyncClient() as http:
-        yield Rollouts(AgentClient(agent_url, http), ASK, Patience())
+        yield Rollouts(AgentClient(agent_url, http), ASK, RetryPolicy())
 
 
 @pytest.mark.anyio

@@ -1,11 +1,11 @@
 import threading
 
-from trackway.trainer.tracking.job_queue import Background
+from trackway.trainer.tracking.job_queue import JobQueue
 
 
 def test_jobs_run_in_order_and_close_waits_for_them():
     done: list[int] = []
-    background = Background("test")
+    background = JobQueue("test")
 
     for number in range(20):
         background.submit(lambda number=number: done.append(number))
@@ -17,7 +17,7 @@ def test_jobs_run_in_order_and_close_waits_for_them():
 
 def test_a_job_that_fails_is_counted_and_the_next_one_runs():
     done: list[str] = []
-    background = Background("test")
+    background = JobQueue("test")
 
     background.submit(lambda: 1 / 0)
     background.submit(lambda: done.append("after"))
@@ -28,7 +28,7 @@ def test_a_job_that_fails_is_counted_and_the_next_one_runs():
 
 def test_a_full_queue_drops_instead_of_blocking():
     gate = threading.Event()
-    background = Background("test", capacity=1)
+    background = JobQueue("test", capacity=1)
     background.submit(lambda: gate.wait(10))
 
     for _ in range(5):
@@ -41,7 +41,7 @@ def test_a_full_queue_drops_instead_of_blocking():
 
 def test_close_gives_up_at_its_deadline():
     gate = threading.Event()
-    background = Background("test")
+    background = JobQueue("test")
     background.submit(lambda: gate.wait(10))
     background.submit(lambda: None)
 

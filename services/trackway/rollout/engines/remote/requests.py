@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from trackway.rollout.engines.admission import check_prompt, overloaded
-from trackway.rollout.engines.backpressure import Places
+from trackway.rollout.engines.backpressure import RetryAfterEstimator
 from trackway.rollout.engines.protocol import FinishReason
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.settings import RolloutSettings
@@ -84,7 +84,7 @@ class Calls:
     def __init__(self, settings: RolloutSettings, facts: ModelFacts, max_len: int) -> None:
         self._slots, self._bound = settings.max_num_seqs, settings.max_num_seqs + settings.max_queue
         self._facts, self._max_len = facts, max_len
-        self._places = Places(settings.max_num_seqs, _FIRST_GUESS_S)
+        self._places = RetryAfterEstimator(settings.max_num_seqs, _FIRST_GUESS_S)
         self._open: set[Call] = set()
         self._empty = asyncio.Event()
         self._empty.set()

@@ -11,7 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from trackway.rollout.engines.backpressure import Places
+from trackway.rollout.engines.backpressure import RetryAfterEstimator
 from trackway.rollout.engines.protocol import EngineStats, FinishReason, Generation
 from trackway.rollout.sim_settings import SimSettings
 from trackway.wire.trajectory import WeightSpan
@@ -65,7 +65,7 @@ class SimCore:
         self._steps, self._now = 0.0, 0.0
         self._events: list[tuple[float, int, Request]] = []
         self._order = itertools.count()
-        self._places = Places(slots, settings.response_tokens * self._step_s(slots))
+        self._places = RetryAfterEstimator(slots, settings.response_tokens * self._step_s(slots))
         self._generated = self._prefilled = self._reused = 0
 
     def add(self, request: Request) -> None:

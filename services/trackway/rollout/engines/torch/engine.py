@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 
 from trackway.rollout.engines.admission import check_prompt, overloaded, paused
-from trackway.rollout.engines.backpressure import Places
+from trackway.rollout.engines.backpressure import RetryAfterEstimator
 from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.engines.torch.core import Ended, EngineCore
 from trackway.rollout.engines.torch.decoder import Decoder
@@ -48,7 +48,7 @@ class TorchEngine:
         self._decoder = Decoder(self._config, self._max_len, device, dtype_of(settings, device))
         self._core: EngineCore | None = None
         self._waiting: dict[Continuation, Pending] = {}
-        self._places = Places(settings.max_num_seqs, _FIRST_GUESS_S)
+        self._places = RetryAfterEstimator(settings.max_num_seqs, _FIRST_GUESS_S)
         self._paused = False
         self.judgement: Judgement | None = None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trackway.clients import weight_claim
+from trackway.clients import publisher_lock
 from trackway.clients.weights import WeightStore
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -53,13 +53,13 @@ def test_the_claim_of_a_killed_publisher_is_free(tmp_path: Path) -> None:
 
 def test_a_lease_that_ran_out_may_be_taken_and_its_first_holder_notices(tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
-    slow = weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
-    taken = weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run b")
+    slow = publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
+    taken = publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run b")
     with pytest.raises(TrackwayError, match="got run a beside run b"):
         slow.renew()
     slow.close()
     with pytest.raises(TrackwayError, match="got run c beside run b"):
-        weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run c")
+        publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run c")
     taken.close()
 
 
@@ -82,8 +82,8 @@ def test_a_resumed_run_takes_its_lease_over_and_its_old_process_may_publish_no_m
 
 def test_a_lost_lease_is_not_taken_back_when_it_runs_out(tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
-    old = weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run a")
-    resumed = weight_claim.LeaseClaim(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
+    old = publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run a")
+    resumed = publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
     with pytest.raises(TrackwayError, match="resumed since"):
         old.renew()
     resumed.renew()

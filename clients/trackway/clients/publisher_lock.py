@@ -24,7 +24,7 @@ LEASE_S = 1800.0
 """A publisher elsewhere than in a folder that has not published for so long is taken for dead."""
 
 
-class Claim(Protocol):
+class PublisherLock(Protocol):
     """The right to publish, until it is closed."""
 
     def renew(self) -> None:

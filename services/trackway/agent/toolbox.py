@@ -14,9 +14,9 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from pydantic import JsonValue
 
 from trackway.agent.call_faults import CallFailed
-from trackway.agent.catalog import Offer
+from trackway.agent.catalog import ToolSet
 from trackway.agent.observations import Observation, failed_call, not_run, unknown_function
-from trackway.agent.tool_instance import Caller, ToolInstance
+from trackway.agent.tool_instance import ToolCallContext, ToolInstance
 from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
 from trackway.tracing import add_event, add_incident, token2text
@@ -42,13 +42,15 @@ class Toolbox:
     ) -> None:
         self.records: list[ToolCallRecord] = []
         """Every call that was sent to its tool, in the order of the text; also of a turn that failed."""
-        self._caller = Caller(client, sample, session_id, deadline)
+        self._caller = ToolCallContext(client, sample, session_id, deadline)
         self._release_timeout_s = release_timeout_s
         self._instances: dict[str, ToolInstance] = {}
         self._lives: dict[str, list[float]] = defaultdict(list)
         """Rewards of the calls that were a whole life each."""
 
-    async def answer(self, calls: Mapping[str, ParsedCall], offer: Offer, max_parallel_calls: int) -> list[Observation]:
+    async def answer(
+        self, calls: Mapping[str, ParsedCall], offer: ToolSet, max_parallel_calls: int
+    ) -> list[Observation]:
         """Run the first `max_parallel_calls` of the calls (by id) side by side; observations keep their order.
 
         When one fails by the infrastructure the others are cut off, so that a slow one does not hold up the end.
@@ -68,7 +70,7 @@ class Toolbox:
         return [*(answer.result() for answer in answers), *refused]
 
     async def _answer(
-        self, call: ParsedCall, call_id: str, offer: Offer, sent: dict[str, ToolCallRecord]
+        self, call: ParsedCall, call_id: str, offer: ToolSet, sent: dict[str, ToolCallRecord]
     ) -> Observation:
         told = rejected(call, offer)
         if told is not None:
@@ -138,7 +140,7 @@ class Toolbox:
                 add_event("not_given_back", tool=instance.tool, reason=str(outcome))
 
 
-def rejected(call: ParsedCall, offer: Offer) -> Observation | None:
+def rejected(call: ParsedCall, offer: ToolSet) -> Observation | None:
     """What the model is told about a call that cannot be sent to any tool; None for one that can."""
     if call.error is not None:
         # The message quotes what the model wrote.
