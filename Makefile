@@ -63,7 +63,7 @@ test-all: test test-vllm ## Run both, as CI does.
 check: $(VENV)/.dev ## Check format, lint, types, the floors of the house, and what check-manifests does.
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 	@$(MAKE) --no-print-directory check-manifests
 
