@@ -16,7 +16,7 @@ WEAVE_SERVER := 0.52.35
 WEAVE_MAPPING := 0.53.12
 # vLLM's CPU build in an environment of its own: its pins (torch, fastapi) conflict with ours.
 VLLM := .venv-vllm
-CODE := services clients deploy k8s tests examples benchmarks docs
+CODE := services clients deploy tests examples benchmarks docs
 PYTEST := $(BIN)/python -m pytest
 # The files that have the mark alone, since others beside them import every service.
 MANIFEST_TESTS = $(sort $(shell grep -rlE --include='test_*.py' 'mark\.manifests\b' tests))
@@ -68,7 +68,7 @@ check: $(VENV)/.dev ## Check format, lint, types, the floors of the house, and w
 	@$(MAKE) --no-print-directory check-manifests
 
 check-manifests: $(VENV)/.dev ## Check the manifests, that breaking them is noticed, and the Dockerfile; without a cluster.
-	$(BIN)/python k8s/check.py
+	$(BIN)/python tests/k8s/check.py
 	$(PYTEST) -p no:schemathesis -p no:hypothesispytest -m manifests $(MANIFEST_TESTS) --quiet
 	$(BIN)/hadolint deploy/docker/Dockerfile
 

@@ -22,7 +22,9 @@ from trackway.wire.errors import ErrorCode
 def wire_page() -> str:
     """Every model of every wire module with its fields: type, default and meaning."""
     parts = [
-        f"## {module.__name__.rpartition('.')[2]}\n\n{_described(module)}" for module in _modules() if _models(module)
+        f"## {module.__name__.removeprefix('trackway.wire.')}\n\n{_described(module)}"
+        for module in _modules()
+        if _models(module)
     ]
     return page(
         "Wire models",
@@ -46,7 +48,7 @@ def _by_name() -> dict[str, type[BaseModel]]:
 
 @cache
 def _modules() -> list[ModuleType]:
-    names = sorted(found.name for found in pkgutil.iter_modules(wire.__path__, "trackway.wire."))
+    names = sorted(found.name for found in pkgutil.walk_packages(wire.__path__, "trackway.wire."))
     return [importlib.import_module(name) for name in names]
 
 

@@ -25,7 +25,7 @@ from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.ownership import Beat
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai import ChatTool, CompletionRequest
+from trackway.wire.openai.requests import ChatTool, CompletionRequest
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Trajectory
@@ -39,7 +39,7 @@ SPECIAL: dict[type[BaseModel], dict[str, object]] = {
 
 
 def wire_models() -> Iterator[type[BaseModel]]:
-    for module in pkgutil.iter_modules(trackway.wire.__path__, "trackway.wire."):
+    for module in pkgutil.walk_packages(trackway.wire.__path__, "trackway.wire."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.name:
                 yield value

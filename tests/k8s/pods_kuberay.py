@@ -9,10 +9,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pods_volumes import Volumes
-
 from checks import kuberay
 from checks.model import Object, part
+from pods_volumes import Volumes
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_SERVICE = "trackway-head-svc.trackway.svc.cluster.local"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from breaking import broken
 
+from breaking import broken
 from checks.model import Fault
 from checks.render import Render, folders, rendered
 from checks.run import NAMES, found

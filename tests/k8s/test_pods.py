@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import httpx
 import pytest
 import yaml
-from pods_kuberay import HEAD_SERVICE, ROOT, Surroundings, plain_pod, probe, ray_pod, secrets_from, settings_of
-from pods_podman import Podman
-from pods_volumes import Volumes
 
 from checks.model import Object, part
 from checks.render import Render, rendered
+from pods_kuberay import HEAD_SERVICE, ROOT, Surroundings, plain_pod, probe, ray_pod, secrets_from, settings_of
+from pods_podman import Podman
+from pods_volumes import Volumes
 from trackway.deploy.deployment.serve_api import ServeApi
 
 HEAD, WORKER, MLFLOW, JOB = (f"198.51.100.{number}" for number in (10, 11, 12, 13))

@@ -11,16 +11,18 @@ from pydantic import BeforeValidator, Strict, ValidationError
 from trackway import wire
 from trackway.wire.agent import GroupRequest
 from trackway.wire.base import WireRequest
-from trackway.wire.openai import CompletionRequest
+from trackway.wire.openai.requests import CompletionRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 
-for module in pkgutil.iter_modules(wire.__path__):
-    importlib.import_module(f"trackway.wire.{module.name}")
+for module in pkgutil.walk_packages(wire.__path__, "trackway.wire."):
+    importlib.import_module(module.name)
 
 
 def requests(base: type[WireRequest] = WireRequest) -> Iterator[type[WireRequest]]:
+    """Trackway's request models. Other test modules, which run in the same process, define requests of their own."""
     for model in base.__subclasses__():
-        yield model
+        if model.__module__.startswith("trackway."):
+            yield model
         yield from requests(model)
 
 

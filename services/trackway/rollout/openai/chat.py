@@ -10,8 +10,7 @@ from trackway.rollout.openai.stream_decoder import Delta
 from trackway.rollout.openai.tool_calls import ToolCallReader
 from trackway.rollout.tokenizer import Tokenizer
 from trackway.wire.chat import FunctionCall, ToolCall
-from trackway.wire.openai import ChatRequest
-from trackway.wire.openai_replies import (
+from trackway.wire.openai.replies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -23,6 +22,7 @@ from trackway.wire.openai_replies import (
     ChoiceEnd,
     ToolCallDelta,
 )
+from trackway.wire.openai.requests import ChatRequest
 
 
 class _Parts(NamedTuple):

@@ -13,7 +13,7 @@ from trackway.rollout.openai.stream_decoder import Delta, Reader, WholeEnd
 from trackway.rollout.service import RolloutService
 from trackway.rollout.tokenizer import Tokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai import SampledRequest
+from trackway.wire.openai.requests import SampledRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 from trackway.wire.trajectory import WeightSpan, add_span
 

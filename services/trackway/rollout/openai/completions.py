@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from trackway.rollout.openai.responses import Answer, Head
 from trackway.rollout.openai.stream_decoder import Delta
 from trackway.rollout.tokenizer import Tokenizer
-from trackway.wire.openai import CompletionRequest
-from trackway.wire.openai_replies import Completion, CompletionChoice, CompletionLogprobs
+from trackway.wire.openai.replies import Completion, CompletionChoice, CompletionLogprobs
+from trackway.wire.openai.requests import CompletionRequest
 
 
 class CompletionAnswer(Answer):

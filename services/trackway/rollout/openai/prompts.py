@@ -13,7 +13,7 @@ from trackway.chat.templates import template_call
 from trackway.chat.tool_calls import BEGIN
 from trackway.rollout.tokenizer import Tokenizer, TokenText
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai import ChatMessage, ChatRequest, ChatTool, CompletionRequest, NamedTool
+from trackway.wire.openai.requests import ChatMessage, ChatRequest, ChatTool, CompletionRequest, NamedTool
 
 
 async def tokenizer_of(text: TokenText) -> Tokenizer:

@@ -9,8 +9,8 @@ from typing import NotRequired, TypedDict
 
 from trackway.rollout.openai.stream_decoder import Delta
 from trackway.rollout.tokenizer import Tokenizer
-from trackway.wire.openai import SampledRequest
-from trackway.wire.openai_replies import OpenAIReply
+from trackway.wire.openai.replies import OpenAIReply
+from trackway.wire.openai.requests import SampledRequest
 from trackway.wire.rollout import Usage
 from trackway.wire.trajectory import WeightSpan
 

@@ -14,8 +14,8 @@ from trackway.rollout.openai.responses import Answer
 from trackway.rollout.openai.sse import EventStream
 from trackway.rollout.service import RolloutService
 from trackway.rollout.tokenizer import Tokenizer, TokenText
-from trackway.wire.openai import ChatRequest, CompletionRequest, SampledRequest
-from trackway.wire.openai_replies import ChatCompletion, Completion
+from trackway.wire.openai.replies import ChatCompletion, Completion
+from trackway.wire.openai.requests import ChatRequest, CompletionRequest, SampledRequest
 from trackway.wire.rollout import ModelCard
 
 PROMPT: dict[str, JsonValue] = {"model": "policy", "prompt": "Two and two are", "max_tokens": 16}

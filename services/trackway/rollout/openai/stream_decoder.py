@@ -7,7 +7,7 @@ from typing import Literal
 from trackway.rollout.openai.detokenizer import Detokenizer
 from trackway.rollout.openai.stop_strings import StopStrings
 from trackway.rollout.tokenizer import Tokenizer
-from trackway.wire.openai import CompletionRequest, SampledRequest
+from trackway.wire.openai.requests import CompletionRequest, SampledRequest
 from trackway.wire.trajectory import WeightSpan
 
 WholeEnd = Literal["stop", "length"]

@@ -4,7 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from trackway.rollout.openai.stream_decoder import Delta, Reader
-from trackway.wire.openai import CompletionRequest
+from trackway.wire.openai.requests import CompletionRequest
 
 IDS = [20, 20, 15, 15, 325, 20]
 """`2`, `2`, `-`, `-`, `"}}` with a line's end, `2`."""

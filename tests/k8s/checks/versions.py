@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from checks.model import Fault, part, title
 from checks.render import Render
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[3]
 _OURS = re.compile(r"(trackway-[a-z-]+)(?::([^@]*))?(?:@.*)?")
 """As `make image` calls them; the tags in a registry of yours are yours."""
 _RAY = "spec.rayClusterConfig.rayVersion"

@@ -1,7 +1,7 @@
 """Check the rendered manifests without a cluster: what the API server, KubeRay and Ray would refuse or silently ignore.
 
-    .venv/bin/python k8s/check.py                      # the base and every overlay
-    .venv/bin/python k8s/check.py k8s/overlays/gpu     # one of them
+    .venv/bin/python tests/k8s/check.py                      # the base and every overlay
+    .venv/bin/python tests/k8s/check.py k8s/overlays/gpu     # one of them
 
 One line a fault, `overlay: Kind/name: path: expected ..., got ...; remedy`; exit status 1 when there is one.
 """
@@ -18,7 +18,7 @@ from checks.render import folders, rendered
 from checks.run import NAMES, Found, found
 from checks.secrets import made_by
 
-HERE = Path(__file__).parent
+K8S = Path(__file__).parents[2] / "k8s"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="*", type=Path, help="folders with a kustomization.yaml; all by default")
     start, faults, objects = time.monotonic(), 0, 0
-    chosen = parser.parse_args(arguments).folder or folders(HERE)
+    chosen = parser.parse_args(arguments).folder or folders(K8S)
     try:
-        secrets = made_by(HERE / "secrets.sh")
+        secrets = made_by(K8S / "secrets.sh")
     except subprocess.CalledProcessError as error:
         print(f"secrets.sh: expected a script that runs without a cluster, got: {error.stderr.strip()}")
         return 1

@@ -1,7 +1,7 @@
 """A CustomResourceDefinition's OpenAPI schema as a JSON schema that refuses what the API server refuses under
 `fieldValidation: Strict`.
 
-    kubectl get crd rayservices.ray.io -o yaml | .venv/bin/python k8s/checks/crd.py [v1] | gzip -n9 > SCHEMA.json.gz
+    kubectl get crd rayservices.ray.io -o yaml | .venv/bin/python tests/k8s/checks/crd.py [v1] | gzip -n9 > FILE.json.gz
 
 Not told by it: the rules in CEL (`x-kubernetes-validations`).
 """

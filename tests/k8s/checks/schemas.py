@@ -25,7 +25,7 @@ KUBERNETES = ("1.27", "1.34")
 _DEFINITIONS = "/api/_definitions.json#/$defs"
 _META = f"{_DEFINITIONS}/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"
 _POD = f"{_DEFINITIONS}/io.k8s.api.core.v1.PodSpec"
-_OURS = Path(__file__).parents[1] / "schemas"
+_OURS = Path(__file__).parents[3] / "k8s" / "schemas"
 
 
 def faults(render: Render) -> Iterator[Fault]:
