@@ -5,11 +5,12 @@ process's global OpenTelemetry provider and patches LLM libraries.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
-from pydantic import BaseModel, JsonValue, SecretStr
+from pydantic import BaseModel, JsonValue, SecretStr, ValidationError
 
 from trackway.system import atomic_write
 from trackway.trainer.delivery.assessment import Assessment
@@ -20,21 +21,36 @@ from trackway.wire.trainer import BackendSummary
 ITEMS_PER_CALL = 1000
 TIMEOUT_S = 30.0
 NAME = "weave"
+AWAY = (401, 403, 429, 502, 503, 504)
+"""Statuses of an answer after which the same request may succeed later; 502 and 504 come from a gateway."""
 
 
 class WeaveState(BaseModel):
-    """What was lost; `weave.json` beside the queue."""
+    """What was lost, and whether a post is open; `weave.json` beside the queue."""
 
     lost: int = 0
     lost_because: str = ""
     waits_for: str = ""
+    is_sending: bool = False
+    """The oldest file may have been posted already: its answer was lost, or the process was killed before it came."""
+
+
+class FeedbackId(BaseModel):
+    """A row that Weave keeps."""
+
+    id: str
+
+
+class QueryAnswer(BaseModel):
+    """What `/feedback/query` answers when it is asked for ids."""
+
+    result: list[FeedbackId]
 
 
 class WeaveFeedback:
     """Feedback of one run for one Weave project; one request holds a whole step.
 
-    Only what surely did not arrive is sent again: Weave would keep it twice, as it does with what a process sent that
-    was killed before it could say so.
+    Weave keeps two rows of the same id, so a retry first asks which ids are there and posts the others.
     """
 
     name = NAME
@@ -44,7 +60,7 @@ class WeaveFeedback:
         self.queue = FeedbackQueue(folder / f"{NAME}_feedback")
         self._folder = folder
         self._project = project
-        self._url = f"{url.rstrip('/')}/feedback/batch/create"
+        self._url = f"{url.rstrip('/')}/feedback"
         self._http = httpx.Client(auth=("api", key.get_secret_value()), timeout=TIMEOUT_S)
 
     def advance(self) -> bool:
@@ -55,12 +71,13 @@ class WeaveFeedback:
             dropped = self.queue.take_dropped()
             if dropped:
                 state.lost, state.lost_because = state.lost + dropped, "no room on disk"
-            sent = self.queue.send(self._send)
+            sent = self.queue.send(lambda assessments: self._send_marked(assessments, before))
+            state.is_sending = sent is not None and bool(sent.left)
             if sent is not None and sent.lost:
                 state.lost, state.lost_because = state.lost + sent.lost, sent.reason
             state.waits_for = sent.reason if sent is not None and sent.is_away else ""
-            if state != before:
-                atomic_write(self._folder / f"{NAME}.json", state.model_dump_json(indent=2))
+            if sent is not None or state != before:
+                self._write(state)
         if state.waits_for:
             raise Later(state.waits_for)
         return sent is not None
@@ -73,36 +90,60 @@ class WeaveFeedback:
         """Close the connection."""
         self._http.close()
 
-    def _send(self, assessments: list[Assessment]) -> Sent:
+    def _send_marked(self, assessments: list[Assessment], state: WeaveState) -> Sent:
+        if not state.is_sending:
+            self._write(state.model_copy(update={"is_sending": True}))
+        return self._send(assessments, is_retry=state.is_sending)
+
+    def _send(self, assessments: list[Assessment], is_retry: bool) -> Sent:
         left = list(assessments)
         lost, reason = 0, ""
         while left:
             part = _first(left, ITEMS_PER_CALL)
             items = list(self._items(part))
             try:
-                answer = self._http.post(self._url, json={"batch": items})
+                if is_retry:
+                    items = self._missing(items)
+                if items:
+                    self._post("batch/create", {"batch": items})
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 return Sent(left, lost, f"{self._url} cannot be reached: {error or type(error).__name__}", is_away=True)
-            except httpx.TransportError as error:
-                lost, reason = lost + len(items), f"{self._url} did not answer, so they may have arrived: {error}"
-            else:
-                if answer.status_code in (401, 403, 429, 503):
-                    return Sent(left, lost, _refusal(self._project, items, answer), is_away=True)
-                if answer.is_error:
-                    lost, reason = lost + len(items), _refusal(self._project, items, answer)
+            except (httpx.TransportError, ValidationError) as error:
+                return Sent(left, lost, f"{self._url} gave no valid answer: {error}", is_away=True)
+            except httpx.HTTPStatusError as error:
+                refusal = _refusal(self._project, items, error.response)
+                if error.response.status_code in AWAY:
+                    return Sent(left, lost, refusal, is_away=True)
+                lost, reason = lost + len(items), refusal
             left = left[len(part) :]
         return Sent([], lost, reason)
 
-    def _items(self, assessments: Sequence[Assessment]) -> Iterator[JsonValue]:
-        for one in assessments:
-            for name, value in one.values.items():
+    def _missing(self, items: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
+        """The items whose ids Weave does not have."""
+        ids = [{"$literal": item["id"]} for item in items]
+        query = {"$expr": {"$in": [{"$getField": "id"}, ids]}}
+        answer = self._post("query", {"project_id": self._project, "fields": ["id"], "query": query})
+        kept = {row.id for row in QueryAnswer.model_validate_json(answer.content).result}
+        return [item for item in items if item["id"] not in kept]
+
+    def _post(self, route: str, body: Mapping[str, object]) -> httpx.Response:
+        return self._http.post(f"{self._url}/{route}", json=body).raise_for_status()
+
+    def _items(self, assessments: Sequence[Assessment]) -> Iterator[dict[str, JsonValue]]:
+        for assessment in assessments:
+            call = f"weave:///{self._project}/call/{assessment.span_id}"
+            for name, value in assessment.values.items():
                 is_number = isinstance(value, int | float) and math.isfinite(value)
                 yield {
+                    "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{call}/feedback/{name}")),
                     "project_id": self._project,
-                    "weave_ref": f"weave:///{self._project}/call/{one.span_id}",
+                    "weave_ref": call,
                     "feedback_type": name,
                     "payload": {"value": value if is_number else str(value)},
                 }
+
+    def _write(self, state: WeaveState) -> None:
+        atomic_write(self._folder / f"{NAME}.json", state.model_dump_json(indent=2))
 
 
 def weave_summary(folder: Path) -> BackendSummary:
@@ -136,5 +177,5 @@ def _first(assessments: Sequence[Assessment], values: int) -> Sequence[Assessmen
     return assessments
 
 
-def _refusal(project: str, items: Sequence[JsonValue], answer: httpx.Response) -> str:
+def _refusal(project: str, items: Sequence[object], answer: httpx.Response) -> str:
     return f"Weave refused {len(items)} values for {project}: HTTP {answer.status_code}: {answer.text[:200]}"
