@@ -55,9 +55,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _programs(item: pytest.Item) -> dict[str, bool]:
-    """Name and whether it is optional; raises KeyError for a program that `PACKAGES` does not know."""
-    marks = item.iter_markers("program")
-    return {mark.args[0]: mark.kwargs.get("optional", False) for mark in marks if PACKAGES[mark.args[0]]}
+    """Name and whether every mark of it is optional; raises KeyError for a program that `PACKAGES` lacks."""
+    programs: dict[str, bool] = {}
+    for mark in item.iter_markers("program"):
+        name = mark.args[0]
+        if name not in PACKAGES:
+            raise KeyError(name)
+        programs[name] = programs.get(name, True) and mark.kwargs.get("optional", False)
+    return programs
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -99,6 +99,10 @@ def test_passes(): pass
 def test_isolates(): raise AssertionError("ran without bubblewrap")
 @pytest.mark.program("chromium", optional=True)
 def test_opens_a_page_where_it_can(): pass
+@pytest.mark.program("redis-server", optional=True)
+class TestStore:
+    @pytest.mark.program("redis-server")
+    def test_stores(self): raise AssertionError("ran without redis-server")
 @pytest.mark.e2e
 def test_second_half(): pass
 @pytest.mark.e2e
@@ -118,7 +122,8 @@ def test_on_a_gpu(): pass
 
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == (
-        "3 passed, 1 failed, 2 skipped: bubblewrap is not installed (1), needs a GPU (1)"
+        "3 passed, 1 failed, 3 skipped: bubblewrap is not installed (1), redis-server is not installed (1), "
+        "needs a GPU (1)"
     )
 
 

@@ -75,7 +75,11 @@ def _routes(runs: RunManager) -> ServiceRouter:
 
     @router.post("/runs", status_code=202, dependencies=operator)
     async def start(request: RunRequest) -> RunInfo:
-        """Start a run; its process may still be starting when this answers."""
+        """Start a run; its process may still be starting when this answers.
+
+        Rows that name an agent loop, tool or data source that no service has fail the run, not this request: finding
+        them takes reading and filtering all rows, whose number has no bound.
+        """
         return await runs.start(request)
 
     @router.get("/runs")

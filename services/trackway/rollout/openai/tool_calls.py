@@ -14,36 +14,65 @@ class ToolCallReader:
 
     def __init__(self, prefix: str, only_one: bool) -> None:
         """`prefix` stands before the model's first token, put there so that it must call a tool."""
-        self._held = prefix
         self._only_one = only_one
         self._behind_call = False
+        self._in_call = False
+        self._space = ""
+        """White space before the open call."""
+        self._searched: list[str] = []
+        """Held text without the next tag: white space, or what stands behind the open call's BEGIN."""
+        self._edge = prefix
+        """Held text behind `_searched`, still to be searched: what may be the beginning of the next tag."""
         self.calls = 0
 
     def push(self, text: str) -> list[str | FunctionCall]:
-        """What is certain now, in order."""
-        self._held += text
+        """What is certain now, in order. Each character is searched and copied a bounded number of times."""
+        text = self._edge + text
         parts: list[str | FunctionCall] = []
-        while True:
-            before, begin, after = self._held.partition(BEGIN)
-            block, end, rest = after.partition(END)
-            if not (begin and end):
-                break
-            call = read_call(block)
-            if call.error is not None:
-                parts.append(self._plain(before + BEGIN + block + END))
+        start = 0
+        while (place := text.find(self._tag, start)) >= 0:
+            self._searched.append(text[start:place])
+            start = place + len(self._tag)
+            if self._in_call:
+                parts.extend(self._end_call())
             else:
-                parts.append(self._plain(before.rstrip()))
-                parts.extend(self._counted(FunctionCall(name=call.name, arguments=call.raw)))
-            self._held = rest
-        plain = before.rstrip() if begin else before[: len(before) - begun(before, [BEGIN])].rstrip()
-        parts.append(self._plain(plain))
-        self._held = self._held[len(plain) :]
+                parts.append(self._take_plain())
+                self._space, self._searched, self._in_call = "".join(self._searched), [], True
+        kept = len(text) - begun(text[start:], [self._tag])
+        self._searched.append(text[start:kept])
+        self._edge = text[kept:]
+        if not self._in_call:
+            parts.append(self._take_plain())
         return [part for part in parts if part != ""]
 
     def rest(self) -> list[str | FunctionCall]:
         """The end of the choice: a call that was begun and not ended is text."""
-        plain, self._held = self._plain(self._held), ""
+        opening = self._space + BEGIN if self._in_call else ""
+        plain = self._plain("".join([opening, *self._searched, self._edge]))
+        self._space, self._searched, self._edge, self._in_call = "", [], "", False
         return [plain] if plain else []
+
+    @property
+    def _tag(self) -> str:
+        return END if self._in_call else BEGIN
+
+    def _end_call(self) -> list[str | FunctionCall]:
+        """The call whose END was just found, or its text."""
+        block, space = "".join(self._searched), self._space
+        self._space, self._searched, self._in_call = "", [], False
+        call = read_call(block)
+        if call.error is not None:
+            return [self._plain(space + BEGIN + block + END)]
+        return list(self._counted(FunctionCall(name=call.name, arguments=call.raw)))
+
+    def _take_plain(self) -> str:
+        """The searched text up to the white space at its end, which stays held."""
+        last = self._searched[-1].rstrip()
+        if not last:
+            return ""
+        plain = "".join([*self._searched[:-1], last])
+        self._searched = [self._searched[-1][len(last) :]]
+        return self._plain(plain)
 
     def _plain(self, text: str) -> str:
         """Text without the white space behind a call, or nothing once the only call is made."""

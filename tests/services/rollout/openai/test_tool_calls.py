@@ -1,5 +1,9 @@
 """Calls in text, whole and character by character."""
 
+import itertools
+import json
+import time
+
 import pytest
 
 from trackway.rollout.openai.tool_calls import ToolCallReader
@@ -60,3 +64,62 @@ def test_text_comes_before_the_end_of_the_answer() -> None:
         [],
         [" <tooling", ADDED],
     ]
+
+
+SIZE = 2_000_000
+"""Characters of a long text."""
+CPU_S = 3.0
+"""Bound for SIZE characters: several times what linear work takes, and a fraction of what quadratic work takes."""
+
+
+def pushed(pieces: list[str]) -> list[str | FunctionCall]:
+    """The parts of all pieces; fails as soon as they have taken CPU_S seconds of the process."""
+    reader = ToolCallReader("", False)
+    parts: list[str | FunctionCall] = []
+    begun = time.process_time()
+    for number, piece in enumerate(pieces):
+        parts += reader.push(piece)
+        spent = time.process_time() - begun
+        assert spent < CPU_S, f"{spent:.1f} s for {number + 1} of {len(pieces)} pieces"
+    return parts + reader.rest()
+
+
+def in_pieces(text: str, size: int = 8) -> list[str]:
+    return [text[place : place + size] for place in range(0, len(text), size)]
+
+
+def test_a_long_open_call_is_read_in_linear_time() -> None:
+    arguments = json.dumps({"text": "abcdefg " * (SIZE // 8)})
+    call = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
+    assert pushed(in_pieces(call)) == [FunctionCall(name="write", arguments=arguments)]
+
+
+def test_long_white_space_is_held_in_linear_time() -> None:
+    space = " " * SIZE
+    assert pushed([*in_pieces(space), ADD]) == [ADDED]
+    assert pushed([*in_pieces(space), "end"]) == [space + "end"]
+
+
+def test_many_calls_at_once_are_read_in_linear_time() -> None:
+    call = '<tool_call>{"name":"f"}</tool_call>'
+    count = SIZE // len(call)
+    assert pushed([call * count]) == [FunctionCall(name="f", arguments="{}")] * count
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"a {MUL} b", "ab", [MULTIPLIED]),
+        (
+            '<tool_call>{"name": "f", "arguments": {"a": "</tool_</tool_call"}}</tool_call>',
+            "",
+            [FunctionCall(name="f", arguments='{"a": "</tool_</tool_call"}')],
+        ),
+        ("<tool_<tool_call></tool_</tool_call>", "<tool_<tool_call></tool_</tool_call>", []),
+    ],
+)
+def test_tags_may_be_cut_at_any_two_places(text: str, content: str, calls: list[FunctionCall]) -> None:
+    for first, second in itertools.combinations(range(len(text) + 1), 2):
+        parts = pushed([text[:first], text[first:second], text[second:]])
+        got = [part for part in parts if isinstance(part, FunctionCall)]
+        assert ("".join(part for part in parts if isinstance(part, str)), got) == (content, calls), (first, second)
