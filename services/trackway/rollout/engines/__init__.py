@@ -1,4 +1,4 @@
-"""Engines: what generates on a replica. `engine.py` is the Protocol; `open_engine` makes the one that settings name."""
+"""Inference engines. `protocol` defines what an engine offers; `open_engine` creates the one that the settings name."""
 
 import importlib
 from typing import cast

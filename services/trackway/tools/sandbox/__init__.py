@@ -1,6 +1,6 @@
 """Runs Python code in isolation: bubblewrap around the process, limits within it, a watch and a deadline over it.
 
-Which layer holds what is told in docs/guides/tools.md.
+docs/guides/python-tool.md says what each layer bounds.
 """
 
 from trackway.tools.sandbox.interpreter import Interpreter
