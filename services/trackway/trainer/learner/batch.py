@@ -11,62 +11,12 @@ and response token i (0-based) lies in column P - 1 + i:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from enum import StrEnum
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from trackway.wire.trajectory import Trajectory
-
-
-class LeftOut(StrEnum):
-    """Why a trajectory has no part in the update; the value is the end of its metric's name."""
-
-    ERROR = "error"
-    NO_MODEL_TOKEN = "no_model_token"
-    UNSCORED = "unscored"
-
-    @property
-    def words(self) -> str:
-        """For messages: `3 that failed`."""
-        return _WORDS[self]
-
-
-_WORDS = {
-    LeftOut.ERROR: "that failed",
-    LeftOut.NO_MODEL_TOKEN: "without a token of the model's own",
-    LeftOut.UNSCORED: "without a reward",
-}
-
-
-def left_out(trajectory: Trajectory) -> LeftOut | None:
-    """The reason to leave a trajectory out of the update, or None when it can be trained on."""
-    if trajectory.error is not None:
-        return LeftOut.ERROR
-    if not any(trajectory.response_mask):
-        return LeftOut.NO_MODEL_TOKEN
-    return LeftOut.UNSCORED if trajectory.reward is None else None
-
-
-class Selection(NamedTuple):
-    """The trajectories to train on, and how many were left out for each reason."""
-
-    kept: list[Trajectory]
-    left_out: dict[LeftOut, int]
-
-
-def select(trajectories: Sequence[Trajectory]) -> Selection:
-    """Parts what can be trained on from what cannot, keeping the order."""
-    kept: list[Trajectory] = []
-    counts = dict.fromkeys(LeftOut, 0)
-    for trajectory in trajectories:
-        reason = left_out(trajectory)
-        if reason is None:
-            kept.append(trajectory)
-        else:
-            counts[reason] += 1
-    return Selection(kept, counts)
 
 
 @dataclass(frozen=True)
@@ -82,7 +32,7 @@ class TrainingBatch:
     old_logprobs: Tensor
     """[B, T - 1]: the policy's logprob of the predicted token before the update; 0 where the mask is False."""
     ref_logprobs: Tensor
-    """[B, T - 1]: the reference model's; zeros until a reference is asked."""
+    """[B, T - 1]: the reference model's logprobs; zeros until they are computed."""
     advantages: Tensor
     """[B]."""
     lengths: Tensor
@@ -92,7 +42,7 @@ class TrainingBatch:
     def of(
         cls, trajectories: Sequence[Trajectory], advantages: Sequence[float], dtype: torch.dtype = torch.float32
     ) -> Self:
-        """The batch of trajectories that can be trained on; floats in `dtype`.
+        """The batch of these trajectories, floats in `dtype`. Each has a prompt and a token of the model's own.
 
         Raises ValueError on an empty list, unequal lengths, or an empty prompt (nothing predicts its first token).
         """
@@ -143,7 +93,9 @@ class TrainingBatch:
 
 def _check(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> None:
     if not trajectories:
-        raise ValueError("expected at least one trajectory to train on, got none; check the batch with select()")
+        raise ValueError(
+            "expected at least one trajectory to train on, got none; look at what filter_trajectories() dropped"
+        )
     if len(trajectories) != len(advantages):
         raise ValueError(
             f"expected one advantage per trajectory, {len(trajectories)}, got {len(advantages)}; give both in one order"

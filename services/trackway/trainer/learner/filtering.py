@@ -1,64 +1,87 @@
-"""What becomes of each trajectory of a step: it moves the policy, or it is dropped for a reason."""
+"""Which trajectories of a step are trained on, and why the others are not. Decided here, once per trajectory."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from trackway.trainer.learner.batch import LeftOut, left_out
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.wire.trajectory import Trajectory
 
 
 class TrainStatus(StrEnum):
-    """The value is what the feedback on its trace says."""
+    """Whether a trajectory is trained on, or the first reason why not."""
 
     USED = "used"
-    DROPPED_FAILED = "dropped_failed"
-    """It ended with an error, or has nothing to learn from: no token of the model's own, or no score."""
-    DROPPED_STALE = "dropped_stale"
-    """Its oldest token comes from weights that are too far behind those being trained."""
+    ERROR = "error"
+    NO_MODEL_TOKEN = "no_model_token"
+    """The model wrote no token of the response."""
+    UNSCORED = "unscored"
+    STALE = "stale"
+    """Its oldest token was sampled from weights that are too many versions behind."""
+
+    @property
+    def feedback(self) -> str:
+        """The value of the feedback `fate` on the trajectory's trace: used, dropped_failed or dropped_stale."""
+        return _FEEDBACK[self]
+
+
+_UNTRAINABLE = (TrainStatus.ERROR, TrainStatus.NO_MODEL_TOKEN, TrainStatus.UNSCORED)
+_FEEDBACK = {
+    TrainStatus.USED: "used",
+    **dict.fromkeys(_UNTRAINABLE, "dropped_failed"),
+    TrainStatus.STALE: "dropped_stale",
+}
 
 
 @dataclass(frozen=True)
 class FilteredBatch:
-    """The trajectories of a step and the fate of each, in the same order."""
+    """The trajectories of a step, and the status of each in the same order."""
 
     trajectories: Sequence[Trajectory]
-    fates: Sequence[TrainStatus]
+    statuses: Sequence[TrainStatus]
 
     @property
     def used(self) -> list[Trajectory]:
-        """Those that the learner gets."""
-        return [one for one, fate in zip(self.trajectories, self.fates, strict=True) if fate is TrainStatus.USED]
+        """The trajectories to train on, in their order."""
+        pairs = zip(self.trajectories, self.statuses, strict=True)
+        return [trajectory for trajectory, status in pairs if status is TrainStatus.USED]
 
-    def count(self, fate: TrainStatus) -> int:
-        """How many have this fate."""
-        return self.fates.count(fate)
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many trajectories get each value of the feedback `fate`."""
+        counts = Counter(status.feedback for status in self.statuses)
+        return {value: counts[value] for value in _FEEDBACK.values()}
 
     def metrics(self) -> Metrics:
-        """How many were dropped, why, and verl's share of the failed ones."""
-        reasons = Counter(left_out(one) for one in self.trajectories)
-        dropped = {fate: self.count(fate) for fate in (TrainStatus.DROPPED_FAILED, TrainStatus.DROPPED_STALE)}
+        """How many trajectories were dropped, by reason, and verl's share of the failed ones."""
+        counts = self.counts
         return {
-            **{f"training/{fate}": float(count) for fate, count in dropped.items()},
-            **{f"training/left_out/{reason}": float(reasons[reason]) for reason in LeftOut},
-            "response/aborted_ratio": dropped[TrainStatus.DROPPED_FAILED] / len(self.fates),
+            "training/dropped_failed": float(counts["dropped_failed"]),
+            "training/dropped_stale": float(counts["dropped_stale"]),
+            **{f"training/left_out/{reason}": float(self.statuses.count(reason)) for reason in _UNTRAINABLE},
+            "response/aborted_ratio": counts["dropped_failed"] / len(self.statuses),
         }
 
 
 def filter_trajectories(trajectories: Sequence[Trajectory], version: int, max_staleness: int | None) -> FilteredBatch:
-    """The fate of each trajectory when weights `version` are trained.
+    """The status of each trajectory when weights `version` are trained.
 
     `max_staleness` is verl's `max_off_policy_threshold` with its strategy `drop`: the most versions that the oldest
     token may be behind; None keeps all.
     """
-    return FilteredBatch(trajectories, [_fate(one, version, max_staleness) for one in trajectories])
+    statuses = [train_status(trajectory, version, max_staleness) for trajectory in trajectories]
+    return FilteredBatch(trajectories, statuses)
 
 
-def _fate(one: Trajectory, version: int, max_staleness: int | None) -> TrainStatus:
-    if left_out(one) is not None:
-        return TrainStatus.DROPPED_FAILED
-    oldest = min((span.version for span in one.weight_versions), default=version)
+def train_status(trajectory: Trajectory, version: int, max_staleness: int | None) -> TrainStatus:
+    """The status of one trajectory; arguments as in `filter_trajectories`."""
+    if trajectory.error is not None:
+        return TrainStatus.ERROR
+    if not any(trajectory.response_mask):
+        return TrainStatus.NO_MODEL_TOKEN
+    if trajectory.reward is None:
+        return TrainStatus.UNSCORED
+    oldest = min((span.version for span in trajectory.weight_versions), default=version)
     stale = max_staleness is not None and version - oldest > max_staleness
-    return TrainStatus.DROPPED_STALE if stale else TrainStatus.USED
+    return TrainStatus.STALE if stale else TrainStatus.USED

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 
 from trackway.trainer.learner import optimizer as adamw
 from trackway.trainer.learner.algorithm import EXACT_KL, Aggregation, grpo_advantages
-from trackway.trainer.learner.batch import TrainingBatch, left_out, select
+from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.finite import require_finite_logprobs
 from trackway.trainer.learner.loss import MicroLoss, micro_loss
@@ -32,10 +32,11 @@ from trackway.trainer.learner.weight_proof import (
     rounding_of,
     tensor_digests,
 )
+from trackway.trainer.metrics.rollout import Metrics
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary, WeightProof
 
-__all__ = ["EmptyBatchError", "Learner", "LearnerConfig"]
+__all__ = ["EmptyBatchError", "Learner", "LearnerConfig", "UpdateResult"]
 
 CANARY_LENGTH = 16
 CANARY_TOLERANCE = {"bfloat16": 0.25}
@@ -43,14 +44,14 @@ CANARY_TOLERANCE = {"bfloat16": 0.25}
 
 
 class EmptyBatchError(ValueError):
-    """No trajectory of a batch can be trained on; the weights are as before."""
+    """The batch is empty; the weights are as before."""
 
 
 class StepObserver(Protocol):
-    """Is told of each optimizer step while it happens, and changes nothing."""
+    """Observes each optimizer step while it runs."""
 
     def __call__(self, used: Sequence[Trajectory], /) -> AbstractContextManager[Callable[[dict[str, float]], None]]:
-        """Entered around the step on these trajectories; what it gives is called with the step's metrics."""
+        """A context for the step on these trajectories; it yields a callback for the step's metrics."""
         ...
 
 
@@ -61,15 +62,26 @@ def unobserved(used: Sequence[Trajectory]) -> Iterator[Callable[[dict[str, float
 
 
 class StepOutcome(NamedTuple):
-    """One optimizer step: its metrics, and the logprobs of its N model tokens before it, trainer's and old ones."""
+    """One optimizer step on N model tokens."""
 
     metrics: dict[str, float]
     logp: Tensor
+    """[N]: the trainer's logprobs before the step."""
     old_logp: Tensor
+    """[N]: the old logprobs of the batch."""
+
+
+class UpdateResult(NamedTuple):
+    """The outcome of one update."""
+
+    metrics: Metrics
+    """By verl's names."""
+    advantages: list[float]
+    """Of each trajectory that was trained on, in the batch's order."""
 
 
 class Learner:
-    """A policy, its optimizer, and the reference model if the loss asks for one. Not thread-safe."""
+    """A policy, its optimizer, and the reference model if the loss needs one. Not thread-safe."""
 
     def __init__(self, config: LearnerConfig) -> None:
         torch.set_num_threads(config.threads)
@@ -98,22 +110,20 @@ class Learner:
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
 
-    def update(self, trajectories: Sequence[Trajectory], observe: StepObserver = unobserved) -> dict[str, float]:
-        """Trains on one batch and returns its metrics by verl's names.
+    def update(self, used: Sequence[Trajectory], observe: StepObserver = unobserved) -> UpdateResult:
+        """Trains on the trajectories that `filter_trajectories` lets through; returns their metrics and advantages.
 
-        Trajectories with an error, without a model token or without a reward are left out and counted. `observe` is
-        told which trajectories each optimizer step uses. Raises EmptyBatchError when none is left.
+        `observe` is entered around each optimizer step, with the trajectories of that step. Raises EmptyBatchError for
+        no trajectories, and ValueError for one without a reward or a prompt.
         """
-        selection = select(trajectories)
-        if not selection.kept:
-            left_out = [f"{count} {reason.words}" for reason, count in selection.left_out.items() if count]
+        if not used:
             raise EmptyBatchError(
-                f"expected a trajectory to train on, got {', '.join(left_out) or 'none'}; look at their errors, "
-                "nothing was updated"
+                "expected a trajectory to train on, got none; look at their errors, nothing was updated"
             )
-        sampled = self._batch(selection.kept)
+        advantages = self.advantages(used)
+        sampled = TrainingBatch.of(used, advantages, self.policy.master_dtype)
         batch = self._with_references(sampled)
-        sequences = choose_sequences(selection.kept, batch.advantages.tolist())
+        sequences = choose_sequences(used, batch.advantages.tolist())
         self._before = self.policy.published_logprobs([self._canary_tokens(), *sequences])
         lr = adamw.learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
@@ -121,30 +131,25 @@ class Learner:
         steps: list[StepOutcome] = []
         with self.policy.residence.at_hand(), self._exact_reference():
             for rows in self._mini_batches(batch):
-                with observe([selection.kept[row] for row in rows.tolist()]) as report:
+                with observe([used[row] for row in rows.tolist()]) as report:
                     steps.append(self._step(batch.rows(rows)))
                     report({**steps[-1].metrics, "actor/lr": lr})
         self.updates += 1
-        return {
-            **batch_metrics(selection, batch),
+        metrics = {
+            **batch_metrics(used, batch),
             **self._drift(sampled, batch, steps[0]),
             **{name: sum(s.metrics[name] for s in steps) / len(steps) for name in steps[0].metrics},
             "actor/skipped_steps": sum(s.metrics["actor/skipped_steps"] for s in steps),
             "actor/lr": lr,
             **({"actor/kl_coef": self.config.kl_loss_coef} if self.reference is not None else {}),
         }
+        return UpdateResult(metrics, advantages)
 
     def advantages(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """The advantage of each trajectory within its prompt's group; 0.0 for those left out, which count nowhere."""
-        rows = [row for row, trajectory in enumerate(trajectories) if left_out(trajectory) is None]
-        kept = [trajectories[row] for row in rows]
-        groups = [f"{t.tags.step}/{t.tags.sample_index}" for t in kept]
-        scores = torch.tensor(scores_of(kept), dtype=torch.float64)
-        result = [0.0] * len(trajectories)
-        advantages = grpo_advantages(scores, groups, self.config.norm_adv_by_std).tolist()
-        for row, advantage in zip(rows, advantages, strict=True):
-            result[row] = advantage
-        return result
+        """The advantage of each trajectory within its prompt's group. Raises ValueError for one without a reward."""
+        groups = [f"{t.tags.step}/{t.tags.sample_index}" for t in trajectories]
+        scores = torch.tensor(scores_of(trajectories), dtype=torch.float64)
+        return grpo_advantages(scores, groups, self.config.norm_adv_by_std).tolist()
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The current policy's logprob of each response token, 0.0 where the model did not write it."""
@@ -153,7 +158,7 @@ class Learner:
         if not rows:
             return result
         kept = [trajectories[row] for row in rows]
-        logprobs = self._old_logprobs(self._batch(kept))
+        logprobs = self._old_logprobs(TrainingBatch.of(kept, [0.0] * len(kept), self.policy.master_dtype))
         for row, trajectory, values in zip(rows, kept, logprobs, strict=True):
             first = len(trajectory.prompt_ids) - 1
             result[row] = values[first : first + len(trajectory.response_ids)].tolist()
@@ -220,9 +225,6 @@ class Learner:
         canary = Canary(token_ids=token_ids, logprobs=logprobs)
         tolerance = CANARY_TOLERANCE.get(self.config.dtype, canary.tolerance)
         return canary.model_copy(update={"tolerance": tolerance})
-
-    def _batch(self, kept: Sequence[Trajectory]) -> TrainingBatch:
-        return TrainingBatch.of(kept, self.advantages(kept), self.policy.master_dtype)
 
     def _with_references(self, batch: TrainingBatch) -> TrainingBatch:
         """The batch with what stays fixed during the update: recomputed old and reference logprobs, if asked for."""

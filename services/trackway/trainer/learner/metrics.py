@@ -1,40 +1,40 @@
-"""What a batch looks like, under the names that verl's dashboards know (verl/trainer/ppo/metric_utils.py)."""
+"""Metrics of a batch under the names that verl's dashboards use (verl/trainer/ppo/metric_utils.py)."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from trackway.trainer.learner.batch import Selection, TrainingBatch
+from trackway.trainer.learner.batch import TrainingBatch
+from trackway.trainer.metrics.rollout import Metrics, spread
 from trackway.wire.trajectory import StopReason, Trajectory
 
 
-def batch_metrics(selection: Selection, batch: TrainingBatch) -> dict[str, float]:
-    """Scores, advantages, lengths, turns and counts of the trajectories trained on.
+def batch_metrics(used: Sequence[Trajectory], batch: TrainingBatch) -> Metrics:
+    """Scores, advantages, lengths, turns and counts of the trajectories trained on; `batch` is made of `used`.
 
     Advantages weigh each trajectory by its model tokens, as in verl. `response_length/clip_ratio` is the share that
     stopped because the response was full.
     """
-    kept = selection.kept
-    scores = scores_of(kept)
+    scores = scores_of(used)
     per_token = batch.advantages.unsqueeze(-1).expand_as(batch.response_mask)[batch.response_mask].tolist()
-    full = [t.stop_reason is StopReason.MAX_RESPONSE for t in kept]
+    full = [t.stop_reason is StopReason.MAX_RESPONSE for t in used]
     return {
-        **_spread("critic/score", scores),
-        **_spread("critic/rewards", scores),
-        **_spread("critic/advantages", per_token),
-        **_spread("critic/returns", per_token),
-        **_spread("response_length", [len(t.response_ids) for t in kept]),
-        "response_length/clip_ratio": sum(full) / len(kept),
-        **_spread("prompt_length", [len(t.prompt_ids) for t in kept]),
-        **_spread("num_turns", [t.num_turns for t in kept]),
+        **spread("critic/score", scores),
+        **spread("critic/rewards", scores),
+        **spread("critic/advantages", per_token),
+        **spread("critic/returns", per_token),
+        **spread("response_length", [len(t.response_ids) for t in used]),
+        "response_length/clip_ratio": sum(full) / len(used),
+        **spread("prompt_length", [len(t.prompt_ids) for t in used]),
+        **spread("num_turns", [t.num_turns for t in used]),
         "perf/total_num_tokens": float(batch.lengths.sum()),
         "training/trained_tokens": float(batch.response_mask.sum()),
-        **_counts(selection),
+        "training/trajectories": float(len(used)),
     }
 
 
-def drift_metrics(logp: Tensor, rollout_logp: Tensor) -> dict[str, float]:
+def drift_metrics(logp: Tensor, rollout_logp: Tensor) -> Metrics:
     """How far the trainer's logprobs are from the sampler's, over N model tokens under equal weights.
 
     In float32 the largest |dlogp| is below 1e-4; above 1 the mask, the ids or the temperature are wrong.
@@ -57,20 +57,10 @@ def _correlation(a: Tensor, b: Tensor) -> float:
     return 1.0 if scale == 0.0 else float((a * b).sum()) / scale
 
 
-def _counts(selection: Selection) -> dict[str, float]:
-    left_out = sum(selection.left_out.values())
-    return {
-        "training/trajectories": float(len(selection.kept)),
-        "response/aborted_ratio": left_out / (left_out + len(selection.kept)),
-        **{f"training/left_out/{reason}": float(count) for reason, count in selection.left_out.items()},
-    }
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    mean = sum(values) / len(values)
-    return {f"{name}/mean": mean, f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
-
-
 def scores_of(trajectories: Sequence[Trajectory]) -> list[float]:
-    """The scores of trajectories that all have one."""
-    return [t.reward.score for t in trajectories if t.reward is not None]
+    """The score of each trajectory. Raises ValueError for a trajectory that was not scored."""
+    scores = [trajectory.reward.score for trajectory in trajectories if trajectory.reward is not None]
+    if len(scores) != len(trajectories):
+        unscored = next(trajectory.id for trajectory in trajectories if trajectory.reward is None)
+        raise ValueError(f"expected a reward, got none in {unscored}; drop it with filter_trajectories()")
+    return scores

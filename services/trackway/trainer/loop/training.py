@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from trackway.system import StorageError
 from trackway.trainer.data.dataset import Prompts, traced_positions
-from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus, filter_trajectories
+from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
 from trackway.trainer.learner.finite import NotFiniteError
-from trackway.trainer.learner.learner import EmptyBatchError, Learner
+from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateResult
 from trackway.trainer.loop.colocation import Engines
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.schedule import Progress, Schedule
@@ -162,18 +162,18 @@ class Training:
 
     async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:
         """One GRPO update of weights `version` on what is neither failed nor stale. The step is done after it."""
-        step = filter_trajectories(trajectories, version, self.plan.max_staleness)
+        batch = filter_trajectories(trajectories, version, self.plan.max_staleness)
         with self._part("update_actor"):
-            metrics = await asyncio.to_thread(self._learn, step)
-        self.traces.assess(step, self.learner.advantages(step.used))
+            metrics, advantages = await asyncio.to_thread(self._learn, batch)
+        self.traces.assess(batch, advantages)
         epoch = self.progress.position.epoch
         _, after = self.prompts.take(self.progress.position)
         self.progress = Progress(step=self.step + 1, position=after)
         self.traces.own.note(weights_before=version, **shown_metrics(metrics))
-        self.traces.own.note(**{fate.value: step.count(fate) for fate in TrainStatus})
+        self.traces.own.note(**batch.counts)
         metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
-        metrics |= update_metrics(step.used, version, self.plan.max_prompt_length)
-        return metrics | step.metrics() | rollout_metrics(trajectories) | incident_metrics(trajectories)
+        metrics |= update_metrics(batch.used, version, self.plan.max_prompt_length)
+        return metrics | batch.metrics() | rollout_metrics(trajectories) | incident_metrics(trajectories)
 
     async def publish(self) -> int:
         """Publish the learner's weights; the version that rollouts must have from now on.
@@ -298,11 +298,11 @@ class Training:
         )
         return TrackwayError(ErrorCode.NOT_FINITE, message, step=self.step)
 
-    def _learn(self, step: FilteredBatch) -> Metrics:
+    def _learn(self, batch: FilteredBatch) -> UpdateResult:
         try:
-            return self.learner.update(step.used, self.traces.own.optimizer_step)
+            return self.learner.update(batch.used, self.traces.own.optimizer_step)
         except EmptyBatchError as error:
-            counts = ", ".join(f"{step.count(fate)} {fate.replace('_', ' ')}" for fate in TrainStatus)
+            counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in batch.counts.items())
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {counts}: {error}") from error
 
     def _dump(self, name: str) -> Path:

@@ -18,7 +18,7 @@ _TIMED = ("generate_sequences", "tool_calls", "compute_score")
 _PER_TOKEN = {"gen", "ref", "adv", "update_actor"}
 _OFF_POLICY = "training/off_policy/trajectory"
 _SAME = {"response_length/": "response_length_non_aborted/", "num_turns/": "training/num_turns/"}
-"""None that was aborted is in a batch, so both lengths are the same."""
+"""A batch holds no aborted trajectory, so both lengths are the same."""
 
 
 class Clock:
@@ -47,7 +47,8 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
     """`name/mean`, `/max` and `/min`; nothing for no values."""
     if not values:
         return {}
-    return {f"{name}/mean": sum(values) / len(values), f"{name}/max": max(values), f"{name}/min": min(values)}
+    mean = sum(values) / len(values)
+    return {f"{name}/mean": mean, f"{name}/max": float(max(values)), f"{name}/min": float(min(values))}
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
@@ -55,14 +56,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
     `tools/*` is over all of them, see `tool_metrics`.
     """
-    good = [one for one in trajectories if one.error is None]
+    good = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics: Metrics = {"training/rollout_failure/failed_trajectories": float(len(trajectories) - len(good))}
-    metrics |= spread("tool_call_counts", [float(tool_calls(one)) for one in good])
-    metrics |= spread("tool_call_counts/executed", [float(calls_executed(one)) for one in good])
+    metrics |= spread("tool_call_counts", [tool_calls(trajectory) for trajectory in good])
+    metrics |= spread("tool_call_counts/executed", [calls_executed(trajectory) for trajectory in good])
     for activity in _TIMED:
-        metrics |= spread(f"timing_s/agent_loop/{activity}", [getattr(one.timings, activity) for one in good])
+        seconds = [getattr(trajectory.timings, activity) for trajectory in good]
+        metrics |= spread(f"timing_s/agent_loop/{activity}", seconds)
     if good:
-        slowest = max(good, key=lambda one: one.timings.total)
+        slowest = max(good, key=lambda trajectory: trajectory.timings.total)
         for activity in _TIMED:
             metrics[f"timing_s/agent_loop/slowest/{activity}"] = getattr(slowest.timings, activity)
         metrics["timing_s/agent_loop/slowest/response_length"] = float(len(slowest.response_ids))
@@ -70,8 +72,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def incident_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """How many trajectories each kind of incident happened to, traced or not."""
-    counts = Counter(incident for one in trajectories for incident in set(one.incidents))
+    """How many trajectories had each kind of incident, traced or not."""
+    counts = Counter(incident for trajectory in trajectories for incident in set(trajectory.incidents))
     return {f"agent_loop/incidents/{incident}": float(counts[incident]) for incident in Incident}
 
 
@@ -91,12 +93,12 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
     The newest version that wrote in a trajectory is `trajectory_staleness` behind `version`, the oldest
     `trajectory_staleness_worst`; `trajectory_spans` is how many versions it spans.
     """
-    versions = [[span.version for span in one.weight_versions] or [version] for one in used]
-    full = [len(one.prompt_ids) >= max_prompt_length for one in used]
+    versions = [[span.version for span in trajectory.weight_versions] or [version] for trajectory in used]
+    full = [len(trajectory.prompt_ids) >= max_prompt_length for trajectory in used]
     return {
-        **spread(f"{_OFF_POLICY}_spans", [float(max(each) - min(each) + 1) for each in versions]),
-        **spread(f"{_OFF_POLICY}_staleness", [float(version - max(each)) for each in versions]),
-        **spread(f"{_OFF_POLICY}_staleness_worst", [float(version - min(each)) for each in versions]),
+        **spread(f"{_OFF_POLICY}_spans", [max(each) - min(each) + 1 for each in versions]),
+        **spread(f"{_OFF_POLICY}_staleness", [version - max(each) for each in versions]),
+        **spread(f"{_OFF_POLICY}_staleness_worst", [version - min(each) for each in versions]),
         "prompt_length/clip_ratio": sum(full) / len(full),
     }
 

@@ -1,4 +1,4 @@
-"""What the trainer knows about a trajectory and its trace does not: reward, advantage, and what became of it.
+"""Feedback on traces: the reward, the advantage, and whether the trajectory was trained on.
 
 It waits on disk (feedback_queue.py) and is sent in the background, by another process if need be. MLflow takes feedback
 only for a trace that has arrived, a second or two after the trajectory ended; Weave takes it at any time.
@@ -21,29 +21,33 @@ class TraceFeedback(Protocol):
         ...
 
 
-def training_feedback(step: FilteredBatch, advantages: Sequence[float]) -> list[Assessment]:
-    """Reward, advantage and fate of the trajectories that have a trace; `advantages` are those of `step.used`."""
-    left = iter(advantages)
-    by_place = [next(left) if fate is TrainStatus.USED else None for fate in step.fates]
+def training_feedback(batch: FilteredBatch, advantages: Sequence[float]) -> list[Assessment]:
+    """Reward, advantage and fate of the trajectories that have a trace; `advantages` are those of `batch.used`."""
+    remaining = iter(advantages)
+    by_position = [next(remaining) if status is TrainStatus.USED else None for status in batch.statuses]
     return [
-        _assessment(one, {**_reward(one), **_named("advantage", advantage), "fate": fate.value})
-        for one, fate, advantage in zip(step.trajectories, step.fates, by_place, strict=True)
-        if one.trace_id is not None
+        _assessment(trajectory, {**_reward(trajectory), **_named("advantage", advantage), "fate": status.feedback})
+        for trajectory, status, advantage in zip(batch.trajectories, batch.statuses, by_position, strict=True)
+        if trajectory.trace_id is not None
     ]
 
 
 def validation_feedback(trajectories: Sequence[Trajectory]) -> list[Assessment]:
-    """The reward of those that have a trace and a reward."""
-    return [_assessment(one, _reward(one)) for one in trajectories if one.trace_id is not None and one.reward]
+    """The reward of each trajectory that has a trace and a reward."""
+    return [
+        _assessment(trajectory, _reward(trajectory))
+        for trajectory in trajectories
+        if trajectory.trace_id is not None and trajectory.reward
+    ]
 
 
-def _assessment(one: Trajectory, values: Mapping[str, Value]) -> Assessment:
+def _assessment(trajectory: Trajectory, values: Mapping[str, Value]) -> Assessment:
     named = {name: named_number(value) if isinstance(value, float) else value for name, value in values.items()}
-    return Assessment(one.trace_id or "", one.span_id or "", named)
+    return Assessment(trajectory.trace_id or "", trajectory.span_id or "", named)
 
 
-def _reward(one: Trajectory) -> dict[str, float]:
-    return _named("reward", None if one.reward is None else one.reward.score)
+def _reward(trajectory: Trajectory) -> dict[str, float]:
+    return _named("reward", None if trajectory.reward is None else trajectory.reward.score)
 
 
 def _named(name: str, value: float | None) -> dict[str, float]:

@@ -51,9 +51,9 @@ class RunTraces:
         self.budget.spend(sum(one.trace_bytes for one in traced), len(traced))
         self._link([Assessment(one.trace_id or "", one.span_id or "", {}, link=True) for one in traced])
 
-    def assess(self, step: FilteredBatch, advantages: Sequence[float]) -> None:
-        """Record on each trace what became of its trajectory, with the advantages of the used; returns at once."""
-        assessments = training_feedback(step, advantages)
+    def assess(self, batch: FilteredBatch, advantages: Sequence[float]) -> None:
+        """Queue the training feedback of each trace; `advantages` are those of `batch.used`. Returns at once."""
+        assessments = training_feedback(batch, advantages)
         for backend in self.feedback:
             backend.submit(assessments)
 

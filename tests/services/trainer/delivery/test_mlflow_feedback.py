@@ -128,7 +128,7 @@ def test_a_real_server_keeps_each_value_once_and_finds_traces_by_it(
     services = traced_services(mlflow_server, experiment)
     made = [services.trajectory(1, n) for n in range(3)]
     services.close()
-    step = FilteredBatch(made, [TrainStatus.USED, TrainStatus.USED, TrainStatus.DROPPED_FAILED])
+    step = FilteredBatch(made, [TrainStatus.USED, TrainStatus.USED, TrainStatus.ERROR])
     for _ in range(2):
         queue.push(training_feedback(step, [0.7, -0.7]))
     lost = send(queue, mlflow_server)

@@ -1,4 +1,4 @@
-"""Exact positions of a batch, and what is left out of it."""
+"""Exact positions of a batch."""
 
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
@@ -6,8 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from trackway.trainer.learner.batch import LeftOut, TrainingBatch, select
-from trackway.wire.errors import ErrorBody, ErrorCode
+from trackway.trainer.learner.batch import TrainingBatch
 from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
@@ -53,18 +52,6 @@ def test_chosen_rows_are_cut_to_the_longest_of_them(rollout: Rollout):
     assert batch.advantages.tolist() == [-1.5]
 
 
-def test_what_cannot_be_trained_on_is_left_out_and_counted_by_reason(rollout: Rollout):
-    error = ErrorBody(code=ErrorCode.UNAVAILABLE, message="gone", retryable=True)
-    good, failed, unscored = rollout(), rollout(error=error), rollout(reward=None)
-    silent = rollout(response_mask=[0] * 6)
-    empty = rollout(response_ids=[], response_mask=[], response_logprobs=[])
-
-    kept, left_out = select([failed, good, unscored, silent, empty])
-
-    assert kept == [good]
-    assert left_out == {LeftOut.ERROR: 1, LeftOut.NO_MODEL_TOKEN: 2, LeftOut.UNSCORED: 1}
-
-
 def test_an_empty_prompt_is_refused_because_nothing_predicts_the_first_token(rollout: Rollout):
     with pytest.raises(ValueError, match="expected a prompt of at least one token, got none in r/1/0/0"):
         TrainingBatch.of([rollout(prompt_ids=[])], [0.0])
@@ -106,11 +93,3 @@ def test_a_batch_cannot_be_changed(rollout: Rollout):
 def test_an_advantage_is_needed_for_each_trajectory(rollout: Rollout):
     with pytest.raises(ValueError, match="expected one advantage per trajectory, 1, got 2"):
         TrainingBatch.of([rollout()], [0.0, 1.0])
-
-
-def test_each_reason_has_its_words():
-    assert [reason.words for reason in LeftOut] == [
-        "that failed",
-        "without a token of the model's own",
-        "without a reward",
-    ]

@@ -1,4 +1,4 @@
-"""What becomes of a trajectory: used, failed or stale, by exact versions."""
+"""Which trajectories are trained on, and the reason for each that is not."""
 
 from collections.abc import Callable
 
@@ -17,39 +17,47 @@ def written_by(*versions: int) -> list[WeightSpan]:
 
 
 @pytest.mark.parametrize(
-    ("versions", "max_staleness", "fate"),
+    ("versions", "max_staleness", "status"),
     [
         ([7], None, TrainStatus.USED),
         ([1], None, TrainStatus.USED),
         ([7], 0, TrainStatus.USED),
-        ([6], 0, TrainStatus.DROPPED_STALE),
+        ([6], 0, TrainStatus.STALE),
         ([5], 2, TrainStatus.USED),
-        ([4], 2, TrainStatus.DROPPED_STALE),
-        ([7, 4, 6], 2, TrainStatus.DROPPED_STALE),
+        ([4], 2, TrainStatus.STALE),
+        ([7, 4, 6], 2, TrainStatus.STALE),
         ([8], 0, TrainStatus.USED),
         ([], 0, TrainStatus.USED),
     ],
 )
 def test_the_oldest_token_decides_whether_a_trajectory_is_stale(
-    rollout: Rollout, versions: list[int], max_staleness: int | None, fate: TrainStatus
+    rollout: Rollout, versions: list[int], max_staleness: int | None, status: TrainStatus
 ):
     trajectory = rollout(weight_versions=written_by(*versions))
 
-    assert filter_trajectories([trajectory], 7, max_staleness).fates == [fate]
+    assert filter_trajectories([trajectory], 7, max_staleness).statuses == [status]
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"error": FAILED}, {"reward": None}, {"response_mask": [0] * 6}],
-    ids=["error", "unscored", "no model token"],
+    ("changes", "status"),
+    [
+        ({"error": FAILED}, TrainStatus.ERROR),
+        ({"response_mask": [0] * 6}, TrainStatus.NO_MODEL_TOKEN),
+        ({"response_ids": [], "response_mask": [], "response_logprobs": []}, TrainStatus.NO_MODEL_TOKEN),
+        ({"reward": None}, TrainStatus.UNSCORED),
+        ({"error": FAILED, "response_mask": [0] * 6, "reward": None}, TrainStatus.ERROR),
+        ({"response_mask": [0] * 6, "reward": None}, TrainStatus.NO_MODEL_TOKEN),
+    ],
 )
-def test_what_cannot_be_learned_from_is_failed_however_fresh(rollout: Rollout, changes: dict[str, object]):
+def test_the_first_reason_is_the_status_even_of_a_stale_trajectory(
+    rollout: Rollout, changes: dict[str, object], status: TrainStatus
+):
     trajectory = rollout(weight_versions=written_by(1), **changes)
 
-    assert filter_trajectories([trajectory], 7, 0).fates == [TrainStatus.DROPPED_FAILED]
+    assert filter_trajectories([trajectory], 7, 0).statuses == [status]
 
 
-def test_the_learner_gets_the_used_ones_in_their_order_and_the_others_are_counted(rollout: Rollout):
+def test_the_used_trajectories_keep_their_order_and_the_others_are_counted_by_reason(rollout: Rollout):
     step = [
         rollout(0, 0, error=FAILED),
         rollout(0, 1, weight_versions=written_by(7)),
@@ -58,14 +66,25 @@ def test_the_learner_gets_the_used_ones_in_their_order_and_the_others_are_counte
         rollout(0, 4, weight_versions=written_by(6, 7)),
     ]
 
-    made = filter_trajectories(step, 7, 1)
+    batch = filter_trajectories(step, 7, 1)
 
-    assert [one.tags.rollout_n for one in made.used] == [1, 4]
-    assert made.metrics() == {
+    assert [trajectory.tags.rollout_n for trajectory in batch.used] == [1, 4]
+    assert batch.counts == {"used": 2, "dropped_failed": 2, "dropped_stale": 1}
+    assert batch.metrics() == {
         "training/dropped_failed": 2.0,
         "training/dropped_stale": 1.0,
         "training/left_out/error": 1.0,
         "training/left_out/no_model_token": 0.0,
         "training/left_out/unscored": 1.0,
         "response/aborted_ratio": 0.4,
+    }
+
+
+def test_each_status_has_the_feedback_that_traces_show():
+    assert {status.value: status.feedback for status in TrainStatus} == {
+        "used": "used",
+        "error": "dropped_failed",
+        "no_model_token": "dropped_failed",
+        "unscored": "dropped_failed",
+        "stale": "dropped_stale",
     }

@@ -11,11 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from trackway.trainer.learner.algorithm import AGGREGATIONS
 from trackway.trainer.learner.learner import EmptyBatchError, Learner, LearnerConfig
-from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import StopReason, Trajectory
 
 Rollout = Callable[..., Trajectory]
-FAILED = ErrorBody(code=ErrorCode.UNAVAILABLE, message="gone", retryable=True)
 
 
 def ragged(rollout: Rollout, seed: int = 0, groups: int = 3, n: int = 4) -> list[Trajectory]:
@@ -105,15 +103,15 @@ def test_gradient_checkpointing_leaves_the_gradients_as_they_are(tiny_model: Pat
 def test_metrics_do_not_depend_on_the_micro_batch_size(tiny_model: Path, rollout: Rollout):
     trajectories = ragged(rollout)
 
-    whole = Learner(loss_config(tiny_model)).update(trajectories)
-    parts = Learner(loss_config(tiny_model, micro_batch_size=5)).update(trajectories)
+    whole = Learner(loss_config(tiny_model)).update(trajectories).metrics
+    parts = Learner(loss_config(tiny_model, micro_batch_size=5)).update(trajectories).metrics
 
     assert parts == pytest.approx(whole, abs=1e-9)
 
 
 def test_the_entropy_is_logged_as_a_loss_when_it_is_part_of_it(tiny_model: Path, rollout: Rollout):
-    with_bonus = Learner(loss_config(tiny_model)).update(ragged(rollout))
-    without = Learner(loss_config(tiny_model, entropy_coeff=0.0)).update(ragged(rollout))
+    with_bonus = Learner(loss_config(tiny_model)).update(ragged(rollout)).metrics
+    without = Learner(loss_config(tiny_model, entropy_coeff=0.0)).update(ragged(rollout)).metrics
 
     assert with_bonus["actor/entropy_loss"] == with_bonus["actor/entropy"] == pytest.approx(without["actor/entropy"])
     assert "actor/entropy_loss" not in without
@@ -136,7 +134,7 @@ def test_the_first_update_on_sampled_logprobs_has_ratio_one(tiny_model: Path, ro
     learner = Learner(LearnerConfig(str(tiny_model), use_kl_loss=True))
     trajectories = as_sampled(learner, ragged(rollout))
 
-    metrics = learner.update(trajectories)
+    metrics = learner.update(trajectories).metrics
 
     assert metrics["training/rollout_logprob_diff_max"] < 1e-4
     assert metrics["training/rollout_probs_diff_max"] < 1e-4
@@ -161,49 +159,52 @@ def test_a_mask_shifted_by_one_shows_in_the_logprob_difference(tiny_model: Path,
         for t in right
     ]
 
-    assert learner.update(shifted)["training/rollout_logprob_diff_max"] > 1.0
+    assert learner.update(shifted).metrics["training/rollout_logprob_diff_max"] > 1.0
 
 
-def test_errored_trajectories_are_left_out_counted_and_change_nothing(tiny_model: Path, rollout: Rollout):
-    good = ragged(rollout)
-    failed = [t.model_copy(update={"error": FAILED, "reward": None}) for t in ragged(rollout, seed=1)[:3]]
-    alone, mixed = Learner(LearnerConfig(str(tiny_model))), Learner(LearnerConfig(str(tiny_model)))
-
-    expected = alone.update(good)
-    metrics = mixed.update([failed[0], *good, *failed[1:]])
-
-    assert (metrics["training/left_out/error"], metrics["training/trajectories"]) == (3.0, 12.0)
-    assert metrics["response/aborted_ratio"] == 3 / 15
-    changed = {"training/left_out/error", "response/aborted_ratio"}
-    assert {k: metrics[k] for k in metrics.keys() - changed} == {k: expected[k] for k in expected.keys() - changed}
-
-
-def test_a_batch_of_errors_alone_is_refused_and_leaves_the_weights(tiny_model: Path, rollout: Rollout):
+def test_an_empty_batch_is_refused_and_leaves_the_weights(tiny_model: Path):
     learner = Learner(LearnerConfig(str(tiny_model), lr=1.0))
     before = learner.canary()
 
-    with pytest.raises(EmptyBatchError, match="to train on, got 1 that failed, 1 without a reward; look"):
-        learner.update([rollout(error=FAILED), rollout(reward=None)])
+    with pytest.raises(EmptyBatchError, match="expected a trajectory to train on, got none; look at their errors"):
+        learner.update([])
 
     assert (learner.canary(), learner.updates) == (before, 0)
+
+
+def test_a_trajectory_without_a_reward_is_refused_and_leaves_the_weights(tiny_model: Path, rollout: Rollout):
+    learner = Learner(LearnerConfig(str(tiny_model), lr=1.0))
+    before = learner.canary()
+
+    with pytest.raises(ValueError, match="expected a reward, got none in r/1/0/1; drop it with filter_trajectories"):
+        learner.update([rollout(0, 0, 1.0), rollout(0, 1, reward=None)])
+
+    assert (learner.canary(), learner.updates) == (before, 0)
+
+
+def test_an_update_returns_the_advantages_in_the_order_of_the_batch(tiny_model: Path, rollout: Rollout):
+    batch = [rollout(7, 0, 1.0), rollout(8, 0, 0.5), rollout(7, 1, 0.0), rollout(8, 1, 0.5)]
+
+    advantages = Learner(LearnerConfig(str(tiny_model))).update(batch).advantages
+
+    assert advantages == pytest.approx([0.5**0.5, 0.0, -(0.5**0.5), 0.0], abs=2e-6)
 
 
 def test_advantages_are_those_of_each_prompts_group(tiny_model: Path, rollout: Rollout):
     easy = [rollout(7, n, score) for n, score in enumerate([1.0, 1.0, 1.0, 0.0])]
     hard = [rollout(8, n, score) for n, score in enumerate([0.0, 0.0, 0.0, 1.0])]
-    failed = rollout(7, 4, 100.0, error=FAILED)
 
-    advantages = Learner(LearnerConfig(str(tiny_model))).advantages([*easy, failed, *hard])
+    advantages = Learner(LearnerConfig(str(tiny_model))).advantages([*easy, *hard])
 
     high, low = 0.499999000002, 1.499997000006
-    assert advantages == pytest.approx([high, high, high, -low, 0.0, -high, -high, -high, low], abs=1e-9)
+    assert advantages == pytest.approx([high, high, high, -low, -high, -high, -high, low], abs=1e-9)
 
 
 def test_metrics_describe_the_batch(tiny_model: Path, rollout: Rollout):
     short = rollout(0, 1, 0.0, response_ids=[1, 2], response_mask=[1, 1], response_logprobs=[-1.0, -1.0], num_turns=2)
     full = rollout(0, 2, 0.5, stop_reason=StopReason.MAX_RESPONSE)
 
-    metrics = Learner(LearnerConfig(str(tiny_model), lr=1e-4)).update([rollout(0, 0, 1.0), short, full])
+    metrics = Learner(LearnerConfig(str(tiny_model), lr=1e-4)).update([rollout(0, 0, 1.0), short, full]).metrics
 
     expected = {
         "critic/score/mean": 0.5,
@@ -235,39 +236,40 @@ def test_each_mini_batch_and_epoch_is_an_optimizer_step(tiny_model: Path, rollou
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_an_observer_is_told_what_each_optimizer_step_uses_and_changes_nothing(
+def test_an_observer_gets_the_trajectories_of_each_optimizer_step_and_changes_nothing(
     tiny_model: Path, rollout: Rollout, shuffle: bool
 ):
     config = LearnerConfig(str(tiny_model), lr=1e-2, mini_batch_size=5, ppo_epochs=2, shuffle=shuffle)
     batch = ragged(rollout, groups=3, n=4)
-    told: list[tuple[list[str], dict[str, float]]] = []
+    observations: list[tuple[list[str], dict[str, float]]] = []
 
     @contextmanager
     def observe(used: Sequence[Trajectory]) -> Iterator[Callable[[dict[str, float]], None]]:
-        before = len(told)
-        yield lambda metrics: told.append(([one.id for one in used], metrics))
-        assert len(told) == before + 1
+        before = len(observations)
+        yield lambda metrics: observations.append(([trajectory.id for trajectory in used], metrics))
+        assert len(observations) == before + 1
 
-    failed = rollout(7, 0, error=FAILED)
     observed, alone = Learner(config), Learner(config)
-    metrics = observed.update([failed, *batch], observe)
-    alone.update([failed, *batch])
+    metrics = observed.update(batch, observe).metrics
+    alone.update(batch)
 
-    used, sizes = [ids for ids, _ in told], [5, 5, 2, 5, 5, 2]
-    in_order = [one.id for one in batch]
+    used, sizes = [ids for ids, _ in observations], [5, 5, 2, 5, 5, 2]
+    in_order = [trajectory.id for trajectory in batch]
     assert [len(ids) for ids in used] == sizes
-    epochs = [sorted(one for ids in used[first : first + 3] for one in ids) for first in (0, 3)]
+    epochs = [sorted(name for ids in used[first : first + 3] for name in ids) for first in (0, 3)]
     assert epochs == [sorted(in_order)] * 2
     assert (used[0] == in_order[:5]) is not shuffle
-    assert {one["actor/lr"] for _, one in told} == {metrics["actor/lr"]}
-    assert metrics["actor/grad_norm"] == pytest.approx(sum(one["actor/grad_norm"] for _, one in told) / 6)
+    assert {reported["actor/lr"] for _, reported in observations} == {metrics["actor/lr"]}
+    assert metrics["actor/grad_norm"] == pytest.approx(
+        sum(reported["actor/grad_norm"] for _, reported in observations) / 6
+    )
     assert observed.canary() == alone.canary()
 
 
 def test_warm_up_climbs_in_equal_steps_from_the_first_update(tiny_model: Path, rollout: Rollout):
     learner = Learner(LearnerConfig(str(tiny_model), lr=4e-4, lr_warmup_steps=4))
 
-    rates = [learner.update(ragged(rollout, seed))["actor/lr"] for seed in range(5)]
+    rates = [learner.update(ragged(rollout, seed)).metrics["actor/lr"] for seed in range(5)]
 
     assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4])
 
@@ -277,7 +279,7 @@ def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_model: Path, rollo
     before = learner.canary()
     next(learner.policy.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
 
-    metrics = learner.update([rollout(0, 0, 1.0), rollout(0, 1, 0.0)])
+    metrics = learner.update([rollout(0, 0, 1.0), rollout(0, 1, 0.0)]).metrics
 
     assert metrics["actor/skipped_steps"] == 1.0
     assert learner.canary() == before

@@ -40,14 +40,14 @@ def test_a_resumed_learner_goes_on_as_if_uninterrupted(
     config = LearnerConfig(str(tiny_model), lr=1e-2, **changes)  # pyright: ignore[reportArgumentType]
     batches = [ragged(rollout, seed) for seed in range(5)]
     straight = Learner(config)
-    expected = [straight.update(batch) for batch in batches]
+    expected = [straight.update(batch).metrics for batch in batches]
 
     first = Learner(config)
-    metrics = [first.update(batch) for batch in batches[:3]]
+    metrics = [first.update(batch).metrics for batch in batches[:3]]
     first.save(tmp_path)
     second = Learner(config)
     second.load(tmp_path)
-    metrics += [second.update(batch) for batch in batches[3:]]
+    metrics += [second.update(batch).metrics for batch in batches[3:]]
 
     for resumed, uninterrupted in zip(metrics, expected, strict=True):
         assert resumed == pytest.approx(uninterrupted, abs=1e-6)
@@ -66,6 +66,6 @@ def test_a_resumed_run_keeps_the_original_reference_when_its_model_path_has_move
     resumed = Learner(LearnerConfig(str(tmp_path / "huggingface"), lr=1e-2, use_kl_loss=True))
     resumed.load(tmp_path / "actor")
 
-    kl = resumed.update(batch)["actor/kl_loss"]
-    assert kl == pytest.approx(learner.update(batch)["actor/kl_loss"], abs=1e-6)
+    kl = resumed.update(batch).metrics["actor/kl_loss"]
+    assert kl == pytest.approx(learner.update(batch).metrics["actor/kl_loss"], abs=1e-6)
     assert kl > 1e-4

@@ -35,13 +35,13 @@ def config(tiny_model: Path) -> LearnerConfig:
 
 def test_an_offloaded_learner_computes_what_one_at_hand_does(config: LearnerConfig, rollout: Rollout, tmp_path: Path):
     at_hand, away = Learner(config), Learner(replace(config, **AWAY))
-    expected = [at_hand.update(pairs(rollout)) for _ in range(2)]
+    expected = [at_hand.update(pairs(rollout)).metrics for _ in range(2)]
 
-    first = away.update(pairs(rollout))
+    first = away.update(pairs(rollout)).metrics
     away.save(tmp_path)
     resumed = Learner(replace(config, **AWAY))
     resumed.load(tmp_path)
-    second = resumed.update(pairs(rollout))
+    second = resumed.update(pairs(rollout)).metrics
 
     assert [first, second] == [pytest.approx(one, abs=1e-12) for one in expected]
     assert resumed.canary() == at_hand.canary()
@@ -163,8 +163,8 @@ def test_on_a_gpu_weights_and_moments_are_there_only_during_the_work(config: Lea
     during: list[tuple[set[str], set[str]]] = []
     learner.optimizer.register_step_post_hook(lambda *_: during.append(devices(learner)))
 
-    metrics = learner.update(pairs(rollout))
+    metrics = learner.update(pairs(rollout)).metrics
 
     assert during == [({"cuda"}, {"cuda"})] * 2
     assert devices(learner) == ({"cpu"}, {"cpu"})
-    assert metrics == pytest.approx(Learner(config).update(pairs(rollout)), abs=1e-6)
+    assert metrics == pytest.approx(Learner(config).update(pairs(rollout)).metrics, abs=1e-6)

@@ -54,7 +54,7 @@ def updated(config: LearnerConfig, batch: list[Trajectory]) -> tuple[list[torch.
     learner.optimizer.register_step_pre_hook(
         lambda *_: seen.append([p.grad.clone() for p in parameters if p.grad is not None])
     )
-    metrics = learner.update(batch)
+    metrics = learner.update(batch).metrics
     return seen[0], metrics
 
 

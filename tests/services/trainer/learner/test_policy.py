@@ -136,4 +136,4 @@ def test_bfloat16_logprobs_are_float32_and_near_the_exact_ones(tiny_model: Path,
 
     assert rounded == pytest.approx(exact, abs=0.5)
     assert rounded != pytest.approx(exact, abs=1e-5)
-    assert learner.update([rollout(score=1.0)])["actor/grad_norm"] > 0.0
+    assert learner.update([rollout(score=1.0)]).metrics["actor/grad_norm"] > 0.0

@@ -1,15 +1,18 @@
-"""One update of a run: who is trained on, who is dropped, and what is said about it."""
+"""One update of a run: what is trained on, what is dropped, the step's metrics and the feedback on traces."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import Prompts
+from trackway.trainer.learner import filtering
+from trackway.trainer.learner import learner as learner_module
 from trackway.trainer.learner.learner import Learner, LearnerConfig
 from trackway.trainer.loop.from_config import training_ask, validation_ask
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
@@ -31,6 +34,95 @@ pytestmark = pytest.mark.anyio
 
 FAILED = ErrorBody(code=ErrorCode.UNAVAILABLE, message="gone", retryable=True)
 Rollout = Callable[..., Trajectory]
+
+ROW = {
+    "critic/score/mean": 0.40625,
+    "critic/score/max": 1.0,
+    "critic/score/min": 0.0,
+    "critic/rewards/mean": 0.40625,
+    "critic/rewards/max": 1.0,
+    "critic/rewards/min": 0.0,
+    "critic/advantages/mean": -0.10101486955370222,
+    "critic/advantages/max": 0.7071057558059692,
+    "critic/advantages/min": -0.7071057558059692,
+    "critic/returns/mean": -0.10101486955370222,
+    "critic/returns/max": 0.7071057558059692,
+    "critic/returns/min": -0.7071057558059692,
+    "response_length/mean": 5.0,
+    "response_length/max": 6.0,
+    "response_length/min": 2.0,
+    "response_length/clip_ratio": 0.0,
+    "prompt_length/mean": 3.0,
+    "prompt_length/max": 3.0,
+    "prompt_length/min": 3.0,
+    "num_turns/mean": 3.5,
+    "num_turns/max": 4.0,
+    "num_turns/min": 2.0,
+    "perf/total_num_tokens": 32.0,
+    "training/trained_tokens": 14.0,
+    "training/trajectories": 4.0,
+    "response/aborted_ratio": 0.4444444444444444,
+    "training/left_out/error": 2.0,
+    "training/left_out/no_model_token": 1.0,
+    "training/left_out/unscored": 1.0,
+    "training/rollout_probs_diff_valid": 1.0,
+    "training/rollout_probs_diff_max": 0.3678736984729767,
+    "training/rollout_probs_diff_mean": 0.0550503209233284,
+    "training/rollout_probs_diff_std": 0.10538740456104279,
+    "training/rollout_logprob_diff_max": 11.065948486328125,
+    "training/rollout_actor_probs_pearson_corr": 0.06751525044955596,
+    "actor/pg_clipfrac": 0.5714285969734192,
+    "actor/pg_clipfrac_lower": 0.0,
+    "actor/ppo_kl": 4.7562384605407715,
+    "actor/pg_loss": 0.31362637877464294,
+    "actor/entropy": 2.0001413822174072,
+    "actor/grad_norm": 0.2371324598789215,
+    "actor/skipped_steps": 0.0,
+    "actor/lr": 0.001,
+    "training/global_step": 1.0,
+    "training/epoch": 0.0,
+    "training/off_policy/trajectory_spans/mean": 1.0,
+    "training/off_policy/trajectory_spans/max": 1.0,
+    "training/off_policy/trajectory_spans/min": 1.0,
+    "training/off_policy/trajectory_staleness/mean": 0.5,
+    "training/off_policy/trajectory_staleness/max": 1.0,
+    "training/off_policy/trajectory_staleness/min": 0.0,
+    "training/off_policy/trajectory_staleness_worst/mean": 0.5,
+    "training/off_policy/trajectory_staleness_worst/max": 1.0,
+    "training/off_policy/trajectory_staleness_worst/min": 0.0,
+    "prompt_length/clip_ratio": 0.0,
+    "training/dropped_failed": 4.0,
+    "training/dropped_stale": 1.0,
+    "training/rollout_failure/failed_trajectories": 2.0,
+    "tool_call_counts/mean": 0.0,
+    "tool_call_counts/max": 0.0,
+    "tool_call_counts/min": 0.0,
+    "tool_call_counts/executed/mean": 0.0,
+    "tool_call_counts/executed/max": 0.0,
+    "tool_call_counts/executed/min": 0.0,
+    "timing_s/agent_loop/generate_sequences/mean": 0.0,
+    "timing_s/agent_loop/generate_sequences/max": 0.0,
+    "timing_s/agent_loop/generate_sequences/min": 0.0,
+    "timing_s/agent_loop/tool_calls/mean": 0.0,
+    "timing_s/agent_loop/tool_calls/max": 0.0,
+    "timing_s/agent_loop/tool_calls/min": 0.0,
+    "timing_s/agent_loop/compute_score/mean": 0.0,
+    "timing_s/agent_loop/compute_score/max": 0.0,
+    "timing_s/agent_loop/compute_score/min": 0.0,
+    "timing_s/agent_loop/slowest/generate_sequences": 0.0,
+    "timing_s/agent_loop/slowest/tool_calls": 0.0,
+    "timing_s/agent_loop/slowest/compute_score": 0.0,
+    "timing_s/agent_loop/slowest/response_length": 6.0,
+    "agent_loop/incidents/retried": 0.0,
+    "agent_loop/incidents/generation_cut": 0.0,
+    "agent_loop/incidents/weights_behind": 0.0,
+    "agent_loop/incidents/prompt_cut": 0.0,
+    "agent_loop/incidents/tool_failed": 0.0,
+    "agent_loop/incidents/tool_timeout": 0.0,
+    "agent_loop/incidents/instance_lost": 0.0,
+    "agent_loop/incidents/replica_lost": 0.0,
+}
+"""Metrics of the update on `mixed_step`."""
 
 
 class RecordingBackend:
@@ -90,7 +182,7 @@ def from_weights(version: int) -> list[WeightSpan]:
     return [WeightSpan(version=version, start=0, end=6)]
 
 
-async def test_the_dropped_change_nothing_and_every_trace_is_told_its_fate(
+async def test_dropped_trajectories_change_nothing_and_each_trace_gets_its_fate(
     training: Training, backend: RecordingBackend, tiny_model: Path, rollout: Rollout
 ):
     good = [
@@ -104,7 +196,7 @@ async def test_the_dropped_change_nothing_and_every_trace_is_told_its_fate(
     metrics = await training.update([stale, good[0], failed, good[1]], version=7)
 
     assert training.learner.canary() == alone.canary()
-    assert {one.trace_id: dict(one.values) for one in backend.given} == {
+    assert {assessment.trace_id: dict(assessment.values) for assessment in backend.given} == {
         "s2": {"reward": 1.0, "fate": "dropped_stale"},
         "g0": {"reward": 1.0, "advantage": pytest.approx(0.7071, abs=1e-4), "fate": "used"},
         "f3": {"fate": "dropped_failed"},
@@ -118,7 +210,54 @@ async def test_the_dropped_change_nothing_and_every_trace_is_told_its_fate(
     assert (training.step, metrics["agent_loop/incidents/retried"]) == (1, 0.0)
 
 
-async def test_a_step_of_which_nothing_is_left_says_what_became_of_it(training: Training, rollout: Rollout):
+def mixed_step(rollout: Rollout) -> list[Trajectory]:
+    """Two groups: four trajectories to train on, one stale, two failed, one silent, one unscored."""
+    short = {"response_ids": [1, 2], "response_mask": [1, 1], "response_logprobs": [-1.0, -1.5], "num_turns": 2}
+    return [
+        rollout(0, 0, 1.0, weight_versions=from_weights(6)),
+        rollout(0, 1, 0.0, weight_versions=from_weights(7)),
+        rollout(0, 2, 1.0, weight_versions=from_weights(5)),
+        rollout(0, 3, error=FAILED, reward=None),
+        rollout(1, 0, 0.25, response_mask=[0] * 6),
+        rollout(1, 1, reward=None),
+        rollout(1, 2, 0.5, **short),
+        rollout(1, 3, 0.125, weight_versions=from_weights(6)),
+        rollout(1, 4, 0.125, error=FAILED),
+    ]
+
+
+async def test_the_metrics_of_a_step_are_these(training: Training, rollout: Rollout):
+    metrics = await training.update(mixed_step(rollout), version=7)
+
+    assert metrics == pytest.approx(ROW, rel=1e-4)
+
+
+async def test_a_step_decides_once_for_each_trajectory_and_computes_its_advantages_once(
+    training: Training, rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+):
+    decided: list[str] = []
+    groups_seen: list[list[str]] = []
+    decide, compute = filtering.train_status, learner_module.grpo_advantages
+
+    def counted_status(trajectory: Trajectory, version: int, max_staleness: int | None) -> filtering.TrainStatus:
+        decided.append(trajectory.id)
+        return decide(trajectory, version, max_staleness)
+
+    def counted_advantages(scores: Tensor, groups: Sequence[str], norm_by_std: bool = True) -> Tensor:
+        groups_seen.append(list(groups))
+        return compute(scores, groups, norm_by_std)
+
+    monkeypatch.setattr(filtering, "train_status", counted_status)
+    monkeypatch.setattr(learner_module, "grpo_advantages", counted_advantages)
+    step = mixed_step(rollout)
+
+    await training.update(step, version=7)
+
+    assert decided == [trajectory.id for trajectory in step]
+    assert groups_seen == [["1/0", "1/0", "1/1", "1/1"]]
+
+
+async def test_a_step_with_no_trajectory_to_train_on_fails_with_the_counts(training: Training, rollout: Rollout):
     stale = [rollout(0, n, 1.0, weight_versions=from_weights(2)) for n in range(3)]
     before = training.learner.canary()
 
@@ -142,13 +281,13 @@ async def test_the_budget_lowers_what_is_asked_for_in_training_and_validation(tr
     second = await training.rollout(training.next_batch(), 0)
 
     traced = {(request.validation, request.sample.index) for request in agent.requests if request.trace}
-    sizes = [one.trace_bytes for one in first if one.trace_id]
-    assert len(sizes) == 2 and len({one.tags.sample_index for one in first if one.trace_id}) == 1
+    sizes = [trajectory.trace_bytes for trajectory in first if trajectory.trace_id]
+    assert len(sizes) == 2 and len({trajectory.tags.sample_index for trajectory in first if trajectory.trace_id}) == 1
     assert after_first == {
         "trace/prompts_traced": 1.0,
         "trace/bytes": float(sum(sizes)),
         "trace/bytes_today": float(sum(sizes)),
     }
     assert {index for validation, index in traced if validation} == {0, 1}
-    assert [one.trace_id for one in second] == [None] * 4
+    assert [trajectory.trace_id for trajectory in second] == [None] * 4
     assert "val-core/openai/gsm8k/acc/mean@1" in validated

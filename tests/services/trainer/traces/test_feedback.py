@@ -1,4 +1,4 @@
-"""What is said about each trace."""
+"""The feedback on each trace."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,21 +16,21 @@ def traced(rollout: Rollout, n: int, score: float | None = 1.0, **changes: objec
 
 
 def values(assessments: Sequence[Assessment]) -> dict[str, dict[str, float | str]]:
-    return {one.trace_id: dict(one.values) for one in assessments}
+    return {assessment.trace_id: dict(assessment.values) for assessment in assessments}
 
 
 def test_each_traced_trajectory_gets_its_own_reward_advantage_and_fate(rollout: Rollout):
     trajectories = [traced(rollout, 0, None), rollout(0, 9, 1.0), traced(rollout, 1), traced(rollout, 2, 0.0)]
-    fates = [TrainStatus.DROPPED_FAILED, TrainStatus.USED, TrainStatus.DROPPED_STALE, TrainStatus.USED]
+    statuses = [TrainStatus.UNSCORED, TrainStatus.USED, TrainStatus.STALE, TrainStatus.USED]
 
-    made = training_feedback(FilteredBatch(trajectories, fates), [0.5, -0.5])
+    made = training_feedback(FilteredBatch(trajectories, statuses), [0.5, -0.5])
 
     assert values(made) == {
         "t0": {"fate": "dropped_failed"},
         "t1": {"reward": 1.0, "fate": "dropped_stale"},
         "t2": {"reward": 0.0, "advantage": -0.5, "fate": "used"},
     }
-    assert [one.span_id for one in made] == ["s0", "s1", "s2"]
+    assert [assessment.span_id for assessment in made] == ["s0", "s1", "s2"]
 
 
 def test_a_validation_has_rewards_only_and_nothing_for_the_failed(rollout: Rollout):
