@@ -20,9 +20,9 @@ LOW_VAR_KL_BOUND = 10.0
 def grpo_advantages(scores: Tensor, groups: Sequence[str], norm_by_std: bool = True, eps: float = 1e-6) -> Tensor:
     """Advantage of each trajectory within its group: (score - mean) / (std + eps), std unbiased.
 
-    scores: [B]; groups: B keys; returns [B]. A group of one has mean 0 and std 1; a group whose scores are all equal
-    gets exactly 0. Without `norm_by_std` only the mean is taken off (Dr. GRPO). Raises ValueError when
-    the lengths differ.
+    scores: [B]; groups: B keys; returns [B]. A group of one trajectory has mean 0 and std 1; a group whose
+    scores are all equal gets exactly 0. Without `norm_by_std` only the mean is subtracted (Dr. GRPO).
+    Raises ValueError when the lengths differ.
     """
     if scores.shape != (len(groups),):
         raise ValueError(
@@ -48,7 +48,7 @@ def _group_advantages(scores: Tensor, norm_by_std: bool, eps: float) -> Tensor:
 
 
 class Aggregation(NamedTuple):
-    """How token values become one number, and the totals of the mini-batch that they are divided by."""
+    """How token values are reduced to one number, and the totals of the mini-batch that they are divided by."""
 
     mode: str
     tokens: float
@@ -95,7 +95,7 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Aggregation], Tensor]] = {
 
 
 def aggregate(values: Tensor, mask: Tensor, agg: Aggregation) -> Tensor:
-    """One number from token values [B, T] under a mask [B, T]; a fully masked row counts nowhere.
+    """One number from token values [B, T] under a mask [B, T]; a fully masked row does not count.
 
     `agg` holds the totals of the mini-batch: the results of its micro-batches add up to the result of the whole.
     Raises ValueError on an unknown mode.

@@ -1,4 +1,4 @@
-"""What a learner is told: verl's knobs of `actor_rollout_ref.actor` and `algorithm`, checked on creation."""
+"""The settings of a learner: verl's knobs of `actor_rollout_ref.actor` and `algorithm`, checked on creation."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class LearnerConfig:
     weight_decay: float = 0.01
     """AdamW's decoupled weight decay, on every weight as in verl."""
     lr_warmup_steps: int = 0
-    """Calls of update() over which the rate climbs in equal steps to `lr`; the first one trains at lr / steps."""
+    """Calls of update() over which the rate climbs in equal steps to `lr`; the first call trains at lr / steps."""
     lr_scheduler_type: str = "constant"
     """The rate after the warm-up: constant, or cosine, which falls over `total_updates`."""
     total_updates: int = 0
@@ -39,14 +39,14 @@ class LearnerConfig:
     clip_ratio_c: float = 3.0
     """Dual clip: with a negative advantage A a token's loss is at most -A times this; above 1."""
     loss_agg_mode: str = "token-mean"
-    """How token losses become one: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-sum-norm or
+    """How token losses are reduced to a scalar: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-sum-norm or
     seq-mean-token-mean."""
     loss_scale_factor: float = 1.0
     """Divisor of seq-mean-token-sum-norm: the length that every response is taken to have."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus; the entropy is logged in any case."""
     use_kl_loss: bool = False
-    """Whether the loss holds a KL penalty towards the reference model (one more copy of the weights)."""
+    """Whether the loss includes a KL penalty towards the reference model (one more copy of the weights)."""
     kl_loss_coef: float = 0.001
     """Weight of the KL penalty."""
     kl_loss_type: str = "low_var_kl"
@@ -62,7 +62,7 @@ class LearnerConfig:
     """Trajectories per forward of the old-logprob pass; None takes `micro_batch_size`."""
     ref_micro_batch_size: int | None = None
     """Trajectories per forward of the reference model; None takes that of the old-logprob pass. The full KL needs the
-    reference beside the policy and so takes `micro_batch_size`."""
+    reference next to the policy and so takes `micro_batch_size`."""
     remove_padding: bool = False
     """Computes a micro-batch as one packed row without padding, where the model's layers all have full attention;
     results do not depend on it."""
@@ -75,7 +75,7 @@ class LearnerConfig:
     temperature: float = 1.0
     """The sampler's temperature: logits are divided by it."""
     shuffle: bool = False
-    """Whether trajectories are shuffled into mini-batches, anew in each epoch."""
+    """Whether trajectories are shuffled into mini-batches, in a new order each epoch."""
     recompute_old_logprobs: bool = False
     """Takes the old logprobs from a pass of the trainer instead of the sampler's; hides a mismatch of the two."""
     norm_adv_by_std: bool = True

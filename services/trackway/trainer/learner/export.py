@@ -1,7 +1,7 @@
-"""A Hugging Face folder of the current weights: what is published to the engines and kept in checkpoints.
+"""Writes the current weights as a Hugging Face folder, which is what the engines load.
 
 `lm_head.weight` is always explicit: an engine that reloads weights by name would otherwise keep the head of the
-version before, or miss it. transformers ties it again on loading, as the two tensors are equal.
+previous version, or miss it. transformers ties it again on loading, as the two tensors are equal.
 """
 
 import copy
@@ -34,7 +34,7 @@ def export_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> No
     require_finite(state)
     folder.mkdir(parents=True, exist_ok=True)
     if HEAD in state:
-        # A tensor of its own: transformers leaves out weights that share memory.
+        # A separate tensor: transformers leaves out weights that share memory.
         state[HEAD] = state[HEAD].clone()
     model.save_pretrained(folder, state_dict=state)
     config = copy.deepcopy(model.config)
@@ -54,6 +54,6 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _share(folder: Path) -> None:
-    """safetensors makes files that only their owner can read; engines may run as another user."""
+    """Gives the weights the mode of config.json: safetensors writes files that only their owner can read."""
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)

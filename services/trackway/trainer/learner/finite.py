@@ -1,4 +1,4 @@
-"""Weights that are not finite: never published, saved, or loaded."""
+"""Checks that weights and logprobs are finite before they are published, saved or loaded."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ SHOWN_TENSORS = 3
 
 
 class NotFiniteError(ValueError):
-    """Weights, or what a model computes with them, hold NaN or infinities."""
+    """Weights, or values computed with them, contain NaN or infinities."""
 
 
 def require_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raises NotFiniteError, with the names of the tensors, unless every value of them all is finite.
 
-    A sum is NaN or infinite when one of its values is: it reads the tensor once, and makes no mask of its size. Only
-    when the sum is not finite, which that of huge finite values may be too, is each value looked at.
+    The sum of a tensor is NaN or infinite when one of its values is, and needs no mask of the tensor's size. The sum
+    of huge finite values may overflow too, so each value is checked when the sum is not finite.
     """
     bad = {name: count for name, tensor in tensors.items() if (count := _count(tensor))}
     if not bad:
@@ -29,7 +29,7 @@ def require_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 def require_finite_logprobs(logprobs: Sequence[float]) -> None:
-    """Raises NotFiniteError unless they are what a working model gives."""
+    """Raises NotFiniteError unless every logprob is finite."""
     bad = [logprob for logprob in logprobs if not math.isfinite(logprob)]
     if bad:
         raise NotFiniteError(
@@ -39,7 +39,7 @@ def require_finite_logprobs(logprobs: Sequence[float]) -> None:
 
 
 def _count(tensor: Tensor) -> int:
-    """Values that are not finite."""
+    """The number of values that are not finite."""
     if not tensor.is_floating_point() or bool(tensor.detach().sum().isfinite()):
         return 0
     return int((~tensor.detach().isfinite()).sum())

@@ -57,7 +57,7 @@ class StepObserver(Protocol):
 
 @contextmanager
 def unobserved(used: Sequence[Trajectory]) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Observes nothing."""
+    """The StepObserver that does nothing."""
     yield lambda metrics: None
 
 
@@ -129,7 +129,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         steps: list[StepOutcome] = []
-        with self.policy.residence.at_hand(), self._exact_reference():
+        with self.policy.cpu_offload.on_device(), self._exact_reference():
             for rows in self._mini_batches(batch):
                 with observe([used[row] for row in rows.tolist()]) as report:
                     steps.append(self._step(batch.rows(rows)))
@@ -165,7 +165,7 @@ class Learner:
         return result
 
     def save(self, folder: Path) -> None:
-        """Everything a new learner of the same configuration needs to go on as if nothing had happened."""
+        """Writes everything that a new learner of the same configuration needs to continue exactly."""
         folder.mkdir(parents=True, exist_ok=True)
         self.policy.save(folder / "model.safetensors")
         adamw.save_optimizer(self.optimizer, self.policy.model, folder / "optim.safetensors")
@@ -175,13 +175,13 @@ class Learner:
             self.reference.save(folder / "reference.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Takes up what save() wrote; a saved reference replaces the one from `model_path`.
+        """Restores what save() wrote; a saved reference replaces the model of `model_path`.
 
-        Raises ValueError when the checkpoint is another model's.
+        Raises ValueError when the checkpoint belongs to another model.
         """
         self.policy.load(folder / "model.safetensors")
         adamw.load_optimizer(self.optimizer, self.policy.model, folder / "optim.safetensors")
-        self.moments.leave()
+        self.moments.offload()
         progress = load_file(folder / "extra_state.safetensors")
         self.updates = int(progress["updates"])
         self._shuffler.set_state(progress["shuffler"])
@@ -190,14 +190,14 @@ class Learner:
             self.reference.load(reference)
 
     def export(self, folder: Path) -> None:
-        """A Hugging Face folder of the current weights, with an explicit `lm_head.weight`."""
+        """Writes a Hugging Face folder of the current weights, with an explicit `lm_head.weight`."""
         self.policy.export(folder)
 
     def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
-        """What tells engines with the weights that `export` wrote to `folder` from others.
+        """A proof by which an engine can check that it holds the weights that `export` wrote to `folder`.
 
-        `previous_version` are the weights before the last update, None when these were not published. Raises
-        NotFiniteError when the model computes NaN or infinities.
+        `previous_version` is the version before the last update, None when it was not published. Raises NotFiniteError
+        when the model computes NaN or infinities.
         """
         before = self._before if previous_version is not None else None
         sequences = [self._canary_tokens()] if before is None else [sequence.token_ids for sequence in before]
@@ -227,7 +227,7 @@ class Learner:
         return canary.model_copy(update={"tolerance": tolerance})
 
     def _with_references(self, batch: TrainingBatch) -> TrainingBatch:
-        """The batch with what stays fixed during the update: recomputed old and reference logprobs, if asked for."""
+        """The batch with the logprobs that stay fixed during the update: recomputed old ones and the reference's."""
         if self.config.recompute_old_logprobs:
             batch = replace(batch, old_logprobs=self._old_logprobs(batch))
         if self.reference is not None and not self._exact_kl:
@@ -247,14 +247,16 @@ class Learner:
         return self.config.use_kl_loss and self.config.kl_loss_type == EXACT_KL
 
     def _exact_reference(self) -> AbstractContextManager[None]:
-        """The full KL computes with the reference beside the policy, in each micro-batch."""
-        return self.reference.residence.at_hand() if self.reference is not None and self._exact_kl else nullcontext()
+        """Keeps the reference on the device for the full KL, which needs it in each micro-batch."""
+        if self.reference is None or not self._exact_kl:
+            return nullcontext()
+        return self.reference.cpu_offload.on_device()
 
     def _drift(self, sampled: TrainingBatch, batch: TrainingBatch, first: StepOutcome) -> dict[str, float]:
-        """Trainer against sampler under the weights before the update.
+        """Metrics of the trainer's logprobs against the sampler's, under the weights before the update.
 
-        From the recomputed old logprobs if there are any, else from the first mini-batch's own forward: later ones
-        already see changed weights.
+        From the recomputed old logprobs if there are any, else from the forward of the first mini-batch: later
+        mini-batches see changed weights.
         """
         if self.config.recompute_old_logprobs:
             mask = batch.response_mask
@@ -276,14 +278,14 @@ class Learner:
         for _, rows in mini.micro_batches(self.config.micro_batch_size):
             parts.append(self._backward(rows.to(self.policy.device), agg))
             old_logps.append(rows.old_logprobs[rows.response_mask])
-        with self.moments.at_hand():
+        with self.moments.on_device():
             norm, stepped = adamw.step(self.optimizer, self.policy.model, self.config.clip_grad)
         metrics = {name: float(sum(part.metrics[name] for part in parts)) for name in parts[0].metrics}
         metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
         return StepOutcome(metrics, torch.cat([part.logp for part in parts]).cpu(), torch.cat(old_logps))
 
     def _backward(self, micro: TrainingBatch, agg: Aggregation) -> MicroLoss:
-        """Adds the micro-batch's gradient; its logits do not outlive the call."""
+        """Adds the gradient of the micro-batch; its logits are freed on return."""
         ref_logits = None
         if self.reference is not None and self._exact_kl:
             with torch.no_grad():

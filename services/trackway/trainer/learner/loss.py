@@ -24,13 +24,13 @@ class MicroLoss(NamedTuple):
     loss: Tensor
     metrics: dict[str, Tensor]
     logp: Tensor
-    """[N] of the model tokens, without a gradient."""
+    """[N]: logprobs of the model tokens, without a gradient."""
 
 
 def micro_loss(
     config: LearnerConfig, micro: TrainingBatch, logits: Tensor, ref_logits: Tensor | None, agg: Aggregation
 ) -> MicroLoss:
-    """From the policy's tempered logits [N, V] at the response mask; `ref_logits` are those that the full KL needs."""
+    """The loss from the policy's tempered logits [N, V] at the response mask; the full KL needs `ref_logits` [N, V]."""
     mask = micro.response_mask
     logp = at_mask(mask, token_logprobs(logits, micro))
     pg_loss, stats = policy_loss(

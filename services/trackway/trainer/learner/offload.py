@@ -1,4 +1,4 @@
-"""Tensors that wait in main memory while their device is not needed for them."""
+"""Keeps tensors in main memory while nothing computes with them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ _MAIN_MEMORY = torch.device("cpu")
 
 
 class CpuOffload:
-    """Where some tensors are: on `device` inside at_hand(), and outside of it in main memory if they are offloaded.
+    """Moves tensors to `device` inside on_device() and, with `offload`, back to main memory after it.
 
-    `tensors` is asked anew at each move, since an optimizer makes its state at the first step. Tensors stay the same
-    objects: only their data moves, so a parameter and what an optimizer knows of it are one still. `frozen` tensors
-    never change on the device, so the originals are kept and nothing is copied back.
+    `tensors` is called at each move, since an optimizer creates its state at the first step. Only the data of a tensor
+    moves: the object stays the same, so an optimizer still finds the state of its parameters. `frozen` tensors do not
+    change on the device, so their originals are kept and nothing is copied back.
     """
 
     def __init__(
@@ -25,40 +25,40 @@ class CpuOffload:
         offload: bool = False,
         frozen: bool = False,
     ) -> None:
-        self.here = not offload
+        self.is_on_device = not offload
         """Whether the tensors are on their device now."""
         self._tensors = tensors
         self._device = device
-        self._offload = offload
+        self._enabled = offload
         self._keeps_originals = offload and frozen
         self._originals: dict[int, Tensor] = {}
 
     @contextmanager
-    def at_hand(self) -> Iterator[None]:
-        """While open the tensors are on their device; opening it again inside changes nothing."""
-        if self._offload and self.here:
+    def on_device(self) -> Iterator[None]:
+        """A context in which the tensors are on their device; it may be nested."""
+        if self._enabled and self.is_on_device:
             yield
             return
-        self._arrive()
+        self._load()
         try:
             yield
         finally:
-            self.leave()
+            self.offload()
 
-    def leave(self) -> None:
-        """Puts the tensors where they are outside of at_hand(), wherever something else has put them."""
-        if not self._offload:
+    def offload(self) -> None:
+        """Moves the tensors to main memory, wherever they are; does nothing without `offload`."""
+        if not self._enabled:
             return
         for tensor in self._tensors():
             tensor.data = self._originals.get(id(tensor), tensor.data).to(_MAIN_MEMORY)
         self._originals.clear()
-        self.here = False
+        self.is_on_device = False
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _arrive(self) -> None:
+    def _load(self) -> None:
         for tensor in self._tensors():
             if self._keeps_originals:
                 self._originals[id(tensor)] = tensor.data
             tensor.data = tensor.data.to(self._device)
-        self.here = True
+        self.is_on_device = True

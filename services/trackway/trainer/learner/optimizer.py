@@ -18,7 +18,7 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
     """The rate of the 0-based update: lr / warmup_steps first, then up in equal steps, then constant or a half cosine.
 
     The cosine falls from lr to lr * min_lr_ratio at the end of the last update (verl's `lr_scheduler_type=cosine`).
-    verl begins the climb at 0, which spends its first batch on nothing.
+    verl starts the warm-up at 0, so its first batch trains nothing.
     """
     if update < config.lr_warmup_steps:
         return config.lr * (update + 1) / config.lr_warmup_steps
@@ -31,7 +31,7 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
 
 
 def state_tensors(optimizer: AdamW) -> Iterator[Tensor]:
-    """Step counts and moments, as far as there are any."""
+    """Step counts and moments; none before the first step."""
     for state in optimizer.state.values():
         yield from state.values()
 
@@ -44,7 +44,7 @@ def save_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:
 
 
 def load_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:
-    """Puts the saved state back; a parameter that had none gets none."""
+    """Restores the saved state; a parameter without saved state gets none."""
     saved = load_file(file)
     state = {}
     for index, (name, _) in enumerate(model.named_parameters()):
@@ -56,7 +56,7 @@ def load_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:
 def step(optimizer: AdamW, model: nn.Module, clip_grad: float) -> tuple[float, bool]:
     """Clips, steps and clears the gradient; returns its norm before clipping, and whether it stepped.
 
-    A norm that is not finite would put NaN into every weight: the step is left out, as in verl.
+    A step with a norm that is not finite would put NaN into every weight; it is skipped, as in verl.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
     stepped = bool(torch.isfinite(norm))

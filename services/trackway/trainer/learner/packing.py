@@ -1,8 +1,8 @@
 """A micro-batch as one row without padding: its sequences end to end, each with positions from 0.
 
-Attention is computed sequence by sequence, so a token sees exactly what it sees in a row of its own, and the work grows
-with the sum of the squared lengths. A mask of the whole row, which transformers makes of such positions, would grow
-with the square of the sum and keep attention off the causal kernels.
+Attention is computed sequence by sequence, so a token sees exactly what it sees in a separate row, and the work grows
+with the sum of the squared lengths. A mask of the whole row, which transformers builds from such positions, would grow
+with the square of the sum and rule out the causal kernels.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ FULL = "full_attention"
 
 @dataclass
 class SequenceLengths:
-    """How a packed row is cut; travels to the attention layers through the model's keyword arguments."""
+    """Where a packed row is split; passed to the attention layers through the model's keyword arguments."""
 
     sizes: list[int]
     seen: bool = False
-    """Whether an attention layer was given it."""
+    """Whether an attention layer has used it."""
 
     def check_seen(self, model: PreTrainedModel) -> None:
-        """Raises RuntimeError when no attention layer knew the lengths and so took the row for one sequence."""
+        """Raises RuntimeError when no attention layer used the lengths, and so treated the row as one sequence."""
         if not self.seen:
             raise RuntimeError(
                 f"expected the attention of {type(model).__name__} to be given the lengths of {len(self.sizes)} "
@@ -38,7 +38,7 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The S input tokens of a batch; the last token of a trajectory predicts nothing and is left out."""
+    """The S input tokens of a batch; the last token of a trajectory predicts nothing and is not an input."""
 
     input_ids: Tensor
     """[1, S]."""
@@ -62,9 +62,9 @@ class PackedRow:
 
 
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether each layer of a model is attention over the whole past, which is all that can be cut by sequence here.
+    """Whether every layer of a model is full causal attention, the only kind that can be split by sequence here.
 
-    A sliding window would need a mask of its own, and a recurrent layer would carry its state into the next sequence.
+    A sliding window would need its own mask, and a recurrent layer would carry its state into the next sequence.
     """
     config = model.config.get_text_config()
     return (

@@ -1,8 +1,8 @@
-"""The policy model: loaded from a Hugging Face folder, asked for logprobs, written back as such a folder.
+"""The policy model: loaded from a Hugging Face folder, computes logprobs, exported as such a folder.
 
 A batch is computed as one packed row, or as rows padded on the right: the model is causal, so padding can never reach
 an earlier position, and no attention mask is passed, which keeps attention on the kernel that skips the upper triangle.
-Vocabulary logits are made only where the response mask is set. Parameters are float32 masters (float64 if asked);
+Vocabulary logits are computed only where the response mask is set. Parameters are float32 masters (or float64);
 "bfloat16" means autocast around the forward.
 """
 
@@ -38,10 +38,10 @@ def model_folder(path: str) -> Path:
 
 
 class Policy:
-    """A causal language model with the three things a learner does with it: logprobs, state, export.
+    """A causal language model with what a learner needs of it: logprobs, state, export.
 
-    `dtype` is a key of MASTER_DTYPES. An offloaded model is on the device only inside `residence.at_hand()`; a frozen
-    one has no gradients. `remove_padding` packs the batches of a model that can be packed.
+    `dtype` is a key of MASTER_DTYPES. An offloaded model is on the device only inside `cpu_offload.on_device()`;
+    a frozen model has no gradients. `remove_padding` packs the batches of a model that can be packed.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Policy:
         self.packs = remove_padding and can_pack(self.model)
         if self.packs:
             self.model.set_attn_implementation(ATTENTION)
-        self.residence = CpuOffload(self._memory, self.device, offload=offload, frozen=frozen)
-        with self.residence.at_hand():
+        self.cpu_offload = CpuOffload(self._memory, self.device, offload=offload, frozen=frozen)
+        with self.cpu_offload.on_device():
             pass
 
     def logits(self, batch: TrainingBatch, temperature: float) -> Tensor:
@@ -86,7 +86,7 @@ class Policy:
     def logprobs(self, batch: TrainingBatch, temperature: float, micro_batch_size: int | None) -> Tensor:
         """[B, T - 1] on the CPU, zeros outside the response mask, without a gradient."""
         result = torch.zeros_like(batch.old_logprobs)
-        with torch.no_grad(), self.residence.at_hand():
+        with torch.no_grad(), self.cpu_offload.on_device():
             for rows, micro in batch.micro_batches(micro_batch_size):
                 on_device = micro.to(self.device)
                 logp = token_logprobs(self.logits(on_device, temperature), on_device)
@@ -95,24 +95,24 @@ class Policy:
 
     @property
     def published_dtype(self) -> torch.dtype:
-        """Of the weights that `export` writes."""
+        """The dtype of the weights that `export` writes."""
         return torch.bfloat16 if self.dtype == "bfloat16" else self.master_dtype
 
     def published_logprobs(
         self, sequences: Sequence[list[int]], compute: torch.dtype = torch.float32
     ) -> list[ScoredSequence]:
-        """As `sequence_logprobs`, of what an engine gets: weights in the published type, computed in `compute`."""
-        with torch.no_grad(), self.residence.at_hand(), rounded(self.model, self.published_dtype, compute):
+        """`sequence_logprobs` under the published weights: rounded to the published dtype, computed in `compute`."""
+        with torch.no_grad(), self.cpu_offload.on_device(), rounded(self.model, self.published_dtype, compute):
             scored = [self._logprobs(group, autocast=False) for group in _groups(sequences)]
         return list(map(ScoredSequence, sequences, chain.from_iterable(scored)))
 
     def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
         """Logprobs of tokens 1..n-1 of one sequence, each given those before it, at temperature 1."""
-        with torch.no_grad(), self.residence.at_hand():
+        with torch.no_grad(), self.cpu_offload.on_device():
             return self._logprobs([token_ids])[0]
 
     def _logprobs(self, sequences: Sequence[list[int]], *, autocast: bool = True) -> list[list[float]]:
-        """Of tokens 1..n-1 of each sequence, computed as one batch."""
+        """Logprobs of tokens 1..n-1 of each sequence, computed as one batch."""
         lengths = [len(ids) - 1 for ids in sequences]
         ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True).to(self.device)
         scored = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
@@ -147,13 +147,13 @@ class Policy:
     def load(self, file: Path) -> None:
         """Copies saved weights into this model.
 
-        Raises ValueError when they are another model's, and NotFiniteError when they are not finite.
+        Raises ValueError when they belong to another model, and NotFiniteError when they are not finite.
         """
         saved, own = load_file(file), self.tensors()
         if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in own.items()}:
             raise ValueError(
                 f"expected the weights of {self.folder.name}, got other names or shapes in {file}; "
-                "resume with the model that the run began with"
+                "resume with the model that the run started from"
             )
         require_finite(saved)
         with torch.no_grad():
@@ -167,7 +167,7 @@ class Policy:
 
 
 def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
-    """Neighbours that make at most LONGEST tokens with their padding: no more logits than one sequence may have."""
+    """Consecutive sequences of at most LONGEST tokens with their padding, which bounds the logits in memory."""
     start = 0
     for end in range(1, len(sequences) + 1):
         longest = max(map(len, sequences[start : end + 1]))
@@ -177,7 +177,7 @@ def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """Without a copy at temperature 1: logits are the largest tensor of a step."""
+    """logits / temperature; no copy at temperature 1, since logits are the largest tensor of a step."""
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -191,7 +191,7 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @contextmanager
 def _head_only(model: PreTrainedModel, where: Tensor) -> Iterator[None]:
-    """While open, the vocabulary head sees only the hidden states [B, T, H] at `where` [B, T], as [1, N, H]."""
+    """A context in which the vocabulary head sees only the hidden states [B, T, H] at `where` [B, T], as [1, N, H]."""
 
     def pick(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
         return inputs[0][where].unsqueeze(0)

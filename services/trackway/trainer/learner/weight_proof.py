@@ -1,8 +1,8 @@
-"""What is published beside weights so that an engine can prove that it holds them: digests and probes.
+"""Digests and probes, published with the weights, by which an engine can check that it holds them.
 
 Probes are sequences of the batch that the learner trained on last, scored before the update and after it. Both times
-the weights are those that engines get, rounded to the published type, and the computation is float32's: what differs
-then is the versions and not the learner's own rounding.
+the weights are rounded to the published dtype, as engines get them, and computed in float32, so that a difference
+comes from the version and not from the learner's rounding.
 """
 
 import hashlib
@@ -22,11 +22,11 @@ from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Probe, TensorDigest
 
 SEQUENCES = 8
-"""Of a batch, beside the fixed one."""
+"""Sequences of a batch that are scored, besides the fixed one."""
 LONGEST = 512
-"""Tokens of a sequence; what comes after is left out."""
+"""Tokens of a sequence; the rest is cut off."""
 TOKENS = 512
-"""That count, of all sequences together: those whose logprobs differ most between the versions."""
+"""Tokens that are probed, over all sequences: those whose logprobs differ most between the versions."""
 _NARROWER = {torch.float64: (torch.float32, torch.bfloat16), torch.float32: (torch.bfloat16,)}
 _THREADS = min(8, os.cpu_count() or 1)
 
@@ -40,14 +40,14 @@ class ScoredSequence:
 
 
 def choose_sequences(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> list[list[int]]:
-    """The shortest of those whose advantage moves the weights, each once, cut to LONGEST tokens."""
+    """The shortest trajectories with a non-zero advantage, without duplicates, cut to LONGEST tokens."""
     moving = [t for t, advantage in zip(trajectories, advantages, strict=True) if advantage != 0.0] or trajectories
     sequences = sorted((t.prompt_ids + t.response_ids for t in moving), key=lambda ids: (len(ids), ids))
     return [list(ids) for ids in dict.fromkeys(tuple(ids[:LONGEST]) for ids in sequences)][:SEQUENCES]
 
 
 def probes_of(now: Sequence[ScoredSequence], before: Sequence[ScoredSequence] | None) -> list[Probe]:
-    """All tokens without a version before; with one the TOKENS that it changed most, of the sequences that have any."""
+    """The TOKENS tokens whose logprobs changed most since `before`; every token without a `before`."""
     if before is None:
         return [_probe(sequence, None, list(range(1, len(sequence.token_ids)))) for sequence in now]
     changes = [
@@ -62,7 +62,7 @@ def probes_of(now: Sequence[ScoredSequence], before: Sequence[ScoredSequence] | 
 
 
 def rounding_of(probes: Sequence[Probe], rounded_sequences: Sequence[ScoredSequence]) -> float:
-    """Root mean square by which these sequences' logprobs are off from the probes', on the probes' tokens."""
+    """Root mean square difference between these sequences' logprobs and the probes', on the probes' tokens."""
     by_tokens = {tuple(sequence.token_ids): sequence.logprobs for sequence in rounded_sequences}
     squares = [
         (by_tokens[tuple(probe.token_ids)][position - 1] - logprob) ** 2
@@ -73,7 +73,7 @@ def rounding_of(probes: Sequence[Probe], rounded_sequences: Sequence[ScoredSeque
 
 
 def tensor_digests(folder: Path) -> list[TensorDigest]:
-    """Of every tensor in the folder's safetensors, by name."""
+    """The digest of every tensor in the folder's safetensors, by name."""
     with ExitStack() as stack, ThreadPoolExecutor(_THREADS) as pool:
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("*.safetensors"))]
         names = sorted((name, index) for index, file in enumerate(files) for name in file.keys())  # noqa: SIM118
@@ -82,7 +82,7 @@ def tensor_digests(folder: Path) -> list[TensorDigest]:
 
 @contextmanager
 def rounded(model: nn.Module, published: torch.dtype, compute: torch.dtype) -> Iterator[None]:
-    """While open the model's forward has its weights rounded to `published`, and computes in `compute`.
+    """A context in which the model's forward has its weights rounded to `published`, and computes in `compute`.
 
     One module's weights are rounded at a time, while it runs: there is no second copy of the model.
     """

@@ -11,7 +11,14 @@ from trackway.trainer.data.prompt_filter import prompt_filter
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.build_traces import open_traces, run_target
 from trackway.trainer.loop.colocation import open_engines
-from trackway.trainer.loop.from_config import learner_config, patience, plan, sharing, training_ask, validation_ask
+from trackway.trainer.loop.from_config import (
+    learner_config,
+    plan,
+    retry_policy,
+    sharing,
+    training_template,
+    validation_template,
+)
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
 from trackway.trainer.loop.training import Training
@@ -62,16 +69,16 @@ def _training(
     store = WeightStore(services.weights_url)
     agents = _agent_client(config, services)
 
-    def rollouts(ask: GroupTemplate) -> Rollouts:
-        return Rollouts(agents, ask, patience(config))
+    def rollouts(template: GroupTemplate) -> Rollouts:
+        return Rollouts(agents, template, retry_policy(config))
 
     return Training(
         plan=schedule,
         folder=folder,
         prompts=prompts,
-        rollouts=rollouts(training_ask(config, folder.name, traces.target)),
+        rollouts=rollouts(training_template(config, folder.name, traces.target)),
         validation_rows=held_out.samples,
-        validation_rollouts=rollouts(validation_ask(config, folder.name, traces.target)),
+        validation_rollouts=rollouts(validation_template(config, folder.name, traces.target)),
         learner=learner,
         publisher=Publisher(store, learner, folder.name, folder.info().uid, folder.path / "export", own.keep_weights),
         sinks=_sinks(config, folder, tracking),

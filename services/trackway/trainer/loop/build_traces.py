@@ -18,14 +18,14 @@ from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
 LEDGER = "trace_bytes.json"
-"""In the outputs folder: the bytes of the day, of all its runs."""
+"""In the outputs folder: the trace bytes of the day, over all its runs."""
 
 
 def run_target(config: RunConfig, run: MlflowRun | None) -> TraceTarget:
     """Where the run's traces go.
 
-    An MLflow experiment whose id is not known is said by its name, which becomes an id when the spans arrive. A run
-    whose id is not known is linked to its traces later (`RunTraces.links`).
+    An MLflow experiment whose id is not known is given by name, and resolved when the spans arrive. A run whose id is
+    not known is linked to its traces later (`RunTraces.links`).
     """
     if run is None:
         wanted = TraceBackend.MLFLOW in config.actor_rollout_ref.rollout.trace.backend
@@ -63,7 +63,7 @@ def _counts(tracing: Tracing | None) -> SpanCounts:
 def _feedback(
     folder: RunFolder, target: TraceTarget, settings: TracingSettings, tracking: Tracking
 ) -> list[TraceFeedback]:
-    """MLflow when its traces are there, Weave when they go there and its key is here."""
+    """MLflow if its traces go there; Weave if they go there and this process has its key."""
     mlflow = _mlflow(target, settings, tracking)
     found: list[TraceFeedback] = [] if mlflow is None else [mlflow]
     weave = weave_feedback(folder, target.weave_project, settings) if TraceBackend.WEAVE in target.backends else None

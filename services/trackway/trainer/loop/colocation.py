@@ -1,12 +1,13 @@
-"""Rollout engines on the learner's GPUs: asleep while it trains, awake again before anything is generated.
+"""Rollout engines on the learner's GPUs: they sleep while it trains and wake up before the next rollouts.
 
     rollouts are in -> sleep -> update, publish -> weights wake and the new ones load -> KV cache wakes -> next rollouts
 
-Everybody in flight at that time is cut: the run has its rollouts, so it is nobody of its own. A replica that is started
-meanwhile is awake, cannot start asleep, and takes its share of a GPU from the learner. Nothing waits for that: the
-replicas of shared GPUs are as many as the GPUs, so it can only be one that replaces a dead one, which either finds no
-room and is started again by Serve until there is, or sleeps from the next step on. A learner that runs out of memory by
-it dies, and is started again from its last checkpoint.
+Going to sleep aborts requests in flight. The run has already collected its rollouts, so none of them are its own.
+
+A replica cannot start asleep: if one starts while the learner trains, it takes its share of the GPU. There are as many
+replicas as shared GPUs, so this happens only when a replica replaces a dead one. If it finds no memory, Serve restarts
+it until it does; otherwise it sleeps from the next step on. If the learner runs out of memory, its process is restarted
+from the last checkpoint.
 """
 
 import asyncio
@@ -23,54 +24,54 @@ from trackway.wire.rollout import SleepReplies
 
 logger = logging.getLogger("trackway.trainer")
 
-_ASK_S = 60.0
-_GOODBYE_S = 60.0
+_CHECK_S = 60.0
+_CLOSE_S = 60.0
 _ATTEMPTS = 20
 _KEY = "actor_rollout_ref.rollout.free_cache_engine"
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Whether engines leave their GPUs to the learner, and how."""
+    """Whether and how engines give their GPU memory to the learner."""
 
     wanted: bool | None = None
-    """None: if they can."""
+    """None: when every engine supports it."""
     staged: bool = True
-    """Weights wake first, and the KV cache once the new ones are loaded."""
+    """Wakes the weights first, and the KV cache once the new weights are loaded."""
     timeout_s: float = 600.0
-    """Longest sleep or wake-up."""
+    """Deadline for each call to sleep or wake up."""
 
 
 class Engines:
-    """Every replica of a rollout service that can sleep. Methods raise TrackwayError."""
+    """The replicas of a rollout service whose engines can sleep. Methods raise TrackwayError."""
 
     def __init__(self, client: RolloutClient, sharing: Sharing) -> None:
         self._client, self._sharing = client, sharing
         self._awake = True
 
     async def sleep(self) -> None:
-        """Return when every engine has given its memory back."""
+        """Return when every engine has released its GPU memory."""
         self._awake = False
-        await self._told("go to sleep", self._client.sleep("abort", self._deadline()))
+        await self._call("go to sleep", self._client.sleep("abort", self._deadline()))
 
     async def wake_up(self, version: int) -> None:
-        """Return when every engine has its memory again and the weights of this version; awake ones only load."""
+        """Return when every engine is awake with the weights `version`; engines that are awake only load them."""
         deadline = self._deadline()
-        await asyncio.to_thread(_give_back_cached_memory)
+        await asyncio.to_thread(_release_cached_memory)
         if self._sharing.staged:
-            await self._told("wake up", self._client.wake_up(["weights"], version, deadline))
-            await self._told("wake up", self._client.wake_up(["kv_cache"], deadline=deadline))
+            await self._call("wake up", self._client.wake_up(["weights"], version, deadline))
+            await self._call("wake up", self._client.wake_up(["kv_cache"], deadline=deadline))
         else:
-            await self._told("wake up", self._client.wake_up((), version, deadline))
+            await self._call("wake up", self._client.wake_up((), version, deadline))
         self._awake = True
 
     async def close(self) -> None:
-        """Leave none asleep, as far as that can be done: a failure is only logged."""
+        """Wake up all engines that sleep; a failure is only logged."""
         if self._awake:
             return
-        await asyncio.to_thread(_give_back_cached_memory)
+        await asyncio.to_thread(_release_cached_memory)
         try:
-            await self._client.wake_up(deadline=Deadline.after(_GOODBYE_S))
+            await self._client.wake_up(deadline=Deadline.after(_CLOSE_S))
             self._awake = True
         except TrackwayError as error:
             logger.warning("rollout engines stay asleep until the next run, or POST /replicas/wake_up: %s", error)
@@ -78,9 +79,9 @@ class Engines:
     def _deadline(self) -> Deadline:
         return Deadline.after(self._sharing.timeout_s)
 
-    async def _told(self, what: str, telling: Awaitable[SleepReplies]) -> None:
+    async def _call(self, what: str, call: Awaitable[SleepReplies]) -> None:
         try:
-            await telling
+            await call
         except TrackwayError as error:
             message = f"expected every rollout engine to {what} within {self._sharing.timeout_s:.0f} s, got: {error}"
             raise TrackwayError(error.code, f"{message}; see `trackway status`, then resume the run") from error
@@ -90,7 +91,7 @@ async def open_engines(sharing: Sharing, url: str | None) -> Engines | None:
     """The engines of the rollout service, or None when they keep their memory.
 
     Raises:
-        TrackwayError: INVALID_REQUEST when they must sleep and cannot; `unavailable` when they cannot be asked.
+        TrackwayError: INVALID_REQUEST when they must sleep and cannot; UNAVAILABLE when the service does not answer.
     """
     if sharing.wanted is False or (url is None and not sharing.wanted):
         return None
@@ -99,16 +100,16 @@ async def open_engines(sharing: Sharing, url: str | None) -> Engines | None:
     policy = CallPolicy(read_s=sharing.timeout_s, total_s=sharing.timeout_s, attempts=_ATTEMPTS)
     client = RolloutClient(url, policy=policy)
     try:
-        replicas = (await client.sleeping(Deadline.after(_ASK_S))).replicas
+        replicas = (await client.sleeping(Deadline.after(_CHECK_S))).replicas
     except TrackwayError as error:
-        if error.code is not ErrorCode.INVALID_REQUEST:  # which is a server that knows no such route
+        if error.code is not ErrorCode.INVALID_REQUEST:  # a server without that route
             raise
         replicas = []
-    awake_for_ever = [one.replica for one in replicas if not one.can_sleep]
-    if replicas and not awake_for_ever:
+    always_awake = [replica.replica for replica in replicas if not replica.can_sleep]
+    if replicas and not always_awake:
         return Engines(client, sharing)
     if sharing.wanted:
-        raise _cannot(f"{', '.join(awake_for_ever)} that cannot" if replicas else f"none at {url}")
+        raise _cannot(f"{', '.join(always_awake)} that cannot" if replicas else f"none at {url}")
     return None
 
 
@@ -118,8 +119,8 @@ def _cannot(got: str) -> TrackwayError:
     return TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; {remedy}")
 
 
-def _give_back_cached_memory() -> None:
-    """What the learner freed stays in PyTorch's cache, where no engine can have it."""
+def _release_cached_memory() -> None:
+    """Empties PyTorch's cache: memory that the learner freed stays there, out of reach of the engines."""
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()

@@ -31,6 +31,6 @@ async def fit(run: Training) -> RunState:
                     await run.save(metrics)
             await run.log(metrics)
     except StopRequested:
-        pass  # the rollouts are abandoned; a resumed run asks for the same ones again
+        pass  # the rollouts are dropped; a resumed run requests the same ones
     await run.save()
     return RunState.FINISHED if run.validated and run.complete else RunState.STOPPED

@@ -1,4 +1,4 @@
-"""What a configuration amounts to, before anything runs: steps, trajectories, updates, and how much will be traced."""
+"""Computes from a configuration, before anything runs, its steps, trajectories, updates and trace volume."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.data.dataset import steps_per_epoch
 
 SPAN_BYTES = 700
-"""Of one span without text, as measured: a trajectory of two turns has 7 spans and 5.2 kB with little text."""
+"""Size of a span without text, as measured: a trajectory of two turns has 7 spans and 5.2 kB with little text."""
 TOKEN_BYTES = 4
-"""Of a token's text."""
+"""Size of a token's text."""
 TEXT_BYTES = 16384
 """Longest text of one span, unless the tracing's own `max_text_bytes` says otherwise."""
 UNBOUNDED_TURNS = 8
-"""Turns that are reckoned with when `multi_turn.max_assistant_turns` says nothing."""
+"""Turns assumed when `multi_turn.max_assistant_turns` is not set."""
 
 
 class Bounds(NamedTuple):
@@ -24,13 +24,13 @@ class Bounds(NamedTuple):
     most: int
 
     def times(self, factor: int) -> "Bounds":
-        """So many of it."""
+        """Both bounds times `factor`."""
         return Bounds(self.least * factor, self.most * factor)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Steps are None where the number of rows is not known."""
+    """The forecast of a run; step counts are None when the number of rows is not known."""
 
     steps_per_epoch: int | None
     total_steps: int | None
@@ -47,9 +47,9 @@ class Forecast:
     passes: int
     """Forward and backward passes per optimiser step."""
     validations: list[int]
-    """Steps after which the held-out rows are run; empty too where the number of steps is not known."""
+    """Steps after which the held-out rows are run; also empty when the number of steps is not known."""
     checkpoints: list[int]
-    """Steps after which a checkpoint is saved; the last is always one of them."""
+    """Steps after which a checkpoint is saved; always includes the last."""
     traced: int
     """Trajectories per step."""
     spans: Bounds
@@ -59,9 +59,9 @@ class Forecast:
 
 
 def forecast(config: RunConfig, rows: int | None) -> Forecast:
-    """The forecast of a run over so many rows; None when they are not known.
+    """The forecast of a run over `rows` rows; None when their number is not known.
 
-    Raises TrackwayError(INVALID_REQUEST) when they are too few for one batch.
+    Raises TrackwayError(INVALID_REQUEST) when there are too few rows for a batch.
     """
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     prompts, drop_last = config.data.train_batch_size, config.data.drop_last
@@ -87,8 +87,8 @@ def forecast(config: RunConfig, rows: int | None) -> Forecast:
 
 
 def _total_steps(config: RunConfig, per_epoch: int | None) -> int | None:
-    told = config.trainer.val_only or config.trainer.total_training_steps is not None
-    return config.total_steps(per_epoch or 0) if told or per_epoch is not None else None
+    is_set = config.trainer.val_only or config.trainer.total_training_steps is not None
+    return config.total_steps(per_epoch or 0) if is_set or per_epoch is not None else None
 
 
 def _validations(config: RunConfig, total: int | None) -> list[int]:
@@ -111,7 +111,7 @@ def _turns(config: RunConfig) -> int:
 
 
 def _spans(config: RunConfig) -> Bounds:
-    """`trajectory` and `reward`, and for each turn `turn`, `chat` and, but for the last, `execute_tool`."""
+    """`trajectory` and `reward`, and for each turn `turn`, `chat` and, except in the last, `execute_tool`."""
     turns, parallel = _turns(config), config.actor_rollout_ref.rollout.multi_turn.max_parallel_calls
     return Bounds(4, 2 + 2 * turns + (turns - 1) * parallel)
 

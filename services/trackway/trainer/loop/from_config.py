@@ -1,4 +1,4 @@
-"""From verl's keys to what the parts of a run take: the one place that knows both vocabularies."""
+"""Converts verl's configuration keys to the settings of a run's parts; nothing else knows both vocabularies."""
 
 from dataclasses import replace
 
@@ -67,7 +67,7 @@ def _warm_up(optim: OptimConfig, total_steps: int) -> int:
 
 
 def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
-    """When what happens; `val_only` is a run of no steps."""
+    """The schedule of a run; `val_only` makes a run of no steps."""
     trainer = config.trainer
     return Schedule(
         total_steps=config.total_steps(steps_per_epoch),
@@ -90,7 +90,7 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
 def trace_target(config: RunConfig, experiment_id: str | None = None, run_id: str | None = None) -> TraceTarget:
     """Where the run's traces go, given MLflow's ids when it is on. Raises TrackwayError without a Weave entity.
 
-    A run that names no backend leaves it, and the text on spans, to the services' own setting.
+    Without a backend the services' own settings decide where traces go and whether spans carry text.
     """
     trace = config.actor_rollout_ref.rollout.trace
     return TraceTarget(
@@ -103,8 +103,8 @@ def trace_target(config: RunConfig, experiment_id: str | None = None, run_id: st
     )
 
 
-def training_ask(config: RunConfig, run: str, target: TraceTarget) -> GroupTemplate:
-    """What every training group has in common."""
+def training_template(config: RunConfig, run: str, target: TraceTarget) -> GroupTemplate:
+    """The template of training groups."""
     rollout, data = config.actor_rollout_ref.rollout, config.data
     turns = rollout.multi_turn
     sampling = SamplingParams(
@@ -138,8 +138,8 @@ def training_ask(config: RunConfig, run: str, target: TraceTarget) -> GroupTempl
     )
 
 
-def validation_ask(config: RunConfig, run: str, target: TraceTarget) -> GroupTemplate:
-    """What every validation group has in common; greedy unless `val_kwargs.do_sample`."""
+def validation_template(config: RunConfig, run: str, target: TraceTarget) -> GroupTemplate:
+    """The template of validation groups; greedy unless `val_kwargs.do_sample`."""
     kwargs = config.actor_rollout_ref.rollout.val_kwargs
     sampling = SamplingParams(
         temperature=kwargs.temperature if kwargs.do_sample else 0.0,
@@ -148,18 +148,18 @@ def validation_ask(config: RunConfig, run: str, target: TraceTarget) -> GroupTem
         max_tokens=config.data.max_response_length,
         seed=config.trackway.seed,
     )
-    training = training_ask(config, run, target)
+    training = training_template(config, run, target)
     return replace(training, n=kwargs.n, sampling_params=sampling, validation=True)
 
 
-def patience(config: RunConfig) -> RetryPolicy:
-    """How long and how often a group is asked for."""
+def retry_policy(config: RunConfig) -> RetryPolicy:
+    """The retry limits of group requests."""
     own = config.trackway
     return RetryPolicy(own.group_attempts, own.group_timeout_s, own.max_inflight_groups)
 
 
 def sharing(config: RunConfig) -> Sharing:
-    """Whether and how rollout engines leave their GPUs to the learner."""
+    """Whether and how rollout engines give their GPU memory to the learner."""
     rollout = config.actor_rollout_ref.rollout
     staged = rollout.multi_stage_wake_up is not False
     return Sharing(rollout.free_cache_engine, staged, config.trackway.sleep_timeout_s)

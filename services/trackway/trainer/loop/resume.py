@@ -1,4 +1,4 @@
-"""Where a run begins: at the model, at its own newest checkpoint, or at one that is named."""
+"""Where a run starts: from the model, from its own newest checkpoint, or from a checkpoint that is named."""
 
 import logging
 import time
@@ -26,22 +26,22 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class Beginning(NamedTuple):
-    """What a run's process goes on from."""
+    """The state that a run's process continues from."""
 
     progress: Progress
     saved_step: int | None
     """Step of the run's own checkpoint; None when there is none yet."""
     notice: str = ""
-    """Which damaged checkpoints were left out; empty when none was."""
+    """Which damaged checkpoints were skipped; empty for none."""
 
 
 def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: bool = False) -> Beginning:
-    """Load the checkpoint that the run goes on from into the learner, and remove the rows after it.
+    """Load the checkpoint that the run continues from into the learner, and remove the rows after it.
 
-    A run's own checkpoint goes before the one that it began at, else a crash would undo what it has trained since.
-    With `skip_damaged` the newest one that is whole is taken, and the damaged ones after it are kept under another
-    name. Raises CHECKPOINT_CORRUPT for a damaged one, with the remedy, and INVALID_REQUEST for a checkpoint that is
-    named but not there, or of another model.
+    A run's own checkpoint takes precedence over the one it started from, or a crash would undo its training since.
+    With `skip_damaged` the newest intact checkpoint is loaded, and the damaged ones after it are kept under another
+    name. Raises CHECKPOINT_CORRUPT for a damaged checkpoint, with the remedy, and INVALID_REQUEST for a named
+    checkpoint that does not exist or belongs to another model.
     """
     mode = config.trainer.resume_mode
     own = [] if mode == "disable" else find_all(folder.checkpoints)
@@ -54,7 +54,7 @@ def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: 
 
 
 def _named(checkpoint: Path, learner: Learner) -> Progress:
-    """Never another one in its place: a person has chosen it."""
+    """Loads a named checkpoint; never falls back to another, since the user chose this one."""
     try:
         return _loaded(checkpoint, learner)
     except TrackwayError as error:
@@ -78,24 +78,24 @@ def _newest(
             if not skip_damaged:
                 break
         else:
-            notice = "; ".join(_left_out(path, error, progress.step) for path, error in damaged.items())
+            notice = "; ".join(_set_aside(path, error, progress.step) for path, error in damaged.items())
             folder.rewind(MetricsRow(step=progress.step, timestamp=time.time_ns() // 1_000_000, data=progress.metrics))
             return Beginning(progress, progress.step, notice)
-    raise _no_whole_one(folder, config, checkpoints, damaged)
+    raise _no_intact_checkpoint(folder, config, checkpoints, damaged)
 
 
-def _left_out(checkpoint: Path, error: TrackwayError, step: int) -> str:
-    """Only once another one is loaded: what cannot be loaded at all is left where it is."""
+def _set_aside(checkpoint: Path, error: TrackwayError, step: int) -> str:
+    """Sets a damaged checkpoint aside and returns the notice; called once another checkpoint is loaded."""
     kept = set_aside_damaged(checkpoint)
     notice = f"went back to step {step}: {error.message}; it is kept as {kept.name}"
     logger.warning("%s", notice)
     return notice
 
 
-def _no_whole_one(
+def _no_intact_checkpoint(
     folder: RunFolder, config: RunConfig, checkpoints: Sequence[Path], damaged: dict[Path, TrackwayError]
 ) -> TrackwayError:
-    """The first damage, and what a person can do about it."""
+    """The error for the newest damaged checkpoint, with the remedy."""
     newest, error = next(iter(damaged.items()))
     whole = next((path for path in checkpoints if path not in damaged and find_damage(path) is None), None)
     count = len(checkpoints)

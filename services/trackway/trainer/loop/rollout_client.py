@@ -1,7 +1,7 @@
-"""Asking the agent service for groups of rollouts until each one has come or has been given up.
+"""Collects groups of rollouts from the agent service.
 
-A trajectory's id is deterministic, so a broken stream is mended by asking again for exactly the rollouts that are still
-missing; what stays missing is recorded as failed and never fails the batch.
+Trajectory ids are deterministic, so after a broken stream the client requests exactly the rollouts that are missing.
+Rollouts that are still missing when the retries are used up are recorded as failed; they never fail the batch.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger("trackway.trainer")
 
 @dataclass(frozen=True)
 class GroupTemplate:
-    """What every group of one kind (training or validation) has in common."""
+    """The part of a group request that is the same for every sample of a training or a validation batch."""
 
     run: str
     experiment_name: str
@@ -56,23 +56,23 @@ class GroupTemplate:
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long and how often a group is asked for."""
+    """Limits on the requests for one group, and on groups in flight."""
 
     attempts: int = 12
-    """In a row without a further trajectory; their pauses sum up to 50 s to 105 s."""
+    """Requests in a row that bring no further trajectory; their pauses add up to 50 s to 105 s."""
     timeout_s: float = 1800.0
     max_inflight: int = 64
     backoff_s: float = 0.5
-    """First pause before asking again; doubled each time, with jitter, up to 15 s."""
+    """First pause before a retry; doubled each time, with jitter, up to 15 s."""
 
 
 class Rollouts:
-    """Collects groups over the agent's streams."""
+    """Collects groups from the agent's streams."""
 
-    def __init__(self, client: AgentClient, ask: GroupTemplate, patience: RetryPolicy) -> None:
+    def __init__(self, client: AgentClient, template: GroupTemplate, retry_policy: RetryPolicy) -> None:
         self._client = client
-        self._ask = ask
-        self._patience = patience
+        self._template = template
+        self._retry_policy = retry_policy
 
     async def collect(
         self,
@@ -81,40 +81,40 @@ class Rollouts:
         min_weight_version: int,
         traced: frozenset[int] = frozenset(),
     ) -> list[Trajectory]:
-        """All n rollouts of every sample, in the batch's order; a failed one carries its `error`.
+        """All n rollouts of every sample, in the batch's order; a failed rollout has its `error` set.
 
         `traced` are the positions in the batch whose rollouts are recorded.
         """
-        slots = asyncio.Semaphore(self._patience.max_inflight)
+        slots = asyncio.Semaphore(self._retry_policy.max_inflight)
 
-        async def one(position: int, sample: Sample) -> list[Trajectory]:
+        async def collect_group(position: int, sample: Sample) -> list[Trajectory]:
             async with slots:
-                return await self._group(self._ask.group(sample, step, min_weight_version, position in traced))
+                return await self._group(self._template.group(sample, step, min_weight_version, position in traced))
 
         async with asyncio.TaskGroup() as tasks:
-            groups = [tasks.create_task(one(position, sample)) for position, sample in enumerate(batch)]
+            groups = [tasks.create_task(collect_group(position, sample)) for position, sample in enumerate(batch)]
         return [trajectory for group in groups for trajectory in group.result()]
 
     async def _group(self, request: GroupRequest) -> list[Trajectory]:
-        deadline = Deadline.after(self._patience.timeout_s)
+        deadline = Deadline.after(self._retry_policy.timeout_s)
         got: dict[int, Trajectory] = {}
         problem: TrackwayError | None = None
-        in_vain = 0
-        while in_vain < self._patience.attempts:
+        fruitless = 0
+        while fruitless < self._retry_policy.attempts:
             if problem is not None:
-                await asyncio.sleep(self._pause(max(1, in_vain), deadline))
+                await asyncio.sleep(self._pause(max(1, fruitless), deadline))
             had = len(got)
             problem = await self._receive(_for_missing(request, got), got, deadline)
             if problem is None or not problem.retryable:
                 break
-            in_vain = 0 if len(got) > had else in_vain + 1
+            fruitless = 0 if len(got) > had else fruitless + 1
             logger.warning("group %s: %s; asking again", request.sample.index, problem)
         return [got.get(n) or _failed(request, n, problem) for n in request.rollout_numbers()]
 
     async def _receive(
         self, request: GroupRequest, got: dict[int, Trajectory], deadline: Deadline
     ) -> TrackwayError | None:
-        """Fills `got` from one stream; what went wrong, or None when nothing is missing."""
+        """Fills `got` from one stream; returns the error, or None when no rollout is missing."""
         wanted = set(request.rollout_numbers())
         try:
             async for trajectory in self._client.group(request, deadline):
@@ -130,12 +130,12 @@ class Rollouts:
         return problem if wanted - got.keys() else None
 
     def _pause(self, attempt: int, deadline: Deadline) -> float:
-        longest = min(15.0, self._patience.backoff_s * 2 ** (attempt - 1), deadline.remaining)
+        longest = min(15.0, self._retry_policy.backoff_s * 2 ** (attempt - 1), deadline.remaining)
         return longest * random.uniform(0.5, 1.0)
 
 
 def _checked(trajectory: Trajectory) -> Trajectory:
-    """The trajectory, with an error when it cannot be trained on: agents of others may send any number."""
+    """The trajectory, with an error set when its numbers cannot be trained on: other agents may send any."""
     try:
         require_trainable("response_logprobs", trajectory.response_logprobs)
         require_trainable("the score", [] if trajectory.reward is None else [trajectory.reward.score])

@@ -1,4 +1,4 @@
-"""What a run will do and how far it is."""
+"""The schedule and the progress of a run."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from trackway.wire.trainer import MetricValue
 
 
 class Progress(BaseModel):
-    """What a checkpoint says beside the learner's state."""
+    """The part of a checkpoint that is not the learner's state."""
 
     model_config = ConfigDict(ser_json_inf_nan=NON_FINITE)
 
@@ -18,14 +18,14 @@ class Progress(BaseModel):
     """Steps whose update is done."""
     position: Position = Field(default_factory=Position)
     metrics: dict[str, MetricValue] = Field(default_factory=dict)
-    """Of that step, in case the process ends before their row is written."""
+    """Metrics of that step, in case the process ends before the row is written."""
     unvalidated: dict[str, MetricValue] = Field(default_factory=dict)
-    """Of that step, when a stop has cut off its validation; they and it make its row."""
+    """Metrics of that step when a stop interrupted its validation; the row is written after that validation."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When what happens; steps count from 1."""
+    """What happens at which step; steps count from 1."""
 
     total_steps: int
     seed: int
@@ -36,11 +36,11 @@ class Schedule:
     traced_prompts: int = 0
     traced_validation: int = 0
     rollouts: int = 1
-    """Of each prompt."""
+    """Rollouts of each prompt."""
     validation_n: int = 1
     max_staleness: int | None = None
     max_prompt_length: int = 512
     storage_wait_s: float = 600.0
-    """For a disk that is full or cannot be written."""
+    """Longest wait for a disk that is full or not writable."""
     gpus: int = 1
-    """Of the whole run, which throughput is divided by."""
+    """GPUs of the whole run; throughput is per GPU."""

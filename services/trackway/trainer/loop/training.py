@@ -1,7 +1,7 @@
-"""The parts of a run and what the fit loop does with them.
+"""The parts of a run, and the steps of the fit loop.
 
-Progress changes in one place (`update`): before it a step never happened, after it the step is done. So whatever ends a
-run, the newest checkpoint and the row of its step agree.
+Only `update` changes the progress of a run: a step is done when `update` returns, and has no effect before. However a
+run ends, its newest checkpoint and the row of that step agree.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class StopRequested(Exception):
-    """The run was asked to stop while it waited for rollouts."""
+    """A stop was requested while the run waited for rollouts."""
 
 
 @dataclass
@@ -71,14 +71,14 @@ class Training:
     sinks: Sequence[Sink]
     traces: RunTraces
     engines: Engines | None = None
-    """Those that sleep while the learner has their GPUs; None when there are no such."""
+    """Engines that sleep while the learner uses their GPUs; None when no engine shares a GPU."""
     progress: Progress = field(default_factory=Progress)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     clock: Clock = field(default_factory=Clock)
     saved_step: int | None = None
     """Step of the newest checkpoint."""
     notice: str = ""
-    """What a person should know of where the run began."""
+    """A message about the checkpoint that the run started from."""
 
     @property
     def step(self) -> int:
@@ -107,16 +107,16 @@ class Training:
 
     @property
     def first_validation_is_due(self) -> bool:
-        """Before the first step of this run, whether it begins at the model or at another run's checkpoint.
+        """Before the first step of a run that starts from a model or from another run's checkpoint.
 
-        Also after a stop that has cut off the validation of the step at which the run goes on.
+        Also when a stop interrupted the validation of the step from which the run resumes.
         """
         wanted = self.plan.val_before_train or not self.validated
         return wanted and all(row.step != self.step for row in self.folder.rows())
 
     @property
     def validated(self) -> bool:
-        """Whether no stop has cut off the newest step's validation."""
+        """Whether the validation of the newest step was not interrupted by a stop."""
         return not self.progress.unvalidated
 
     @contextmanager
@@ -126,15 +126,15 @@ class Training:
             yield
 
     def next_batch(self) -> list[Sample]:
-        """The prompts of the next step; the same ones again until `update` has used them."""
+        """The prompts of the next step; the same prompts again until `update` has used them."""
         self.clock.take()
         return self.prompts.take(self.progress.position)[0]
 
     async def rollout(self, batch: Sequence[Sample], version: int) -> list[Trajectory]:
         """All rollouts of the batch under weights `version` or newer, failed ones included.
 
-        Raises StopRequested when the run is asked to stop meanwhile, and the first rollout's own error, after a
-        checkpoint, when every one failed.
+        Raises StopRequested when a stop is requested meanwhile. When every rollout failed, saves a checkpoint and
+        raises the error of the first.
         """
         step = self.step + 1
         prompts = self.traces.budget.prompts(self.plan.traced_prompts, self.plan.rollouts)
@@ -151,17 +151,17 @@ class Training:
         return trajectories
 
     async def sleep(self) -> None:
-        """Engines on the learner's GPUs give their memory to it; when one does not, raises after a checkpoint."""
+        """Puts the engines on the learner's GPUs to sleep. On failure saves a checkpoint and raises TrackwayError."""
         if self.engines is not None:
             await self._or_save("sleep", self.engines.sleep())
 
     async def wake_up(self, version: int, metrics: Metrics | None = None) -> None:
-        """They take it again and load the weights `version`; when one does not, raises after a checkpoint."""
+        """Wakes them up with the weights `version`. On failure saves a checkpoint and raises TrackwayError."""
         if self.engines is not None:
             await self._or_save("wake_up", self.engines.wake_up(version), metrics)
 
     async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:
-        """One GRPO update of weights `version` on what is neither failed nor stale. The step is done after it."""
+        """One GRPO update of weights `version` on the trajectories that are neither failed nor stale; ends the step."""
         batch = filter_trajectories(trajectories, version, self.plan.max_staleness)
         with self._part("update_actor"):
             metrics, advantages = await asyncio.to_thread(self._learn, batch)
@@ -176,7 +176,7 @@ class Training:
         return metrics | batch.metrics() | rollout_metrics(trajectories) | incident_metrics(trajectories)
 
     async def publish(self) -> int:
-        """Publish the learner's weights; the version that rollouts must have from now on.
+        """Publish the learner's weights; returns the version that rollouts must use from now on.
 
         Raises TrackwayError(NOT_FINITE), and neither publishes nor saves them, when they are NaN or infinite.
         """
@@ -189,9 +189,9 @@ class Training:
         return version
 
     async def validate(self, version: int, metrics: Metrics | None = None) -> Metrics:
-        """`metrics`, those of the newest step, and the accuracy on the held-out rows, if there are such.
+        """`metrics` of the newest step, with the accuracy on the held-out rows if there are any.
 
-        Raises StopRequested when the run is asked to stop meanwhile; a resumed run validates the step first.
+        Raises StopRequested when a stop is requested meanwhile; a resumed run then validates the step first.
         """
         metrics = metrics or {}
         self.progress = self.progress.model_copy(update={"unvalidated": {}})
@@ -213,7 +213,7 @@ class Training:
         return metrics | validation_metrics(trajectories, self.plan.validation_n)
 
     async def save(self, metrics: Metrics | None = None) -> None:
-        """Write a checkpoint of the newest step, unless there is one or the run only validates."""
+        """Write a checkpoint of the newest step, unless it exists or the run only validates."""
         if self.saved_step == self.step or not self.plan.total_steps:
             return
         if metrics is not None:
@@ -225,7 +225,7 @@ class Training:
         self.saved_step = self.step
 
     async def log(self, metrics: Metrics) -> None:
-        """Write the row of the newest step, with what the clock measured; nothing for no metrics."""
+        """Write the row of the newest step, with the timings of the clock; does nothing without metrics."""
         if not metrics:
             return
         data = metrics | self.clock.take() | self.traces.metrics()
@@ -238,7 +238,7 @@ class Training:
 
     @contextmanager
     def _part(self, name: str, activity: str = "") -> Iterator[None]:
-        """Trace a part of the step by name and time it as verl's activity, which is the name unless given."""
+        """Trace a part of the step as `name`, and time it as `activity`, which defaults to the name."""
         with self.clock(activity or name), self.traces.own.part(name):
             yield
 
@@ -251,10 +251,10 @@ class Training:
             raise
 
     async def _stored(self, write: Callable[[], T]) -> T:
-        """What a write returns, which is done in a thread and again until the disk takes it.
+        """Runs a write in a thread, retries it while the disk refuses it, and returns its result.
 
-        Raises StorageError after `plan.storage_wait_s`, or as soon as a stop is requested. Each write can be repeated:
-        one that fails leaves nothing.
+        Raises StorageError after `plan.storage_wait_s`, or as soon as a stop is requested. A failed write leaves
+        nothing behind, so it can be repeated.
         """
         end: float | None = None
         is_said = False
@@ -275,7 +275,7 @@ class Training:
                 return result
 
     def _say(self, message: str) -> bool:
-        """Whether the disk had room for it as the run's message."""
+        """Logs the message and sets it on the run; returns whether the disk had room for it."""
         logger.warning("%s", message or "the disk takes files again")
         try:
             self.folder.update(message=message)
@@ -284,7 +284,7 @@ class Training:
         return True
 
     def _diverged(self, error: NotFiniteError) -> TrackwayError:
-        """The weights of the newest step cannot be used, and those of its checkpoints can."""
+        """The error for weights that are not finite; names the newest checkpoint as the remedy."""
         checkpoint = find_latest(self.folder.checkpoints)
         again = "the run has no checkpoint (trainer.save_freq): start again"
         if checkpoint is not None:
@@ -328,7 +328,7 @@ def _is_multiple(step: int, frequency: int) -> bool:
 
 
 def _require_one_success(trajectories: Sequence[Trajectory], what: str) -> None:
-    errors = [one.error for one in trajectories if one.error is not None]
+    errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
     if not errors:
         return
     first = errors[0]

@@ -11,16 +11,16 @@ from trackway.trainer.learner.learner import Learner
 from trackway.wire.errors import TrackwayError
 
 CLAIM_WAIT_S = 120.0
-"""For the claim of this run's own last process: a file server holds the locks of a machine that died for 90 s or so."""
-_ASK_AGAIN_S = 0.5
+"""Wait for the lock of this run's last process: a file server keeps the locks of a dead machine for about 90 s."""
+_RETRY_S = 0.5
 
 
 class Publisher:
     """Publishes a learner's weights as the store's next version.
 
-    Versions are store-wide: a run, new or resumed, goes on from whatever was published last, so that no replica takes
-    another run's weights for its own. One publisher at a time: raises CONFLICT while another holds the store's claim;
-    `uid` tells a resumed run, which may take its own claim over, from another of the same name.
+    Versions are numbered across the store: every run continues from the last published version, so that a replica
+    cannot mistake another run's weights for its own. Raises CONFLICT while another publisher holds the store's lock.
+    `uid` distinguishes a resumed run, which may take over its own lock, from another run of the same name.
     """
 
     def __init__(self, store: WeightStore, learner: Learner, run: str, uid: str, scratch: Path, keep: int) -> None:
@@ -33,9 +33,9 @@ class Publisher:
         self._claim = _claim(store, f"run {run} ({uid[:8]})")
 
     def publish(self) -> int:
-        """Export, copy and announce; returns the version that rollouts must have from now on. Blocking.
+        """Export, copy and announce; returns the version that rollouts must use from now on. Blocking.
 
-        Raises StorageError, with readers at the version before and nothing left of this one, when it cannot be written.
+        Raises StorageError when it cannot be written; readers stay at the previous version and no file is left.
         """
         self._claim.renew()
         latest = self._store.latest()
@@ -59,7 +59,7 @@ class Publisher:
 
 
 def _claim(store: WeightStore, owner: str) -> PublisherLock:
-    """Waits for one that the same run still has. Blocking."""
+    """The store's lock; waits while an earlier process of the same run holds it. Blocking."""
     end = time.monotonic() + CLAIM_WAIT_S
     while True:
         try:
@@ -67,4 +67,4 @@ def _claim(store: WeightStore, owner: str) -> PublisherLock:
         except TrackwayError as error:
             if not str(error.detail.get("holder", "")).startswith(owner) or time.monotonic() > end:
                 raise
-        time.sleep(_ASK_AGAIN_S)
+        time.sleep(_RETRY_S)

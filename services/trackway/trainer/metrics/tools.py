@@ -20,10 +20,10 @@ def tool_metrics(trajectories: Sequence[Trajectory], prefix: str = "tools") -> d
     """`<prefix>/<tool>/*`: calls, errors and their codes, seconds, rewards by call and by instance, its own metrics."""
     calls: dict[str, list[ToolCallRecord]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
-    for one in trajectories:
-        for record in (call for turn in one.turns for call in turn.calls):
+    for trajectory in trajectories:
+        for record in (call for turn in trajectory.turns for call in turn.calls):
             calls[_part(record.tool)].append(record)
-        for name, reward in (one.reward.components if one.reward else {}).items():
+        for name, reward in (trajectory.reward.components if trajectory.reward else {}).items():
             if name.startswith(_COMPONENT):
                 rewards[_part(name.removeprefix(_COMPONENT))].append(reward)
     metrics: dict[str, float] = {}

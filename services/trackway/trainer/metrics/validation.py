@@ -1,4 +1,4 @@
-"""What a validation amounts to, under verl's names (`process_validation_metrics` in verl/trainer/ppo/metric_utils.py).
+"""Metrics of a validation under verl's names (`process_validation_metrics` in verl/trainer/ppo/metric_utils.py).
 
 `val-core/<data_source>/` has what runs are compared by, `val-aux/<data_source>/` the rest. With n > 1 rollouts of each
 row, `best@k` and `worst@k` are what the best and the worst of k draws with replacement give: the expectation itself,
@@ -23,16 +23,16 @@ def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
     acc is the reward's component of that name, or the score when the scorer gives none; other components have names of
     their own.
     """
-    good = [one for one in trajectories if one.error is None]
+    good = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics: Metrics = {}
-    for source in dict.fromkeys(one.data_source for one in good):
-        members = [one for one in good if one.data_source == source]
+    for source in dict.fromkeys(trajectory.data_source for trajectory in good):
+        members = [trajectory for trajectory in good if trajectory.data_source == source]
         for variable, groups in _variables(members).items():
             for name, value in _group_metrics(groups, n).items():
                 core = variable == CORE and name.startswith(("mean@", f"best@{n}/"))
                 metrics[f"val-{'core' if core else 'aux'}/{source}/{variable}/{name}"] = value
         metrics[f"val-core/{source}/reward/mean@{n}"] = metrics[f"val-aux/{source}/reward/mean@{n}"]
-    metrics |= spread("val-aux/num_turns", [float(one.num_turns) for one in good])
+    metrics |= spread("val-aux/num_turns", [trajectory.num_turns for trajectory in good])
     metrics["val-aux/failed_trajectories"] = float(len(trajectories) - len(good))
     return metrics | tool_metrics(trajectories, "val-aux/tools")
 
@@ -40,11 +40,12 @@ def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
 def _variables(members: Sequence[Trajectory]) -> Mapping[str, list[list[float]]]:
     """Variable -> its values, in a list for each row. What lies below a name of its own is `tool_metrics`' matter."""
     values: dict[str, dict[int | str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in members:
-        given = {} if one.reward is None else one.reward.components
+    for trajectory in members:
+        given = {} if trajectory.reward is None else trajectory.reward.components
         components = {name: value for name, value in given.items() if "/" not in name}
-        for name, value in {CORE: score(one), **components, "reward": score(one)}.items():
-            values[name][one.tags.sample_index].append(value)
+        total = score(trajectory)
+        for name, value in {CORE: total, **components, "reward": total}.items():
+            values[name][trajectory.tags.sample_index].append(value)
     return {name: list(rows.values()) for name, rows in values.items()}
 
 

@@ -46,10 +46,10 @@ class RunTraces:
 
     def received(self, trajectories: Sequence[Trajectory]) -> None:
         """Count what was asked for in the step, and what it cost."""
-        traced = [one for one in trajectories if one.trace_id is not None]
+        traced = [trajectory for trajectory in trajectories if trajectory.trace_id is not None]
         self.own.received(traced)
-        self.budget.spend(sum(one.trace_bytes for one in traced), len(traced))
-        self._link([Assessment(one.trace_id or "", one.span_id or "", {}, link=True) for one in traced])
+        self.budget.spend(sum(trajectory.trace_bytes for trajectory in traced), len(traced))
+        self._link([Assessment(t.trace_id or "", t.span_id or "", {}, link=True) for t in traced])
 
     def assess(self, batch: FilteredBatch, advantages: Sequence[float]) -> None:
         """Queue the training feedback of each trace; `advantages` are those of `batch.used`. Returns at once."""

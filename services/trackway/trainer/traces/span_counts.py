@@ -59,14 +59,14 @@ class SpanAccounts:
     def summary(self, trajectories: int = 0, size: int = 0) -> TraceSummary:
         """The run's sums; `trajectories` and `size` are those that this process traced."""
         own = self._own()
-        now = [own, *(self._last[one] for one in self._living)]
+        now = [own, *(self._last[name] for name in self._living)]
         return TraceSummary(
             trajectories=self._earlier.trajectories + trajectories,
             bytes=self._earlier.bytes + size,
-            spans_dropped=self._earlier.spans_dropped + own.dropped + self._grown(lambda one: one.dropped),
-            spans_refused=self._earlier.spans_refused + own.refused + self._grown(lambda one: one.refused),
-            spans_waiting=sum(one.waiting for one in now),
-            spool_bytes=sum(one.spool_bytes for one in now),
+            spans_dropped=self._earlier.spans_dropped + own.dropped + self._grown(lambda counts: counts.dropped),
+            spans_refused=self._earlier.spans_refused + own.refused + self._grown(lambda counts: counts.refused),
+            spans_waiting=sum(counts.waiting for counts in now),
+            spool_bytes=sum(counts.spool_bytes for counts in now),
             unknown=self._unknown,
         )
 
@@ -77,7 +77,9 @@ class SpanAccounts:
         answers = await asyncio.gather(*(_processes(url) for url in self._services.values()))
         found = dict(zip(self._services, answers, strict=True))
         self._unknown = [name for name, processes in found.items() if processes is None]
-        counts = {f"{name}/{one.replica}": one.spans for name, processes in found.items() for one in processes or []}
+        counts = {
+            f"{name}/{health.replica}": health.spans for name, processes in found.items() for health in processes or []
+        }
         self._last |= counts
         self._living = set(counts)
         self._looked_at = time.monotonic()
@@ -95,4 +97,4 @@ async def _processes(url: str) -> list[Health] | None:
             return [await client.call("GET", "/health", reply=Health)]
         except TrackwayError:
             return None
-    return [one.health for one in replicas]
+    return [replica.health for replica in replicas]

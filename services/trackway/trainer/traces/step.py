@@ -58,12 +58,13 @@ class StepTrace:
 
     def received(self, trajectories: Sequence[Trajectory]) -> None:
         """The step asked for these."""
-        self._traced += [one for one in trajectories if one.trace_id is not None]
+        self._traced += [trajectory for trajectory in trajectories if trajectory.trace_id is not None]
 
     @contextmanager
     def optimizer_step(self, used: Sequence[Trajectory]) -> Iterator[Callable[[Mapping[str, float]], None]]:
         """Trace one optimiser step, linked to the traced ones of the trajectories it uses; takes its metrics."""
-        consumed = [(one.trace_id, one.span_id) for one in used if one.trace_id and one.span_id]
+        ids = [(trajectory.trace_id, trajectory.span_id) for trajectory in used]
+        consumed = [(trace_id, span_id) for trace_id, span_id in ids if trace_id and span_id]
         number = self._optimizer_steps
         self._optimizer_steps += 1
         with optimizer_step_span(number, consumed) as span:
@@ -71,7 +72,8 @@ class StepTrace:
             yield lambda metrics: _measure(span, shown_metrics(metrics))
 
     def _outputs(self) -> dict[str, object]:
-        shown = [{"id": one.id, "trace_id": one.trace_id} for one in self._traced[:SHOWN_TRAJECTORIES]]
+        traced = self._traced[:SHOWN_TRAJECTORIES]
+        shown = [{"id": trajectory.id, "trace_id": trajectory.trace_id} for trajectory in traced]
         return {"traced": len(self._traced), "trajectories": shown}
 
 

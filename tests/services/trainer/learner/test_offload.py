@@ -1,4 +1,4 @@
-"""Where weights and moments are at each moment of a learner's work, and that being away changes nothing."""
+"""Where weights and moments are during a learner's work, and that offloading changes no result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,9 +33,11 @@ def config(tiny_model: Path) -> LearnerConfig:
     )
 
 
-def test_an_offloaded_learner_computes_what_one_at_hand_does(config: LearnerConfig, rollout: Rollout, tmp_path: Path):
-    at_hand, away = Learner(config), Learner(replace(config, **AWAY))
-    expected = [at_hand.update(pairs(rollout)).metrics for _ in range(2)]
+def test_an_offloaded_learner_computes_the_same_as_one_without_offload(
+    config: LearnerConfig, rollout: Rollout, tmp_path: Path
+):
+    resident, away = Learner(config), Learner(replace(config, **AWAY))
+    expected = [resident.update(pairs(rollout)).metrics for _ in range(2)]
 
     first = away.update(pairs(rollout)).metrics
     away.save(tmp_path)
@@ -43,25 +45,26 @@ def test_an_offloaded_learner_computes_what_one_at_hand_does(config: LearnerConf
     resumed.load(tmp_path)
     second = resumed.update(pairs(rollout)).metrics
 
-    assert [first, second] == [pytest.approx(one, abs=1e-12) for one in expected]
-    assert resumed.canary() == at_hand.canary()
+    assert [first, second] == [pytest.approx(metrics, abs=1e-12) for metrics in expected]
+    assert resumed.canary() == resident.canary()
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "full"])
-def test_each_part_is_at_hand_only_while_it_is_computed_with(config: LearnerConfig, rollout: Rollout, kind: str):
+def test_each_part_is_on_the_device_only_while_it_is_computed_with(config: LearnerConfig, rollout: Rollout, kind: str):
     learner = Learner(replace(config, **AWAY, kl_loss_type=kind))
     assert learner.reference is not None
-    policy, reference, moments = learner.policy.residence, learner.reference.residence, learner.moments
+    policy, reference = learner.policy.cpu_offload, learner.reference.cpu_offload
+    moments = learner.moments
     seen: set[tuple[str, bool, bool, bool]] = set()
 
     def note(what: str) -> Callable[..., None]:
-        return lambda *_: seen.add((what, policy.here, reference.here, moments.here))
+        return lambda *_: seen.add((what, policy.is_on_device, reference.is_on_device, moments.is_on_device))
 
     learner.policy.model.register_forward_pre_hook(note("policy"))
     learner.reference.model.register_forward_pre_hook(note("reference"))
     learner.policy.model.get_output_embeddings().register_full_backward_hook(note("backward"))
     learner.optimizer.register_step_pre_hook(note("step"))
-    before = (policy.here, reference.here, moments.here)
+    before = (policy.is_on_device, reference.is_on_device, moments.is_on_device)
 
     learner.update(pairs(rollout))
     learner.canary()
@@ -74,38 +77,39 @@ def test_each_part_is_at_hand_only_while_it_is_computed_with(config: LearnerConf
         ("backward", True, full, False),
         ("step", True, full, True),
     }
-    assert before == (policy.here, reference.here, moments.here) == (False, False, False)
+    assert before == (policy.is_on_device, reference.is_on_device, moments.is_on_device) == (False, False, False)
 
 
 def test_without_offload_everything_stays_and_on_a_cpu_nothing_moves(config: LearnerConfig, rollout: Rollout):
     learner, away = Learner(config), Learner(replace(config, **AWAY))
     before = [p.data_ptr() for p in away.policy.model.parameters()]
 
-    for one in (learner, away):
-        one.update(pairs(rollout))
+    for trained in (learner, away):
+        trained.update(pairs(rollout))
 
     assert learner.reference is not None
-    assert learner.policy.residence.here and learner.reference.residence.here and learner.moments.here
+    assert learner.policy.cpu_offload.is_on_device and learner.reference.cpu_offload.is_on_device
+    assert learner.moments.is_on_device
     assert [p.data_ptr() for p in away.policy.model.parameters()] == before
 
 
-def test_a_residence_opened_twice_is_left_once():
-    residence = CpuOffload(list, CPU, offload=True)
+def test_nested_contexts_offload_only_at_the_outer_end():
+    cpu_offload = CpuOffload(list, CPU, offload=True)
 
-    with residence.at_hand():
-        with residence.at_hand():
+    with cpu_offload.on_device():
+        with cpu_offload.on_device():
             pass
-        assert residence.here
-    assert not residence.here
+        assert cpu_offload.is_on_device
+    assert not cpu_offload.is_on_device
 
 
-def test_a_residence_is_left_when_the_work_inside_fails():
-    residence = CpuOffload(list, CPU, offload=True)
+def test_tensors_are_offloaded_when_the_work_inside_fails():
+    cpu_offload = CpuOffload(list, CPU, offload=True)
 
-    with pytest.raises(ZeroDivisionError), residence.at_hand():
+    with pytest.raises(ZeroDivisionError), cpu_offload.on_device():
         _ = 1 / 0
 
-    assert not residence.here
+    assert not cpu_offload.is_on_device
 
 
 @dataclass
@@ -125,26 +129,26 @@ class Holder:
 
 def test_data_moves_to_a_gpu_and_back_and_what_is_frozen_is_not_copied_back():
     trained, frozen = ([Holder(Data(CPU)), Holder(Data(CPU))] for _ in range(2))
-    originals = [one.data for one in frozen]
+    originals = [holder.data for holder in frozen]
     of_trained = CpuOffload(lambda: trained, CUDA, offload=True)  # pyright: ignore[reportArgumentType]
     of_frozen = CpuOffload(lambda: frozen, CUDA, offload=True, frozen=True)  # pyright: ignore[reportArgumentType]
 
-    with of_trained.at_hand(), of_frozen.at_hand():
-        there = [one.data.device for one in (*trained, *frozen)]
+    with of_trained.on_device(), of_frozen.on_device():
+        there = [holder.data.device for holder in (*trained, *frozen)]
         trained.append(Holder(Data(CUDA)))  # as an optimizer does at its first step
 
     assert there == [CUDA] * 4
-    assert [one.data.device for one in (*trained, *frozen)] == [CPU] * 5
-    assert all(one.data is original for one, original in zip(frozen, originals, strict=True))
+    assert [holder.data.device for holder in (*trained, *frozen)] == [CPU] * 5
+    assert all(holder.data is original for holder, original in zip(frozen, originals, strict=True))
 
 
 def test_what_is_not_offloaded_is_brought_once_and_stays():
     holders = [Holder(Data(CPU))]
-    residence = CpuOffload(lambda: holders, CUDA)  # pyright: ignore[reportArgumentType]
+    cpu_offload = CpuOffload(lambda: holders, CUDA)  # pyright: ignore[reportArgumentType]
 
-    with residence.at_hand():
+    with cpu_offload.on_device():
         moved = holders[0].data
-    with residence.at_hand():
+    with cpu_offload.on_device():
         pass
 
     assert moved.device == CUDA
@@ -153,8 +157,8 @@ def test_what_is_not_offloaded_is_brought_once_and_stays():
 
 def devices(learner: Learner) -> tuple[set[str], set[str]]:
     """Of the weights, and of AdamW's state."""
-    weights = {one.device.type for one in learner.policy.model.parameters()}
-    return weights, {one.device.type for one in state_tensors(learner.optimizer)}
+    weights = {tensor.device.type for tensor in learner.policy.model.parameters()}
+    return weights, {tensor.device.type for tensor in state_tensors(learner.optimizer)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -14,7 +14,7 @@ from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import Prompts
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.fit import fit
-from trackway.trainer.loop.from_config import learner_config, plan, training_ask, validation_ask
+from trackway.trainer.loop.from_config import learner_config, plan, training_template, validation_template
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.schedule import Progress
@@ -68,16 +68,16 @@ def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -
     beginning = begin(folder, config, learner)
     store = WeightStore(folder.services().weights_url)
 
-    def rollouts(ask) -> Rollouts:
-        return Rollouts(AgentClient(agent_url), ask, RetryPolicy())
+    def rollouts(template) -> Rollouts:
+        return Rollouts(AgentClient(agent_url), template, RetryPolicy())
 
     return Training(
         plan=replace(schedule, traced_validation=0),
         folder=folder,
         prompts=prompts,
-        rollouts=rollouts(training_ask(config, folder.name, target)),
+        rollouts=rollouts(training_template(config, folder.name, target)),
         validation_rows=rows[:2],
-        validation_rollouts=rollouts(validation_ask(config, folder.name, target)),
+        validation_rollouts=rollouts(validation_template(config, folder.name, target)),
         learner=learner,
         publisher=Publisher(store, learner, folder.name, folder.info().uid, folder.path / "export", 2),
         sinks=[FileSink(folder)],

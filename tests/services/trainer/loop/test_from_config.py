@@ -1,7 +1,7 @@
 import pytest
 
 from trackway.trainer.config import compose
-from trackway.trainer.loop.from_config import learner_config, trace_target, training_ask, validation_ask
+from trackway.trainer.loop.from_config import learner_config, trace_target, training_template, validation_template
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
@@ -34,14 +34,14 @@ def test_validation_is_greedy_unless_it_samples():
     warm = "actor_rollout_ref.rollout.val_kwargs.temperature=0.7"
     samples = "actor_rollout_ref.rollout.val_kwargs.do_sample=true"
 
-    assert validation_ask(compose([warm]), "run", TraceTarget()).sampling_params.temperature == 0.0
-    assert validation_ask(compose([warm, samples]), "run", TraceTarget()).sampling_params.temperature == 0.7
+    assert validation_template(compose([warm]), "run", TraceTarget()).sampling_params.temperature == 0.0
+    assert validation_template(compose([warm, samples]), "run", TraceTarget()).sampling_params.temperature == 0.7
 
 
 def test_training_and_validation_ask_for_the_same_agent_within_the_same_limits():
     config = compose(["actor_rollout_ref.rollout.multi_turn.max_assistant_turns=3", "data.max_response_length=99"])
 
-    training, validation = training_ask(config, "run", TARGET), validation_ask(config, "run", TARGET)
+    training, validation = training_template(config, "run", TARGET), validation_template(config, "run", TARGET)
 
     assert training.limits == validation.limits
     assert (training.limits.max_assistant_turns, training.limits.max_response_length) == (3, 99)
@@ -61,9 +61,12 @@ TRACE = "actor_rollout_ref.rollout.trace"
 
 
 def test_the_tag_experiment_name_is_the_trace_sections_own_or_the_trainers():
-    assert training_ask(compose(["trainer.experiment_name=a"]), "run", TARGET).experiment_name == "a"
+    assert training_template(compose(["trainer.experiment_name=a"]), "run", TARGET).experiment_name == "a"
     own = compose(["trainer.experiment_name=a", f"{TRACE}.experiment_name=b"])
-    assert (training_ask(own, "run", TARGET).experiment_name, validation_ask(own, "run", TARGET).experiment_name) == (
+    assert (
+        training_template(own, "run", TARGET).experiment_name,
+        validation_template(own, "run", TARGET).experiment_name,
+    ) == (
         "b",
         "b",
     )

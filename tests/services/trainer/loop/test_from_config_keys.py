@@ -10,12 +10,12 @@ from pydantic import JsonValue
 from trackway.trainer.config import RunConfig, compose, resolve
 from trackway.trainer.loop.from_config import (
     learner_config,
-    patience,
     plan,
+    retry_policy,
     sharing,
     trace_target,
-    training_ask,
-    validation_ask,
+    training_template,
+    validation_template,
 )
 from trackway.trainer.loop.rollout_client import GroupTemplate
 
@@ -28,9 +28,9 @@ STEPS, STEPS_PER_EPOCH = 40, 7
 
 
 def asks(**changed: object) -> Fields:
-    """The same fields of the training and the validation ask; a dot is written `__`."""
+    """The same fields of the training and the validation template; a dot is written `__`."""
     names = {name.replace("__", "."): value for name, value in changed.items()}
-    return {f"{ask}.{name}": value for ask in ("training", "validation") for name, value in names.items()}
+    return {f"{template}.{name}": value for template in ("training", "validation") for name, value in names.items()}
 
 
 KEYS: dict[str, tuple[JsonValue, Fields]] = {
@@ -121,9 +121,9 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "trackway.device": ("cuda:1", {"learner.device": "cuda:1", "learner.dtype": "bfloat16"}),
     "trackway.dtype": ("bfloat16", {"learner.dtype": "bfloat16"}),
     "trackway.threads": (21, {"learner.threads": 21}),
-    "trackway.max_inflight_groups": (22, {"patience.max_inflight": 22}),
-    "trackway.group_attempts": (23, {"patience.attempts": 23}),
-    "trackway.group_timeout_s": (24.0, {"patience.timeout_s": 24.0}),
+    "trackway.max_inflight_groups": (22, {"retry_policy.max_inflight": 22}),
+    "trackway.group_attempts": (23, {"retry_policy.attempts": 23}),
+    "trackway.group_timeout_s": (24.0, {"retry_policy.timeout_s": 24.0}),
     "trackway.trajectory_timeout_s": (25.0, asks(limits__timeout_s=25.0)),
     "trackway.tools": (["search"], asks(tools=["search"])),
     "trackway.max_tool_response_tokens": (26, asks(limits__max_tool_response_tokens=26)),
@@ -173,7 +173,7 @@ TOGETHER: list[tuple[Keys, Fields]] = [
 
 NOT_BY_KEY = {
     "learner.total_updates",
-    "patience.backoff_s",
+    "retry_policy.backoff_s",
     *("trace.mlflow_experiment_id", "trace.mlflow_run_id"),
     *asks(
         run=0, validation=0, trace_target=0, sampling__stop_token_ids=0, sampling__ignore_eos=0, sampling__logprobs=0
@@ -189,16 +189,16 @@ def reached(config: RunConfig) -> Fields:
         "learner": asdict(learner_config(config, STEPS)),
         "plan": asdict(plan(config, STEPS_PER_EPOCH)),
         "trace": target.model_dump(),
-        "training": dict(_ask_fields(training_ask(config, "run", target))),
-        "validation": dict(_ask_fields(validation_ask(config, "run", target))),
-        "patience": asdict(patience(config)),
+        "training": dict(_template_fields(training_template(config, "run", target))),
+        "validation": dict(_template_fields(validation_template(config, "run", target))),
+        "retry_policy": asdict(retry_policy(config)),
         "sharing": asdict(sharing(config)),
     }
     return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}
 
 
-def _ask_fields(ask: GroupTemplate) -> Iterator[tuple[str, object]]:
-    for name, value in vars(ask).items():
+def _template_fields(template: GroupTemplate) -> Iterator[tuple[str, object]]:
+    for name, value in vars(template).items():
         match name:
             case "sampling_params":
                 yield from ((f"sampling.{field}", inner) for field, inner in value.model_dump().items())
@@ -247,9 +247,9 @@ def test_what_follows_from_the_run_itself_is_passed_on():
 
     assert (target.mlflow_experiment_id, target.mlflow_run_id) == ("7", "r")
     assert learner_config(config, STEPS).total_updates == STEPS
-    for make, is_validation in ((training_ask, False), (validation_ask, True)):
-        ask = make(config, "name", target)
-        assert (ask.run, ask.validation, ask.trace_target) == ("name", is_validation, target)
+    for make, is_validation in ((training_template, False), (validation_template, True)):
+        template = make(config, "name", target)
+        assert (template.run, template.validation, template.trace_target) == ("name", is_validation, target)
 
 
 def test_the_throughput_of_a_run_without_gpus_is_divided_by_one():

@@ -14,14 +14,14 @@ from trackway.wire.trajectory import StopReason
 
 pytestmark = pytest.mark.anyio
 
-ASK = GroupTemplate(
+TEMPLATE = GroupTemplate(
     "run", "experiment", 4, SamplingParams(), Limits(), "tool_agent", trace_target=TraceTarget(mlflow_experiment_id="7")
 )
 
 
-def rollouts(url: str, http: httpx.AsyncClient, **patience: float) -> Rollouts:
-    given = RetryPolicy(**{"backoff_s": 0.01, **patience})  # pyright: ignore[reportArgumentType]
-    return Rollouts(AgentClient(url, http), ASK, given)
+def rollouts(url: str, http: httpx.AsyncClient, **changes: float) -> Rollouts:
+    given = RetryPolicy(**{"backoff_s": 0.01, **changes})  # pyright: ignore[reportArgumentType]
+    return Rollouts(AgentClient(url, http), TEMPLATE, given)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from trackway.trainer.data.dataset import Prompts
 from trackway.trainer.learner import filtering
 from trackway.trainer.learner import learner as learner_module
 from trackway.trainer.learner.learner import Learner, LearnerConfig
-from trackway.trainer.loop.from_config import training_ask, validation_ask
+from trackway.trainer.loop.from_config import training_template, validation_template
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.training import Schedule, Training
 from trackway.trainer.loop.weight_publisher import Publisher
@@ -159,16 +159,16 @@ def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: 
         feedback=[backend],
     )
 
-    def rollouts(ask) -> Rollouts:
-        return Rollouts(AgentClient(agent_url), ask, RetryPolicy())
+    def rollouts(template) -> Rollouts:
+        return Rollouts(AgentClient(agent_url), template, RetryPolicy())
 
     training = Training(
         plan=Schedule(total_steps=9, seed=0, traced_prompts=2, traced_validation=2, rollouts=2, max_staleness=1),
         folder=folder,
         prompts=Prompts([sample(index) for index in range(4)], 2, 0, shuffle=False),
-        rollouts=rollouts(training_ask(config, "run", TraceTarget())),
+        rollouts=rollouts(training_template(config, "run", TraceTarget())),
         validation_rows=[sample(index) for index in range(3)],
-        validation_rollouts=rollouts(validation_ask(config, "run", TraceTarget())),
+        validation_rollouts=rollouts(validation_template(config, "run", TraceTarget())),
         learner=learner,
         publisher=Publisher(WeightStore(urls.weights_url), learner, "run", "", folder.path / "export", 2),
         sinks=[],

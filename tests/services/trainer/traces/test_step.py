@@ -20,7 +20,7 @@ from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
 TARGET = TraceTarget(wandb_run_id="r1")
-ASK = GroupTemplate("run", "experiment", 2, SamplingParams(), Limits(), "tool_agent", trace_target=TARGET)
+TEMPLATE = GroupTemplate("run", "experiment", 2, SamplingParams(), Limits(), "tool_agent", trace_target=TARGET)
 
 
 class Recorded:
@@ -56,7 +56,7 @@ def trainer():
 @pytest.fixture
 async def rollouts(agent, agent_url: str) -> AsyncIterator[Rollouts]:
     async with httpx.AsyncClient() as http:
-        yield Rollouts(AgentClient(agent_url, http), ASK, RetryPolicy())
+        yield Rollouts(AgentClient(agent_url, http), TEMPLATE, RetryPolicy())
 
 
 @pytest.mark.anyio
