@@ -213,7 +213,7 @@ async def test_when_all_connections_are_at_work_a_new_one_is_told_to_come_again(
 
     status, code, message = error_of(answer)
     assert (status, code) == (429, "overloaded")
-    assert message.startswith("expected fewer than 3 connections at work on this process; ask again later")
+    assert message.startswith("expected fewer than 3 active connections on this process; retry later")
     assert b"\r\nretry-after: 1\r\n" in answer
     assert texts == ["through"] * 3
 

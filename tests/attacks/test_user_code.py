@@ -97,7 +97,7 @@ def test_a_scorer_that_exits_fails_its_score_alone(reward: ServiceProcess) -> No
     fine = reward.http.post("/score", json=SCORED)
 
     told = {
-        how: (500, "internal", f"scorer 'exiting' failed: {what}; the service's log has the traceback")
+        how: (500, "internal", f"scorer 'exiting' failed: {what}; see the traceback in the reward service's log")
         for how, what in ways.items()
     }
     assert (failed, failure(batch)) == (told, told["exit"])

@@ -1,6 +1,6 @@
-"""The agent service: it talks to the model, runs the tools it calls, has the result scored, and returns trajectories.
+"""The agent service: calls the model, runs its tool calls, has the result scored, and returns trajectories.
 
-A loop of your own: subclass `AgentLoop`, decorate it with `@register("name")`, name its module in `agent_modules`.
+To add a loop, subclass `AgentLoop`, decorate it with `@register("name")`, and name its module in `agent_modules`.
 """
 
 from trackway.agent.context import AgentContext

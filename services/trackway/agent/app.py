@@ -73,14 +73,14 @@ def _routes(groups: Groups) -> ServiceRouter:
 
     @router.get("/agents")
     async def list_agents() -> AgentList:
-        """Every agent loop that `agent_name` may name."""
+        """The agent loops that `agent_name` can select."""
         return AgentList(agents=agents())
 
     return router
 
 
 class GroupStream(StreamingResponse):
-    """One trajectory per line; a client that leaves ends those that still run."""
+    """One trajectory per line; when the client disconnects, the remaining rollouts are aborted."""
 
     media_type = "application/x-ndjson"
 
@@ -89,7 +89,7 @@ class GroupStream(StreamingResponse):
         self._trajectories = trajectories
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Starlette leaves an unfinished iterator to the garbage collector; tool instances cannot wait for that.
+        # Starlette leaves an unfinished iterator to the garbage collector, too late to release tool instances.
         async with aclosing(self._trajectories):
             await super().__call__(scope, receive, send)
 

@@ -1,4 +1,4 @@
-"""What the tool server offers, asked for once and then known for a while."""
+"""The tool server's list of tools, fetched once and cached for a limited time."""
 
 import asyncio
 import time
@@ -13,20 +13,20 @@ from trackway.wire.tools import ToolList
 
 @dataclass(frozen=True)
 class ToolSet:
-    """The tools that one trajectory may call."""
+    """The tools that a trajectory may call."""
 
     schemas: list[ToolSchema]
     stateless: frozenset[str] = frozenset()
-    """Names of those that keep nothing between calls, and need no instance."""
+    """Names of the stateless tools, which need no instance."""
 
     @property
     def names(self) -> list[str]:
-        """Names of the tools, in the server's or the request's order."""
+        """Names of the tools, in the order of the server or of the request."""
         return [schema.function.name for schema in self.schemas]
 
 
 class ToolCatalog:
-    """The tool server's list; trajectories that start together share one request."""
+    """The tool server's list; trajectories that start together share a request."""
 
     def __init__(self, client: ToolsClient, refresh_s: float) -> None:
         self._client = client
@@ -57,7 +57,7 @@ class ToolCatalog:
         if listing is None or (listing.done() and not self._fresh(listing)):
             listing = self._listing = asyncio.create_task(self._client.offer())
             self._known_until = time.monotonic() + self._refresh_s
-        # One trajectory's cancellation must not take the list from the others.
+        # Cancelling one trajectory must not cancel the request for the others.
         return await asyncio.shield(listing)
 
     def _fresh(self, listing: asyncio.Task[ToolList]) -> bool:

@@ -1,4 +1,4 @@
-"""What an agent loop works with: three service clients, the tokenizer, the call parser, the tool catalog."""
+"""The services of an agent loop: three clients, the tokenizer, the call parser, the tool catalog."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from trackway.clients import RewardClient, RolloutClient, ToolsClient
 
 @dataclass(frozen=True)
 class AgentContext:
-    """Shared by every trajectory of the process."""
+    """Shared by all trajectories of the process."""
 
     settings: AgentSettings
     rollout: RolloutClient

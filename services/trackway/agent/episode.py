@@ -1,7 +1,7 @@
-"""A trajectory while it grows: ids, mask, logprobs and weight spans that are only ever appended to.
+"""A trajectory in progress: ids, mask, logprobs and weight spans, which are append-only.
 
-`response_ids`, `response_mask` and `response_logprobs` have one entry per token behind the prompt. What the model wrote
-has mask 1 and its logprob; observations and template glue have mask 0 and logprob 0.0.
+`response_ids`, `response_mask` and `response_logprobs` have one entry per token after the prompt. Generated tokens
+have mask 1 and their logprob; observations and template tokens have mask 0 and logprob 0.0.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ _SHORT_PROMPT_CHARS = 16_384
 
 @dataclass
 class Episode:
-    """The growing trajectory; `trajectory()` gives its wire form."""
+    """The trajectory in progress; `trajectory()` returns its wire form."""
 
     request: GroupRequest
     tags: Tags
@@ -43,9 +43,9 @@ class Episode:
     weight_versions: list[WeightSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     user_turns: int = 0
-    """Rounds of observations so far."""
+    """Turns of observations so far."""
     shown: int = 0
-    """Tokens of prompt and response that generation calls have already sent."""
+    """Tokens of prompt and response sent by generation calls so far."""
     tool_rewards: list[float] = field(default_factory=list)
     reward: Reward | None = None
     stop_reason: StopReason = StopReason.ERROR
@@ -54,7 +54,7 @@ class Episode:
 
     @classmethod
     def begin(cls, request: GroupRequest, rollout_n: int, agent_name: str) -> "Episode":
-        """An empty trajectory of one rollout of the request."""
+        """A new episode for one rollout of the request."""
         tags = Tags(
             experiment_name=request.experiment_name,
             step=request.step,
@@ -76,29 +76,29 @@ class Episode:
 
     @property
     def limits(self) -> Limits:
-        """The bounds of this trajectory."""
+        """The limits of this trajectory."""
         return self.request.limits
 
     @property
     def room(self) -> int:
-        """Response tokens that are left."""
+        """Response tokens left."""
         return self.limits.max_response_length - len(self.response_ids)
 
     @property
     def context(self) -> list[int]:
-        """Prompt and response so far, which the next generation continues."""
+        """Prompt and response so far: the prompt of the next generation."""
         return self.prompt_ids + self.response_ids
 
     @property
     def num_turns(self) -> int:
-        """verl's count: a plain answer is 2, one tool round is 4."""
+        """Turns as verl counts them: a plain answer is 2, one tool round is 4."""
         return self.user_turns + len(self.turns) + 1
 
     def add_prompt(self, ids: Sequence[int]) -> None:
         """Start with the rendered prompt, truncated to its limit if allowed.
 
         Raises:
-            TrackwayError: `invalid_request` when it is longer than `max_prompt_length` and must not be cut.
+            TrackwayError: `invalid_request` when it exceeds `max_prompt_length` and truncation is off.
         """
         limit, side = self.limits.max_prompt_length, self.limits.prompt_truncation
         self.prompt_ids = list(ids) if side == "error" else cut_prompt(ids, limit, side)
@@ -118,8 +118,8 @@ class Episode:
         """Append generated tokens.
 
         Raises:
-            TrackwayError: `internal` when ids and logprobs do not match, or there are more ids than were asked for;
-                `not_finite` for a logprob that is no finite number.
+            TrackwayError: `internal` when ids and logprobs do not match, or there are more ids than requested;
+                `not_finite` for a logprob that is not a finite number.
         """
         logprobs = [entry.logprob for entry in choice.logprobs.content]
         if len(logprobs) != len(choice.token_ids) or len(logprobs) > self.room:
@@ -138,7 +138,7 @@ class Episode:
         self.shown = len(self.prompt_ids) + len(self.response_ids)
 
     def add_observation(self, ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Append an observation; False, and nothing appended, when no token would be left for an answer (as verl)."""
+        """Append an observation; False, and nothing appended, if no token would be left for an answer (as verl)."""
         if len(ids) >= self.room:
             return False
         self._append(ids, 0, [0.0] * len(ids))
@@ -152,21 +152,21 @@ class Episode:
         self.response_logprobs.extend(logprobs)
 
     def written(self) -> list[list[int]]:
-        """The model's own ids, turn by turn."""
+        """The generated ids of each turn."""
         return [self.response_ids[turn.response_start : turn.response_end] for turn in self.turns]
 
     def fail(self, error: TrackwayError) -> None:
-        """End with an error; the trajectory is then left out of the update."""
+        """End with an error, which excludes the trajectory from the update."""
         self.stop_reason = StopReason.ERROR
         self.error = error.to_reply().error
         self.reward = None
 
     def _is_short(self) -> bool:
-        """A long prompt that was refused is not sent back, once for each rollout."""
+        """A rejected prompt is left out of the reply; it could be long, and is the same in each rollout."""
         return sum(len(message.content) for message in self.sample.prompt) <= _SHORT_PROMPT_CHARS
 
     def trajectory(self) -> Trajectory:
-        """The wire form; what its trace is, is added by the loop."""
+        """The wire form; the loop adds the trace."""
         return Trajectory(
             id=self.id,
             session_id=self.id,
@@ -190,7 +190,7 @@ class Episode:
 
 
 def cut_prompt(ids: Sequence[int], limit: int, side: Literal["left", "right", "middle"]) -> list[int]:
-    """At most `limit` of the ids, cut at a side as verl does; the odd token of a cut in the middle stays at the end."""
+    """At most `limit` of the ids, truncated as verl does; `middle` keeps the odd token at the end."""
     if len(ids) <= limit:
         return list(ids)
     head = {"left": 0, "right": limit, "middle": limit // 2}[side]

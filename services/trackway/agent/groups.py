@@ -1,4 +1,4 @@
-"""Groups of rollouts: run side by side, handed out as each ends."""
+"""Groups of rollouts: run concurrently, returned as each ends."""
 
 import asyncio
 from collections import Counter
@@ -16,7 +16,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 
 _SLACK_S = 1.0
-"""For the work around a release."""
+"""Time allowed for the work around a release."""
 
 
 class Groups(Collector):
@@ -31,11 +31,11 @@ class Groups(Collector):
 
     @property
     def running(self) -> int:
-        """Trajectories that have not ended, those that wait for a slot included."""
+        """Unfinished trajectories, including those that wait for a slot."""
         return len(self._tasks)
 
     def start(self, request: GroupRequest) -> AsyncGenerator[Trajectory, None]:
-        """The asked rollouts, each as it ends; closing the generator aborts those that run, and so does `close`.
+        """The requested rollouts, each as it ends; closing the generator or the service aborts the rest.
 
         Raises:
             TrackwayError: at once, `unknown_agent`, `invalid_request`, or `unavailable` when the service stops.
@@ -55,7 +55,7 @@ class Groups(Collector):
         except asyncio.CancelledError:
             if not self._closed or _is_cancelled():
                 raise
-            # The service stops: the stream ends early, and its client asks elsewhere for what is missing.
+            # On shutdown the stream ends early, and the client requests the missing rollouts elsewhere.
         finally:
             for task in tasks:
                 task.cancel("the group was closed before this rollout ended")
@@ -63,7 +63,7 @@ class Groups(Collector):
                 await asyncio.wait(tasks)
 
     async def close(self) -> None:
-        """Abort what runs and take nothing more: the process ends. Tools are given back, within their time limit."""
+        """Abort all rollouts and reject new ones; tool instances are released within their time limit."""
         self._closed = True
         for task in self._tasks:
             task.cancel("the agent service stops")
@@ -90,7 +90,7 @@ class Groups(Collector):
         return await loop(self._services).run(request, rollout_n)
 
     def collect(self) -> Iterator[Metric]:
-        """Trajectories, as Prometheus wants them: an outcome is a stop reason, an error's code, or `aborted`."""
+        """Prometheus metrics; an outcome is a stop reason, an error code, or `aborted`."""
         yield GaugeMetricFamily(
             "trackway_trajectories_running", "Trajectories that run or wait for a slot", self.running
         )
@@ -99,21 +99,23 @@ class Groups(Collector):
 
 
 def _is_cancelled() -> bool:
-    """Whether it is the current task that was cancelled, and not one for which it waits."""
+    """Whether the current task itself was cancelled, rather than one that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def stopping() -> TrackwayError:
-    """What a client is told that asks a service which stops."""
-    return TrackwayError(ErrorCode.UNAVAILABLE, "this agent replica stops; ask again for the rollouts that are missing")
+    """The error for requests during shutdown."""
+    return TrackwayError(
+        ErrorCode.UNAVAILABLE, "this agent replica is shutting down; request the missing rollouts again"
+    )
 
 
 def checked_rollouts(request: GroupRequest) -> list[int]:
-    """The rollout numbers that a request asks for, each once.
+    """The rollout numbers of a request, without duplicates.
 
     Raises:
-        TrackwayError: `invalid_request` when one is asked for twice or does not lie in 0..n-1.
+        TrackwayError: `invalid_request` when a number is repeated or outside 0..n-1.
     """
     rollouts = request.rollout_numbers()
     if len(set(rollouts)) != len(rollouts) or not all(0 <= number < request.n for number in rollouts):

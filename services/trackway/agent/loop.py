@@ -1,8 +1,8 @@
-"""What every agent loop has in common: the root span, the time limit, generation, scoring, and how it ends.
+"""The base of agent loops: root span, time limit, generation, scoring, and the final trajectory.
 
-A loop of your own subclasses `AgentLoop`, implements `converse`, and is registered under the `agent_name` that dataset
-rows carry (verl's column). One instance serves one trajectory. Whatever goes wrong in it ends that trajectory alone:
-it comes back with `error` and is traced.
+A custom loop subclasses `AgentLoop`, implements `converse`, and is registered under an `agent_name`, the column of the
+dataset (verl's). Each instance runs one trajectory. An exception ends only that trajectory, which is returned with
+`error` set and is traced.
 """
 
 import asyncio
@@ -37,16 +37,16 @@ Activity = Literal["generate_sequences", "tool_calls", "compute_score", "total"]
 Loop = TypeVar("Loop", bound="type[AgentLoop]")
 
 DEFAULT_AGENT = "single_turn_agent"
-"""For rows without `agent_name`, as verl's `rollout.agent.default_agent_loop`."""
+"""The loop for rows without `agent_name`, as verl's `rollout.agent.default_agent_loop`."""
 
 _ABORTED = "aborted"
 
 _PAUSE_S = 0.2
-"""Before a cut generation is continued: its engine is busy with new weights."""
+"""Delay before an aborted generation is continued, while the engine loads weights."""
 
 
 class AgentLoop(ABC):
-    """One conversation between the model and its world."""
+    """One conversation between the model and its environment."""
 
     agent_name: ClassVar[str]
 
@@ -55,7 +55,7 @@ class AgentLoop(ABC):
 
     @abstractmethod
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
-        """Extend the episode until it ends, and return why; an exception ends it with an error."""
+        """Extend the episode until it ends; returns the stop reason. An exception ends it with an error."""
 
     async def run(self, request: GroupRequest, rollout_n: int) -> Trajectory:
         """One rollout, scored and traced; raises only asyncio.CancelledError."""
@@ -72,7 +72,7 @@ class AgentLoop(ABC):
                 await self._live(episode)
                 await self._tell(span, episode)
             except asyncio.CancelledError:
-                # Nobody waits for the texts; the span itself is marked ERROR by what passes through it.
+                # The texts are skipped on cancellation; the span is marked ERROR by the exception.
                 set_outcome(span, _ABORTED)
                 span.outputs(_ending(episode, _ABORTED))
                 raise
@@ -95,7 +95,7 @@ class AgentLoop(ABC):
         """Render the prompt.
 
         Raises:
-            TrackwayError: `invalid_request` when it is longer than its limit, or than what may be cut.
+            TrackwayError: `invalid_request` when it exceeds its limit, or the limit of truncation.
         """
         try:
             ids = await self.services.tokens.prompt(episode.sample.prompt, schemas, episode.limits.max_rendered)
@@ -109,7 +109,7 @@ class AgentLoop(ABC):
     async def generate(self, episode: Episode) -> str:
         """Generate one assistant turn and append it; returns the finish reason.
 
-        A turn that the engine cut (`abort`, when it is paused for new weights) is continued where it stopped.
+        A turn that the engine aborted (while it is paused for new weights) is resumed.
         """
         start = len(episode.response_ids)
         with stopwatch(episode.timings, "generate_sequences"):
@@ -143,7 +143,7 @@ class AgentLoop(ABC):
         return reply.choices[0]
 
     async def _score(self, episode: Episode, toolbox: Toolbox) -> Reward:
-        """The reward service's score of what the model itself wrote; the tools' own rewards are its components."""
+        """The reward service's score of the generated text; tool rewards are its components."""
         with stopwatch(episode.timings, "compute_score"):
             rewards = await toolbox.rewards()
             turns = [await self.services.tokens.plain_text(ids) for ids in episode.written()]
@@ -167,7 +167,7 @@ class AgentLoop(ABC):
         return reward.model_copy(update={"components": {**tools, **reward.components}})
 
     async def _tell(self, span: SpanHandle, episode: Episode) -> None:
-        """Write onto the root how the trajectory ended."""
+        """Record on the root span how the trajectory ended."""
         if not span.recording:
             return
         set_outcome(span, None if episode.error is None else f"error:{episode.error.code.value}")
@@ -185,7 +185,7 @@ class AgentLoop(ABC):
                 "prompt_text": await tokens.text(episode.prompt_ids),
             }
         except Exception as error:
-            # Ids that the tokenizer does not know must not cost the group its other trajectories.
+            # Ids unknown to the tokenizer must not fail the other trajectories of the group.
             span.event("text_unavailable", reason=f"{type(error).__name__}: {error}")
             return {}
 
@@ -194,7 +194,7 @@ _AGENTS: dict[str, type[AgentLoop]] = {}
 
 
 def register(agent_name: str) -> Callable[[Loop], Loop]:
-    """Class decorator: run this loop for rows with this `agent_name`."""
+    """Class decorator: register the loop under this `agent_name`."""
 
     def add(loop: Loop) -> Loop:
         loop.agent_name = agent_name
@@ -205,7 +205,7 @@ def register(agent_name: str) -> Callable[[Loop], Loop]:
 
 
 def agent_loop(agent_name: str | None) -> type[AgentLoop]:
-    """The loop of that name, the default one for None.
+    """The loop of that name, or the default loop for None.
 
     Raises:
         TrackwayError: `unknown_agent` when there is none.
@@ -218,7 +218,7 @@ def agent_loop(agent_name: str | None) -> type[AgentLoop]:
 
 
 def agents() -> list[AgentInfo]:
-    """Every registered loop and the first line of its docstring."""
+    """The registered loops and the first line of each docstring."""
     return [
         AgentInfo(name=name, description=(inspect.getdoc(loop) or "").partition("\n")[0])
         for name, loop in sorted(_AGENTS.items())
@@ -227,7 +227,7 @@ def agents() -> list[AgentInfo]:
 
 @contextmanager
 def stopwatch(timings: Timings, activity: Activity) -> Iterator[None]:
-    """Add the seconds that the block takes."""
+    """Add the block's duration in seconds."""
     started = time.perf_counter()
     try:
         yield
@@ -236,7 +236,7 @@ def stopwatch(timings: Timings, activity: Activity) -> Iterator[None]:
 
 
 def _ending(episode: Episode, stop_reason: str) -> dict[str, float | str | None]:
-    """Where a trajectory stood when it ended, in numbers."""
+    """The trajectory's counters when it ended."""
     return {
         "reward": episode.reward.score if episode.reward else None,
         "num_turns": episode.num_turns,
@@ -247,25 +247,25 @@ def _ending(episode: Episode, stop_reason: str) -> dict[str, float | str | None]
 
 
 def _with_trace(trajectory: Trajectory, root: SpanHandle) -> Trajectory:
-    """The trajectory and what is known of its trace, now that the root has ended."""
+    """The trajectory with its trace counts, once the root span has ended."""
     sums = root.ledger
     trace = {"trace_id": root.trace_id, "span_id": root.span_id, "trace_bytes": sums.bytes}
     return trajectory.model_copy(update={**trace, "incidents": sorted(sums.incidents)})
 
 
 def _named(error: Exception, episode: Episode) -> TrackwayError:
-    """The error under its code; one that nobody foresaw is logged here, once, with its traceback."""
+    """The error with its code; unexpected exceptions are logged once, with traceback."""
     if isinstance(error, TrackwayError):
         return error
     if isinstance(error, TimeoutError):
         message = (
-            f"expected the trajectory to end within {episode.limits.timeout_s:g} s (limits.timeout_s), got no end "
-            f"in turn {len(episode.turns)}; allow more time, or look at the trace for what is slow"
+            f"expected the trajectory to end within {episode.limits.timeout_s:g} s (limits.timeout_s), still running "
+            f"in turn {len(episode.turns)}; raise the limit, or look for the slow span in its trace"
         )
         return TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message)
     logger.error("trajectory %s failed", episode.id, exc_info=error)
     message = (
         f"agent loop {episode.agent_name!r} failed: {described(error)}; "
-        "this is a defect, the agent service's log has the traceback"
+        "this is a bug; see the traceback in the agent service's log"
     )
     return TrackwayError(ErrorCode.INTERNAL, message)

@@ -1,4 +1,4 @@
-"""What the model is told about its calls: verl's texts and verl's truncation, which here can count tokens too."""
+"""Observations: the texts and truncation of verl, and truncation by tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,42 +6,42 @@ from dataclasses import dataclass
 from trackway.wire.agent import Limits
 from trackway.wire.trajectory import ToolCallRecord
 
-Place = tuple[int, int]
-"""Where a token lies in a text: its first character, and the one behind its last."""
+CharSpan = tuple[int, int]
+"""Start and end offset of a token's characters in a text."""
 
 _MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The answer to one call, and its step reward; None when the call was over the limit of its turn."""
+    """The result of one call and its step reward; None for a call beyond the turn's limit."""
 
     text: str
     reward: float | None = 0.0
     record: ToolCallRecord | None = None
-    """What came of the call, if it reached its tool."""
+    """The record of the call, if it reached its tool."""
 
 
 def unknown_function(name: str, available: Sequence[str]) -> Observation:
-    """The model called a tool that it was not offered."""
+    """The observation for a tool that was not offered."""
     return Observation(f"Unknown function '{name}'. Available tools: {list(available)}")
 
 
 def failed_call(record: ToolCallRecord, message: str) -> Observation:
-    """The tool refused the arguments or raised."""
+    """The observation for a call that the tool rejected or that raised."""
     return Observation(f"Error executing tool '{record.tool}': {message}", record=record)
 
 
 def not_run(name: str, max_parallel_calls: int) -> Observation:
-    """The call came after `max_parallel_calls` others of its turn (verl drops it without a word)."""
+    """The observation for a call beyond the turn's `max_parallel_calls` (verl drops it silently)."""
     text = f"The call of '{name}' was not run: at most {max_parallel_calls} tool call(s) run in one turn."
     return Observation(text, reward=None)
 
 
-def truncated(text: str, limits: Limits, tokens: Sequence[Place] = ()) -> str:
-    """`text` within its bounds, plus a marker at the side that the limits name.
+def truncated(text: str, limits: Limits, tokens: Sequence[CharSpan] = ()) -> str:
+    """`text` truncated to its limits, with a marker on the truncated side.
 
-    `tokens` are where the tokens of `text` lie, to be given when `max_tool_response_tokens` is set.
+    `tokens` are the character offsets of its tokens, required when `max_tool_response_tokens` is set.
     """
     side = limits.tool_response_truncate_side
     kept = [_kept_characters(len(text), side, limits.max_tool_response_length)]
@@ -54,12 +54,12 @@ def truncated(text: str, limits: Limits, tokens: Sequence[Place] = ()) -> str:
 
 
 def _kept_characters(length: int, side: str, bound: int | None) -> tuple[int, int]:
-    """Characters kept at the start and at the end; a text within its bound is kept whole from both sides."""
+    """Characters kept at the start and at the end; both equal the length when nothing is truncated."""
     return (length, length) if bound is None or length <= bound else _shares(side, bound)
 
 
-def _kept_tokens(length: int, side: str, bound: int, tokens: Sequence[Place]) -> tuple[int, int]:
-    """The same for a bound in tokens; a character of which only some tokens would be kept goes."""
+def _kept_tokens(length: int, side: str, bound: int, tokens: Sequence[CharSpan]) -> tuple[int, int]:
+    """The same for a limit in tokens; a character that is only partly kept is dropped."""
     if len(tokens) <= bound:
         return length, length
     head, tail = _shares(side, bound)

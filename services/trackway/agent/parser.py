@@ -1,7 +1,7 @@
-"""Reading tool calls from the model's text, which was decoded with special tokens kept.
+"""Parses tool calls from the model's text, decoded with special tokens.
 
-A call that cannot be read is not dropped: it carries the text that tells the model so (verl logs and skips it, and the
-model never learns why nothing came back).
+A malformed call is kept with an error, which becomes its observation. (verl logs and drops it, so the model gets no
+answer.)
 """
 
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 class Parsed(NamedTuple):
-    """The text outside the calls, and the calls in the order of the text."""
+    """The text outside the calls, and the calls in order."""
 
     content: str
     calls: list[ParsedCall]
     unclosed: bool = False
-    """The last call was begun and not ended."""
+    """Whether the last call is incomplete."""
 
 
 class ToolParser(Protocol):
-    """Reads one assistant turn."""
+    """Parses one assistant turn."""
 
     def parse(self, text: str) -> Parsed: ...
 
@@ -40,7 +40,7 @@ def register_parser(name: str) -> Callable[[type[ToolParser]], type[ToolParser]]
 
 
 def tool_parser(name: str) -> ToolParser:
-    """The parser of that name.
+    """The parser registered under that name.
 
     Raises:
         TrackwayError: `invalid_request` when there is none.
@@ -56,7 +56,7 @@ class HermesParser:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes, Qwen2.5 and Qwen3 write it."""
 
     def parse(self, text: str) -> Parsed:
-        """Every call of the turn."""
+        """The calls of the turn."""
         blocks, content, unclosed = blocks_in(text, BEGIN, END)
         calls = [read_call(block) for block in blocks]
         if unclosed is not None:

@@ -1,4 +1,4 @@
-"""The seed of each generation, derived from what the trajectory is and not from when or where it runs."""
+"""The seed of each generation, derived from the trajectory's identity only."""
 
 import hashlib
 
@@ -8,8 +8,8 @@ from trackway.wire.trajectory import Tags
 def request_seed(base: int | None, tags: Tags, turn: int, part: int = 0) -> int | None:
     """32 bits of SHA-256 over (base, validation, step, sample_index, rollout_n, turn); None stays None.
 
-    The run's name and the rest of the batch are left out, so that two runs of one step draw the same tokens. `part`
-    counts the continuations of a turn that the engine cut, and changes nothing for the first.
+    The run's name and the rest of the batch are not part of it, so repeating a step draws the same tokens. `part`
+    counts the continuations of an aborted turn; the first part's seed does not depend on it.
     """
     if base is None:
         return None

@@ -1,4 +1,4 @@
-"""Settings of the agent service: tokenizer, agent loops, concurrency, how the other services are called."""
+"""Settings of the agent service: tokenizer, agent loops, concurrency, clients of the other services."""
 
 from pydantic import Field, JsonValue
 
@@ -6,11 +6,11 @@ from trackway.clients import CallPolicy
 from trackway.serving import ServiceSettings
 
 _OUTAGE_S = 120.0
-"""A trajectory outlasts a restart of Ray Serve's proxy or of a service, which takes seconds to a minute."""
+"""Retries outlast a restart of Ray Serve's proxy or of a service, which takes up to a minute."""
 
 
 class AgentSettings(ServiceSettings):
-    """What an agent replica needs beside the addresses of the other services."""
+    """Settings of an agent replica, beside the URLs of the other services."""
 
     model_path: str
     """Folder or Hugging Face id of the tokenizer; it must be that of the rollout service's model."""
@@ -21,18 +21,18 @@ class AgentSettings(ServiceSettings):
     agent_modules: list[str] = Field(default_factory=list)
     """Python modules to import at start-up; their classes with `@register` become agent loops."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1)
-    """Trajectories that run at once on this replica; others wait, and their time limit starts when they run."""
+    """Concurrent trajectories on this replica; others wait, and their time limit starts when they run."""
     tools_refresh_s: float = Field(default=30.0, ge=0)
-    """Seconds that the tool server's schemas are cached."""
+    """Seconds for which the tool server's schemas are cached."""
     tools_direct: bool = True
-    """Call the tool server's replicas directly where they can be reached, else through Serve's proxy."""
+    """Call the tool server's replicas directly where they are reachable, else through Serve's proxy."""
     release_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for releasing a trajectory's tool instances; the tool server expires the rest."""
     rollout_policy: CallPolicy = CallPolicy(
         read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
     )
-    """Bounds of one generation; it is retried through a weight update, which takes seconds."""
+    """Client policy of generation; retries outlast a weight update, which takes seconds."""
     tools_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)
-    """Bounds of one tool call."""
+    """Client policy of tool calls."""
     reward_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)
-    """Bounds of one scoring."""
+    """Client policy of scoring."""

@@ -1,9 +1,9 @@
-"""Messages to token ids, append-only: what the model wrote is never tokenised again.
+"""Messages to token ids, append-only: generated text is never re-tokenized.
 
-The prompt is rendered once. After that the model's ids are appended as they came, and of an observation only the ids of
-what is new: the text that the chat template puts behind an assistant turn (its end, the tool messages, the next
-generation prompt), found by rendering a stand-in conversation. That text starts at a special token, so its ids do not
-depend on what stands before it. The scheme is verl's "continuous token" (verl/utils/tokenizer/continuous_token.py).
+The prompt is rendered once. Generated ids are then appended unchanged. An observation appends only the ids of the text
+that the chat template puts after an assistant turn (its end, the tool messages, the next generation prompt), which is
+obtained by rendering a stand-in conversation. That text starts with a special token, so its ids do not depend on the
+preceding text. The scheme is verl's "continuous token" (verl/utils/tokenizer/continuous_token.py).
 """
 
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CACHE_CHARS = 16 * 1024 * 1024
-"""Characters of prompts, and of observations, whose ids are kept; ids count as four."""
+"""Cache size in characters, for prompts and for observations; an id counts as four."""
 _STAND_IN = "trackway stands here for what the model wrote"
 
 
@@ -38,7 +38,7 @@ def _weight(rendered: _Rendered) -> int:
 
 
 class ChatTokens:
-    """One tokenizer and its chat template."""
+    """A tokenizer with its chat template."""
 
     def __init__(
         self, tokenizer: "PreTrainedTokenizerBase", template_kwargs: Mapping[str, JsonValue] | None = None
@@ -49,7 +49,7 @@ class ChatTokens:
         self._tokenizer = tokenizer
         self._template_kwargs: dict[str, Any] = dict(template_kwargs or {})
         self._most_chars = chars_per_token(tokenizer.get_vocab(), tokenizer.unk_token_id)
-        # The rollouts of a group share their prompt, and observations repeat.
+        # The rollouts of a group share a prompt, and observations repeat.
         self._prompt = cached(LRUCache(_CACHE_CHARS, _weight), lock=Lock())(self._render_prompt)
         self._behind = cached(LRUCache(_CACHE_CHARS, _weight), lock=Lock())(self._render_behind)
 
@@ -59,17 +59,17 @@ class ChatTokens:
 
         Raises:
             ValueError: it has no chat template.
-            OSError: there is no tokenizer.
+            OSError: the tokenizer is missing.
         """
         from transformers import AutoTokenizer
 
         return cls(AutoTokenizer.from_pretrained(model_path), template_kwargs)
 
     async def prompt(self, messages: Sequence[Message], schemas: Sequence[ToolSchema], max_tokens: int) -> list[int]:
-        """Ids of the conversation so far with the tools' schemas, up to and with the generation prompt.
+        """Ids of the conversation and the tools' schemas, including the generation prompt.
 
         Raises:
-            TooLong: there are more than `max_tokens`.
+            TooLong: the ids exceed `max_tokens`.
         """
         check_chars(sum(len(message.content) for message in messages), max_tokens, self._most_chars)
         conversation = json.dumps([template_message(message) for message in messages])
@@ -78,42 +78,42 @@ class ChatTokens:
         return list((await offload(size, self._prompt, conversation, tools, max_tokens)).ids)
 
     async def observation(self, texts: Sequence[str], written: Sequence[int]) -> list[int]:
-        """Ids to append behind the model's ids `written`: end of its turn, the tool messages, the generation prompt.
+        """Ids to append after the generated ids `written`: end of turn, tool messages, generation prompt.
 
-        The end of the turn is left out when the model wrote it itself, as it does unless it was cut.
+        The end of the turn is left out if `written` ends with it, as it does unless the turn was truncated.
         """
         ids = (await offload(sum(map(len, texts)), self._behind, tuple(texts))).ids
         return list(ids[1:] if written and written[-1] == ids[0] else ids)
 
     async def places(self, text: str) -> list[tuple[int, int]]:
-        """Where each token of the text lies in it: its first character, and the one behind its last.
+        """Start and end offset of each token's characters in the text.
 
         Raises:
-            TrackwayError: `invalid_request` when the tokenizer cannot say.
+            TrackwayError: `invalid_request` when the tokenizer has no offsets.
         """
-        return await offload(len(text), self._places, text)
+        return await offload(len(text), self._char_spans, text)
 
     async def text(self, ids: Sequence[int]) -> str:
-        """What the ids say, special tokens kept."""
+        """The decoded text, with special tokens."""
         return await offload(len(ids), self._decode, list(ids), False)
 
     async def turn_text(self, ids: Sequence[int]) -> str:
-        """One assistant turn, special tokens kept but for the one that ends it."""
+        """The text of an assistant turn, with special tokens except the end-of-turn token."""
         ended = bool(ids) and ids[-1] in (self._tokenizer.eos_token_id, self._behind(("",)).ids[0])
         return await self.text(ids[:-1] if ended else ids)
 
     async def plain_text(self, ids: Sequence[int]) -> str:
-        """What the ids say, without special tokens; `<tool_call>` is not one of them."""
+        """The decoded text without special tokens; `<tool_call>` is not a special token."""
         return await offload(len(ids), self._decode, list(ids), True)
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def _places(self, text: str) -> list[tuple[int, int]]:
+    def _char_spans(self, text: str) -> list[tuple[int, int]]:
         if not self._tokenizer.is_fast:
             name = self._tokenizer.name_or_path
             message = (
-                f"max_tool_response_tokens: expected a fast tokenizer, got that of {name}; bound characters instead"
+                f"max_tool_response_tokens: expected a fast tokenizer, got that of {name}; limit characters instead"
             )
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -130,9 +130,9 @@ class ChatTokens:
             {"role": "assistant", "content": _STAND_IN},
             *({"role": "tool", "content": text} for text in texts),
         ]
-        _, found, behind = self._render(conversation, None).partition(_STAND_IN)
+        _, stand_in, behind = self._render(conversation, None).partition(_STAND_IN)
         ids = self._encode(behind)
-        if not found or not ids:
+        if not stand_in or not ids:
             raise ValueError("the chat template does not show the assistant's content; use one that does")
         return _Rendered(ids, sum(map(len, texts)))
 

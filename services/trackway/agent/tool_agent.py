@@ -1,4 +1,4 @@
-"""verl's tool agent: generate, run the calls, show the model what came back, until it answers.
+"""verl's tool agent: generate, run the calls, append the observations, until the model answers.
 
 States in verl's words (verl/experimental/agent_loop/tool_agent_loop.py): PENDING is `begin`, then GENERATING and
 PROCESSING_TOOLS take turns until TERMINATED.
@@ -23,20 +23,20 @@ from trackway.wire.trajectory import StopReason, Turn
 
 @register("tool_agent")
 class ToolAgent(AgentLoop):
-    """Multi-turn: calls the tools it is offered until it answers without a call or reaches a limit."""
+    """Multi-turn: calls tools until the model answers without a call or a limit is reached."""
 
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
         """Generate, run tools, repeat."""
-        offer = await self.services.catalog.offered(episode.request)
-        await self.begin(episode, offer.schemas)
+        tools = await self.services.catalog.offered(episode.request)
+        await self.begin(episode, tools.schemas)
         while True:
             with turn_span(len(episode.turns)) as span:
                 parsed = await self._take_turn(episode)
-                stop = reason_to_stop(episode, parsed, offer)
+                stop = reason_to_stop(episode, parsed, tools)
                 if stop is not None:
                     return stop
                 calls = _with_ids(parsed, episode.turns[-1].index)
-                observations = await self._run_tools(episode, toolbox, calls, offer)
+                observations = await self._run_tools(episode, toolbox, calls, tools)
                 span.outputs(_outcome(episode.turns[-1], len(calls)))
                 if not await self._observe(episode, calls, observations):
                     return StopReason.MAX_RESPONSE
@@ -59,12 +59,12 @@ class ToolAgent(AgentLoop):
         return parsed
 
     async def _run_tools(
-        self, episode: Episode, toolbox: Toolbox, calls: Mapping[str, ParsedCall], offer: ToolSet
+        self, episode: Episode, toolbox: Toolbox, calls: Mapping[str, ParsedCall], tools: ToolSet
     ) -> list[Observation]:
         turn, earlier, spent = episode.turns[-1], len(toolbox.records), episode.timings.tool_calls
         try:
             with stopwatch(episode.timings, "tool_calls"):
-                observations = await toolbox.answer(calls, offer, episode.limits.max_parallel_calls)
+                observations = await toolbox.answer(calls, tools, episode.limits.max_parallel_calls)
         finally:
             turn.calls, turn.tools_s = toolbox.records[earlier:], episode.timings.tool_calls - spent
         turn.calls_executed = sum(seen.record is not None for seen in observations)
@@ -74,7 +74,7 @@ class ToolAgent(AgentLoop):
     async def _observe(
         self, episode: Episode, calls: Mapping[str, ParsedCall], observations: Sequence[Observation]
     ) -> bool:
-        """Append the observations; False when the response has no room for them."""
+        """Append the observations; returns False when the response has no room for them."""
         texts = [await self._shown(seen, episode.limits) for seen in observations]
         messages = [
             Message(role="tool", content=text, tool_call_id=call_id, name=call.name or None)
@@ -84,7 +84,7 @@ class ToolAgent(AgentLoop):
         return episode.add_observation(ids, messages)
 
     async def _shown(self, seen: Observation, limits: Limits) -> str:
-        """As much of an observation as the limits allow."""
+        """The observation, truncated to the limits."""
         counts_tokens = limits.max_tool_response_tokens is not None
         text = truncated(seen.text, limits, await self.services.tokens.places(seen.text) if counts_tokens else ())
         if seen.record is not None:
@@ -92,8 +92,8 @@ class ToolAgent(AgentLoop):
         return text
 
 
-def reason_to_stop(episode: Episode, parsed: Parsed, offer: ToolSet) -> StopReason | None:
-    """Whether the turn just written is the last one: verl's rules, then `on_bad_call`; None goes on to the tools."""
+def reason_to_stop(episode: Episode, parsed: Parsed, tools: ToolSet) -> StopReason | None:
+    """The stop reason after a turn, by verl's rules and `on_bad_call`; None to run the tools."""
     turn = episode.turns[-1]
     max_turns = episode.limits.max_assistant_turns
     if turn.finish_reason == "length" and (parsed.unclosed or not parsed.calls):
@@ -104,13 +104,13 @@ def reason_to_stop(episode: Episode, parsed: Parsed, offer: ToolSet) -> StopReas
         return StopReason.MAX_RESPONSE
     if max_turns is not None and len(episode.turns) >= max_turns:
         return StopReason.MAX_TURNS
-    if episode.limits.on_bad_call == "end" and any(rejected(call, offer) is not None for call in parsed.calls):
+    if episode.limits.on_bad_call == "end" and any(rejected(call, tools) is not None for call in parsed.calls):
         return StopReason.BAD_CALL
     return None
 
 
 def _outcome(turn: Turn, asked: int) -> dict[str, JsonValue]:
-    """What became of the turn's calls, for its span."""
+    """The outcome of the turn's calls, for its span."""
     errors: list[JsonValue] = [call.error.value for call in turn.calls if call.error is not None]
     return {"calls": asked, "calls_executed": turn.calls_executed, "errors": errors}
 

@@ -1,7 +1,7 @@
-"""One tool's state on the tool server: made at the first call, kept for later ones, always given back.
+"""A tool's state on the tool server: created at the first call, kept for later calls, always released.
 
-A lost instance is made anew once and its earlier calls are replayed, but for those that were cut off as too slow: they
-would be again. When the replay fails, or the new instance is lost too, the trajectory ends with that error.
+A lost instance is recreated once and its earlier calls are replayed, except those that timed out and would do so
+again. If the replay fails, or the new instance is lost too, the trajectory ends with that error.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from trackway.wire.tracing import Incident
 R = TypeVar("R")
 
 _LOST = {ErrorCode.INSTANCE_LOST, ErrorCode.INSTANCE_NOT_FOUND}
-"""A tool server that does not know an instance we never gave back has lost it."""
+"""An unreleased instance that the tool server does not know is lost."""
 
 
 @dataclass(frozen=True)
 class ToolCallContext:
-    """The trajectory that calls: what its requests to the tool server have in common."""
+    """The trajectory's part of a tool request."""
 
     client: ToolsClient
     sample: Sample
@@ -35,11 +35,11 @@ class ToolCallContext:
 
     @property
     def call_deadline(self) -> Deadline:
-        """The end of a call that begins now."""
+        """The deadline of a call that starts now."""
         return self.deadline.earlier(self.client.policy.total_s)
 
     async def one_shot(self, tool: str, request: ExecuteRequest) -> ToolResult:
-        """One request instead of four, for a tool that keeps no state."""
+        """One request instead of four, for a stateless tool."""
         kwargs = {
             kind: self.sample.tool_kwargs(tool, kind)
             for kind in ("create_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -50,19 +50,19 @@ class ToolCallContext:
 
 
 class ToolInstance:
-    """The instance of one tool that serves all calls of a trajectory."""
+    """The instance of a tool that serves all calls of a trajectory."""
 
-    def __init__(self, tool: str, caller: ToolCallContext) -> None:
+    def __init__(self, tool: str, context: ToolCallContext) -> None:
         self.tool = tool
-        self.one_at_a_time = asyncio.Lock()
-        """To be held around each call, so that the state does not depend on timing."""
-        self._caller = caller
+        self.call_lock = asyncio.Lock()
+        """Held during each call, so that the state does not depend on timing."""
+        self._context = context
         self._created: asyncio.Task[InstanceCreated] | None = None
         self._history: list[ExecuteRequest] = []
         self._recreated = False
 
     async def execute(self, request: ExecuteRequest) -> ToolResult:
-        """One call. CallFailed when the tool cannot run it, TrackwayError for everything else."""
+        """Run one call. Raises CallFailed when the tool cannot run it, TrackwayError otherwise."""
         try:
             result = await self._recovering(lambda: self._execute(request))
         except CallFailed as failed:
@@ -77,16 +77,16 @@ class ToolInstance:
         return await self._recovering(self._reward)
 
     async def release(self, deadline: Deadline) -> None:
-        """Give it back, if it was made."""
+        """Release the instance, if it was created."""
         if self._created is None:
             return
         try:
             async with asyncio.timeout(deadline.remaining):
                 created = await self._created
         except TrackwayError:
-            return  # it was never made, and whoever asked for it was told
-        client, session_id = self._caller.client, self._caller.session_id
-        kwargs = self._caller.sample.tool_kwargs(self.tool, "release_kwargs")
+            return  # it was not created, and the call that tried has the error
+        client, session_id = self._context.client, self._context.session_id
+        kwargs = self._context.sample.tool_kwargs(self.tool, "release_kwargs")
         try:
             await client.release(created.instance_id, session_id, deadline, kwargs)
         except TrackwayError as error:
@@ -94,21 +94,21 @@ class ToolInstance:
                 raise
 
     async def _execute(self, request: ExecuteRequest) -> ToolResult:
-        caller, instance_id = self._caller, await self._instance_id()
+        context, instance_id = self._context, await self._instance_id()
         with faults_of_the_call():
-            return await caller.client.execute(instance_id, request, caller.session_id, caller.call_deadline)
+            return await context.client.execute(instance_id, request, context.session_id, context.call_deadline)
 
     async def _reward(self) -> float:
-        caller, instance_id = self._caller, await self._instance_id()
-        kwargs = caller.sample.tool_kwargs(self.tool, "calc_reward_kwargs")
-        return await caller.client.reward(instance_id, caller.session_id, caller.call_deadline, kwargs)
+        context, instance_id = self._context, await self._instance_id()
+        kwargs = context.sample.tool_kwargs(self.tool, "calc_reward_kwargs")
+        return await context.client.reward(instance_id, context.session_id, context.call_deadline, kwargs)
 
     async def _instance_id(self) -> str:
         if self._created is None:
-            caller, kwargs = self._caller, self._caller.sample.tool_kwargs(self.tool, "create_kwargs")
-            creation = caller.client.create(self.tool, caller.session_id, kwargs, caller.call_deadline)
+            context, kwargs = self._context, self._context.sample.tool_kwargs(self.tool, "create_kwargs")
+            creation = context.client.create(self.tool, context.session_id, kwargs, context.call_deadline)
             self._created = asyncio.create_task(creation)
-        # A cancelled trajectory must still learn the id, or it could not give the instance back.
+        # A cancelled trajectory still needs the id, to release the instance.
         return (await asyncio.shield(self._created)).instance_id
 
     async def _recovering(self, work: Callable[[], Awaitable[R]]) -> R:
@@ -117,11 +117,11 @@ class ToolInstance:
         except TrackwayError as error:
             if error.code not in _LOST or self._recreated:
                 raise
-            await self._make_anew(error)
+            await self._recreate(error)
             return await work()
 
-    async def _make_anew(self, error: TrackwayError) -> None:
-        """Bring a new instance to where the lost one was."""
+    async def _recreate(self, error: TrackwayError) -> None:
+        """Replay the earlier calls on a new instance."""
         replayed = len(self._history)
         add_incident(Incident.INSTANCE_LOST, tool=self.tool, code=error.code.value, replayed=replayed)
         self._recreated = True

@@ -1,6 +1,6 @@
-"""The tools of one trajectory: the calls of a turn side by side, the instances behind them, and what each call left.
+"""The tools of a trajectory: runs the calls of a turn concurrently and records each.
 
-Calls of one stateful tool run one after another in the order of the text; all others at the same time.
+Calls of the same stateful tool run in the order of the text; all others run concurrently.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from trackway.wire.trajectory import ToolCallRecord
 logger = logging.getLogger("trackway.agent")
 
 INSTANCE_REWARD = "instance_reward"
-"""Under this metric a one-shot call brings the reward of its instance."""
+"""The metric in which a one-shot call returns the reward of its instance."""
 
 _releasing: set[asyncio.Task[None]] = set()
-"""The event loop keeps only weak references to tasks; a release must outlive its cancelled trajectory."""
+"""The event loop keeps only weak references to tasks; a release must survive its cancelled trajectory."""
 
 
 class Toolbox:
@@ -41,25 +41,25 @@ class Toolbox:
         self, client: ToolsClient, sample: Sample, session_id: str, deadline: Deadline, release_timeout_s: float
     ) -> None:
         self.records: list[ToolCallRecord] = []
-        """Every call that was sent to its tool, in the order of the text; also of a turn that failed."""
-        self._caller = ToolCallContext(client, sample, session_id, deadline)
+        """Every call sent to a tool, in the order of the text, including those of a failed turn."""
+        self._context = ToolCallContext(client, sample, session_id, deadline)
         self._release_timeout_s = release_timeout_s
         self._instances: dict[str, ToolInstance] = {}
-        self._lives: dict[str, list[float]] = defaultdict(list)
-        """Rewards of the calls that were a whole life each."""
+        self._one_shot_rewards: dict[str, list[float]] = defaultdict(list)
+        """Rewards of one-shot calls by tool."""
 
     async def answer(
-        self, calls: Mapping[str, ParsedCall], offer: ToolSet, max_parallel_calls: int
+        self, calls: Mapping[str, ParsedCall], tools: ToolSet, max_parallel_calls: int
     ) -> list[Observation]:
-        """Run the first `max_parallel_calls` of the calls (by id) side by side; observations keep their order.
+        """Run the first `max_parallel_calls` of the calls (by id) concurrently; observations keep their order.
 
-        When one fails by the infrastructure the others are cut off, so that a slow one does not hold up the end.
+        An infrastructure error cancels the other calls, so that a slow call does not delay the end.
         """
         sent: dict[str, ToolCallRecord] = {}
         try:
             async with asyncio.TaskGroup() as side_by_side:
                 answers = [
-                    side_by_side.create_task(self._answer(call, call_id, offer, sent))
+                    side_by_side.create_task(self._answer(call, call_id, tools, sent))
                     for call_id, call in list(calls.items())[:max_parallel_calls]
                 ]
         except ExceptionGroup as failures:
@@ -70,16 +70,16 @@ class Toolbox:
         return [*(answer.result() for answer in answers), *refused]
 
     async def _answer(
-        self, call: ParsedCall, call_id: str, offer: ToolSet, sent: dict[str, ToolCallRecord]
+        self, call: ParsedCall, call_id: str, tools: ToolSet, sent: dict[str, ToolCallRecord]
     ) -> Observation:
-        told = rejected(call, offer)
-        if told is not None:
-            return told
+        rejection = rejected(call, tools)
+        if rejection is not None:
+            return rejection
         instance = None
-        if call.name not in offer.stateless:
-            instance = self._instances.setdefault(call.name, ToolInstance(call.name, self._caller))
+        if call.name not in tools.stateless:
+            instance = self._instances.setdefault(call.name, ToolInstance(call.name, self._context))
         try:
-            async with _alone(instance):
+            async with _exclusive(instance):
                 with self._recorded(call.name, call_id, sent) as record:
                     result = await self._run(instance, call, call_id)
                     record.reward, record.metrics = result.reward, result.metrics
@@ -90,23 +90,23 @@ class Toolbox:
         return Observation(result.text, result.reward, record)
 
     async def _run(self, instance: ToolInstance | None, call: ParsedCall, call_id: str) -> ToolResult:
-        kwargs = self._caller.sample.tool_kwargs(call.name, "execute_kwargs")
+        kwargs = self._context.sample.tool_kwargs(call.name, "execute_kwargs")
         request = ExecuteRequest(arguments=call.arguments, tool_call_id=call_id, execute_kwargs=kwargs)
         if instance is not None:
             return await instance.execute(request)
-        result = await self._caller.one_shot(call.name, request)
-        self._lives[call.name].append(result.metrics.pop(INSTANCE_REWARD, 0.0))
+        result = await self._context.one_shot(call.name, request)
+        self._one_shot_rewards[call.name].append(result.metrics.pop(INSTANCE_REWARD, 0.0))
         return result
 
     @contextmanager
     def _recorded(self, tool: str, call_id: str, sent: dict[str, ToolCallRecord]) -> Iterator[ToolCallRecord]:
-        """What becomes of a call that is sent now; nothing when it is cut off before the trajectory's deadline."""
+        """Record a call; a call cancelled before the trajectory's deadline leaves no record."""
         record = sent[call_id] = ToolCallRecord(tool=tool, tool_call_id=call_id)
         started = time.perf_counter()
         try:
             yield record
         except asyncio.CancelledError:
-            if self._caller.deadline.expired:  # of the client and the trajectory, either may be first to say so
+            if self._context.deadline.expired:  # the client's deadline or the trajectory's may come first
                 record.error = ErrorCode.DEADLINE_EXCEEDED
             else:
                 del sent[call_id]
@@ -118,12 +118,12 @@ class Toolbox:
             record.seconds = time.perf_counter() - started
 
     async def rewards(self) -> dict[str, float]:
-        """Each used tool's reward over the whole trajectory; of one without state, the sum over its calls."""
-        summed = {tool: math.fsum(rewards) for tool, rewards in self._lives.items()}
+        """Each used tool's reward over the trajectory; for a stateless tool, the sum over its calls."""
+        summed = {tool: math.fsum(rewards) for tool, rewards in self._one_shot_rewards.items()}
         return summed | {tool: await instance.reward() for tool, instance in self._instances.items()}
 
     async def release(self) -> None:
-        """Release every instance, also when the trajectory is cancelled; takes bounded time and never raises."""
+        """Release every instance, even when the trajectory is cancelled; bounded in time, never raises."""
         if not self._instances:
             return
         task = asyncio.create_task(self._release_all())
@@ -133,27 +133,27 @@ class Toolbox:
 
     async def _release_all(self) -> None:
         deadline, instances = Deadline.after(self._release_timeout_s), self._instances.values()
-        outcomes = await asyncio.gather(*(one.release(deadline) for one in instances), return_exceptions=True)
+        outcomes = await asyncio.gather(*(instance.release(deadline) for instance in instances), return_exceptions=True)
         for instance, outcome in zip(instances, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                logger.warning("%s: %s was not given back: %s", self._caller.session_id, instance.tool, outcome)
+                logger.warning("%s: %s was not released: %s", self._context.session_id, instance.tool, outcome)
                 add_event("not_given_back", tool=instance.tool, reason=str(outcome))
 
 
-def rejected(call: ParsedCall, offer: ToolSet) -> Observation | None:
-    """What the model is told about a call that cannot be sent to any tool; None for one that can."""
+def rejected(call: ParsedCall, tools: ToolSet) -> Observation | None:
+    """The observation for a call that cannot be sent to a tool; None if it can be sent."""
     if call.error is not None:
-        # The message quotes what the model wrote.
+        # The message quotes the model's text.
         add_event("malformed_call", tool=call.name, **({"message": call.error} if token2text() else {}))
         return Observation(call.error)
-    if call.name not in offer.names:
+    if call.name not in tools.names:
         add_event("unknown_function", tool=call.name)
-        return unknown_function(call.name, offer.names)
+        return unknown_function(call.name, tools.names)
     return None
 
 
 def tool_facts(records: Sequence[ToolCallRecord], rewards: Mapping[str, float]) -> dict[str, JsonValue]:
-    """What a scorer learns of the tools, beside verl's `tool_rewards`; ScoreRequest says what each key holds."""
+    """The tools' part of a scoring request, beside verl's `tool_rewards`; see ScoreRequest for the keys."""
     sums: dict[str, dict[str, float]] = {record.tool: {} for record in records}
     for record in records:
         so_far = sums[record.tool]
@@ -168,8 +168,8 @@ def _code_of(error: Exception) -> ErrorCode:
     return failure.code if isinstance(failure, TrackwayError) else ErrorCode.INTERNAL
 
 
-def _alone(instance: ToolInstance | None) -> AbstractAsyncContextManager[None]:
-    return nullcontext() if instance is None else instance.one_at_a_time
+def _exclusive(instance: ToolInstance | None) -> AbstractAsyncContextManager[None]:
+    return nullcontext() if instance is None else instance.call_lock
 
 
 def _refuse(call: ParsedCall, max_parallel_calls: int) -> Observation:

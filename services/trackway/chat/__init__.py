@@ -1,1 +1,1 @@
-"""What the agent loop and the rollout service's OpenAI routes both do with chat text: no HTTP."""
+"""Chat text, shared by the agent loop and the rollout service's OpenAI routes. No HTTP."""

@@ -1,4 +1,4 @@
-"""Text to token ids within a limit, without encoding much more than the limit of a text that is far too long.
+"""Text to token ids within a limit; a text far over the limit is not encoded in full.
 
 Encoding costs more than a microsecond and 100 bytes per character, so 16 MB of text take 20 seconds and 2 GB.
 """
@@ -6,18 +6,18 @@ Encoding costs more than a microsecond and 100 bytes per character, so 16 MB of 
 from collections.abc import Callable, Iterable, Sequence
 
 _FIRST_CHARS = 65_536
-"""Characters that are encoded in any case: a tenth of a second, 10 MB."""
+"""Texts up to this many characters are always encoded: a tenth of a second, 10 MB."""
 _GROWTH = 4
 _CUT_TOKENS = 64
-"""A text that is cut inside a word may have so many tokens more than it has in the whole text."""
+"""A text cut inside a word may have this many more tokens than within the whole text."""
 _COMPOSED = 2
-"""Characters that normalisation (NFC) may make one."""
+"""Characters that NFC normalisation may merge into one."""
 
 Encode = Callable[[str], Sequence[int]]
 
 
 class TooLong(Exception):
-    """A text has more tokens than allowed."""
+    """The text has more tokens than allowed."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"the text has at least {at_least} tokens")
@@ -25,12 +25,12 @@ class TooLong(Exception):
 
 
 def chars_per_token(vocabulary: Iterable[str], unknown_token: object) -> int | None:
-    """The most characters that one token can stand for; None when the tokenizer puts unknown text into one token."""
+    """The most characters in a token; None when the tokenizer maps unknown text to a single token."""
     return None if unknown_token is not None else _COMPOSED * max(map(len, vocabulary))
 
 
 def check_chars(chars: int, max_tokens: int, most_chars: int | None) -> None:
-    """Raises TooLong when so many characters must have more than `max_tokens`, each of at most `most_chars`."""
+    """Raises TooLong when this many characters must have more than `max_tokens` of at most `most_chars` each."""
     if most_chars is not None and chars > max_tokens * most_chars:
         raise TooLong(-(-chars // most_chars))
 
@@ -38,7 +38,7 @@ def check_chars(chars: int, max_tokens: int, most_chars: int | None) -> None:
 def encode_within(max_tokens: int, text: str, encode: Encode, most_chars: int | None) -> Sequence[int]:
     """The token ids of a text; raises TooLong when there are more than `max_tokens`.
 
-    A long text is refused by its characters (see `check_chars`), else by the ids of growing parts of its start.
+    A long text is rejected by its number of characters (see `check_chars`) or by encoding growing prefixes.
     """
     check_chars(len(text), max_tokens, most_chars)
     chars = max(_FIRST_CHARS, max_tokens)

@@ -1,4 +1,4 @@
-"""Values as chat templates want them."""
+"""Values in the form that chat templates expect."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from trackway.wire.chat import Message, ToolCall
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """A message with the arguments of its past tool calls as objects."""
+    """The message with the arguments of its tool calls as objects."""
     shown = message.model_dump(mode="json", exclude_none=True)
     if message.tool_calls is not None:
         shown["tool_calls"] = [template_call(call) for call in message.tool_calls]
@@ -18,8 +18,8 @@ def template_message(message: Message) -> dict[str, Any]:
 
 
 def template_call(call: ToolCall) -> dict[str, JsonValue]:
-    """A past tool call with its arguments as an object, which chat templates turn into JSON."""
+    """The tool call with its arguments as an object, which chat templates serialize."""
     shown = call.model_dump(mode="json")
-    with contextlib.suppress(ValueError, RecursionError):  # what is no JSON, the template shows as it is
+    with contextlib.suppress(ValueError, RecursionError):  # invalid JSON is passed to the template unchanged
         shown["function"]["arguments"] = json.loads(call.function.arguments)
     return shown

@@ -1,6 +1,6 @@
 """Tool calls in the model's text, as Hermes, Qwen2.5 and Qwen3 write them.
 
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; one that cannot be read says why.
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`; a malformed call carries the reason.
 """
 
 import json
@@ -15,19 +15,19 @@ _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"')
 
 @dataclass(frozen=True)
 class ParsedCall:
-    """One call as the model wrote it; with `error` set it cannot run, and `error` is what the model is told."""
+    """A call as the model wrote it; a call with `error` cannot run, and `error` is its observation."""
 
     name: str
     arguments: dict[str, JsonValue] = field(default_factory=dict)
     raw: str = ""
-    """The arguments as JSON, or the whole unreadable text of the call."""
+    """The arguments as JSON, or the text of a malformed call."""
     error: str | None = None
 
 
 def blocks_in(text: str, begin: str, end: str) -> tuple[list[str], str, str | None]:
-    """What stands between each `begin` and the next `end`, the text outside, and what follows a last open `begin`.
+    """The text between each `begin` and the next `end`, the text outside, and the text after an unclosed `begin`.
 
-    A regular expression would look for `end` from every open `begin` to the end of the text.
+    A regular expression would scan for `end` from every unclosed `begin`.
     """
     blocks: list[str] = []
     outside: list[str] = []
@@ -44,7 +44,7 @@ def blocks_in(text: str, begin: str, end: str) -> tuple[list[str], str, str | No
 
 
 def read_call(block: str) -> ParsedCall:
-    """The call in the text between the tags."""
+    """Parse the call between the tags."""
     try:
         call = _json(block)
     except (ValueError, RecursionError) as error:
@@ -56,7 +56,7 @@ def read_call(block: str) -> ParsedCall:
 
 
 def unclosed_call(text: str) -> ParsedCall:
-    """The call that the end of the turn cut off behind its first tag."""
+    """The error for a call without a closing tag."""
     error = f"Invalid tool call: expected {END} after {BEGIN}, got the end of the turn."
     return ParsedCall(name=_name_in(text), raw=text, error=error)
 
@@ -81,12 +81,12 @@ def _malformed(name: str, block: str, reason: str) -> ParsedCall:
 
 
 def _name_in(block: str) -> str:
-    found = _NAME.search(block)
-    return found.group(1) if found else ""
+    match = _NAME.search(block)
+    return match.group(1) if match else ""
 
 
 def _json(text: str) -> JsonValue:
-    """Strict JSON: no NaN, no lone surrogates, since both cannot be sent on as JSON."""
+    """Strict JSON: rejects NaN and lone surrogates, which cannot be sent as JSON."""
     value: JsonValue = json.loads(text, parse_constant=_no_constant)
     json.dumps(value, ensure_ascii=False).encode()
     return value

@@ -1,4 +1,4 @@
-"""The reward service: scorers by data source. A new scorer implements `Scorer`."""
+"""The reward service: scorers by data source. To add a scorer, implement `Scorer`."""
 
 from trackway.reward.scorers import Scorer
 

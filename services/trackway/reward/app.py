@@ -1,4 +1,4 @@
-"""The reward service over HTTP. Routes only: the work is in service.py."""
+"""The reward service over HTTP. Routes only; the logic is in service.py."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -33,7 +33,7 @@ def create_app(
     scorers: Sequence[Scorer] | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The reward service with the scorers given, or the built-in ones and those that the settings name."""
+    """The reward service with the given scorers, or the built-in ones and those named in the settings."""
     settings = settings or RewardSettings()
     if scorers is None:
         scorers = load_scorers(settings.extra_scorers)
@@ -42,7 +42,7 @@ def create_app(
 
 
 def routes(service: RewardService) -> ServiceRouter:
-    """The service's three routes."""
+    """The three routes of the service."""
     router = ServiceRouter(tags=["reward"])
 
     @router.post("/score", responses=_answer(REWARD))
@@ -54,12 +54,12 @@ def routes(service: RewardService) -> ServiceRouter:
     async def score_batch(
         request: Annotated[BatchScoreRequest, Body(examples=[{"requests": [ONE]}])],
     ) -> BatchScore:
-        """Score several solutions; the rewards keep the order, and one wrong request refuses the whole batch."""
+        """Score several solutions; rewards keep the order, and one invalid request rejects the batch."""
         return BatchScore(rewards=await service.score_batch(request.requests))
 
     @router.get("/scorers", responses=_answer({"scorers": [SCORER]}))
     async def scorers() -> ScorerList:
-        """Every scorer with its data sources and methods; the first method is the default."""
+        """The scorers with their data sources and methods; the first method is the default."""
         return ScorerList(scorers=service.infos())
 
     return router

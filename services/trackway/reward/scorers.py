@@ -1,4 +1,4 @@
-"""What a scorer is, and which one serves a data source."""
+"""The scorer protocol, and the scorers by data source."""
 
 import pkgutil
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from trackway.wire.trajectory import Reward
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Scores solutions of some data sources."""
+    """Scores solutions for certain data sources."""
 
     @property
     def info(self) -> ScorerInfo:
@@ -21,12 +21,12 @@ class Scorer(Protocol):
         ...
 
     async def score(self, request: ScoreRequest, method: str) -> Reward:
-        """Score one solution by one of the scorer's methods; TrackwayError for a request it cannot score."""
+        """Score one solution with a method; raises TrackwayError for an invalid request."""
         ...
 
 
 class ScorerRegistry:
-    """Scorers by data source. ValueError when two claim one source."""
+    """Scorers by data source. ValueError when two scorers claim the same source."""
 
     def __init__(self, scorers: Iterable[Scorer]) -> None:
         self._scorers = list(scorers)
@@ -38,7 +38,7 @@ class ScorerRegistry:
                 self._by_source[source] = scorer
 
     def get(self, data_source: str) -> Scorer:
-        """The scorer of a data source. UNKNOWN_DATA_SOURCE lists the known ones."""
+        """The scorer of a data source. UNKNOWN_DATA_SOURCE lists the known sources."""
         scorer = self._by_source.get(data_source)
         if scorer is None:
             known = sorted(self._by_source)
@@ -56,7 +56,7 @@ class ScorerRegistry:
 
 
 def method_of(scorer: Scorer, asked: str | None) -> str:
-    """The method asked for, or the scorer's default. INVALID_REQUEST for one it does not have."""
+    """The requested method, or the scorer's default. INVALID_REQUEST for an unknown method."""
     methods = scorer.info.methods
     if asked is None:
         return methods[0]
@@ -71,7 +71,7 @@ def method_of(scorer: Scorer, asked: str | None) -> str:
 
 
 def load_scorers(paths: Sequence[str]) -> list[Scorer]:
-    """The built-in scorers and further ones by `pkg.mod:Class`. TypeError for a path that is no Scorer."""
+    """The built-in scorers and those at `pkg.mod:Class`. TypeError for a path that is not a Scorer."""
     return [Gsm8kScorer(), *(_imported(path) for path in paths)]
 
 
@@ -79,7 +79,9 @@ def _imported(path: str) -> Scorer:
     with importing(f"setting extra_scorers, {path!r}"):
         scorer_class = pkgutil.resolve_name(path)
     with user_code(f"setting extra_scorers, {path!r}"):
-        made = scorer_class()
-    if not isinstance(made, Scorer):
-        raise TypeError(f"expected {path!r} to have `info` and `score` as trackway.reward.scorers.Scorer, got {made!r}")
-    return made
+        scorer = scorer_class()
+    if not isinstance(scorer, Scorer):
+        raise TypeError(
+            f"expected {path!r} to have `info` and `score` as trackway.reward.scorers.Scorer, got {scorer!r}"
+        )
+    return scorer

@@ -1,4 +1,4 @@
-"""The reward service without HTTP: choose the scorer and the method, score as one span, within a deadline."""
+"""The reward service without HTTP: selects scorer and method, scores in a span, within a deadline."""
 
 import asyncio
 import logging
@@ -19,13 +19,13 @@ from trackway.wire.trajectory import Reward
 logger = logging.getLogger("trackway.reward")
 
 SHOWN_CHARS = 300
-"""Characters at the end of a solution that a span shows: where the answer stands."""
+"""Characters at the end of a solution that a span records: they contain the answer."""
 
 
 class RewardService:
     """Scores solutions; every method raises TrackwayError.
 
-    timeout_s: seconds that one score may take. batch_concurrency: scores of one batch at the same time.
+    timeout_s: limit of one score in seconds. batch_concurrency: concurrent scores of a batch.
     """
 
     def __init__(self, scorers: Sequence[Scorer], timeout_s: float, batch_concurrency: int) -> None:
@@ -38,12 +38,12 @@ class RewardService:
         return self._registry.infos()
 
     async def score(self, request: ScoreRequest) -> Reward:
-        """Score one solution, as one span."""
+        """Score one solution, in a span of its own."""
         scorer, method = self._chosen(request)
         return await self._scored(scorer, method, request)
 
     async def score_batch(self, requests: Sequence[ScoreRequest]) -> list[Reward]:
-        """Score several, in order; nothing is scored when one of them names an unknown source or method."""
+        """Score several solutions, in order; an unknown source or method rejects the whole batch."""
         chosen = [self._chosen(request) for request in requests]
         places = asyncio.Semaphore(self._batch_concurrency)
 
@@ -83,9 +83,9 @@ class RewardService:
             if deadline.expired():
                 message = f"scorer {name!r}: expected a score within {self._timeout_s:g} s; raise score_timeout_s"
                 raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
-            # The traceback stays here: it does not cross the process.
+            # The traceback is logged here, since it does not cross the process.
             logger.exception("scorer %r failed", name)
-            message = f"scorer {name!r} failed: {described(error)}; the service's log has the traceback"
+            message = f"scorer {name!r} failed: {described(error)}; see the traceback in the reward service's log"
             raise TrackwayError(ErrorCode.INTERNAL, message) from error
 
 
@@ -97,10 +97,10 @@ def _show_inputs(span: SpanHandle, method: str, request: ScoreRequest) -> None:
 
 
 def _end_of(text: str) -> str:
-    """The end of a text, behind a marker for what was cut off."""
+    """The end of a text, after a marker if it was truncated."""
     if len(text) <= SHOWN_CHARS:
         return text
-    # Redacted before the cut: half of a secret would not be recognised.
+    # Redact before truncating: half of a secret would not be recognised.
     tracing = active_tracing()
     text = redacted(text, tracing.redact if tracing else None)
     end = text[-SHOWN_CHARS:]
@@ -109,7 +109,7 @@ def _end_of(text: str) -> str:
 
 
 def _finite(reward: Reward) -> Reward:
-    # Nothing can be learned from such a score, and the scorer's name is known here.
+    # Such a score is useless for training, and the scorer's name is known here.
     if not all(math.isfinite(value) for value in (reward.score, *reward.components.values())):
         raise ValueError(f"expected finite scores, got {reward}")
     if all(map(str.isascii, reward.components)):

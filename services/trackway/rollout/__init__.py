@@ -1,4 +1,4 @@
-"""The rollout service: generation with logprobs and weight versions, over an engine; OpenAI's API beside it.
+"""The rollout service: generation with logprobs and weight versions, with an OpenAI-compatible API.
 
-`service` and `app` know HTTP and weights; what a model computes is in `engines`, what OpenAI clients send in `openai`.
+`app` has the routes, `service` the request handling and weights, `engines` the models, `openai` the OpenAI routes.
 """

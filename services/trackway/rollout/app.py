@@ -1,4 +1,4 @@
-"""The rollout service over HTTP. Routes only: the work is in service.py."""
+"""The rollout service over HTTP. Routes only; the logic is in service.py."""
 
 import tempfile
 import time
@@ -36,7 +36,7 @@ from trackway.wire.rollout import (
 )
 
 ANSWER_S = 0.5
-"""Time to say before the caller's deadline why something is not done."""
+"""Time left before the caller's deadline to report why an operation is unfinished."""
 
 PROMPT: dict[str, JsonValue] = {
     "token_ids": [1, 64, 17, 9],
@@ -48,7 +48,7 @@ PROMPT: dict[str, JsonValue] = {
 def create_app(
     settings: RolloutSettings | None = None, engine: Engine | None = None, tracing: Tracing | None = None
 ) -> FastAPI:
-    """The rollout service on the engine given, or the one that the settings name."""
+    """The rollout service with the given engine, or the one named in the settings."""
     settings = settings or RolloutSettings()
     text = TokenText(settings.model_path)
     engine = engine or open_engine(settings)
@@ -74,7 +74,7 @@ def create_app(
 
 
 def routes(service: RolloutService) -> ServiceRouter:
-    """The service's routes; names follow vLLM's, so that a plain vLLM can stand in for it."""
+    """The service's routes, named as in vLLM, so that a plain vLLM can replace it."""
     router = ServiceRouter(tags=["rollout"])
 
     @router.post("/inference/v1/generate", include_in_schema=False)
@@ -86,7 +86,7 @@ def routes(service: RolloutService) -> ServiceRouter:
 
     @router.get("/weights")
     async def weights() -> WeightsReply:
-        """The weight version of the replica that answers, and the newest it has seen."""
+        """The replica's weight version, and the newest version that it has seen."""
         return service.weights()
 
     @router.get("/v1/models")
@@ -98,14 +98,14 @@ def routes(service: RolloutService) -> ServiceRouter:
 
 
 def control_routes(service: RolloutService) -> ServiceRouter:
-    """Whoever trains steers an engine by these, with an operator's token."""
+    """The routes by which a trainer controls an engine; they need an operator's token."""
     router = ServiceRouter(tags=["control"])
     operator = [Depends(needs_admin)]
 
     @router.post("/pause", dependencies=operator)
     async def pause(request: PauseRequest | None = None, mode: PauseMode | None = None) -> PauseReply:
-        """Refuse new requests (503 `paused`); answers once those in flight have finished, are aborted, or are
-        frozen."""
+        """Refuse new requests (503 `paused`); returns when those in flight have finished, are
+        aborted, or are frozen."""
         return await service.pause(mode or (request or PauseRequest()).mode)
 
     @router.post("/resume", dependencies=operator)
@@ -121,17 +121,17 @@ def control_routes(service: RolloutService) -> ServiceRouter:
     @router.post("/inference/v1/abort_requests", include_in_schema=False, dependencies=operator)
     @router.post("/abort_requests", dependencies=operator)
     async def abort(request: AbortRequest | None = None) -> AbortReply:
-        """Abort generations by request id, or all; each answers with its tokens so far and finish_reason `abort`."""
+        """Abort generations by request id, or all; each returns its tokens so far with finish_reason `abort`."""
         return await service.abort(request.request_ids if request else None)
 
     @router.get("/weight_info")
     async def weight_info() -> WeightInfo:
-        """The weight version of the replica that answers."""
+        """The replica's weight version."""
         return service.weight_info()
 
     @router.post("/sleep", dependencies=operator)
     async def sleep(mode: PauseMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
-        """Pause, then release GPU memory (all of it, or the parts in `tags`); for an engine that can sleep."""
+        """Pause, then release GPU memory (all of it, or the parts in `tags`); needs an engine with sleep mode."""
         return await service.sleep(mode, tags)
 
     @router.post("/wake_up", dependencies=operator)
@@ -142,7 +142,7 @@ def control_routes(service: RolloutService) -> ServiceRouter:
     ) -> SleepReply:
         """Allocate the memory again, in stages by `tags`; generation continues when all of it is back.
 
-        With `min_weight_version` the answer waits for such weights, or is 409 `weights_behind` before the deadline.
+        With `min_weight_version` it returns when such weights are loaded, or 409 `weights_behind` before the deadline.
         """
         left = None if x_request_deadline is None else max(0.0, x_request_deadline - time.time() - ANSWER_S)
         return await service.wake_up(tags, min_weight_version, left)

@@ -1,4 +1,4 @@
-"""Generation that survives weight updates: what an update cut goes on from its tokens under the new weights."""
+"""Generation across weight updates: an aborted generation resumes under the new weights."""
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -18,61 +18,61 @@ _NEXT_SEED = 1_000_003
 class _Call:
     request_id: str
     given_up: bool = False
-    """Someone asked for it to be cut, so it is not continued."""
+    """Aborted on request, so it is not resumed."""
 
 
 class _Attempt(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     updates: int
-    """The watcher's count when it began."""
+    """The watcher's update count at the start."""
 
 
 class ResumableGeneration:
-    """One engine and the watcher that updates it."""
+    """Resumes generations that a weight update has aborted."""
 
     def __init__(self, engine: Engine, watcher: WeightWatcher) -> None:
         self._engine, self._watcher = engine, watcher
         self._calls: set[_Call] = set()
 
     async def generate(self, request: GenerateRequest, request_id: str) -> Generation:
-        """As `Engine.generate`; waits at the gate while an update holds requests back."""
-        made = Collector()
+        """As `Engine.generate`; waits while a weight update holds requests back."""
+        collector = Collector()
         with self._call(request_id) as call:
             while True:
-                attempt = await self._attempt(request, made.token_ids)
+                attempt = await self._attempt(request, collector.token_ids)
                 part = await self._engine.generate(attempt.prompt, attempt.params, request_id)
-                made.add(part)
-                if not self._goes_on(call, attempt, request, part.finish_reason, len(made.token_ids)):
-                    return made.generation()
+                collector.add(part)
+                if not self._continues(call, attempt, request, part.finish_reason, len(collector.token_ids)):
+                    return collector.generation()
 
     async def stream(self, request: GenerateRequest, request_id: str) -> AsyncGenerator[Piece]:
-        """As `Engine.stream`; waits at the gate while an update holds requests back."""
-        made: list[int] = []
+        """As `Engine.stream`; waits while a weight update holds requests back."""
+        token_ids: list[int] = []
         with self._call(request_id) as call:
             while True:
-                attempt = await self._attempt(request, made)
+                attempt = await self._attempt(request, token_ids)
                 pieces = self._engine.stream(attempt.prompt, attempt.params, request_id)
                 async with aclosing(pieces):
                     async for piece in pieces:
-                        made += piece.token_ids
-                        goes_on = self._goes_on(call, attempt, request, piece.finish_reason, len(made))
-                        yield replace(piece, finish_reason=None) if goes_on else piece
-                        if piece.finish_reason is not None and not goes_on:
+                        token_ids += piece.token_ids
+                        continues = self._continues(call, attempt, request, piece.finish_reason, len(token_ids))
+                        yield replace(piece, finish_reason=None) if continues else piece
+                        if piece.finish_reason is not None and not continues:
                             return
 
     async def abort(self, request_ids: Sequence[str] | None) -> int:
-        """Cut these generations, or all, for good; returns how many there were."""
+        """Abort these generations, or all, without resuming them; returns their number."""
         wanted = None if request_ids is None else {*request_ids}
-        found = [call for call in self._calls if not call.given_up and (wanted is None or call.request_id in wanted)]
-        for call in found:
+        aborted = [call for call in self._calls if not call.given_up and (wanted is None or call.request_id in wanted)]
+        for call in aborted:
             call.given_up = True
-        for request_id in {call.request_id for call in found}:
+        for request_id in {call.request_id for call in aborted}:
             await self._engine.abort(request_id)
-        return len(found)
+        return len(aborted)
 
     def give_up_all(self) -> None:
-        """What is in flight is not continued when it is cut: someone pauses the engine on purpose."""
+        """Do not resume the generations in flight once they are aborted, as for an explicit pause."""
         for call in self._calls:
             call.given_up = True
 
@@ -85,16 +85,16 @@ class ResumableGeneration:
         finally:
             self._calls.discard(call)
 
-    async def _attempt(self, request: GenerateRequest, made: Sequence[int]) -> _Attempt:
+    async def _attempt(self, request: GenerateRequest, generated: Sequence[int]) -> _Attempt:
         await self._watcher.gate()
         params = request.sampling_params
-        if made:
-            seed = None if params.seed is None else params.seed + _NEXT_SEED * len(made)
-            params = params.model_copy(update={"max_tokens": params.max_tokens - len(made), "seed": seed})
-        return _Attempt([*request.token_ids, *made], params, self._watcher.updates)
+        if generated:
+            seed = None if params.seed is None else params.seed + _NEXT_SEED * len(generated)
+            params = params.model_copy(update={"max_tokens": params.max_tokens - len(generated), "seed": seed})
+        return _Attempt([*request.token_ids, *generated], params, self._watcher.updates)
 
-    def _goes_on(
-        self, call: _Call, attempt: _Attempt, request: GenerateRequest, reason: FinishReason | None, made: int
+    def _continues(
+        self, call: _Call, attempt: _Attempt, request: GenerateRequest, reason: FinishReason | None, generated: int
     ) -> bool:
         cut_by_update = reason == "abort" and not call.given_up and self._watcher.updates > attempt.updates
-        return cut_by_update and made < request.sampling_params.max_tokens
+        return cut_by_update and generated < request.sampling_params.max_tokens

@@ -1,4 +1,4 @@
-"""What `/metrics` says of an engine and its weights."""
+"""Metrics of an engine and its weights."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from trackway.wire.weights import Verdict
 def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:
     """Requests, tokens and weights, of which `latest` is the newest published version.
 
-    Reused over prefilled plus reused tokens is the prefix cache's hit rate.
+    The prefix cache's hit rate is reused / (prefilled + reused).
     """
     return [
         _of(engine, "running", "Requests in the batch", lambda stats: stats.running),
@@ -27,7 +27,7 @@ def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:
 
 
 def _proof(engine: Engine) -> list[Gauge]:
-    """What is known of the weights that generate; without a proof nothing is."""
+    """Metrics of the verdict on the current weights; none without a proof."""
 
     def of(value: Callable[[Judgement], float]) -> Callable[[], float]:
         return lambda: 0.0 if engine.judgement is None else value(engine.judgement)

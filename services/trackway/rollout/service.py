@@ -1,4 +1,4 @@
-"""What the routes do: wait for the weights, generate, trace, and answer in the wire's words."""
+"""Request handling of the rollout service: wait for weights, generate, trace, reply."""
 
 import logging
 import time
@@ -41,29 +41,29 @@ _PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 
 
 class RolloutService:
-    """One replica: an engine, the weights it follows, and its names."""
+    """A replica: an engine, its weight watcher, and its names."""
 
     def __init__(self, engine: Engine, watcher: WeightWatcher, text: TokenText, settings: RolloutSettings) -> None:
         self._engine, self._watcher, self._text, self._settings = engine, watcher, text, settings
-        self._survivor = ResumableGeneration(engine, watcher)
+        self._resumable = ResumableGeneration(engine, watcher)
         self._created = int(time.time())
         self._text_failed = False
 
     async def start(self) -> None:
-        """Load the base weights, then the latest published ones, and go on following the store."""
+        """Load the base weights and the latest published ones, and start following the store."""
         await self._engine.start()
         await self._watcher.start()
 
     async def stop(self) -> None:
-        """End the watching and the engine."""
+        """Stop the watcher and the engine."""
         await self._watcher.stop()
         await self._engine.stop()
 
     async def ready(self) -> Ready:
-        """Ready to generate now; broken when only a new process can help."""
+        """Whether the replica is ready; `broken` when only a restart can help."""
         stuck = self._engine.stuck_for()
         if stuck > self._settings.stuck_s:
-            reason = f"the engine has had work for {stuck:.0f} s and got nothing done"
+            reason = f"the engine has made no progress on its work for {stuck:.0f} s"
             return Ready(ready=False, broken=True, reason=reason)
         if asleep := self._engine.asleep:
             return Ready(ready=False, reason=f"{' and '.join(sorted(asleep))} are asleep; POST /wake_up")
@@ -73,35 +73,35 @@ class RolloutService:
         return loading
 
     async def generate(self, request: GenerateRequest) -> GenerateReply:
-        """Continue one prompt with weights of at least the version asked for."""
+        """Continue a prompt with weights of at least the requested version."""
         self.served(request.model)
         with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
             request_id = request.request_id or uuid.uuid4().hex
-            generation = await self._survivor.generate(request, request_id)
+            generation = await self._resumable.generate(request, request_id)
             await self._describe(span, request, generation)
         return self._reply(request_id, request, generation)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Piece]:
-        """As `generate`, in pieces as they are made; closing the iterator aborts the generation."""
+        """As `generate`, in pieces; closing the iterator aborts the generation."""
         self.served(request.model)
-        made = Collector()
+        collector = Collector()
         with chat_span(self._settings.model_name, request.sampling_params) as span:
             await self._catch_up(request.min_weight_version)
-            pieces = self._survivor.stream(request, request.request_id or uuid.uuid4().hex)
+            pieces = self._resumable.stream(request, request.request_id or uuid.uuid4().hex)
             try:
                 async with aclosing(pieces):
                     async for piece in pieces:
-                        made.add(piece)
+                        collector.add(piece)
                         yield piece
             except GeneratorExit:
-                # The listener has enough (a stop string), which is no failure; one who left cancels instead.
-                await self._describe(span, request, made.generation("stop"))
+                # Closing the stream after a stop string is no failure; a disconnected client cancels instead.
+                await self._describe(span, request, collector.generation("stop"))
                 return
-            await self._describe(span, request, made.generation())
+            await self._describe(span, request, collector.generation())
 
     async def _catch_up(self, version: int) -> None:
-        """Wait for the weights; every publish makes the first requests wait a moment, which is no incident."""
+        """Wait for the weights; a short wait after each update is normal and not recorded as an incident."""
         behind, have, began = self._watcher.behind(version), self._engine.version, time.monotonic()
         late = True
         try:
@@ -114,7 +114,7 @@ class RolloutService:
                 add_event("weights_loaded", have=have, want=version, verdict=str(self._verdict))
 
     def weights(self) -> WeightsReply:
-        """The version held and the newest one seen."""
+        """The loaded version and the newest published one."""
         return WeightsReply(
             version=self._engine.version,
             latest=self._watcher.latest,
@@ -128,7 +128,7 @@ class RolloutService:
         return None if self._engine.judgement is None else self._engine.judgement.verdict
 
     def weight_info(self) -> WeightInfo:
-        """The version held, in vLLM's words."""
+        """The loaded version, in vLLM's format."""
         return WeightInfo(weight_version=str(self._engine.version))
 
     def models(self) -> ModelList:
@@ -136,7 +136,7 @@ class RolloutService:
         return ModelList(data=[self.served(None)])
 
     def served(self, name: str | None) -> ModelCard:
-        """The one model, for its name or none; raises MODEL_NOT_FOUND for any other."""
+        """The served model, by its name or None; raises MODEL_NOT_FOUND for any other name."""
         expected = self._settings.model_name
         if name not in (None, expected):
             message = f"model: expected {expected!r}, which is served here, got {name!r}; see /v1/models"
@@ -144,27 +144,27 @@ class RolloutService:
         return ModelCard(id=expected, created=self._created, max_model_len=self._engine.max_len)
 
     async def pause(self, mode: PauseMode) -> PauseReply:
-        """Refuse new requests; those in flight finish, are cut, or are frozen."""
+        """Refuse new requests; those in flight finish, are aborted, or are frozen."""
         async with self._watcher.control:
             await self._pause(mode)
         return self._paused()
 
     async def resume(self) -> PauseReply:
-        """Take requests again; raises CONFLICT while memory is given back."""
+        """Accept requests again; raises CONFLICT while memory is released."""
         async with self._watcher.control:
             await self._engine.resume()
         return self._paused()
 
     def is_paused(self) -> PausedReply:
-        """Whether new requests are refused, in vLLM's words."""
+        """Whether new requests are refused, in vLLM's format."""
         return PausedReply(is_paused=self._engine.paused)
 
     async def abort(self, request_ids: Sequence[str] | None) -> AbortReply:
-        """Cut generations, which answer with what they have."""
-        return AbortReply(aborted=await self._survivor.abort(request_ids))
+        """Abort generations, which return their tokens so far."""
+        return AbortReply(aborted=await self._resumable.abort(request_ids))
 
     async def sleep(self, mode: PauseMode, parts: Sequence[MemoryPart] | None) -> SleepReply:
-        """Pause, then give memory back for the trainer."""
+        """Pause, then release memory for the trainer."""
         self._needs_sleep()
         async with self._watcher.control:
             await self._pause(mode)
@@ -174,9 +174,9 @@ class RolloutService:
     async def wake_up(
         self, parts: Sequence[MemoryPart] | None, min_weight_version: int = 0, within_s: float | None = None
     ) -> SleepReply:
-        """Take memory again, in stages if asked so; generation goes on when all of it is back.
+        """Allocate memory again, in stages if requested; generation continues when all of it is back.
 
-        Answers when weights of the version asked for are loaded; raises WEIGHTS_BEHIND when that takes too long.
+        Returns when weights of the requested version are loaded; raises WEIGHTS_BEHIND when that takes too long.
         """
         self._needs_sleep()
         async with self._watcher.control:
@@ -188,7 +188,7 @@ class RolloutService:
         return self.sleeping()
 
     def sleeping(self) -> SleepReply:
-        """Which parts of the memory are given back."""
+        """The released parts of the memory."""
         asleep = sorted(self._engine.asleep)
         return SleepReply(
             is_sleeping=bool(asleep),
@@ -199,7 +199,7 @@ class RolloutService:
 
     async def _pause(self, mode: PauseMode) -> None:
         if mode == "abort":
-            self._survivor.give_up_all()
+            self._resumable.give_up_all()
         await self._engine.pause(mode)
 
     def _paused(self) -> PauseReply:
@@ -225,10 +225,10 @@ class RolloutService:
             span.inputs({"prompt_text": await self._text.decode(prompt)})
             span.outputs({"response_text": await self._text.decode(output)})
         except Exception as error:
-            # A model folder without a tokenizer must not cost the trajectory its tokens.
+            # A missing tokenizer must not fail the generation.
             span.event("text_unavailable", reason=f"{type(error).__name__}: {error}")
             if not self._text_failed:
-                _log.warning("traces carry no text: the tokenizer does not load: %s", error)
+                _log.warning("traces will have no text: the tokenizer does not load: %s", error)
             self._text_failed = True
 
     def _reply(self, request_id: str, request: GenerateRequest, generation: Generation) -> GenerateReply:

@@ -10,7 +10,7 @@ from trackway.serving import ServiceSettings
 
 
 class RolloutSettings(ServiceSettings):
-    """Which model is served, from where its weights come, and how much work one replica takes."""
+    """Settings of a rollout replica: model, source of weights, engine and limits."""
 
     model_path: Path = Path("model")
     """Hugging Face folder with config, tokenizer and weights; these weights are version 0."""
@@ -29,7 +29,7 @@ class RolloutSettings(ServiceSettings):
     engine_args: list[str] = Field(default_factory=list)
     """Extra command-line arguments of the server that the replica starts."""
     engine_start_s: float = Field(default=600.0, gt=0.0)
-    """Seconds that this server may take to start."""
+    """Start-up time limit of this server in seconds."""
     engine_log: Path | None = None
     """Log file of this server; by default in the temporary folder, named after the replica."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -39,34 +39,34 @@ class RolloutSettings(ServiceSettings):
     enforce_eager: bool = False
     """Run without CUDA graphs (vLLM, SGLang): faster to start, slower to generate."""
     enable_sleep: bool = False
-    """Let `/sleep` and `/wake_up` lend the server's GPU memory to the trainer (vLLM, SGLang; simulated by sim)."""
+    """Let `/sleep` and `/wake_up` release the server's GPU memory for the trainer (vLLM, SGLang; simulated by sim)."""
     weight_digests: bool = True
     """Compare the digests of a vLLM server's parameters after each load; hashing them runs at 1 to 2 GB/s."""
     prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix (vLLM, SGLang; torch always does)."""
     sim: SimSettings = Field(default_factory=SimSettings)
-    """What the simulated engine says, and how fast."""
+    """Output and speed of the simulated engine."""
     device: Literal["cpu", "cuda", "auto"] = "auto"
-    """`auto` takes CUDA when there is one."""
+    """`auto` is CUDA if available."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """`auto` is float32 on the CPU (bfloat16 is four times slower there) and bfloat16 on CUDA."""
     threads: int = Field(default=1, ge=1)
     """Torch threads; more than there are idle cores makes every step many times slower."""
     max_num_seqs: int = Field(default=64, ge=1)
-    """Requests that run in one batch, which is also the number of KV slots."""
+    """Maximum requests in a batch, which is also the number of KV slots."""
     max_queue: int = Field(default=1024, ge=0)
-    """Requests that may wait in the queue; one more is answered 429 `overloaded`."""
+    """Maximum requests in the queue; beyond it requests are answered 429 `overloaded`."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus response in tokens; the model's own limit, at most 4096, by default."""
     weight_wait_s: float = Field(default=30.0, ge=0.0)
-    """Longest wait of a request for weights that this replica does not hold yet; then 409 `weights_behind`."""
+    """Longest wait of a request for weights that are not loaded yet; then 409 `weights_behind`."""
     weights_late_s: float = Field(default=2.0, ge=0.0)
     """A longer wait for weights is recorded as the trajectory's incident `weights_behind`."""
     update_mode: Literal["keep", "wait", "abort"] = "keep"
-    """What requests in flight do when weights change: `keep` continues with the KV cache, `wait` finishes them first,
-    `abort` ends them early and the agent continues them."""
+    """Requests in flight when weights change: `keep` continues with the KV cache, `wait` finishes them first,
+    `abort` ends them early and the agent resumes them."""
     drain_s: float = Field(default=300.0, gt=0.0)
-    """With `update_mode` wait: requests that need longer than this are aborted, and the agent continues them."""
+    """With `update_mode` wait: requests that need longer than this are aborted, and the agent resumes them."""
     stuck_s: float = Field(default=60.0, gt=0.0)
     """`/ready` fails when the engine has had requests for this long without progress."""
     watch_interval_s: float = Field(default=0.2, gt=0.0)

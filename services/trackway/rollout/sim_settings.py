@@ -1,4 +1,4 @@
-"""How the simulated engine behaves: lengths of its answers, and the time that they take."""
+"""Settings of the simulated engine: its output, and the time it takes."""
 
 from typing import Self
 
@@ -6,33 +6,33 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class SimSettings(BaseModel):
-    """An engine of no model: what it says, how long that is, and how fast it comes."""
+    """Output and speed of the simulated engine."""
 
     model_config = ConfigDict(extra="forbid")
 
     vocab_size: int = Field(default=480, ge=4)
-    """Token ids are below this; the default and that of `eos_token_id` are those of `examples/tiny`."""
+    """Vocabulary size; this default and that of `eos_token_id` are those of `examples/tiny`."""
     eos_token_id: int = Field(default=2, ge=0)
-    """Ends an answer that is not cut by a limit."""
+    """Last token of an answer that no limit truncates."""
     max_len: int = Field(default=4096, ge=2)
-    """Longest prompt plus response in tokens, unless `max_model_len` says otherwise."""
+    """Longest prompt plus response in tokens, unless `max_model_len` is set."""
     response_tokens: float = Field(default=128.0, ge=1.0)
-    """Mean length of an answer; each length follows from the request's seed and prompt."""
+    """Mean length of an answer; each length derives from the request's seed and prompt."""
     response_spread: float = Field(default=0.5, ge=0.0, le=3.0)
     """Standard deviation of the length's logarithm (a log-normal distribution); 0 makes all answers equally long."""
     script: list[list[int]] = Field(default_factory=list)
-    """Answers by turn instead of random ones: a prompt that contains the first n of them, in order, is given the next
-    (the last one again when there is none), so that an agent's loop of tool calls runs as written."""
+    """Scripted answers by turn instead of random ones: a prompt that contains the first n, in order, gets the next
+    (the last one repeats), so that an agent's tool calls run as scripted."""
     step_s: float = Field(default=0.01, gt=0.0)
-    """Seconds that one decode step takes for a batch of one."""
+    """Seconds per decode step with a single request."""
     step_slope_s: float = Field(default=0.0002, ge=0.0)
-    """Seconds that each further request of the batch adds to a step."""
+    """Additional seconds per step for each further request in the batch."""
     prefill_tokens_per_s: float = Field(default=20_000.0, gt=0.0)
-    """Speed at which a lone prompt is computed; in a full batch it is slowed down as decoding is."""
+    """Prefill speed of a single request; in a full batch it slows down as decoding does."""
     load_s: float = Field(default=0.0, ge=0.0)
-    """Seconds that loading a version of the weights takes, beside the running requests."""
+    """Seconds to load a version of the weights, during which requests keep running."""
     cache_tokens: int = Field(default=1_000_000, ge=0)
-    """Tokens that the prefix cache holds, the least recently used leaving first; 0 is none."""
+    """Capacity of the prefix cache in tokens, evicted least recently used first; 0 disables it."""
 
     @model_validator(mode="after")
     def _ids_are_known(self) -> Self:

@@ -1,4 +1,4 @@
-"""Token ids and text. The tokenizer is loaded when the first request or span wants text."""
+"""Token ids and text. The tokenizer is loaded at the first use."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pydantic import JsonValue
 
 
 class Tokenizer(Protocol):
-    """What we use of a Hugging Face tokenizer."""
+    """The methods in use of a Hugging Face tokenizer."""
 
     chat_template: object
     eos_token_id: int | None
@@ -41,7 +41,7 @@ class TokenText:
         self._loading = asyncio.Lock()
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the ids with special tokens kept, so that a trace shows what the model really saw and wrote."""
+        """The text of the ids with special tokens, so that traces show the exact tokens."""
         tokenizer = await self.tokenizer()
         return tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
@@ -55,7 +55,7 @@ class TokenText:
 
 
 def _load_tokenizer(model_path: Path) -> Tokenizer:
-    # Seconds to import, and not every replica ever needs it.
+    # The import takes seconds, and not every replica needs it.
     from transformers import AutoTokenizer
 
     return cast(Tokenizer, AutoTokenizer.from_pretrained(model_path, local_files_only=True))

@@ -1,9 +1,9 @@
-"""How a replica follows the weight store: it looks, fetches, verifies and loads; a request may wait for a version.
+"""Follows the weight store: polls, fetches, verifies and loads new versions; requests can wait for a version.
 
-A replica that has not seen the store once does not generate, so a late or restarted one never serves old weights.
-A version that does not load (corrupt, or not proved) leaves the old one in place, is logged once and tried again.
-What happens to requests in flight is `update_mode`: `keep` loads under them, `wait` and `abort` hold new ones back at
-the gate while those in flight finish or are cut.
+A replica generates only after it has read the store, so a late or restarted one never serves old weights. If a version
+does not load (corrupt, or proof failed), the old one stays, the failure is logged once, and loading is retried.
+`update_mode` decides about requests in flight: `keep` loads while they run, `wait` and `abort` hold new requests back
+while those in flight finish or are aborted.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ _SLOWEST_RETRY_S = 5.0
 
 
 class WeightWatcher:
-    """Keeps an engine at the newest version of a store; without a store it stays at version 0."""
+    """Keeps an engine at the newest version of a store, or at version 0 without a store."""
 
     def __init__(
         self,
@@ -41,16 +41,16 @@ class WeightWatcher:
         self._interval_s, self._wait_s, self._drain_s = interval_s, wait_s, drain_s
         self._update_mode: PauseMode = update_mode
         self.updates = 0
-        """Loads begun; a request cut while this number grew was cut by an update."""
+        """Number of loads started; a request aborted while it grew was aborted by an update."""
         self.control = asyncio.Lock()
-        """Held by whoever pauses, resumes or updates the engine."""
+        """Held to pause, resume or update the engine."""
         self._gate = asyncio.Event()
         self._gate.set()
         self._latest = 0
         self._synced = store is None
         self._error: str | None = None
         self._refused: tuple[WeightManifest, TrackwayError] | None = None
-        """What the engine refused although its digests are right: trying again would only disturb requests again."""
+        """Version that the engine rejected although its digests are right: retrying would only disturb requests."""
         self._loaded = asyncio.Condition()
         self._look_now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -61,7 +61,7 @@ class WeightWatcher:
         return max(self._latest, self._engine.version)
 
     async def start(self) -> None:
-        """Load the latest version, then go on watching in the background; a failure is retried there."""
+        """Load the latest version, then keep watching in the background, which retries failures."""
         if self._store is not None:
             await self._try_sync(self._store)
             self._task = asyncio.create_task(self._watch(self._store), name="weight-watcher")
@@ -74,7 +74,7 @@ class WeightWatcher:
                 await self._task
 
     def ready(self) -> Ready:
-        """Ready once the store was read and its latest version loaded, unless an update holds requests back now."""
+        """Ready once the store was read and its latest version loaded, unless an update holds requests back."""
         if self._synced and self._gate.is_set():
             return Ready(ready=True)
         if self._synced:
@@ -82,12 +82,12 @@ class WeightWatcher:
         return Ready(ready=False, reason=f"weights are not loaded yet: {self._error or 'the store was not read yet'}")
 
     async def gate(self) -> None:
-        """Return when no update holds requests back; raises PAUSED after the bound."""
+        """Wait until no update holds requests back; raises PAUSED after the time limit."""
         try:
             async with asyncio.timeout(self._wait_s):
                 await self._gate.wait()
         except TimeoutError:
-            message = f"weights version {self._latest} is still being loaded after {self._wait_s} s; ask again later"
+            message = f"weights version {self._latest} is still being loaded after {self._wait_s} s; retry later"
             raise TrackwayError(ErrorCode.PAUSED, message) from None
 
     def behind(self, want: int) -> bool:
@@ -95,13 +95,13 @@ class WeightWatcher:
         return self._engine.version < want
 
     async def catch_up(self, want: int, within_s: float | None = None) -> None:
-        """Return when the engine holds version `want` or newer.
+        """Wait until the engine has version `want` or newer.
 
-        Raises UNAVAILABLE before the first load, WEIGHTS_BEHIND after the bound (at once without a store).
+        Raises UNAVAILABLE before the first load, WEIGHTS_BEHIND after the time limit (at once without a store).
         """
         wait_s = self._wait_s if within_s is None else within_s
         if not self._synced:
-            raise TrackwayError(ErrorCode.UNAVAILABLE, f"{self.ready().reason}; ask again")
+            raise TrackwayError(ErrorCode.UNAVAILABLE, f"{self.ready().reason}; retry later")
         if not self.behind(want):
             return
         self._look_now.set()
@@ -125,7 +125,7 @@ class WeightWatcher:
         try:
             await self._sync(store)
         except Exception as error:
-            # Whatever a store raises (network, file system, our own errors), the replica goes on with what it has.
+            # On any error of the store (network, file system, our own) the replica keeps its weights.
             if str(error) != self._error:
                 _log.error("weights stay at version %d: %s: %s", self._engine.version, type(error).__name__, error)
             self._error = str(error)
@@ -134,11 +134,11 @@ class WeightWatcher:
         return True
 
     async def _sync(self, store: WeightStore) -> None:
-        found = await asyncio.to_thread(store.latest)
-        if found is not None:
-            self._latest = found.version
-            if found.version > self._engine.version and "weights" not in self._engine.asleep:
-                await self._load(store, found.version)
+        manifest = await asyncio.to_thread(store.latest)
+        if manifest is not None:
+            self._latest = manifest.version
+            if manifest.version > self._engine.version and "weights" not in self._engine.asleep:
+                await self._load(store, manifest.version)
         self._synced = True
 
     async def _load(self, store: WeightStore, version: int) -> None:
@@ -162,18 +162,18 @@ class WeightWatcher:
             self._loaded.notify_all()
 
     def _tidy(self, loaded: Path) -> None:
-        """Of versions copied to the cache keep this one and the one before, to which an engine may roll back."""
+        """Delete cached versions except this one and the one before, to which an engine may roll back."""
         if loaded.parent != self._cache:
             return
         numbered = {folder: version_of(folder) for folder in self._cache.iterdir()}
         older = [folder for folder, version in numbered.items() if version is not None and version < int(loaded.name)]
-        whole = sorted((one for one in older if one.name.isdecimal()), key=lambda one: int(one.name))
+        whole = sorted((folder for folder in older if folder.name.isdecimal()), key=lambda folder: int(folder.name))
         for old in {*older} - {*whole[-1:]}:
             shutil.rmtree(old, ignore_errors=True)
 
     @contextlib.asynccontextmanager
     async def _held(self) -> AsyncIterator[None]:
-        """Requests finished or cut and new ones at the gate; nothing to do when they may run on or none can."""
+        """Finish or abort requests and hold new ones back, unless they may keep running or the engine is paused."""
         if self._update_mode == "keep" or self._engine.paused:
             yield
             return
@@ -191,14 +191,14 @@ class WeightWatcher:
             async with asyncio.timeout(self._drain_s):
                 await self._engine.pause(mode)
         except TimeoutError:
-            _log.warning("requests are cut for an update: some did not finish within %.0f s", self._drain_s)
+            _log.warning("aborting requests for an update: some did not finish within %.0f s", self._drain_s)
             await self._engine.pause("abort")
 
     def _too_late(self, want: int, wait_s: float) -> TrackwayError:
         have, reason = self._engine.version, self._error or f"the newest version published is {self._latest}"
         return TrackwayError(
             ErrorCode.WEIGHTS_BEHIND,
-            f"expected weights version {want} within {round(wait_s, 2)} s, got {have}: {reason}; ask again later",
+            f"expected weights version {want} within {round(wait_s, 2)} s, got {have}: {reason}; retry later",
             have=have,
             want=want,
         )

@@ -1,1 +1,1 @@
-"""Pure scoring functions that several services need: values in, numbers out, no dependencies."""
+"""Pure scoring functions shared by several services: values in, numbers out, no dependencies."""

@@ -1,8 +1,8 @@
 """GSM8K scoring: find the final answer in a text and compare it with the ground truth.
 
 `strict` and `flexible` agree with verl's `verl/utils/reward_score/gsm8k.py` on every text, quirks included (`#### 18.`
-is wrong for 18, flexible keeps commas): rewards must not change when a run moves over. `normalized` is the lenient
-reading, and is used only when it is asked for by name.
+is wrong for 18, flexible keeps commas): rewards must not change when a run migrates. `normalized` is lenient
+and must be selected by name.
 """
 
 import re
@@ -10,7 +10,7 @@ from decimal import Decimal, DecimalException
 from enum import StrEnum
 
 WINDOW = 300
-"""Characters at the end of a solution that are looked at; verl's bound, which keeps the regex cheap on long texts."""
+"""Characters at the end of a solution that are searched; verl's limit, which keeps the regex cheap."""
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"-?[0-9.,]+")
@@ -18,7 +18,7 @@ _NORMALIZED = re.compile(r"####\s*(-?\s*\$?\s*-?[0-9.,]+)")
 
 
 class Method(StrEnum):
-    """How the final answer is found and compared; the first is the default."""
+    """How the final answer is extracted and compared; the first is the default."""
 
     STRICT = "strict"
     """The last `#### <number>`, commas removed, equal to the truth as a string."""
@@ -29,21 +29,21 @@ class Method(StrEnum):
 
 
 def extract(solution: str, method: Method = Method.STRICT) -> str | None:
-    """The final answer as `method` reads it from the last 300 characters; None when there is none."""
+    """The final answer by `method` in the last 300 characters, or None."""
     tail = solution[-WINDOW:]
     match method:
         case Method.STRICT:
-            found = _STRICT.findall(tail)
-            return found[-1].replace(",", "") if found else None
+            answers = _STRICT.findall(tail)
+            return answers[-1].replace(",", "") if answers else None
         case Method.FLEXIBLE:
             return next((number for number in reversed(_FLEXIBLE.findall(tail)) if number != "."), None)
         case Method.NORMALIZED:
-            found = _NORMALIZED.findall(tail)
-            return _plain(found[-1]) if found else None
+            answers = _NORMALIZED.findall(tail)
+            return _plain(answers[-1]) if answers else None
 
 
 def score(solution: str, ground_truth: str, method: Method = Method.STRICT) -> float:
-    """1.0 when the final answer is the ground truth, else 0.0."""
+    """1.0 if the final answer is the ground truth, else 0.0."""
     answer = extract(solution, method)
     if answer is None:
         return 0.0
@@ -52,7 +52,7 @@ def score(solution: str, ground_truth: str, method: Method = Method.STRICT) -> f
 
 
 def _plain(number: str) -> str | None:
-    """`-$1,000.50` as `-1000.5`: one spelling for each value, None when it is no number or a very long one."""
+    """Normalizes a number, `-$1,000.50` as `-1000.5`; None for other text and very long numbers."""
     if len(number) > WINDOW:
         return None
     try:

@@ -1,4 +1,4 @@
-"""What the five services have in common as HTTP servers: settings, who may call, error answers, health, limits."""
+"""The HTTP server base of the five services: settings, authentication, errors, health, limits."""
 
 from trackway.serving.app import service_app
 from trackway.serving.auth import from_inside, needs_admin

@@ -1,4 +1,4 @@
-"""One FastAPI factory for five services: their routes inside, what they have in common around them."""
+"""The FastAPI factory of all services: the shared middleware around a service's routes."""
 
 import asyncio
 import os
@@ -65,7 +65,7 @@ def service_app(
     install_error_answers(app)
     if tokens is not None:
         show_tokens_in_docs(app)
-    # Starlette runs the last one added first.
+    # Starlette runs the last added middleware first.
     app.add_middleware(DeadlineLimit)
     app.add_middleware(CatchAllErrors)
     app.add_middleware(Idempotency)
@@ -117,7 +117,7 @@ def _common_routes(
 
     @router.get("/ready", response_model=Ready)
     async def readiness() -> JSONResponse:
-        """200 when the service can work now, else 503 with the reason."""
+        """200 when the service is ready, else 503 with the reason."""
         state = Ready(ready=True) if ready is None else await ready()
         return JSONResponse(state.model_dump(), status_code=200 if state.ready else 503)
 
@@ -130,25 +130,25 @@ def _common_routes(
 
 
 def process_health(service: str, replica: str, tracing: Tracing | None = None) -> Health:
-    """What this process runs on, and what became of its spans."""
+    """The installation of this process, and its span counts."""
     return Health(
         service=service,
         replica=replica,
         pid=os.getpid(),
         **installation().model_dump(),
-        trace_backends=[one.value for one in tracing.settings.usable] if tracing else [],
+        trace_backends=[backend.value for backend in tracing.settings.usable] if tracing else [],
         spans=span_counts(tracing.stats()) if tracing else SpanCounts(),
     )
 
 
 def span_counts(stats: SpanStats) -> SpanCounts:
-    """The sums over all backends of a process."""
+    """Span counts summed over all backends of a process."""
     backends = stats.backends.values()
     return SpanCounts(
         ended=stats.ended,
-        exported=sum(one.exported for one in backends),
-        dropped=stats.dropped + sum(one.dropped for one in backends),
-        refused=sum(one.refused for one in backends),
-        waiting=sum(one.waiting for one in backends),
-        spool_bytes=sum(one.spool_bytes for one in backends),
+        exported=sum(backend.exported for backend in backends),
+        dropped=stats.dropped + sum(backend.dropped for backend in backends),
+        refused=sum(backend.refused for backend in backends),
+        waiting=sum(backend.waiting for backend in backends),
+        spool_bytes=sum(backend.spool_bytes for backend in backends),
     )

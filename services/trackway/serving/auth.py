@@ -1,10 +1,10 @@
-"""Who may call a service: whoever has a token, or, when the service has none, callers on this machine.
+"""Authentication: a bearer token, or, for a service without tokens, a caller on this machine.
 
-With tokens a caller without one learns nothing: every path and method, known or not, gets the same 401, and nothing of
-the request but its headers is looked at. Only `GET /health` and `GET /ready` answer callers on this machine, as probes.
+If tokens are configured, a request without one always gets the same 401, whatever its path and method, and only its
+headers are read. `GET /health` and `GET /ready` alone also answer callers on this machine, as probes.
 
-"On this machine" means a loopback address (Ray Serve's proxy hands on the client's own), no header that a reverse proxy
-adds, and no browser page of another host behind it: neither by its `Origin` nor by a name that it made point here.
+"On this machine" means a loopback address (Ray Serve's proxy forwards the client's), no header of a reverse proxy, and
+no browser page of another host, by its `Origin` or by a host name that it resolves to this machine.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ PROBES = ("/health", "/ready")
 
 _ALL = frozenset(AuthScope)
 _LOCAL, _PROBE, _INSIDE = Caller("loopback", _ALL), Caller("probe", frozenset()), Caller("process", _ALL)
-_TEST_CLIENT = "testclient"  # Starlette's, in this process: the peer of a socket is always an address
+_TEST_CLIENT = "testclient"  # Starlette's in-process client; the peer of a socket is always an address
 _PROXY_HEADERS = (b"forwarded", b"via", b"x-real-ip")
 _CHALLENGE = {"www-authenticate": "Bearer"}
 _NEEDS_TOKEN = "expected a bearer token that this service knows; send `Authorization: Bearer <token>`"
@@ -38,7 +38,7 @@ _NO_TOKENS = (
 
 
 class Authentication:
-    """ASGI middleware, outside of everything that reads a request; `tokens` is None when there are none."""
+    """Outermost ASGI middleware; `tokens` is None when none are configured."""
 
     def __init__(self, app: ASGIApp, tokens: TokenTable | None, trust_loopback: bool) -> None:
         self.app = app
@@ -49,7 +49,7 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
-        elif caller := self._caller(scope):
+        elif caller := self._caller_of(scope):
             scope[CALLER] = caller
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
@@ -57,8 +57,8 @@ class Authentication:
         else:
             await send({"type": "websocket.close", "code": 1008, "reason": ""})
 
-    def _caller(self, scope: Scope) -> Caller | None:
-        if scope.get(CALLER) is _INSIDE:  # by identity: nothing that comes from outside is this object
+    def _caller_of(self, scope: Scope) -> Caller | None:
+        if scope.get(CALLER) is _INSIDE:  # by identity: no request from outside can contain this object
             return _INSIDE
         if self._tokens is None:
             return _LOCAL if self._is_local(scope) else None
@@ -72,7 +72,7 @@ class Authentication:
 
 
 def from_inside(app: ASGIApp) -> ASGIApp:
-    """The app for callers in its own process, who need no token; no request from outside can pass for one."""
+    """The app for callers in its own process, who need no token; outside requests cannot impersonate them."""
 
     async def marked(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, CALLER: _INSIDE}, receive, send)
@@ -81,13 +81,13 @@ def from_inside(app: ASGIApp) -> ASGIApp:
 
 
 def presented(request: Request) -> bytes | None:
-    """The sha256 of the token that came with a request; None when none did."""
+    """The sha256 of the request's token, or None."""
     secret = _bearer(request.headers.raw)
     return None if secret is None else digest_of(secret)
 
 
 async def needs_admin(request: Request) -> None:
-    """Dependency of the routes that are an operator's: 403 `forbidden` without the scope `admin`."""
+    """Dependency of operator routes: 403 `forbidden` without the scope `admin`."""
     caller: Caller = request.scope[CALLER]
     if AuthScope.ADMIN not in caller.scopes:
         message = f"expected a token with the scope 'admin', got {caller.name!r} with {', '.join(caller.scopes)!r}"
@@ -95,7 +95,7 @@ async def needs_admin(request: Request) -> None:
 
 
 def show_tokens_in_docs(app: FastAPI) -> None:
-    """Say in the OpenAPI document that every route wants a bearer token; `/docs` then has a button for it."""
+    """Declare in the OpenAPI document that every route needs a bearer token, which adds a button to `/docs`."""
     plain = app.openapi
 
     def openapi() -> dict[str, object]:
@@ -108,11 +108,11 @@ def show_tokens_in_docs(app: FastAPI) -> None:
 
 
 def _bearer(headers: RawHeaders) -> bytes | None:
-    """The one token presented; None for none, several, or another scheme."""
-    given = [value for name, value in headers if name == b"authorization"]
-    if len(given) != 1:
+    """The presented token; None for none, several, or another scheme."""
+    credentials = [value for name, value in headers if name == b"authorization"]
+    if len(credentials) != 1:
         return None
-    scheme, _, secret = given[0].partition(b" ")
+    scheme, _, secret = credentials[0].partition(b" ")
     return secret.strip() if scheme.lower() == b"bearer" else None
 
 
@@ -136,7 +136,7 @@ def _on_this_machine(scope: Scope) -> bool:
 
 
 def _may_be_ours(host: str) -> bool:
-    """Not a name of the internet: such a one may have been made to point to this machine (DNS rebinding)."""
+    """Whether the host is not a public name, which could be made to resolve to this machine (DNS rebinding)."""
     return _is_local_name(host) or ("." not in host and ":" not in host)
 
 

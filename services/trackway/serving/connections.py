@@ -1,10 +1,10 @@
-"""Limits of a server's connections: how many, and how long and how large a request's header may be.
+"""Connection limits of a server: number of connections, and size and time of a request's header.
 
-uvicorn has none of them: a connection that never completes a header stays open. A subclass of its HTTP protocol
-sets them, in the server that runs a service (`bound_server`), at a replica's own port and in Ray Serve's proxy.
+uvicorn has no such limits: a connection that never completes a header stays open. A subclass of its HTTP protocol adds
+them to the server of a service (`bound_server`), at a replica's own port and in Ray Serve's proxy.
 
-A connection *waits* while no request of it is in work: it is new, idle, or in the middle of a header. When there are
-too many connections, the one that has waited longest is closed, and a new one is refused only if all are at work.
+A connection *waits* while it has no active request: it is new, idle, or within a header. With too many connections the
+longest waiting one is closed, and a new one is refused only if all are active.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 logger = logging.getLogger("trackway.serving")
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Beyond the first piece of a header that is read at once, at most 256 KiB."""
+"""Limit beyond the first chunk of a header, which is at most 256 KiB."""
 _WARN_EVERY_S = 60.0
 
 
 class BoundedProtocol(asyncio.Protocol):
-    """Mixed into one of uvicorn's HTTP protocols; `bounded_protocol` makes a class of both for each server."""
+    """Mixin for uvicorn's HTTP protocols; `bounded_protocol` makes a class of both for each server."""
 
     settings: ClassVar[ConnectionSettings]
     max_connections: ClassVar[int]
     held: ClassVar[set["BoundedProtocol"]]
-    """Every connection that counts."""
+    """All counted connections."""
     waiting: ClassVar[dict["BoundedProtocol", None]]
-    """Those without a request in work, longest first."""
+    """Waiting connections, longest first."""
     warned_at: ClassVar[float] = float("-inf")
 
     # uvicorn's
@@ -50,7 +50,7 @@ class BoundedProtocol(asyncio.Protocol):
     transport: asyncio.Transport
 
     _timer: asyncio.TimerHandle | None = None
-    _heard = False
+    _received = False
     _in_header = False
     _header_bytes = 0
 
@@ -68,9 +68,9 @@ class BoundedProtocol(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        in_header, self._heard = self._in_header, True
+        in_header, self._received = self._in_header, True
         super().data_received(data)
-        if self not in self.connections or self._in_work:  # the first: it is a web socket now
+        if self not in self.connections or self._in_work:  # the first one, which is now a web socket
             self._stop_waiting()
         elif self._timer is None:
             self._wait()
@@ -81,7 +81,7 @@ class BoundedProtocol(asyncio.Protocol):
                     431, f"expected a header of at most {MAX_HEADER_BYTES} bytes, got more; send a shorter one"
                 )
 
-    # Of the parser of httptools; that of h11 has a limit of its own.
+    # An attribute of httptools' parser; h11's has its own limit.
 
     def on_message_begin(self) -> None:
         self._in_header, self._header_bytes = True, 0
@@ -94,8 +94,8 @@ class BoundedProtocol(asyncio.Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()  # pyright: ignore[reportAttributeAccessIssue]
         if not self._in_work and not self.transport.is_closing():
-            self._heard = False
-            self.waiting[self] = None  # uvicorn's own timer ends an idle connection
+            self._received = False
+            self.waiting[self] = None  # uvicorn's own timer closes an idle connection
 
     @property
     def _in_work(self) -> bool:
@@ -119,7 +119,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._timer = None
         if self._in_work or self.transport.is_closing():
             return
-        if self._in_header or (self._heard and self.cycle is None):
+        if self._in_header or (self._received and self.cycle is None):
             message = f"expected a complete header within {self.settings.header_timeout_s:g} s, got a part"
             self._refuse(408, TrackwayError(ErrorCode.REQUEST_INCOMPLETE, message))
             return
@@ -131,12 +131,12 @@ class BoundedProtocol(asyncio.Protocol):
         if longest is not self:
             longest._forget()
             longest.transport.close()
-            self._warn("closed a connection without a request in work")
+            self._warn("closed a connection without an active request")
             return
         self._warn("refused a connection")
         error = TrackwayError(
             ErrorCode.OVERLOADED,
-            f"expected fewer than {self.max_connections} connections at work on this process; ask again later, or "
+            f"expected fewer than {self.max_connections} active connections on this process; retry later, or "
             "raise max_connections and the limit of open files",
         )
         self._refuse(error.status, error)
@@ -145,10 +145,10 @@ class BoundedProtocol(asyncio.Protocol):
         kind = type(self)
         if time.monotonic() - kind.warned_at >= _WARN_EVERY_S:
             kind.warned_at = time.monotonic()
-            logger.warning("more than %d connections: %s (told once a minute)", self.max_connections, what)
+            logger.warning("more than %d connections: %s (logged once a minute)", self.max_connections, what)
 
     def _refuse(self, status: int, error: str | TrackwayError) -> None:
-        """Answer unless an answer is on its way, and close."""
+        """Send the error unless a response has started, and close."""
         self._forget()
         if not self._in_work:
             if isinstance(error, str):
@@ -162,8 +162,8 @@ class BoundedProtocol(asyncio.Protocol):
 
 
 def bound_server(receive: Receive, settings: ConnectionSettings) -> None:
-    """Have the uvicorn server whose lifespan this is keep the limits, before it listens; another server is let be."""
-    # uvicorn tells an app nothing of its server, but the object of this method has its Config.
+    """Apply the limits to the uvicorn server of this lifespan, before it listens; other servers are unchanged."""
+    # uvicorn gives an app no access to its server, but the object of this method has its Config.
     config = getattr(getattr(receive, "__self__", None), "config", None)
     if isinstance(config, Config):
         config.http_protocol_class = bounded_protocol(settings, config.http_protocol_class)
@@ -172,20 +172,20 @@ def bound_server(receive: Receive, settings: ConnectionSettings) -> None:
 def bounded_protocol(
     settings: ConnectionSettings, protocol: type[asyncio.Protocol] = AutoHTTPProtocol
 ) -> type[asyncio.Protocol]:
-    """The protocol class within the limits, for one server; one that is not uvicorn's for HTTP/1.1 stays as it is."""
+    """The protocol class with the limits, for one server; returned unchanged unless it is uvicorn's HTTP/1.1."""
     if issubclass(protocol, BoundedProtocol) or not issubclass(protocol, (AutoHTTPProtocol, H11Protocol)):
         return protocol
-    own = {
+    attributes = {
         "settings": settings,
         "max_connections": min(settings.max_connections, _connections_by_files()),
         "held": set(),
         "waiting": {},
     }
-    return type(f"Bounded{protocol.__name__}", (BoundedProtocol, protocol), own)
+    return type(f"Bounded{protocol.__name__}", (BoundedProtocol, protocol), attributes)
 
 
 def _connections_by_files() -> int:
-    """Three quarters of the files that this process may still open; the others are for its own work."""
+    """Three quarters of the files that this process may still open; the rest is for its own work."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 1 << 30

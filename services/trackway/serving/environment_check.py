@@ -1,6 +1,6 @@
-"""What a process runs on, and how two that must be alike differ.
+"""Describes the Python installation of a process and compares two of them.
 
-People have lost days to workers that ran on another Python, or other packages, than the ones they had prepared.
+Workers that run on an unexpected Python or unexpected packages have cost people days.
 """
 
 import os
@@ -16,7 +16,7 @@ COMPARED_PACKAGES = (
     *("trackway", "ray", "pydantic", "fastapi", "httpx", "torch", "transformers", "tokenizers", "safetensors"),
     *("opentelemetry-sdk", "numpy"),
 )
-"""Those whose mismatch breaks a deployment, or a run in silence."""
+"""Packages whose mismatch breaks a deployment, or silently a run."""
 
 REMEDY = (
     "start both from one environment (no other PYTHONPATH, no runtime_env.py_executable), or install the same versions"
@@ -25,13 +25,13 @@ REMEDY = (
 
 @cache
 def installation() -> Installation:
-    """That of this process."""
-    versions = {name: found for name in COMPARED_PACKAGES if (found := _version(name)) is not None}
+    """The installation of this process."""
+    versions = {name: installed for name in COMPARED_PACKAGES if (installed := _version(name)) is not None}
     return Installation(python=platform.python_version(), executable=sys.executable, versions=versions)
 
 
 def difference(expected: Installation, got: Installation) -> str:
-    """What differs, each with both sides; empty when nothing does. Names of one interpreter in its folder are alike."""
+    """The differences, with both sides; empty if there are none. Aliases of an interpreter in a folder are equal."""
     differences = []
     if _interpreter(expected) != _interpreter(got):
         ours, theirs = f"{expected.executable} ({expected.python})", f"{got.executable} ({got.python})"
@@ -43,8 +43,8 @@ def difference(expected: Installation, got: Installation) -> str:
     return "; ".join(differences)
 
 
-def _interpreter(one: Installation) -> tuple[Path, str]:
-    return Path(os.path.normpath(one.executable)).parent, one.python
+def _interpreter(installation: Installation) -> tuple[Path, str]:
+    return Path(os.path.normpath(installation.executable)).parent, installation.python
 
 
 def _version(package: str) -> str | None:

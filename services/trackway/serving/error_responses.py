@@ -1,4 +1,4 @@
-"""Every error answer of a service is made here, in the one shape of wire/errors.py."""
+"""Makes all error responses of a service, in the format of wire/errors.py."""
 
 import logging
 import math
@@ -24,24 +24,24 @@ _CODE_OF_STATUS = {
     413: ErrorCode.PAYLOAD_TOO_LARGE,
 }
 MAX_PROBLEMS = 10
-"""Problems of a request that its answer names."""
+"""Maximum problems of a request named in a response."""
 _MAX_LISTED = 1000
-"""Problems that pydantic is asked to list: each takes 10 us and 1.5 kB, and it lists all or none."""
+"""Maximum problems that pydantic lists: each takes 10 us and 1.5 kB, and it lists all or none."""
 _MAX_PART = 200
-"""Characters of a problem's place and of its message: both may quote the request."""
+"""Maximum characters of a problem's location and message: both may quote the request."""
 _METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
 def error_response(error: TrackwayError, headers: Mapping[str, str] = MappingProxyType({})) -> JSONResponse:
-    """The HTTP answer of an error."""
+    """The HTTP response of an error."""
     content = error.to_reply().model_dump(mode="json")
     return JSONResponse(content, status_code=error.status, headers={**retry_after(error), **headers})
 
 
 def retry_after(error: TrackwayError) -> dict[str, str]:
-    """`Retry-After` in whole seconds, as HTTP wants it; the body's detail has the fraction.
+    """`Retry-After` in whole seconds, as HTTP requires; the body's detail has the fraction.
 
-    For an error that says when it passes, and for each refusal because of load: 1 second when there is no estimate.
+    Set for errors with a retry time, and for every overload error: 1 second when there is no estimate.
     """
     asked = error.detail.get("retry_after_s")
     if isinstance(asked, int | float):
@@ -50,7 +50,7 @@ def retry_after(error: TrackwayError) -> dict[str, str]:
 
 
 def install_error_answers(app: FastAPI) -> None:
-    """Answer every failure of the app with `{"error": ...}`."""
+    """Answer every error of the app with `{"error": ...}`."""
     app.add_exception_handler(TrackwayError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
@@ -67,7 +67,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 def body_problems(error: ValidationError) -> list[dict[str, Any]]:
-    """The first problems of a body, as FastAPI lists them; one entry with their number when there are very many."""
+    """The first problems of a body in FastAPI's format; a single entry with their number if there are too many."""
     count = error.error_count()
     if count > _MAX_LISTED:
         return [{"type": "too_many_problems", "loc": ("body",), "msg": f"{count} problems, too many to list"}]
@@ -76,7 +76,7 @@ def body_problems(error: ValidationError) -> list[dict[str, Any]]:
 
 
 def misfit(error: RequestValidationError, *, skip: int = 0) -> str:
-    """What is wrong with a request; `skip` leaves out that many first parts of each place."""
+    """Describes the problems of a request; `skip` drops that many leading parts of each location."""
     problems = error.errors()
     named = [_problem(item["loc"][skip:], item["msg"]) for item in problems[:MAX_PROBLEMS]]
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
@@ -99,7 +99,7 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
 
 
 def _allowed(request: Request) -> str:
-    """Every method of the path; the router names only those of the first of its routes."""
+    """The methods of the path; the router knows only those of the first matching route."""
     scopes = {method: {**request.scope, "method": method} for method in _METHODS}
     routes = request.app.routes
     return ", ".join(

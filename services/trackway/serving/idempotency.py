@@ -1,8 +1,8 @@
-"""A POST runs once per `Idempotency-Key`: a repeated key waits for the first answer, or is given it again.
+"""Runs a POST once per `Idempotency-Key`: a repeated key waits for the first response, or gets it again.
 
-The work of a keyed request goes on when its client disconnects, since the client will ask again. Answers are kept in
-memory, bounded in number, bytes and age; failures that may pass are not kept, as nothing was done. A keyed answer is
-sent when it is complete, so a client that wants a stream sends no key.
+A keyed request continues when its client disconnects, since the client will retry. Responses are kept in memory,
+limited in number, bytes and age; transient errors are not kept, as nothing was done. A keyed response is sent when it
+is complete, so a client that streams must not send a key.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY
 
 UNBROKEN = "trackway.unbroken"
-"""Key of the ASGI scope: true where no request that has begun is cancelled, and so needs no task of its own."""
+"""Key of the ASGI scope: true if running requests are never cancelled and need no task of their own."""
 
 _NOTHING_DONE = {409, 429, 503}
-"""Not 504: work that its deadline ended may have had its effect."""
+"""Not 504: work may have had its effect when its deadline passed."""
 _ENTRY_BYTES = 2048
-"""What an entry takes beside the body of its answer."""
+"""Bytes of an entry beside its body."""
 
 
 class _Key(NamedTuple):
     caller: Caller | None
     path: str
-    given: str
+    header: str
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class Idempotency:
-    """ASGI middleware; keeps up to `max_entries` answers of `max_bytes` in all for `ttl_s` seconds, and the newest.
+    """ASGI middleware; keeps up to `max_entries` responses, `max_bytes` in all, for `ttl_s` seconds; always the newest.
 
     clock: monotonic seconds.
     """
@@ -82,7 +82,7 @@ class Idempotency:
         if entry is None:
             return await self._first_answer(key, digest, scope, body)
         if entry.digest != digest:
-            message = f"{IDEMPOTENCY_KEY} {key.given!r} was used with another body; take a new key"
+            message = f"{IDEMPOTENCY_KEY} {key.header!r} was used with another body; take a new key"
             raise TrackwayError(ErrorCode.CONFLICT, message)
         return await asyncio.shield(entry.answer)
 
@@ -97,7 +97,7 @@ class Idempotency:
             answer.set_result(await self._run(key, scope, body))
         except BaseException as error:
             answer.set_exception(error)
-            answer.exception()  # nobody else may be waiting for it
+            answer.exception()  # no other request may be waiting for it
             raise
         return answer.result()
 
@@ -129,7 +129,7 @@ class Idempotency:
         return answer
 
     def _forget_old(self) -> None:
-        """Drop answers from the oldest on; one that is still being made ends the sweep."""
+        """Drop responses from the oldest on; stops at one that is still in progress."""
         horizon = self.clock() - self.ttl_s
         while self._entries:
             oldest = next(iter(self._entries.values()))
@@ -145,7 +145,7 @@ async def _read(receive: Receive) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise TrackwayError(ErrorCode.REQUEST_INCOMPLETE, "the client left before its request was complete")
+            raise TrackwayError(ErrorCode.REQUEST_INCOMPLETE, "the client disconnected before its request was complete")
         chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return b"".join(chunks)

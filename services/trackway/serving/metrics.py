@@ -1,6 +1,6 @@
-"""Metrics of one service by OpenTelemetry; `/metrics` shows them in Prometheus' text for a local look.
+"""Metrics of a service, by OpenTelemetry; `/metrics` exposes them in Prometheus' text format.
 
-What each request touches is counted in plain integers, and only made into metrics when somebody looks.
+Requests are counted in plain integers, which become metrics only at a scrape.
 """
 
 import time
@@ -27,17 +27,17 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 class Gauge(NamedTuple):
-    """A number of a service's own that `/metrics` shows; `read` may raise TrackwayError while there is none yet."""
+    """A gauge of a service; `read` may raise TrackwayError while there is no value yet."""
 
     name: str
     description: str
     read: Callable[[], float]
     total: bool = False
-    """It only grows while the process lives."""
+    """The value only grows while the process runs."""
 
 
 class ServiceMetrics:
-    """Requests by route and status, requests in flight, seconds; spans by their fate; what the service adds."""
+    """Requests by route and status, requests in flight, durations; span counts; and the service's own metrics."""
 
     def __init__(
         self, service: str, tracing: Tracing, gauges: Sequence[Gauge] = (), collectors: Sequence[Collector] = ()
@@ -64,16 +64,16 @@ class ServiceMetrics:
             create(gauge.name, callbacks=[_observing(gauge)], description=gauge.description)
 
     def collect(self) -> Iterable[Metric]:
-        """Every metric with its type, its description and its samples."""
+        """All metrics with type, description and samples."""
         return self._registry.collect()
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class Seconds:
-    """A histogram of how long something took, by one label."""
+    """A histogram of durations by one label."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -96,7 +96,7 @@ class Seconds:
 
 
 class RequestCounts(Collector):
-    """Requests in work, and those that ended by route, method and status, with their seconds by route."""
+    """Active requests, and completed ones by route, method and status, with durations by route."""
 
     def __init__(self) -> None:
         self.in_flight = 0
@@ -117,7 +117,7 @@ class RequestCounts(Collector):
 
 
 def counted(name: str, description: str, labels: Sequence[str], counts: Mapping[tuple[str, ...], float]) -> Metric:
-    """A counter by some labels."""
+    """A counter with labels."""
     family = CounterMetricFamily(name, description, labels=labels)
     for values, count in counts.items():
         family.add_metric(values, count)
@@ -195,5 +195,5 @@ def _route(scope: Scope) -> str:
 
 
 def _method(scope: Scope) -> str:
-    """One of the usual ones: callers may invent others without end, and each would be a series of its own."""
+    """The method if it is a usual one: arbitrary methods would create unlimited series."""
     return scope["method"] if scope["method"] in _METHODS else "other"

@@ -1,11 +1,11 @@
-"""What wraps each request, as plain ASGI: trace context, the last-resort error answer, deadline.
+"""ASGI middleware around each request: trace context, last-resort error response, deadline.
 
-FastAPI's own telemetry is left out on purpose: one span per hop of ours carries the content, and a second one around it
-would only add a row to the tree.
+FastAPI's own telemetry is not used: our span per hop carries the content, and a second one around it would only add a
+row to the tree.
 
-The receipt in `x-trackway-trace` tells the caller what its request added to the trace. It is written where each answer
-passes before idempotency keeps it: errors carry one, and a repeated answer carries that of the run which made it, as a
-client asks again only when it has not seen the first. A streamed answer has none: its headers leave before the work.
+The receipt in `x-trackway-trace` reports what the request added to the trace. It is written before idempotency stores
+the response: errors have one, and a repeated response has that of the original, since a client retries only when it has
+not seen the first. A streamed response has none: its headers are sent before the work.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 
 
 class TraceContext:
-    """Continues the caller's trace under this service's tracing, and sums up what the request adds to it."""
+    """Continues the caller's trace under this service's tracing, and counts what the request adds to it."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
         self.app = app
@@ -46,7 +46,7 @@ class TraceContext:
 
 
 def _carried(scope: Scope) -> dict[str, str]:
-    """The headers of the trace; lines of one name are one list (RFC 9110, 5.3), which a proxy may have split."""
+    """The trace headers; repeated lines are joined to one list (RFC 9110, 5.3), as a proxy may have split them."""
     headers = Headers(scope=scope)
     return {name: ",".join(lines) for name in _TRACE_HEADERS if (lines := headers.getlist(name))}
 
@@ -54,7 +54,7 @@ def _carried(scope: Scope) -> dict[str, str]:
 class CatchAllErrors:
     """Answers 500 `internal` for an unhandled exception of any kind, and logs it once.
 
-    All answers leave through here, and so get their receipt here.
+    All responses pass here, so their receipt is added here.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -91,17 +91,17 @@ class CatchAllErrors:
 
 
 def _unforeseen(error: Exception) -> TrackwayError:
-    """A full disk is named, whatever was being written to it; anything else is a defect."""
+    """The error for an unexpected exception: a full disk is reported as such, anything else is a bug."""
     number = error_number(error)
     if number in FULL:
         place = Path(str(error.filename)) if isinstance(error, OSError) and error.filename else Path.cwd()
         return storage_error(number, place, "a file of the service")
-    message = f"{described(error)}; this is a defect of the service, its log has the traceback"
+    message = f"{described(error)}; this is a bug; see the traceback in the service's log"
     return TrackwayError(ErrorCode.INTERNAL, message)
 
 
 def _is_cancelled() -> bool:
-    """Whether the current task was cancelled, and does not merely see a CancelledError of other making."""
+    """Whether the current task was cancelled, rather than one that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -113,7 +113,7 @@ def _add_receipt(scope: Scope, start: Message) -> None:
 
 
 class ReplicaName:
-    """Says on each answer which replica gave it."""
+    """Names the replica on each response."""
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
         self.app = app
@@ -129,7 +129,7 @@ class ReplicaName:
 
 
 class DeadlineLimit:
-    """Gives up at the caller's `x-request-deadline`: nobody waits for the answer any more."""
+    """Stops work at the caller's `x-request-deadline`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -143,5 +143,5 @@ class DeadlineLimit:
             async with asyncio.timeout(float(deadline) - time.time()):
                 await self.app(scope, receive, send)
         except TimeoutError as error:
-            message = f"the caller's deadline {deadline} passed while the request was worked on; allow more time"
+            message = f"the caller's deadline {deadline} passed during the request; allow more time"
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error

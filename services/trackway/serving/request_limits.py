@@ -1,7 +1,7 @@
-"""Limits of a request before it is parsed: the body's bytes and JSON values, and the headers that are read here.
+"""Limits of a request before parsing: the body's bytes and JSON values, and the headers read here.
 
-A parsed value takes up to 800 bytes, whatever it took in the body, so values are counted in the raw bytes.
-The body is read once, in whole, and handed on in one piece.
+A parsed value takes up to 800 bytes, however short it is in the body, so values are counted in the raw bytes.
+The body is read once, completely, and passed on in one piece.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ _WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
 _ANNOUNCES_BODY = (b"content-length", b"transfer-encoding")
 
 _CHUNK = 256 * 1024
-"""Bytes whose strings are cut out at once."""
+"""Bytes per chunk from which strings are removed."""
 
 
 class JsonSize(NamedTuple):
-    """How much JSON there is to parse."""
+    """The amount of JSON to parse."""
 
     items: int
     """Commas: list items and object members beyond the first of each list or object."""
@@ -34,7 +34,7 @@ class JsonSize(NamedTuple):
     """Lists, objects and object members."""
 
     def exceeds(self, limit: "JsonSize") -> bool:
-        """Whether there is more of either."""
+        """Whether either exceeds the limit."""
         return self.items > limit.items or self.nodes > limit.nodes
 
 
@@ -82,11 +82,13 @@ class RequestBounds:
             raise TrackwayError(ErrorCode.REQUEST_INCOMPLETE, message) from None
 
     async def _read(self, receive: Receive) -> bytes:
-        body = io.BytesIO()  # gives its bytes without a copy, so that they are in memory once
+        body = io.BytesIO()  # returns its bytes without a copy, so that they are in memory once
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise TrackwayError(ErrorCode.REQUEST_INCOMPLETE, "the client left before its request was complete")
+                raise TrackwayError(
+                    ErrorCode.REQUEST_INCOMPLETE, "the client disconnected before its request was complete"
+                )
             body.write(message.get("body", b""))
             if body.tell() > self.max_bytes:
                 raise self._too_large(body.tell())
@@ -99,9 +101,9 @@ class RequestBounds:
 
 
 def json_exceeds(limit: JsonSize, body: bytes) -> bool:
-    """Whether JSON in UTF-8 has more than `limit`, without parsing it; of other bytes, a guess either way.
+    """Whether JSON in UTF-8 exceeds `limit`, without parsing it; for other bytes the result is a guess.
 
-    Few bodies have so many commas, colons and brackets at all; for the others, those in strings are not counted.
+    Most bodies have few commas, colons and brackets; otherwise those within strings are excluded.
     """
     return len(body) > min(limit) and _size(body).exceeds(limit) and _exceeds_outside_strings(limit, body)
 
@@ -132,14 +134,14 @@ def _check_header(name: bytes, value: bytes) -> None:
 
 
 def again(message: Message, receive: Receive) -> Receive:
-    """A receive that gives a message that was taken before, then what `receive` gives."""
-    given = False
+    """A `receive` that replays a message, then continues with `receive`."""
+    replayed = False
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        given = True
+        replayed = True
         return message
 
     return replay

@@ -1,4 +1,4 @@
-"""Routes that validate a JSON body straight from its bytes, which takes half the memory of parsing it first."""
+"""Routes that validate a JSON body directly from its bytes, which takes half the memory of parsing it first."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,10 +15,10 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is one model; RequestValidationError names the first things that are wrong with it."""
+    """A route whose body is a model; RequestValidationError lists the first problems."""
 
     def get_route_handler(self) -> Handler:
-        """FastAPI's handler, which is given the validated body where it expects parsed JSON."""
+        """FastAPI's handler, which gets the validated body in place of parsed JSON."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -37,14 +37,14 @@ class JsonRoute(APIRoute):
 
 
 class ServiceRouter(APIRouter):
-    """A router of JsonRoutes."""
+    """A router that makes JsonRoutes."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"route_class": JsonRoute, **kwargs})
 
 
 class _ValidatingRequest(Request):
-    """`json()` gives the validated body; FastAPI answers 400 for whatever it raises, so `failure` keeps the cause."""
+    """`json()` returns the validated body; FastAPI answers 400 for any error, so `failure` keeps the cause."""
 
     def __init__(self, request: Request, body_type: TypeAdapter[object]) -> None:
         super().__init__(request.scope, request.receive)

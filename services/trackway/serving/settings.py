@@ -17,7 +17,7 @@ ServiceName = Literal["rollout", "agent", "tools", "reward", "trainer"]
 
 
 class ConnectionSettings(BaseSettings):
-    """Limits of a server's connections; Ray Serve's proxy takes them from the environment."""
+    """Connection limits of a server; Ray Serve's proxy reads them from the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRACKWAY_",
@@ -25,18 +25,18 @@ class ConnectionSettings(BaseSettings):
         extra="forbid",
         protected_namespaces=(),
         allow_inf_nan=False,
-        hide_input_in_errors=True,  # a token that does not fit must not be printed
+        hide_input_in_errors=True,  # an invalid token must not be printed
     )
 
     header_timeout_s: float = Field(default=10.0, gt=0)
-    """Seconds in which a request's header must be complete; then its connection is closed."""
+    """Seconds for a request's header to be complete; then its connection is closed."""
     max_connections: int = Field(default=4096, ge=1)
     """Connections of one process, at most three quarters of its limit of open files. Beyond it the longest idle
     connection is closed; when none is idle, a new connection is answered 429."""
 
 
 class ServiceSettings(ConnectionSettings):
-    """Where the other services are, where traces go, and what a request may cost."""
+    """URLs of the other services, tracing, authentication, and limits of a request."""
 
     base_url: str = "http://127.0.0.1:8000"
     """Root URL of the services, each below its own prefix: `{base_url}/tools`, `{base_url}/reward`, ..."""
@@ -59,7 +59,7 @@ class ServiceSettings(ConnectionSettings):
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Longest request body in bytes; a longer one is answered 413."""
     body_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds in which a request's body must be complete; a slower one is answered 422."""
+    """Seconds for a request's body to be complete; a slower one is answered 422."""
     max_json_items: int = Field(default=500_000, ge=1024)
     """List items and object members in a request's JSON, token ids included; more are answered 413."""
     max_json_nodes: int = Field(default=100_000, ge=1024)
@@ -69,5 +69,5 @@ class ServiceSettings(ConnectionSettings):
 
     def url(self, service: ServiceName) -> str:
         """Base URL of a service, without a trailing slash."""
-        own: str | None = getattr(self, f"{service}_url")
-        return (own or f"{self.base_url.rstrip('/')}/{service}").rstrip("/")
+        service_url: str | None = getattr(self, f"{service}_url")
+        return (service_url or f"{self.base_url.rstrip('/')}/{service}").rstrip("/")

@@ -1,9 +1,9 @@
-"""Bearer tokens: how they are configured, and the table that knows who presents one.
+"""Bearer tokens: their configuration, and the table that maps a token to its caller.
 
-A token is given as it is or as its sha256, in the settings (`TRACKWAY_AUTH__TOKENS__<NAME>__SECRET`) or in a file,
-which is read again when it changes. What stands here in clear never shows in a repr, an answer, a log or a span.
+A token is configured in clear or as its sha256, in the settings (`TRACKWAY_AUTH__TOKENS__<NAME>__SECRET`) or in a
+file, which is reloaded when it changes. Clear text never appears in a repr, a response, a log or a span.
 
-A pass stands for a token at one process alone: callers send it where they cannot be sure who listens.
+A pass replaces a token at a single process: callers send it where they cannot verify the server.
 """
 
 import hashlib
@@ -33,27 +33,27 @@ logger = logging.getLogger("trackway.serving")
 
 LEAST_CHARS = 16
 CHECK_EVERY_S = 1.0
-"""Shortest time between two looks at the tokens' file."""
+"""Minimum time between two checks of the tokens file."""
 
 _CHARS = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750
 
 
 class AuthScope(StrEnum):
-    """What a token opens: an agent's work, or an operator's too."""
+    """The scope of a token: an agent's calls, or an operator's too."""
 
     EXECUTE = "execute"
     ADMIN = "admin"
 
 
 class Caller(NamedTuple):
-    """Who sent a request, and what it may do."""
+    """The sender of a request and its scopes."""
 
     name: str
     scopes: frozenset[AuthScope]
 
 
 class Token(BaseModel):
-    """One token: its secret or the secret's sha256, and its scopes."""
+    """A token: its secret or the secret's sha256, and its scopes."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
@@ -62,7 +62,7 @@ class Token(BaseModel):
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$", repr=False)
     """Instead of the secret: `printf %s "$TOKEN" | sha256sum`."""
     scopes: frozenset[AuthScope] = Field(default=frozenset({AuthScope.EXECUTE}), min_length=1)
-    """`execute`: what agents do; `admin`: that, and what operators do, as pausing an engine or starting a run."""
+    """`execute`: an agent's calls; `admin`: also an operator's, such as pausing an engine or starting a run."""
 
     @field_validator("secret")
     @classmethod
@@ -87,7 +87,7 @@ class Token(BaseModel):
         return digest_of(self.secret.get_secret_value().encode()) if self.secret else bytes.fromhex(self.sha256 or "")
 
     def caller(self, name: str) -> Caller:
-        """Who presents this token; admin includes execute."""
+        """The caller of this token; admin includes execute."""
         return Caller(name, self.scopes | {AuthScope.EXECUTE})
 
 
@@ -97,7 +97,7 @@ _TOKENS = TypeAdapter(Tokens, config=ConfigDict(hide_input_in_errors=True))
 
 
 class AuthSettings(BaseModel):
-    """Who is answered. Without any token: only callers on this machine, who then may do everything."""
+    """Authentication settings. Without tokens only callers on this machine are answered, with all scopes."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
@@ -128,7 +128,7 @@ class TokenTable:
         self._settings = settings
         self._compare = compare
         self._clock = clock
-        self._own = secrets.token_bytes(32)
+        self._pass_key = secrets.token_bytes(32)
         self._looked_at = clock()
         self._version = self._file_version()
         self._known = self._read()
@@ -139,20 +139,20 @@ class TokenTable:
         return cls(settings) if settings.given else None
 
     def find(self, secret: bytes) -> Caller | None:
-        """Whose token this is. Every token is compared, each in constant time: the time taken tells nothing."""
+        """The caller of a token. All tokens are compared in constant time, so the duration reveals nothing."""
         self._refresh()
-        digest, found = digest_of(secret), None
+        digest, match = digest_of(secret), None
         for known, caller in self._known:
             if self._compare(known, digest):
-                found = caller
-        return found
+                match = caller
+        return match
 
     def pass_for(self, digest: bytes) -> str:
-        """What opens here, and nowhere else, what the token with this sha256 opens, as long as that one is known."""
-        return hmac.digest(self._own, digest, "sha256").hex()
+        """A pass, valid only at this process, for the token with this sha256 while that token is known."""
+        return hmac.digest(self._pass_key, digest, "sha256").hex()
 
     def _refresh(self) -> None:
-        """Take a changed file; one that cannot be used leaves what was known, and is said once."""
+        """Reload a changed file; for an unusable one the old tokens stay and one error is logged."""
         now = self._clock()
         if self._settings.tokens_file is None or now - self._looked_at < CHECK_EVERY_S:
             return
@@ -164,14 +164,14 @@ class TokenTable:
         try:
             self._known = self._read()
         except ValueError as error:
-            logger.error("the tokens stay as they were: %s", error)
+            logger.error("the tokens are unchanged: %s", error)
 
     def _file_version(self) -> tuple[int, int, int] | None:
         try:
-            found = self._settings.tokens_file and self._settings.tokens_file.stat()
+            status = self._settings.tokens_file and self._settings.tokens_file.stat()
         except OSError:
             return None
-        return (found.st_mtime_ns, found.st_ino, found.st_size) if found else None
+        return (status.st_mtime_ns, status.st_ino, status.st_size) if status else None
 
     def _read(self) -> list[tuple[bytes, Caller]]:
         path = self._settings.tokens_file
@@ -201,5 +201,5 @@ def _tokens_in(path: Path) -> Tokens:
 
 
 def digest_of(secret: bytes) -> bytes:
-    """The sha256 by which a token is known."""
+    """The sha256 that identifies a token."""
     return hashlib.sha256(secret).digest()

@@ -1,8 +1,8 @@
-"""Code that users bring (tools, scorers, agent loops, their modules): what it raises fails its own call.
+"""User code (tools, scorers, agent loops, their modules): its exceptions fail only its own call.
 
-asyncio lets SystemExit and KeyboardInterrupt leave the event loop, which ends the server with everything in it, and no
-`except Exception` sees them or any other exception that is not an Exception. Out of reach is code that ends the process
-without raising: `os._exit`, a signal to itself, `loop.stop()`.
+SystemExit and KeyboardInterrupt leave asyncio's event loop and so end the server, and `except Exception` does not catch
+them, nor others that are not an Exception. Code that ends the process without raising is not contained:
+`os._exit`, a signal to itself, `loop.stop()`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class UserCodeExit(RuntimeError):
 
 
 def failure_of(error: BaseException) -> Exception:
-    """The error as an Exception: itself, or UserCodeExit, which says what the code did."""
+    """The error as an Exception: itself, or a UserCodeExit that describes it."""
     if isinstance(error, Exception):
         return error
     if isinstance(error, SystemExit):
@@ -36,7 +36,7 @@ def failure_of(error: BaseException) -> Exception:
 
 
 def described(error: BaseException) -> str:
-    """Type and message; of a UserCodeExit the message alone. Never raises, whatever the type's `__str__` does."""
+    """Type and message; for a UserCodeExit only the message. Never raises, even if the type's `__str__` does."""
     try:
         message = str(error)
     except BaseException:
@@ -48,7 +48,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Around a synchronous call: UserCodeExit, which begins with `what`, for what is not an Exception."""
+    """Around a synchronous call: raises UserCodeExit, prefixed with `what`, for what is not an Exception."""
     try:
         yield
     except Exception:
@@ -59,7 +59,7 @@ def user_code(what: str) -> Iterator[None]:
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """Around the import of a user's module: UserCodeExit with the remedy when it exits."""
+    """Around the import of a user's module: raises UserCodeExit with the remedy when it exits."""
     with user_code(what):
         try:
             yield
@@ -69,7 +69,7 @@ def importing(what: str) -> Iterator[None]:
 
 
 async def contained(awaitable: Awaitable[T]) -> T:
-    """The awaitable's result, in a task of its own: what would leave the event loop becomes UserCodeExit."""
+    """The awaitable's result, in its own task: exceptions that would leave the event loop become UserCodeExit."""
     _inside.set(True)
     try:
         return await awaitable
@@ -78,9 +78,9 @@ async def contained(awaitable: Awaitable[T]) -> T:
 
 
 async def run_user_code(call: Callable[[], Awaitable[T]]) -> T:
-    """The result of `call`, in a task of its own, which is cancelled with its caller.
+    """The result of `call`, in its own task, which is cancelled with its caller.
 
-    Raises what the code raised, as an Exception; a CancelledError of its own making is UserCodeExit.
+    Raises the code's error as an Exception; a CancelledError that the code itself raised becomes UserCodeExit.
     """
 
     async def run() -> T:
@@ -100,7 +100,7 @@ async def run_user_code(call: Callable[[], Awaitable[T]]) -> T:
 
 
 def outcome_of(work: asyncio.Task[T]) -> T:
-    """The result of a task of user code that has ended; its error is raised as an Exception."""
+    """The result of a finished task of user code; its error is raised as an Exception."""
     if work.cancelled():
         raise failure_of(asyncio.CancelledError())
     error = work.exception()
@@ -110,7 +110,7 @@ def outcome_of(work: asyncio.Task[T]) -> T:
 
 
 class ContainedTasks:
-    """A task factory: tasks that user code makes (`gather`, `wait_for`, `create_task`) are contained too."""
+    """A task factory that also contains tasks made by user code (`gather`, `wait_for`, `create_task`)."""
 
     def __init__(self, factory: Callable[..., asyncio.Future[Any]] | None) -> None:
         self._make = factory or _task
@@ -123,12 +123,12 @@ class ContainedTasks:
         if not (_inside.get() if context is None else context.get(_inside, False)):
             return self._make(loop, coro, **options)
         task = self._make(loop, contained(_awaitable(coro)), **options)
-        task.add_done_callback(lambda _: coro.close())  # a task that is cancelled before it starts awaits nothing
+        task.add_done_callback(lambda _: coro.close())  # a task cancelled before its start awaits nothing
         return task
 
 
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Let no task that user code makes end this loop; once is enough."""
+    """Prevent tasks of user code from ending this loop; idempotent."""
     factory = loop.get_task_factory()
     if not isinstance(factory, ContainedTasks):
         loop.set_task_factory(ContainedTasks(factory))

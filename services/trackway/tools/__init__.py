@@ -1,4 +1,4 @@
-"""The tool server: tools whose state lives as long as a trajectory. A new tool derives from `BaseTool`."""
+"""The tool server: tools with state per trajectory. A new tool derives from `BaseTool`."""
 
 from trackway.tools.base import BaseTool, ToolConfig, ToolInputError
 from trackway.tools.functions.tool import function_tool

@@ -1,4 +1,4 @@
-"""The tool server as an app: its parts put together, and what runs beside the requests."""
+"""The tool server's app, and its background work."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from trackway.tools.builtin.search.tool import SearchTool
 from trackway.tools.core.instances import InstanceTable
 from trackway.tools.core.server import ToolServer
 from trackway.tools.core.sessions import SessionInstances
-from trackway.tools.http.fast_path import open_fast_lane
+from trackway.tools.http.fast_path import add_fast_path
 from trackway.tools.http.routes import instance_routes, observation_routes, operator_routes, search_routes, tool_routes
 from trackway.tools.loading import load_tools
 from trackway.tools.mcp.endpoint import McpFace
@@ -29,7 +29,7 @@ def create_app(
     tools: Sequence[BaseTool | ToolSource] | None = None,
     tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The tool server with the tools given, or those that the settings name.
+    """The tool server with the given tools, or those named in the settings.
 
     ValueError or TypeError when a named tool cannot be loaded.
     """
@@ -67,17 +67,17 @@ def create_app(
 
     app = service_app("tools", settings, routers=routers, lifespan=lifespan, tracing=tracing, collectors=[server.calls])
     app.state.instances = instances
-    open_fast_lane(app, server)
+    add_fast_path(app, server)
     return app
 
 
 async def reap_for_ever(server: ToolServer, sessions: Sequence[SessionInstances], interval_s: float) -> None:
-    """Look for idle instances every `interval_s` seconds; a failure is logged and the next look comes."""
+    """Expire idle instances every `interval_s` seconds; errors are logged."""
     while True:
         await asyncio.sleep(interval_s)
         try:
             await server.reap()
-            for one in sessions:
-                one.sweep()
+            for session_instances in sessions:
+                session_instances.sweep()
         except Exception:
             logger.exception("the reaper failed; next try in %s s", interval_s)

@@ -1,8 +1,8 @@
-"""What a tool is: four async methods around a state that lives as long as the trajectory.
+"""The tool interface: four async methods around state that lasts as long as the trajectory.
 
 The class is verl's `verl/tools/base_tool.py` in spirit (create, execute, calc_reward, release); unlike there, one
-instance answers all the calls of a trajectory. A tool keeps its state by instance id. The server around it sees to
-deadlines, concurrency, argument checks and output size, so a tool holds nothing but its own subject.
+instance serves all calls of a trajectory. A tool keeps its state by instance id. The server handles deadlines,
+concurrency, argument checks and output size.
 """
 
 from abc import ABC, abstractmethod
@@ -23,37 +23,37 @@ _session: ContextVar[str | None] = ContextVar("trackway_tool_session", default=N
 
 
 class ToolInputError(TrackwayError):
-    """An error of the caller (422); the model is shown the message, which should say what to correct."""
+    """An error of the caller (422); the message becomes an observation and should say what to correct."""
 
     def __init__(self, message: str, **detail: JsonValue) -> None:
         super().__init__(ErrorCode.INVALID_REQUEST, message, **detail)
 
 
 class ToolLimits(BaseModel):
-    """Bounds around every call of a tool; a tool's config may set each of them for that tool."""
+    """Limits of every call; a tool's config may lower each of them for that tool."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     call_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that one create, execute, reward or release may run."""
+    """Time limit of a create, execute, reward or release in seconds."""
     stop_timeout_s: float = Field(default=2.0, gt=0)
-    """Seconds that a cancelled call may take to stop; after that its instance is lost."""
+    """Seconds for a cancelled call to stop; after that its instance is lost."""
     wait_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that a call may wait for its instance and for a free slot of its tool."""
+    """Longest wait of a call for its instance and for a free slot of its tool, in seconds."""
     tool_concurrency: int = Field(default=64, ge=1)
-    """Calls of one tool that run at the same time on this replica."""
+    """Concurrent calls of a tool on this replica."""
     max_output_chars: int = Field(default=16384, ge=1)
     """Characters of a result's text that are kept."""
 
     def narrowed(self, config: Mapping[str, JsonValue]) -> "ToolLimits":
-        """These limits with a tool's own in place, where its config names them; a config can lower, never raise."""
-        own = ToolLimits.model_validate(config)
-        bounds = {name: min(getattr(own, name), getattr(self, name)) for name in own.model_fields_set}
+        """These limits, lowered by a tool's config; a config cannot raise them."""
+        tool_limits = ToolLimits.model_validate(config)
+        bounds = {name: min(getattr(tool_limits, name), getattr(self, name)) for name in tool_limits.model_fields_set}
         return self.model_copy(update=bounds)
 
 
 class BaseTool(ABC):
-    """One tool of the server.
+    """A tool of the server.
 
     config: the tool's own settings, and any of ToolLimits' fields.
     tool_schema: the OpenAI function schema that the model sees; arguments are checked against it before `execute`.
@@ -62,13 +62,13 @@ class BaseTool(ABC):
     default_schema: ClassVar[ToolSchema | None] = None
     default_config: ClassVar[ToolConfig] = {}
     stateless: bool = False
-    """Whether every call stands alone, so that no instance is needed between calls."""
+    """Whether calls are independent, so that no instance is needed between them."""
 
     def __init__(self, config: ToolConfig, tool_schema: ToolSchema) -> None:
         self.config = config
         self.tool_schema = tool_schema
         self.origin = f"{type(self).__module__}:{type(self).__qualname__}"
-        """The setting or file that named this tool, for the error when two tools have the same name."""
+        """The setting or file that named this tool, for errors about duplicate names."""
 
     @classmethod
     def default(cls, config: ToolConfig | None = None) -> Self:
@@ -87,7 +87,7 @@ class BaseTool(ABC):
         return arguments
 
     async def start(self) -> None:
-        """Called once per replica, before its first call: load an index, check a sandbox, connect.
+        """Called once per replica, before the first call: load an index, check a sandbox, connect.
 
         An exception keeps the tool server from starting; its message says what is missing and the remedy.
         """
@@ -98,7 +98,7 @@ class BaseTool(ABC):
         return None
 
     async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
-        """Create the state of one trajectory. ToolInputError when a kwarg is missing or wrong.
+        """Create the state of a trajectory. ToolInputError when a kwarg is missing or wrong.
 
         Clean up before raising: `release` is called for created instances only.
         """
@@ -111,38 +111,38 @@ class BaseTool(ABC):
         """Run one call. ToolInputError for invalid arguments; any other exception is the tool's failure."""
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
-        """The reward of the instance over its whole life."""
+        """The reward of the instance over all its calls."""
         return 0.0
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
-        """Forget the state; called once for each created instance, also when it expired."""
+        """Release the state; called once for each created instance, also when it expired."""
         return None
 
 
 class ToolSource(ABC):
-    """Somebody who knows his tools only once he was asked, such as an MCP server."""
+    """A source that discovers its tools at start-up, such as an MCP server."""
 
     def __init__(self, origin: str) -> None:
         self.origin = origin
-        """Who named this source: a setting or a file."""
+        """The setting or file that named this source."""
 
     @abstractmethod
     async def open(self) -> Sequence[BaseTool]:
-        """Once a replica, before the tools start: connect and ask. An exception keeps the tool server from starting."""
+        """Called once per replica, before the tools start: connect and list the tools. Errors stop the server."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Once a replica, after the tools were closed."""
+        """Called once per replica, after the tools were closed."""
 
 
 def current_session() -> str | None:
-    """Inside `create`: the trajectory that the instance is for, by which tools of one trajectory share state."""
+    """Within `create`: the trajectory of the instance, by which the tools of a trajectory share state."""
     return _session.get()
 
 
 @contextmanager
 def session_scope(session_id: str | None) -> Iterator[None]:
-    """What `current_session` answers inside the block."""
+    """Sets the result of `current_session` within the block."""
     token = _session.set(session_id)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The tools that a server's settings name: built-in ones, import paths, files, MCP servers."""
+"""Loads the tools named in the settings: built-in ones, import paths, files, MCP servers."""
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ BUILT_IN: dict[str, type[BaseTool]] = {
 
 
 class _Planned(NamedTuple):
-    """A tool that is not made yet: its config is looked up by its name."""
+    """A tool to build; its config is looked up by its name."""
 
     origin: str
     make: Callable[[ToolConfig], BaseTool]
     name: str | None
-    """None where only the made tool knows its name."""
+    """None if only the built tool knows its name."""
 
 
 def load_tools(
@@ -42,10 +42,10 @@ def load_tools(
     tool_config_path: Path | None = None,
     function_tool_path: Path | None = None,
 ) -> list[BaseTool | ToolSource]:
-    """Every tool that the settings name, each with its config from `configs` by tool name; MCP servers as sources.
+    """The tools named in the settings, each with its config from `configs` by tool name; MCP servers as sources.
 
     ValueError for an unknown name, a wrong file, a config without a tool or two tools of one name; TypeError for a
-    class or function that is no tool. The message says which setting or file, and the entry.
+    class or function that is not a tool. The message names the setting or file, and the entry.
     """
     planned = [
         *(_built_in(name) for name in names),
@@ -53,18 +53,18 @@ def load_tools(
         *(_entries(tool_config_path) if tool_config_path else []),
         *(_functions(function_tool_path) if function_tool_path else []),
     ]
-    offered = [one if isinstance(one, ToolSource) else _made(one, configs) for one in planned]
-    registry = ToolRegistry(one for one in offered if isinstance(one, BaseTool))
+    tools = [tool if isinstance(tool, ToolSource) else _build(tool, configs) for tool in planned]
+    registry = ToolRegistry(tool for tool in tools if isinstance(tool, BaseTool))
     unused = sorted(set(configs) - set(registry.names()))
     if unused:
         raise ValueError(
             f"expected tool_config for loaded tools only, got {unused}; loaded: {registry.names()} "
             "(an MCP server's tools take their config from its entry in tool_config_path)"
         )
-    return offered
+    return tools
 
 
-def _made(planned: _Planned, configs: Mapping[str, ToolConfig]) -> BaseTool:
+def _build(planned: _Planned, configs: Mapping[str, ToolConfig]) -> BaseTool:
     try:
         tool = planned.make(configs.get(planned.name or "", {}))
     except BaseException as error:
@@ -83,19 +83,19 @@ def _built_in(name: str) -> _Planned:
 def _imported(path: str) -> _Planned:
     origin = f"setting extra_tools, {path!r}"
     with importing(origin):
-        found = pkgutil.resolve_name(path)
-    if is_function_tool(found):
-        return _function(found, origin)
-    if not (isinstance(found, type) and issubclass(found, BaseTool)):
+        imported = pkgutil.resolve_name(path)
+    if is_function_tool(imported):
+        return _function(imported, origin)
+    if not (isinstance(imported, type) and issubclass(imported, BaseTool)):
         raise TypeError(
             f"expected {path!r} to be a subclass of trackway.tools.base.BaseTool "
-            f"or a function decorated with trackway.tools.function_tool, got {found!r}"
+            f"or a function decorated with trackway.tools.function_tool, got {imported!r}"
         )
-    return _Planned(origin, found.default, _name_of(found))
+    return _Planned(origin, imported.default, _name_of(imported))
 
 
 def _functions(path: Path) -> list[_Planned]:
-    return [_function(one, f"function_tool_path {path}") for one in functions_of_file(path)]
+    return [_function(function, f"function_tool_path {path}") for function in functions_of_file(path)]
 
 
 def _function(function: Callable[..., object], origin: str) -> _Planned:

@@ -1,4 +1,4 @@
-"""Settings of the tool server: which tools, and how much of everything."""
+"""Settings of the tool server: the tools, and their limits."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from trackway.tools.base import ToolConfig, ToolLimits
 
 
 class ToolsSettings(ServiceSettings):
-    """What this replica of the tool server offers."""
+    """Settings of a tool server replica."""
 
     tools: list[str] = Field(default_factory=lambda: ["calculator", "calc_gsm8k_reward"])
     """Built-in tools to offer, by name; none by default when tool_config_path or function_tool_path is given."""
     extra_tools: list[str] = Field(default_factory=list)
-    """Further tools by import path `pkg.mod:name`: subclasses of BaseTool, or functions with `@function_tool`."""
+    """Additional tools by import path `pkg.mod:name`: subclasses of BaseTool, or functions with `@function_tool`."""
     tool_config_path: Path | None = None
     """verl's tool_config YAML: classes and MCP servers."""
     function_tool_path: Path | None = None
@@ -22,17 +22,17 @@ class ToolsSettings(ServiceSettings):
     tool_config: dict[str, ToolConfig] = Field(default_factory=dict)
     """Config by tool name, merged over the tool's own; it may lower the limits below for that tool."""
     call_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds that one call of a tool may run; then it is cancelled and answered 504."""
+    """Time limit of a tool call in seconds; a slower call is cancelled and answered 504."""
     stop_timeout_s: float = Field(default=2.0, gt=0)
-    """Seconds that a cancelled call may take to stop; after that its instance is lost, and its slot stays taken."""
+    """Seconds for a cancelled call to stop; after that its instance is lost, and its slot stays taken."""
     wait_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds that a call may wait for its instance and for a free slot of its tool; then it is answered 429."""
+    """Longest wait of a call for its instance and for a free slot of its tool, in seconds; then it is answered 429."""
     tool_concurrency: int = Field(default=64, ge=1)
-    """Calls of one tool that run at the same time on this replica."""
+    """Concurrent calls of a tool on this replica."""
     max_output_chars: int = Field(default=16384, ge=1)
     """Characters of a result's text that are kept; a marker says how many were cut."""
     max_instances: int = Field(default=16384, ge=1)
-    """Instances that may live at once on this replica; one more is answered 429."""
+    """Maximum instances on this replica; one more is answered 429."""
     instance_ttl_s: float = Field(default=3600.0, gt=0)
     """Seconds without a call after which an instance is released, as when its trajectory's process was killed."""
     reap_interval_s: float = Field(default=30.0, gt=0)
@@ -57,7 +57,7 @@ class ToolsSettings(ServiceSettings):
 
     @property
     def limits(self) -> ToolLimits:
-        """The bounds of every call."""
+        """The limits of every call."""
         return ToolLimits(
             call_timeout_s=self.call_timeout_s,
             stop_timeout_s=self.stop_timeout_s,

@@ -15,8 +15,8 @@ T = TypeVar("T")
 async def in_thread(call: Callable[[], T], limiter: anyio.CapacityLimiter | None = None) -> T:
     """The result of `call`, which runs in a thread; UserCodeExit when it calls `sys.exit` or raises no Exception.
 
-    Ends no sooner than the thread does, also when cancelled: nothing can stop a thread, and while it runs, the call's
-    instance must be given no other one.
+    Waits for the thread even when cancelled: a thread cannot be stopped, and while it runs, its instance must not get
+    another call.
     """
 
     def contained() -> T:

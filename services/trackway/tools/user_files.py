@@ -1,4 +1,4 @@
-"""Files that users write: unknown keys are refused, variables filled in, what is wrong is said in one line."""
+"""User files: unknown keys are rejected, variables replaced, problems reported in one line."""
 
 import os
 import re
@@ -23,8 +23,8 @@ class UserEntry(BaseModel):
 
 
 def problems_of(error: ValidationError) -> str:
-    """Each wrong place and what was expected there."""
-    return "; ".join(_problem(one) for one in error.errors(include_url=False, include_input=False))
+    """Each invalid key with what was expected."""
+    return "; ".join(_problem(detail) for detail in error.errors(include_url=False, include_input=False))
 
 
 def _problem(detail: ErrorDetails) -> str:
@@ -35,19 +35,19 @@ def _problem(detail: ErrorDetails) -> str:
 
 
 def filled(value: object, pattern: re.Pattern[str]) -> object:
-    """`value` with each match of the pattern's `name` (or its `default`) in its texts replaced, also inside.
+    """`value` with each match of the pattern's `name` (or its `default`) replaced in its texts, recursively.
 
     LookupError when a variable is not set and has no default.
     """
     if isinstance(value, dict):
-        return {key: filled(one, pattern) for key, one in value.items()}
+        return {key: filled(item, pattern) for key, item in value.items()}
     if isinstance(value, list):
-        return [filled(one, pattern) for one in value]
+        return [filled(item, pattern) for item in value]
     return pattern.sub(_from_environment, value) if isinstance(value, str) else value
 
 
-def _from_environment(found: re.Match[str]) -> str:
-    value = os.environ.get(found["name"], found["default"])
+def _from_environment(match: re.Match[str]) -> str:
+    value = os.environ.get(match["name"], match["default"])
     if value is None:
-        raise LookupError(f"expected the environment variable {found['name']}, got none; set it or give a default")
+        raise LookupError(f"expected the environment variable {match['name']}, got none; set it or give a default")
     return value

@@ -84,7 +84,7 @@ async def stranger(scope: Scope, receive: Receive, send: Send) -> None:
     [
         (
             CatchAllErrors(defect),
-            "ValueError: no vocabulary; this is a defect of the service, its log has the traceback",
+            "ValueError: no vocabulary; this is a bug; see the traceback in the service's log",
         ),
         (stranger, "what answers at {url}/rollout is no service of ours"),
     ],

@@ -112,7 +112,7 @@ async def test_weights_that_do_not_come_are_asked_for_until_the_deadline_and_eve
         names, began = sorted(await group.names()), time.monotonic()
         with pytest.raises(TrackwayError) as late:
             await client.wake_up(min_weight_version=3, deadline=Deadline.after(4.5))
-    behind = "expected weights version 3 within x s, got 0: the newest version published is 0; ask again later"
+    behind = "expected weights version 3 within x s, got 0: the newest version published is 0; retry later"
     assert late.value.code is ErrorCode.WEIGHTS_BEHIND
     assert re.sub(r"\d\.\d+ s", "x s", late.value.message) == (
         "POST /wake_up?min_weight_version=3 failed on 2 of 2 rollout replicas: "
@@ -176,7 +176,7 @@ async def test_a_replica_that_is_lost_while_all_are_asked_is_a_503_that_says_so(
 
 
 async def test_a_defect_of_a_replica_is_a_500_and_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    message = "ValueError: wrong; this is a defect of the service, its log has the traceback"
+    message = "ValueError: wrong; this is a bug; see the traceback in the service's log"
     assert await replicas_when(raised_there(ValueError("wrong"))) == (500, "internal", message)
     assert "the replica's own traceback" in caplog.text
     with pytest.raises(ValueError, match="wrong"):

@@ -129,7 +129,7 @@ async def test_a_tokenizer_that_knows_no_places_is_refused_by_name() -> None:
 
     assert (caught.value.code, caught.value.message) == (
         ErrorCode.INVALID_REQUEST,
-        "max_tool_response_tokens: expected a fast tokenizer, got that of letters; bound characters instead",
+        "max_tool_response_tokens: expected a fast tokenizer, got that of letters; limit characters instead",
     )
 
 

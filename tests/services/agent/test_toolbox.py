@@ -96,7 +96,7 @@ async def test_a_release_that_fails_is_logged_and_spoils_nothing(
         trajectory = await world.say(COUNT, ANSWER)
 
     assert trajectory.error is None
-    assert "run-a/1/7/0: counter was not given back" in caplog.text
+    assert "run-a/1/7/0: counter was not released" in caplog.text
 
 
 @pytest.mark.anyio

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from trackway.rollout.engines.torch.core import EngineCore
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.engines.torch.loading import load
-from trackway.rollout.engines.torch.scheduler import Continuation
+from trackway.rollout.engines.torch.scheduler import Sequence
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
@@ -65,15 +65,15 @@ def core_of(folder: Path, slots: int = 8, max_len: int = 256) -> EngineCore:
 _ids = itertools.count()
 
 
-def continuation(prompt: list[int], params: SamplingParams | None = None, limit: int | None = None) -> Continuation:
+def sequence(prompt: list[int], params: SamplingParams | None = None, limit: int | None = None) -> Sequence:
     """A request for the core, without stop tokens unless the parameters name some."""
     params = params or SamplingParams(max_tokens=8, seed=1)
-    return Continuation(
+    return Sequence(
         f"r{next(_ids)}", prompt, params, frozenset(params.stop_token_ids), limit=limit or params.max_tokens
     )
 
 
-def run(core: EngineCore, *requests: Continuation, max_steps: int = 200) -> None:
+def run(core: EngineCore, *requests: Sequence, max_steps: int = 200) -> None:
     """Step the core until all requests are over; raises when one fails."""
     core.scheduler.waiting.extend(requests)
     with torch.inference_mode():

@@ -132,7 +132,7 @@ async def test_a_replica_is_not_ready_before_it_has_read_its_store(
 
     reason = "weights are not loaded yet: the store was not read yet"
     assert (watcher.ready(), watcher.updates) == (Ready(ready=False, reason=reason), 0)
-    assert (caught.value.code, caught.value.message) == (ErrorCode.UNAVAILABLE, f"{reason}; ask again")
+    assert (caught.value.code, caught.value.message) == (ErrorCode.UNAVAILABLE, f"{reason}; retry later")
 
 
 async def test_without_a_store_a_replica_is_ready_and_refuses_newer_versions_at_once(
@@ -145,7 +145,7 @@ async def test_without_a_store_a_replica_is_ready_and_refuses_newer_versions_at_
             await watcher.catch_up(1)
     assert waits.noted == [0]
     assert caught.value.message == (
-        "expected weights version 1 within 3600.0 s, got 0: the newest version published is 0; ask again later"
+        "expected weights version 1 within 3600.0 s, got 0: the newest version published is 0; retry later"
     )
 
 
@@ -168,7 +168,7 @@ async def test_a_version_that_does_not_come_is_refused_after_the_bound_given_or_
     assert waits.noted == [bound_s]
     assert (caught.value.code, caught.value.detail) == (ErrorCode.WEIGHTS_BEHIND, {"have": 0, "want": 2})
     assert caught.value.message == (
-        f"expected weights version 2 within {said} s, got 0: the newest version published is 0; ask again later"
+        f"expected weights version 2 within {said} s, got 0: the newest version published is 0; retry later"
     )
 
 
@@ -232,7 +232,7 @@ async def test_a_version_that_failed_once_is_no_reason_any_more_when_it_is_loade
     store.publish(1, "run", source)
     async with watching(engine, store, tmp_path / "cache", interval_s=0.001) as watcher:
         await until(lambda: watcher.ready().ready)
-        with pytest.raises(TrackwayError, match="got 1: the newest version published is 1; ask again later"):
+        with pytest.raises(TrackwayError, match="got 1: the newest version published is 1; retry later"):
             await watcher.catch_up(2, 0.01)
 
 
@@ -287,7 +287,7 @@ async def test_while_requests_are_held_back_the_replica_is_not_ready_and_the_gat
             await watcher.gate()
         assert (caught.value.code, caught.value.message) == (
             ErrorCode.PAUSED,
-            "weights version 3 is still being loaded after 0.01 s; ask again later",
+            "weights version 3 is still being loaded after 0.01 s; retry later",
         )
 
         engine.loads.set()

@@ -122,7 +122,7 @@ async def test_what_is_no_exception_is_a_500_with_our_body_too(
     async with running(app_of(Counter())) as client:
         response = await client.post("/fail", params={"how": how}, headers=headers)
     assert response.status_code == 500
-    assert ErrorReply.model_validate_json(response.content).error.message.startswith(f"{what}; this is a defect")
+    assert ErrorReply.model_validate_json(response.content).error.message.startswith(f"{what}; this is a bug")
 
 
 async def test_a_full_disk_is_no_defect_of_the_service_whatever_was_being_written(running, small_disk: Path) -> None:

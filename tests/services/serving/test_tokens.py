@@ -150,7 +150,7 @@ def test_a_changed_file_is_taken_without_a_restart_and_a_broken_one_changes_noth
         seen += [before, names(table, AGENT, OPERATOR)]
     assert seen[:3] == [["old", None], ["old", None], [None, "new"]]
     assert seen[3:] == [[None, "new"]] * 7 + [[None, "last"]]
-    assert caplog.text.count("the tokens stay as they were") == 3 and AGENT not in caplog.text
+    assert caplog.text.count("the tokens are unchanged") == 3 and AGENT not in caplog.text
 
 
 @pytest.mark.anyio

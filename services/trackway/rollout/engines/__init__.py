@@ -15,6 +15,6 @@ _ENGINES = {
 
 
 def open_engine(settings: RolloutSettings) -> Engine:
-    """The engine of these settings, not started. Imported when asked for: torch takes seconds."""
+    """The engine of these settings, not started. Imported lazily, as torch takes seconds."""
     module, name = _ENGINES[settings.engine].split(":")
     return cast(Engine, getattr(importlib.import_module(module), name)(settings))

@@ -1,4 +1,4 @@
-"""Who is not let in, and why: the refusals that all engines word alike."""
+"""Admission errors shared by all engines."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,7 +7,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 def check_prompt(token_ids: Sequence[int], max_len: int, vocab_size: int) -> None:
-    """Raises INVALID_REQUEST for a prompt that leaves no room for an answer or has ids the model does not know."""
+    """Raises INVALID_REQUEST for a prompt without room for an answer, or with unknown token ids."""
     if not 0 < len(token_ids) < max_len:
         raise TrackwayError(
             ErrorCode.INVALID_REQUEST,
@@ -22,21 +22,21 @@ def check_prompt(token_ids: Sequence[int], max_len: int, vocab_size: int) -> Non
 
 
 def overloaded(bound: int, retry_after_s: float) -> TrackwayError:
-    """For one request more than `bound`, which may find a place after so many seconds."""
+    """The error for a request beyond `bound`; `retry_after` in seconds."""
     return TrackwayError(
         ErrorCode.OVERLOADED,
-        f"expected fewer than {bound} requests in flight, got one more; ask again later or add replicas",
+        f"expected fewer than {bound} requests in flight, got one more; retry later or add replicas",
         bound=bound,
         retry_after_s=round(retry_after_s, 3),
     )
 
 
 def paused() -> TrackwayError:
-    """For a request while generation is paused."""
-    return TrackwayError(ErrorCode.PAUSED, "generation is paused; ask again after /resume")
+    """The error for a request while generation is paused."""
+    return TrackwayError(ErrorCode.PAUSED, "generation is paused; retry after /resume")
 
 
 def asleep(parts: Iterable[MemoryPart]) -> TrackwayError:
-    """For a resume while these parts are given back."""
+    """The error for a resume while these parts of the memory are released."""
     got = " and ".join(sorted(parts))
     return TrackwayError(ErrorCode.CONFLICT, f"expected all memory to be awake, got {got} asleep; POST /wake_up first")

@@ -1,11 +1,11 @@
-"""Parts of one continuation put together: pieces of a stream, or what was made before and after an update."""
+"""Joins the parts of a generation: pieces of a stream, or the tokens before and after an update."""
 
 from trackway.rollout.engines.protocol import FinishReason, Generation, Piece
 from trackway.wire.trajectory import WeightSpan, add_span
 
 
 class Collector:
-    """Everything so far; `abort` while no part said how it ended."""
+    """Joins parts; the finish reason is `abort` until a part has one."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -26,5 +26,5 @@ class Collector:
         self._finish_reason = part.finish_reason or self._finish_reason
 
     def generation(self, finish_reason: FinishReason | None = None) -> Generation:
-        """All parts as one, with the last reason or the one given."""
+        """The joined generation, with the last finish reason or the given one."""
         return Generation(self.token_ids, self._logprobs, finish_reason or self._finish_reason, self._spans)

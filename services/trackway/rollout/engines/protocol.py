@@ -1,4 +1,4 @@
-"""What the rollout service needs of an engine: torch, vLLM, SGLang and sim differ behind this Protocol."""
+"""The engine protocol, implemented for torch, vLLM, SGLang and the simulator."""
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -15,25 +15,25 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Capability(StrEnum):
-    """What an engine can do beyond generating; a route that needs more than there is refuses."""
+    """Optional features of an engine; a route that needs a missing one is refused."""
 
     WAIT = "wait"
-    """Pause by letting requests finish."""
+    """Pause after the requests in flight have finished."""
     ABORT = "abort"
-    """Pause by cutting requests, which return what they have."""
+    """Pause by aborting requests, which return their tokens so far."""
     KEEP = "keep"
-    """Pause by freezing requests, which go on with their KV cache after resume."""
+    """Pause by freezing requests, which continue with their KV cache after resume."""
     SLEEP = "sleep"
-    """Give its memory back while the trainer needs it, and take it again, part by part."""
+    """Release GPU memory for the trainer and allocate it again, in parts."""
     SPANS = "spans"
-    """Say which weights generated which tokens when they changed under a request."""
+    """Report which weights generated which tokens when they change during a request."""
     CANARY = "canary"
-    """Prove new weights by what it answers before a request sees them."""
+    """Verify new weights by their outputs before any request uses them."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """The continuation of one prompt: ids, their logprobs under the sampling distribution, and weight spans."""
+    """The generation for a prompt: ids, logprobs under the sampling distribution, and weight spans."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -43,17 +43,17 @@ class Generation:
 
 @dataclass(frozen=True)
 class Piece:
-    """The next tokens of a streamed continuation; `finish_reason` is None but in the last piece, which may be empty."""
+    """The next tokens of a stream; `finish_reason` is None except in the last piece, which may be empty."""
 
     token_ids: list[int]
     logprobs: list[float]
     version: int
-    """Of the weights that made these tokens."""
+    """Version of the weights that generated these tokens."""
     finish_reason: FinishReason | None = None
 
 
 class EngineStats(NamedTuple):
-    """Counts since the start (tokens, steps) and of now (running, waiting)."""
+    """Totals since the start (tokens, steps) and current numbers (running, waiting)."""
 
     running: int
     waiting: int
@@ -61,15 +61,15 @@ class EngineStats(NamedTuple):
     generated_tokens: int
     prefilled_tokens: int
     reused_tokens: int
-    """Prompt tokens whose KV was taken from a slot instead of computed."""
+    """Prompt tokens whose KV was reused from the cache."""
 
 
 class Engine(Protocol):
-    """One model on one replica. All methods are called on one event loop."""
+    """One model on one replica. All methods are called on the same event loop."""
 
     @property
     def capabilities(self) -> frozenset[Capability]:
-        """What it can do."""
+        """The engine's optional features."""
         ...
 
     @property
@@ -84,7 +84,7 @@ class Engine(Protocol):
 
     @property
     def judgement(self) -> Judgement | None:
-        """What is known of the weights that serve; None for the base weights and for those without a proof."""
+        """The verdict on the current weights; None for the base weights and for weights without a proof."""
         ...
 
     @property
@@ -94,15 +94,15 @@ class Engine(Protocol):
 
     @property
     def asleep(self) -> frozenset[MemoryPart]:
-        """Parts of its memory that are given back; empty for an engine without SLEEP."""
+        """Parts of the memory that are released; empty for an engine without SLEEP."""
         ...
 
     async def start(self) -> None:
-        """Load the base weights (version 0) and be able to generate."""
+        """Load the base weights (version 0) and become ready."""
         ...
 
     async def stop(self) -> None:
-        """End; requests in flight return as aborted."""
+        """Stop; requests in flight return as aborted."""
         ...
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
@@ -114,46 +114,46 @@ class Engine(Protocol):
         ...
 
     def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
-        """As `generate`, in pieces as they are made; joined they equal what `generate` returns for the same seed.
+        """As `generate`, in pieces; joined they equal the result of `generate` for the same seed.
 
         Closing the iterator aborts the request.
         """
         ...
 
     async def abort(self, request_id: str) -> int:
-        """Cut the requests of this id, which return what they have; returns how many there were."""
+        """Abort the requests with this id, which return their tokens so far; returns their number."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Refuse new requests; return when those in flight have finished, are cut, or are frozen."""
+        """Refuse new requests; returns when those in flight have finished, are aborted, or are frozen."""
         ...
 
     async def resume(self) -> None:
-        """Take requests again and go on with the frozen ones; raises CONFLICT while memory is given back."""
+        """Accept requests again and continue frozen ones; raises CONFLICT while memory is released."""
         ...
 
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
-        """All or nothing: replace the weights between two steps, after the files and the proof were right.
+        """Replace the weights between two steps, once files and proof are verified; all or nothing.
 
-        Requests in flight go on with their KV cache, or are cut as by `abort` where the engine lacks KEEP; nothing
-        computed by old weights is reused by new requests. An engine that can score only what it has loaded rolls back
-        when the proof fails: it never returns a token of the weights that failed. Raises WEIGHTS_STALE or
-        WEIGHTS_CORRUPT and keeps the old weights otherwise. Called by one caller at a time, also while paused.
+        Requests in flight continue with their KV cache, or are aborted if the engine lacks KEEP; new requests reuse
+        nothing computed by old weights. An engine that can score only loaded weights rolls back when the proof fails
+        and never returns a token of the rejected weights. On failure the old weights stay, and WEIGHTS_STALE or
+        WEIGHTS_CORRUPT is raised. Not called concurrently; allowed while paused.
         """
         ...
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
-        """Give the memory of these parts back; needs SLEEP and a paused engine. Idempotent."""
+        """Release the memory of these parts; needs SLEEP and a paused engine. Idempotent."""
         ...
 
     async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
-        """Take the memory of these parts again; weights come back as they were or are loaded anew. Idempotent."""
+        """Allocate the memory of these parts; weights are restored or loaded again. Idempotent."""
         ...
 
     def stuck_for(self) -> float:
-        """Seconds since the engine last got anything done although it had something to do; 0.0 when it is idle."""
+        """Seconds without progress although there is work; 0.0 when idle."""
         ...
 
     def stats(self) -> EngineStats:
-        """What it has done and is doing."""
+        """The engine's counters."""
         ...

@@ -1,6 +1,6 @@
-"""What lies in a folder of safetensors, read from the files' headers without torch; and a tied model's missing head.
+"""The tensors of a folder of safetensors, read from the headers without torch; adds a tied model's missing head.
 
-A file is the length of its header in 8 bytes, the header in JSON (name: dtype, shape, place), and the tensors' bytes.
+A file has the header's length in 8 bytes, the JSON header (name: dtype, shape, offsets), and the tensors' bytes.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ _FLOATS = {
     "F8_E5M2": ("u1", 0x7C),
     "F8_E4M3": ("u1", 0x7F),
 }
-"""By safetensors' name of a type: its bits as a number, and the least that is no number when the sign is left out."""
+"""By safetensors type: its bits as a number, and the smallest value, sign aside, that is not a finite number."""
 _PART = 1 << 18
-"""Values looked at together, so that the masked copy stays in the cache."""
+"""Values checked at a time, so that the masked copy stays in the CPU's cache."""
 
 
 class Tensor(NamedTuple):
-    """Where one tensor is, and what."""
+    """The location, type and shape of a tensor."""
 
     name: str
     file: Path
@@ -44,17 +44,17 @@ class Tensor(NamedTuple):
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder by name; raises WEIGHTS_CORRUPT when there are none or a file is no safetensors."""
-    found: dict[str, Tensor] = {}
+    """All tensors of a folder by name; raises WEIGHTS_CORRUPT for none, or a file that is not safetensors."""
+    by_name: dict[str, Tensor] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
-            found.update(_header(file))
+            by_name.update(_header(file))
     except (OSError, ValueError, KeyError) as error:
         message = f"expected safetensors in {folder}, got {type(error).__name__}: {error}; publish the weights again"
         raise TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message) from error
-    if not found:
+    if not by_name:
         raise TrackwayError(ErrorCode.WEIGHTS_CORRUPT, f"expected safetensors in {folder}, got none; was it pruned?")
-    return found
+    return by_name
 
 
 def file_digests(folder: Path) -> dict[str, str]:
@@ -82,7 +82,7 @@ def check_same_model(folder: Path, base: Path) -> None:
 def check_finite(folder: Path) -> None:
     """Raises WEIGHTS_CORRUPT when a value of the folder's safetensors is NaN or infinite.
 
-    Other files, and types of numbers that are not known here, are left to the server that loads them.
+    Other files and unknown number types are left to the server that loads them.
     """
     if not any(folder.glob("*.safetensors")):
         return
@@ -99,7 +99,7 @@ def not_finite(names: Sequence[str], folder: Path) -> TrackwayError:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether no value has the bits of NaN or an infinity, which follow those of all numbers, sign aside."""
+    """Whether all values are finite: NaN and infinities have the largest bit patterns, sign aside."""
     if tensor.dtype not in _FLOATS or tensor.start == tensor.end:
         return True
     kind, first = _FLOATS[tensor.dtype]
@@ -111,14 +111,14 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def lacks_head(folder: Path, base: Path) -> bool:
-    """Whether the folder leaves it to the reader that the base's output head is its embedding."""
+    """Whether the folder omits the output head because the base ties it to the embedding."""
     config = json.loads((base / "config.json").read_text())
     tied = {**config, **config.get("text_config", {})}.get("tie_word_embeddings", False)
     return bool(tied) and HEAD not in tensors(folder)
 
 
 def with_head(folder: Path, into: Path) -> Path:
-    """The folder's files linked in `into`, and its embedding once more as `lm_head.weight`."""
+    """Links the folder's files in `into`, and adds its embedding as `lm_head.weight`."""
     into.mkdir()
     for file in folder.iterdir():
         (into / file.name).symlink_to(file.resolve())

@@ -1,17 +1,17 @@
-"""Whether an engine holds the weights that were published: one verdict from digests and from answers.
+"""Verifies that an engine holds the published weights, from digests and logprobs.
 
-Digests tell everything: which tensor is right, which is still the old one, which is neither. Where an engine cannot
-give them, its logprobs are compared with those of the new version and of the one before it, on tokens where the two
-differ. With d the difference between the versions and e that between the engine and the old version,
+Digests show for each tensor whether it is new, old, or neither. If an engine has no digests, its logprobs are compared
+with those of the new version and of the previous one, on tokens where the two differ. With d the difference between
+the versions and e that between the engine and the old version,
 
     nearness = sum(d e) / sum(d d)
 
 is 1 for the new weights and 0 for the old ones, whatever the size of d; independent rounding moves it by about
 rounding / (d sqrt(tokens)). Its standard error is heteroscedasticity-consistent (HC3: MacKinnon and White 1985) and
 widened, as tokens of a sequence share a part of their rounding. Above 1/8 nothing is decided by value; below, four
-errors around the nearness must exclude 1/4 for the new weights and 3/4 for the old. So n tokens tell two versions apart
-that differ by d > 12 rounding / sqrt(n): for 512 tokens and bfloat16's 0.02 that is 0.011. An engine of a narrower type
-than the published one lags behind it: its rounding may be wholly along d, and d > 4 rounding is needed.
+errors around the nearness must exclude 1/4 for the new weights and 3/4 for the old. So n tokens distinguish versions
+that differ by d > 12 rounding / sqrt(n): for 512 tokens and bfloat16's 0.02 that is 0.011. If the engine's type is
+narrower than the published one, its rounding may be entirely along d, and d > 4 rounding is needed.
 """
 
 import math
@@ -29,32 +29,32 @@ _LARGEST_ERROR = 0.125
 _SHARED = 1.5
 """Of 48 loads of right and old weights the errors were 1.4 standard errors (rms), as if tokens were half as many."""
 _ROUNDINGS = 4.0
-"""Engines' kernels differ from the publisher's, which measured its own rounding."""
+"""Engines' kernels differ from those of the publisher, which measured its own rounding."""
 _BFLOAT16 = 0.15
-"""Where the publisher did not measure it. Alone it moves a logprob by up to 0.055, a stale lm_head by 0.3."""
+"""Used if the publisher did not measure it. Rounding moves a logprob by up to 0.055, a stale lm_head by 0.3."""
 _SHOWN = 3
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict and what it rests on."""
+    """A verdict with its evidence."""
 
     verdict: Verdict
     reason: str
     tensors: int = 0
-    """Whose digest is right."""
+    """Number of tensors with the right digest."""
     tensors_published: int = 0
     tokens: int = 0
-    """That the engine scored."""
+    """Number of tokens that the engine scored."""
     nearness: float | None = None
-    """1 for the new version, 0 for the one before; None where the publisher knows no version before."""
+    """1 for the new version, 0 for the previous one; None without a previous version."""
     error: float | None = None
     """Of the nearness."""
     off: float = 0.0
-    """Root mean square of the engine's logprobs from the new version's."""
+    """Root mean square difference between the engine's logprobs and the new version's."""
 
     def summary(self) -> str:
-        """In one line, for people."""
+        """A one-line summary for logs."""
         parts = [f"{self.tensors} of {self.tensors_published} tensors by digest"] if self.tensors_published else []
         if self.tokens:
             parts.append(f"{self.tokens} tokens off by {self.off:.2g}")
@@ -65,13 +65,13 @@ class Judgement:
 
 @dataclass(frozen=True)
 class HeldDigests:
-    """Of the tensors whose digest an engine could tell: which are right, still old, or neither, by name."""
+    """Names of the tensors with a known digest: right, still old, or neither."""
 
     right: Sequence[str] = ()
     old: Sequence[str] = ()
     other: Sequence[str] = ()
     unchanged: int = 0
-    """How many of those that are right were so before the load, too."""
+    """Number of right tensors that were right before the load, too."""
     published: int = 0
 
     @property
@@ -82,23 +82,23 @@ class HeldDigests:
 
 @dataclass(frozen=True)
 class _Answers:
-    """An engine's logprobs on the probes' tokens, beside the publisher's."""
+    """The engine's logprobs on the probes' tokens, with the publisher's."""
 
     got: list[float] = field(default_factory=list)
     new: list[float] = field(default_factory=list)
     old: list[float] = field(default_factory=list)
-    """Empty unless all are known."""
+    """The differences; empty unless all are known."""
 
 
 def proof_of(manifest: WeightManifest) -> WeightProof | None:
-    """A version's proof; an older publisher's canary as one, None without either."""
+    """A version's proof, converted from an older publisher's canary if need be; None without either."""
     if manifest.proof is not None:
         return manifest.proof
     return None if manifest.canary is None else proof_of_canary(manifest.canary)
 
 
 def proof_of_canary(canary: Canary) -> WeightProof:
-    """One sequence without the version before it."""
+    """A single probe without logprobs of the previous version."""
     positions = list(range(1, len(canary.token_ids)))
     probe = Probe(token_ids=canary.token_ids, positions=positions, logprobs=canary.logprobs)
     return WeightProof(probes=[probe], tolerance=canary.tolerance)
@@ -107,7 +107,7 @@ def proof_of_canary(canary: Canary) -> WeightProof:
 def compare_digests(
     held: Mapping[str, str], published: Mapping[str, str], before: Mapping[str, str] | None = None
 ) -> HeldDigests:
-    """Sorts tensors by name; `before` are the digests of the weights that the engine held before the load."""
+    """Classify tensors by digest; `before` has the digests of the weights held before the load."""
     before = before or {}
     right = [name for name in held if held[name] == published.get(name)]
     wrong = [name for name in held if name in published and held[name] != published[name]]
@@ -125,9 +125,9 @@ def judge(
 ) -> Judgement:
     """The verdict on an engine that holds and computes in `dtype`.
 
-    `scored` are its logprobs of tokens 1..n-1 of each probe, `before` the same from before the load. A probe that is
-    longer than what was scored counts as far as it was. Answers that no bit of has changed are old ones, however
-    little the versions differ, unless the engine's type is narrower than the published one and may hide the change.
+    `scored` has its logprobs of tokens 1..n-1 of each probe, `before` those from before the load. A probe counts as far
+    as it was scored. Logprobs equal to the last bit mean old weights, however little the versions differ, unless the
+    engine's type is narrower than the published one and may hide the change.
     """
     digests = digests or HeldDigests()
     answers = _answers(proof.probes, scored)
@@ -187,7 +187,7 @@ def judge(
 
 
 def require_accepted(judgement: Judgement, proof: WeightProof, version: int, folder: Path) -> Judgement:
-    """The judgement; raises WEIGHTS_STALE or WEIGHTS_CORRUPT for one that is not accepted."""
+    """Return the judgement; raises WEIGHTS_STALE or WEIGHTS_CORRUPT unless it is accepted."""
     if judgement.verdict.accepted:
         return judgement
     detail = {"verdict": judgement.verdict.value, "tensors": judgement.tensors, "off": str(judgement.off)}
@@ -220,7 +220,7 @@ def _answers(probes: Sequence[Probe], scored: Sequence[Sequence[float]]) -> _Ans
 
 
 def _nearness(answers: _Answers, noise: float, *, narrower: bool) -> tuple[float, float] | tuple[None, None]:
-    """The slope of the engine's change upon the published one, through the origin, and its error."""
+    """The slope of the engine's change against the published one, through the origin, and its error."""
     change = [new - old for new, old in zip(answers.new, answers.old, strict=False)]
     size = math.fsum(d * d for d in change)
     if size == 0.0 or not math.isfinite(size) or not all(map(math.isfinite, answers.got)):
@@ -231,7 +231,7 @@ def _nearness(answers: _Answers, noise: float, *, narrower: bool) -> tuple[float
     for d, e in zip(change, moved, strict=True):
         leverage = d * d / size
         if leverage > 1.0 - 1e-9:
-            return slope, math.inf  # one token alone says nothing about its own rounding
+            return slope, math.inf  # a single token says nothing about its own rounding
         variance += (d * (e - slope * d) / (1.0 - leverage)) ** 2
     along = 0.5 * math.sqrt(len(change)) if narrower else _SHARED
     return slope, max(_SHARED * math.sqrt(variance) / size, along * noise / math.sqrt(size))
@@ -244,7 +244,7 @@ def _unchanged(
     scored: Sequence[Sequence[float]],
     before: Sequence[Sequence[float]] | None,
 ) -> bool:
-    """Whether no bit of the answers has changed although the versions differ in the engine's own type."""
+    """Whether the logprobs are bitwise unchanged although the versions differ in the engine's type."""
     if before is None or proof.dtype != dtype or not answers.old or answers.old == answers.new:
         return False
     return [*map(list, before)] == [*map(list, scored)]
@@ -261,7 +261,7 @@ def _bound(proof: WeightProof, dtype: str) -> float:
 
 
 def _rms(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    squares = [(one - other) ** 2 for one, other in zip(ours, theirs, strict=False)]
+    squares = [(a - b) ** 2 for a, b in zip(ours, theirs, strict=False)]
     return math.sqrt(math.fsum(squares) / len(squares)) if squares else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible face of the rollout service; every generation goes through `RolloutService`."""
+"""The OpenAI-compatible API of the rollout service; every generation goes through `RolloutService`."""
 
 from trackway.rollout.openai.routes import openai_routes
 

@@ -1,11 +1,11 @@
-"""Answers of `/v1/chat/completions`: messages, and the tool calls in them."""
+"""Responses of `/v1/chat/completions`: messages with their tool calls."""
 
 import uuid
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from trackway.rollout.openai.prompts import forced_prefix
-from trackway.rollout.openai.responses import Answer, Head
+from trackway.rollout.openai.responses import Head, ResponseBuilder
 from trackway.rollout.openai.stream_decoder import Delta
 from trackway.rollout.openai.tool_calls import ToolCallReader
 from trackway.rollout.tokenizer import Tokenizer
@@ -26,14 +26,14 @@ from trackway.wire.openai.requests import ChatRequest
 
 
 class _Parts(NamedTuple):
-    """The next part of a message."""
+    """The next part of a streamed message."""
 
     content: str
     calls: list[ToolCallDelta]
 
 
-class ChatAnswer(Answer):
-    """One message for each choice."""
+class ChatResponseBuilder(ResponseBuilder):
+    """Builds one message per choice."""
 
     prefix = "chatcmpl"
 

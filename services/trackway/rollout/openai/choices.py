@@ -1,4 +1,4 @@
-"""Runs the choices of one request through the service, each in its own call, whole or as they come."""
+"""Runs the choices of a request through the service, each as its own generation, whole or streamed."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
@@ -32,7 +32,7 @@ class Job:
 def jobs_of(
     name: str, prompts: Sequence[list[int]], request: SampledRequest, max_tokens: int, tokenizer: Tokenizer
 ) -> list[Job]:
-    """`n` choices for each prompt, which are numbered through and named after the answer."""
+    """`n` choices per prompt, numbered consecutively; their request ids derive from the response's id."""
     params = SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -49,7 +49,7 @@ def jobs_of(
     return [
         Job(
             index,
-            requests[index // request.n].model_copy(  # shares the ids
+            requests[index // request.n].model_copy(  # the ids are shared
                 update={
                     "request_id": name if only else f"{name}-{index}",
                     "sampling_params": params.model_copy(update={"seed": _seed(request, index % request.n)}),
@@ -66,7 +66,7 @@ def _seed(request: SampledRequest, choice: int) -> int | None:
 
 
 async def wholes(service: RolloutService, jobs: Sequence[Job]) -> list[Delta]:
-    """Every choice as one delta; the first failure ends them all."""
+    """Each choice as one delta; the first failure aborts all."""
     tasks = [asyncio.create_task(_whole(service, job)) for job in jobs]
     try:
         return await asyncio.gather(*tasks)
@@ -80,12 +80,12 @@ async def _whole(service: RolloutService, job: Job) -> Delta:
         logprobs = [entry.logprob for entry in choice.logprobs.content]
         delta = job.reader.read(choice.token_ids, logprobs, _not_cut(choice.finish_reason))
         return replace(delta, spans=choice.weight_versions)
-    # Only a stream can be ended by its text.
+    # Only a stream can be stopped by its text.
     return joined([delta async for delta in _deltas(service, job)])
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """The deltas of one choice as one."""
+    """Join the deltas of a choice."""
     spans: list[WeightSpan] = []
     for span in (span for delta in deltas for span in delta.spans):
         add_span(spans, span.version, span.start, span.end)
@@ -100,9 +100,9 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 async def as_they_come(service: RolloutService, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta]]:
-    """The deltas of all choices with their numbers; closing it ends the generations.
+    """The deltas of all choices with their indexes; closing the iterator aborts the generations.
 
-    Each is read by a task of its own from beginning to end: a span must be closed where it was opened.
+    Each choice has its own task: a span must be closed in the task that opened it.
     """
     arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
 
@@ -128,47 +128,47 @@ async def as_they_come(service: RolloutService, jobs: Sequence[Job]) -> AsyncGen
 
 
 async def _deltas(service: RolloutService, job: Job) -> AsyncGenerator[Delta]:
-    made, last = 0, None
+    count, last = 0, None
     async with aclosing(service.stream(job.request)) as pieces:
         async for piece in pieces:
             delta = job.reader.read(piece.token_ids, piece.logprobs, _not_cut(piece.finish_reason))
-            end = made + len(delta.token_ids)
-            spans = [WeightSpan(version=piece.version, start=made, end=end)] if end > made else []
-            made, delta = end, replace(delta, spans=spans)
+            end = count + len(delta.token_ids)
+            spans = [WeightSpan(version=piece.version, start=count, end=end)] if end > count else []
+            count, delta = end, replace(delta, spans=spans)
             if delta.finish_reason is None:
                 yield delta
                 continue
             last = delta
             if piece.finish_reason is None:
-                break  # a stop string: the engine would go on
+                break  # a stop string, which the engine does not know
     if last is None:
         message = "expected a finish reason from the engine, got the end of its stream"
         raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
-    # Who gets this stops listening, and the service still has to finish its span before.
+    # The consumer stops after this delta, and the service has to finish its span first.
     yield last
 
 
 def _not_cut(reason: FinishReason | None) -> WholeEnd | None:
-    """OpenAI has no word for an answer that was cut, and a client would take it for a whole one."""
+    """OpenAI has no finish reason for an aborted generation, and clients would take it for complete."""
     if reason == "abort":
-        message = "the generation was cut (by /pause, /abort_requests or the end of this replica); ask again"
+        message = "the generation was aborted (by /pause, /abort_requests or a shutdown of this replica); retry"
         raise TrackwayError(ErrorCode.UNAVAILABLE, message)
     return reason
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves: nobody waits for it any more."""
-    tasks = (asyncio.create_task(work), asyncio.create_task(_gone(request)))
+    """The result of `work`, which is cancelled when the client disconnects."""
+    tasks = (asyncio.create_task(work), asyncio.create_task(_disconnected(request)))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             return tasks[0].result()
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, "the client left before its answer was complete")
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, "the client disconnected before the response was complete")
     finally:
         await _end(tasks)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

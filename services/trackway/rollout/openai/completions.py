@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from trackway.rollout.openai.responses import Answer, Head
+from trackway.rollout.openai.responses import Head, ResponseBuilder
 from trackway.rollout.openai.stream_decoder import Delta
 from trackway.rollout.tokenizer import Tokenizer
 from trackway.wire.openai.replies import Completion, CompletionChoice, CompletionLogprobs
 from trackway.wire.openai.requests import CompletionRequest
 
 
-class CompletionAnswer(Answer):
-    """Text that goes on from the prompts."""
+class CompletionResponseBuilder(ResponseBuilder):
+    """Builds text completions."""
 
     prefix = "cmpl"
 
@@ -19,7 +19,7 @@ class CompletionAnswer(Answer):
         self._request = request
 
     def whole(self, deltas: Sequence[Delta]) -> Completion:
-        """Every choice of every prompt."""
+        """The choices of all prompts."""
         usage = self._usage(sum(len(delta.token_ids) for delta in deltas))
         choices = [self._choice(index, delta, True) for index, delta in enumerate(deltas)]
         return Completion(**{**self._head, "usage": usage}, object="text_completion", choices=choices)

@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece: the pieces joined are the text of all ids decoded at once."""
+"""Incremental detokenization: the pieces joined equal the text of all ids decoded at once."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,16 +8,16 @@ _BROKEN = "\ufffd"
 
 
 class Detokenizer:
-    """Gives text once it cannot change any more: a character whose bytes are incomplete waits for the next token.
+    """Returns text once it is final: a character with incomplete bytes waits for the next token.
 
-    A token's text may depend on the ones before (a leading space, the bytes of one character), so the ids behind the
-    last text given are decoded together with those of that text; vLLM and TGI do the same.
+    A token's text may depend on the preceding ones (a leading space, the bytes of a character), so new ids are decoded
+    together with those of the last returned text; vLLM and TGI do the same.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        """The ids of the last text given, and those that wait."""
+        """The ids of the last returned text, and the pending ones."""
         self._given_ids = 0
         self._given = ""
         """Text of the first `_given_ids` ids."""
@@ -34,5 +34,5 @@ class Detokenizer:
         return new
 
     def rest(self) -> str:
-        """What never became a whole character, as replacement characters."""
+        """Incomplete characters at the end, as replacement characters."""
         return self._decode(self._ids)[len(self._given) :]

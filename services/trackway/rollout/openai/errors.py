@@ -1,4 +1,4 @@
-"""Error answers that OpenAI's clients read: our body with `type` and `param`, and whether to ask again as a header."""
+"""Error responses for OpenAI's clients: our body with `type` and `param`, and a header for retries."""
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -13,10 +13,10 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class OpenAIRoute(JsonRoute):
-    """A route whose errors are OpenAI's."""
+    """A route whose errors have OpenAI's format."""
 
     def get_route_handler(self) -> Handler:
-        """FastAPI's handler inside ours."""
+        """FastAPI's handler, wrapped to convert errors."""
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
@@ -31,14 +31,14 @@ class OpenAIRoute(JsonRoute):
 
 
 def openai_error(error: TrackwayError) -> JSONResponse:
-    """The answer; a request that does not fit is a 400 here, since that is OpenAI's and vLLM's status for it."""
+    """The response; an invalid request is a 400, as in OpenAI's API and vLLM."""
     status = 400 if error.code is ErrorCode.INVALID_REQUEST else error.status
     headers = {"x-should-retry": "true" if error.retryable else "false", **retry_after(error)}
     return JSONResponse(openai_body(error), status_code=status, headers=headers)
 
 
 def openai_body(error: TrackwayError) -> dict[str, JsonValue]:
-    """The body, which is also an event of a stream that failed on its way."""
+    """The body; also sent as an event when a stream fails after its start."""
     kind = "server_error" if error.status >= 500 else _TYPES.get(error.status, "invalid_request_error")
     body = error.to_reply().error.model_dump(mode="json")
     return {"error": {**body, "type": kind, "param": error.detail.get("param")}}

@@ -1,4 +1,4 @@
-"""Prompts as token ids: of text by the tokenizer, of messages by the model's chat template."""
+"""Prompts as token ids: text by the tokenizer, messages by the chat template."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ async def tokenizer_of(text: TokenText) -> Tokenizer:
 
 
 async def completion_prompts(tokenizer: Tokenizer, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
-    """Each prompt's ids, in order; raises INVALID_REQUEST for text of none, or of more than `max_tokens`."""
+    """Each prompt's ids, in order; raises INVALID_REQUEST for an empty text or more than `max_tokens`."""
     return [await _ids(tokenizer, prompt, request.add_special_tokens, max_tokens) for prompt in request.prompts]
 
 
@@ -51,16 +51,16 @@ def _too_long(param: str, error: TooLong, max_tokens: int) -> TrackwayError:
 
 
 def forced_prefix(request: ChatRequest) -> str:
-    """What the answer begins with, whatever the model wants, so that it calls a tool or a certain one."""
+    """The start of the response that forces a tool call, or the call of a certain tool."""
     if isinstance(request.tool_choice, NamedTool):
         return f'{BEGIN}\n{{"name": {json.dumps(request.tool_choice.function.name)}, "arguments":'
     return BEGIN if request.tool_choice == "required" else ""
 
 
 async def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> list[int]:
-    """The conversation's ids with the tools that may be called, up to where the answer goes on.
+    """The ids of the conversation and its tools, including the generation prompt.
 
-    Raises INVALID_REQUEST when it has more than `max_tokens`, or the chat template refuses it.
+    Raises INVALID_REQUEST for more than `max_tokens`, or if the chat template rejects it.
     """
     if tokenizer.chat_template is None:
         message = "messages: expected a model with a chat template, got one without; use /v1/completions"
@@ -90,7 +90,7 @@ def _rendered(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> li
             **request.chat_template_kwargs,
         )
     except (TemplateError, TypeError, ValueError, RecursionError) as error:
-        message = f"messages: the model's chat template refuses them: {error}; send what it can show"
+        message = f"messages: the model's chat template rejects them: {error}; send messages that it supports"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
     return _encode(tokenizer, text + forced_prefix(request), False, max_tokens)
 
@@ -108,12 +108,12 @@ def _most_chars(tokenizer: Tokenizer) -> int | None:
 
 
 def _template_tool(tool: ChatTool) -> dict[str, JsonValue]:
-    # `strict` asks for a grammar that we do not have, and no chat template was trained on it.
+    # `strict` requires a grammar, which is not supported, and no chat template was trained on it.
     return {"type": tool.type, "function": {name: value for name, value in tool.function.items() if name != "strict"}}
 
 
 def _template_message(message: ChatMessage) -> dict[str, JsonValue]:
-    """A message as chat templates want it: plain text, arguments as objects, and the role that templates know."""
+    """A message in the form of chat templates: plain text, arguments as objects, and a known role."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     shown: dict[str, JsonValue] = {

@@ -1,4 +1,4 @@
-"""What the answers of both routes share: their head, the names of tokens, the counts, and the chunks of a stream."""
+"""The shared part of both routes' responses: their head, token names, usage, and chunks of a stream."""
 
 import time
 import uuid
@@ -16,7 +16,7 @@ from trackway.wire.trajectory import WeightSpan
 
 
 class Head(TypedDict):
-    """The fields with which every answer and every chunk begins."""
+    """The first fields of every response and chunk."""
 
     id: str
     created: int
@@ -31,14 +31,14 @@ class Ids(TypedDict, total=False):
     weight_versions: list[WeightSpan]
 
 
-class Answer(ABC):
-    """One request being answered."""
+class ResponseBuilder(ABC):
+    """Builds the response to one request."""
 
     prefix: str
 
     def __init__(self, request: SampledRequest, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> None:
         self.prompts = prompts
-        self._asked, self._tokenizer = request, tokenizer
+        self._options, self._tokenizer = request, tokenizer
         self._head: Head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -47,47 +47,48 @@ class Answer(ABC):
 
     @property
     def id(self) -> str:
-        """The answer's id, which is also the `request_id` of its generation."""
+        """The response's id, which is also the `request_id` of its generation."""
         return self._head["id"]
 
     @abstractmethod
     def whole(self, deltas: Sequence[Delta]) -> OpenAIReply:
-        """The answer, from one delta for each choice."""
+        """The complete response, from one delta per choice."""
 
     @abstractmethod
     def _chunk(self, head: Head, index: int, delta: Delta, is_first: bool) -> OpenAIReply | None:
-        """What a delta changes for the client, if anything."""
+        """The chunk of a delta, or None if the client has nothing to see."""
 
     @abstractmethod
     def _counts(self, head: Head) -> OpenAIReply:
-        """The chunk without choices."""
+        """The usage chunk, which has no choices."""
 
     async def events(self, arriving: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[str]:
-        """The answer in chunks."""
-        options = self._asked.stream_options
+        """The response in chunks."""
+        options = self._options.stream_options
         counted = options is not None and options.include_usage
         head: Head = {**self._head, "usage": None} if counted else self._head
-        begun, made = set[int](), 0
+        begun, completion_tokens = set[int](), 0
         async with aclosing(arriving):
             async for index, delta in arriving:
-                made += len(delta.token_ids)
+                completion_tokens += len(delta.token_ids)
                 chunk = self._chunk(head, index, delta, index not in begun)
                 begun.add(index)
                 if chunk is not None:
                     yield chunk.sent()
         if counted:
-            yield self._counts({**self._head, "usage": self._usage(made)}).sent()
+            yield self._counts({**self._head, "usage": self._usage(completion_tokens)}).sent()
 
-    def _usage(self, made: int) -> Usage:
-        given = sum(map(len, self.prompts))
-        return Usage(prompt_tokens=given, completion_tokens=made, total_tokens=given + made)
+    def _usage(self, completion_tokens: int) -> Usage:
+        prompt_tokens = sum(map(len, self.prompts))
+        total = prompt_tokens + completion_tokens
+        return Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=total)
 
     def _ids(self, delta: Delta) -> Ids:
-        asked = self._asked.return_token_ids
-        return {"token_ids": delta.token_ids, "weight_versions": delta.spans} if asked else {}
+        wanted = self._options.return_token_ids
+        return {"token_ids": delta.token_ids, "weight_versions": delta.spans} if wanted else {}
 
     def _token(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._asked.return_tokens_as_token_ids else self._token_text(token_id)
+        return f"token_id:{token_id}" if self._options.return_tokens_as_token_ids else self._token_text(token_id)
 
     def _token_text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -5,12 +5,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import JsonValue
 
-from trackway.rollout.openai.chat import ChatAnswer
+from trackway.rollout.openai.chat import ChatResponseBuilder
 from trackway.rollout.openai.choices import as_they_come, jobs_of, while_connected, wholes
-from trackway.rollout.openai.completions import CompletionAnswer
+from trackway.rollout.openai.completions import CompletionResponseBuilder
 from trackway.rollout.openai.errors import OpenAIRoute
 from trackway.rollout.openai.prompts import chat_prompt, completion_prompts, tokenizer_of
-from trackway.rollout.openai.responses import Answer
+from trackway.rollout.openai.responses import ResponseBuilder
 from trackway.rollout.openai.sse import EventStream
 from trackway.rollout.service import RolloutService
 from trackway.rollout.tokenizer import Tokenizer, TokenText
@@ -27,12 +27,12 @@ CONVERSATION: dict[str, JsonValue] = {
 
 
 def openai_routes(service: RolloutService, text: TokenText) -> APIRouter:
-    """`/v1/completions`, `/v1/chat/completions` and `/v1/models/{id}`, for OpenAI's clients unchanged."""
+    """`/v1/completions`, `/v1/chat/completions` and `/v1/models/{id}`, compatible with OpenAI's clients."""
     router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
-        """The served model, when that is its name."""
+        """The served model; 404 for any other name."""
         return service.served(model)
 
     @router.post("/v1/completions", response_model=None, responses=_either(Completion))
@@ -41,7 +41,7 @@ def openai_routes(service: RolloutService, text: TokenText) -> APIRouter:
         card = service.served(body.model)
         tokenizer = await tokenizer_of(text)
         prompts = await completion_prompts(tokenizer, body, card.max_model_len - 1)
-        answer = CompletionAnswer(body, tokenizer, prompts)
+        answer = CompletionResponseBuilder(body, tokenizer, prompts)
         return await _answer(service, request, body, answer, body.max_tokens, tokenizer)
 
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
@@ -52,7 +52,9 @@ def openai_routes(service: RolloutService, text: TokenText) -> APIRouter:
         prompt = await chat_prompt(tokenizer, body, card.max_model_len - 1)
         left = max(1, card.max_model_len - len(prompt))
         max_tokens = body.max_completion_tokens or body.max_tokens or left
-        return await _answer(service, request, body, ChatAnswer(body, tokenizer, prompt), max_tokens, tokenizer)
+        return await _answer(
+            service, request, body, ChatResponseBuilder(body, tokenizer, prompt), max_tokens, tokenizer
+        )
 
     return router
 
@@ -61,7 +63,7 @@ async def _answer(
     service: RolloutService,
     request: Request,
     body: SampledRequest,
-    answer: Answer,
+    answer: ResponseBuilder,
     max_tokens: int,
     tokenizer: Tokenizer,
 ) -> Response:

@@ -1,4 +1,4 @@
-"""Server-sent events: the first is there before the answer begins, so that a refusal is a status and no event."""
+"""Server-sent events. The first is awaited before the response starts, so that an early error sets the status."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class EventStream(StreamingResponse):
-    """Sends events as they are made and `[DONE]` behind the last; the client's leaving closes their source at once."""
+    """Sends events as they arrive and `[DONE]` after the last; closes the source when the client disconnects."""
 
     def __init__(self, first: str, others: AsyncGenerator[str]) -> None:
         super().__init__(_lines(first, others), media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -36,7 +36,7 @@ async def _lines(first: str, others: AsyncGenerator[str]) -> AsyncGenerator[str]
         yield _event(json.dumps(openai_body(error)))
     except Exception as error:
         _log.exception("a stream failed")
-        message = f"{type(error).__name__}: {error}; this is a defect of the service, its log has the traceback"
+        message = f"{type(error).__name__}: {error}; this is a bug; see the traceback in the service's log"
         yield _event(json.dumps(openai_body(TrackwayError(ErrorCode.INTERNAL, message))))
     yield _event("[DONE]")
 

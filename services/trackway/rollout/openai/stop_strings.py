@@ -1,16 +1,16 @@
-"""Looking for marks (stop strings, tool call tags) in text that comes in pieces."""
+"""Finds markers (stop strings, tool call tags) in streamed text."""
 
 from collections.abc import Sequence
 
 
 def begun(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a mark."""
+    """Number of characters at the end of `text` that may start a marker."""
     sizes = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
     return max(sizes, default=0)
 
 
 class StopStrings:
-    """Passes text on up to the first stop string; what may be the beginning of one is held back."""
+    """Passes text up to the first stop string; a possible start of one is held back."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops, self._include = stops, include
@@ -18,7 +18,7 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str) -> str:
-        """The text that is certainly before the stop."""
+        """The text that is known to precede the stop string."""
         self._held += text
         hits = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if hits:
@@ -30,5 +30,5 @@ class StopStrings:
         return passed
 
     def rest(self) -> str:
-        """What was held back and is no stop."""
+        """Text that was held back and is not a stop string."""
         return "" if self.found else self._held

@@ -1,4 +1,4 @@
-"""Reads one continuation as it comes: its text, where the text stops, and where each token stands in it."""
+"""Decodes a streamed generation: its text, the stop string, and the text offset of each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,20 +15,20 @@ WholeEnd = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of a choice; `finish_reason` is None but in the last one."""
+    """The new part of a choice; `finish_reason` is None except in the last."""
 
     text: str
     token_ids: list[int]
     logprobs: list[float]
     offsets: list[int]
-    """Where in the choice's text each token begins; empty when nobody asked for logprobs."""
+    """Each token's offset in the choice's text; empty unless logprobs were requested."""
     finish_reason: WholeEnd | None
     spans: list[WeightSpan] = field(default_factory=list)
-    """Which weights made the tokens, counted over the whole choice."""
+    """The tokens' weight spans, with indexes into the whole choice."""
 
 
 class Reader:
-    """State of one choice."""
+    """The state of one choice."""
 
     def __init__(self, tokenizer: Tokenizer, request: SampledRequest) -> None:
         self._ends = set() if request.include_stop_str_in_output else set(request.stop_token_ids)
@@ -42,7 +42,7 @@ class Reader:
         self._characters = 0
 
     def read(self, token_ids: Sequence[int], logprobs: Sequence[float], finish_reason: WholeEnd | None) -> Delta:
-        """The next tokens; a stop string ends the choice with the token that completes it."""
+        """Decode the next tokens; a stop string ends the choice with the token that completes it."""
         token_by_token = self.has_stops or self._with_offsets
         text, count, offsets = "", 0, list[int]()
         for batch in [[token] for token in token_ids] if token_by_token else [list(token_ids)]:

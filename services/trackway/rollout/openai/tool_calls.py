@@ -1,7 +1,7 @@
-"""Tool calls in the model's text, as Hermes, Qwen2.5 and Qwen3 write them, read while the text comes.
+"""Streamed tool calls in the format of Hermes, Qwen2.5 and Qwen3.
 
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` becomes a call, at its end; one that cannot be read stays
-text. White space around calls belongs to them.
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` becomes a call at its closing tag; a malformed call stays
+text. White space around calls is dropped.
 """
 
 from trackway.chat.tool_calls import BEGIN, END, read_call
@@ -10,23 +10,23 @@ from trackway.wire.chat import FunctionCall
 
 
 class ToolCallReader:
-    """Splits the text of one choice into plain text and calls."""
+    """Splits the text of a choice into plain text and calls."""
 
     def __init__(self, prefix: str, only_one: bool) -> None:
-        """`prefix` stands before the model's first token, put there so that it must call a tool."""
+        """`prefix` precedes the first generated token, to force a tool call."""
         self._only_one = only_one
         self._behind_call = False
         self._in_call = False
         self._space = ""
         """White space before the open call."""
         self._searched: list[str] = []
-        """Held text without the next tag: white space, or what stands behind the open call's BEGIN."""
+        """Held text without the next tag: white space, or the text after the open call's BEGIN."""
         self._edge = prefix
-        """Held text behind `_searched`, still to be searched: what may be the beginning of the next tag."""
+        """Held text after `_searched`, to be searched again: a possible start of the next tag."""
         self.calls = 0
 
     def push(self, text: str) -> list[str | FunctionCall]:
-        """What is certain now, in order. Each character is searched and copied a bounded number of times."""
+        """The parts that are complete so far, in order. Takes linear time."""
         text = self._edge + text
         parts: list[str | FunctionCall] = []
         start = 0
@@ -46,7 +46,7 @@ class ToolCallReader:
         return [part for part in parts if part != ""]
 
     def rest(self) -> list[str | FunctionCall]:
-        """The end of the choice: a call that was begun and not ended is text."""
+        """The rest of the choice; an unclosed call becomes text."""
         opening = self._space + BEGIN if self._in_call else ""
         plain = self._plain("".join([opening, *self._searched, self._edge]))
         self._space, self._searched, self._edge, self._in_call = "", [], "", False
@@ -66,7 +66,7 @@ class ToolCallReader:
         return list(self._counted(FunctionCall(name=call.name, arguments=call.raw)))
 
     def _take_plain(self) -> str:
-        """The searched text up to the white space at its end, which stays held."""
+        """The searched text without the white space at its end, which stays held."""
         last = self._searched[-1].rstrip()
         if not last:
             return ""
@@ -75,7 +75,7 @@ class ToolCallReader:
         return self._plain(plain)
 
     def _plain(self, text: str) -> str:
-        """Text without the white space behind a call, or nothing once the only call is made."""
+        """The text without white space after a call; nothing once the only call is complete."""
         if self._behind_call:
             text = text.lstrip()
             self._behind_call = not text

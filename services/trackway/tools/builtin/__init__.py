@@ -1,1 +1,1 @@
-"""The tools that come with Trackway. Imported by `tools.loading`; the core knows none of them."""
+"""The built-in tools. Imported by `tools.loading`; the core does not depend on them."""

@@ -1,7 +1,7 @@
 """Exact arithmetic on an expression in text: parsed with `ast`, walked node by node, never evaluated as Python.
 
 Numbers are fractions, so 0.1+0.2 is 0.3; only a fractional power leaves exactness. Length, depth, digits and exponents
-are bounded, so that any text ends at once, with a value or with an ArithmeticInputError that a model can read.
+are limited, so any text quickly gives a value or an ArithmeticInputError whose message helps a model.
 """
 
 import ast
@@ -12,13 +12,13 @@ from decimal import Context, Decimal
 from fractions import Fraction
 
 MAX_LENGTH = 500
-"""Characters of an expression."""
+"""Maximum characters of an expression."""
 MAX_DEPTH = 100
-"""Operations and parentheses inside one another; two Python frames each, far below the recursion limit."""
+"""Maximum nesting of operations and parentheses; two Python frames each, far below the recursion limit."""
 MAX_BITS = 3322
-"""Bits of a numerator or denominator: 1000 decimal digits, and enough for any float."""
+"""Maximum bits of a numerator or denominator: 1000 decimal digits, and enough for any float."""
 SIGNIFICANT_DIGITS = 10
-"""Digits of a result that is not an integer."""
+"""Significant digits of a result that is not an integer."""
 
 _ALLOWED = re.compile(r"[0-9.+\-*/%() \t\r\n]*")
 _NUMBER = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
@@ -38,7 +38,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 
 
 class ArithmeticInputError(ValueError):
-    """The expression has no value here; the message says why."""
+    """The expression cannot be evaluated; the message says why."""
 
 
 def calculate(expression: str) -> str:

@@ -1,4 +1,4 @@
-"""`calculator`: arithmetic for the model. It keeps no state."""
+"""`calculator`: arithmetic for the model. Stateless."""
 
 from pydantic import JsonValue
 
@@ -9,7 +9,7 @@ from trackway.wire.tools import ToolResult
 
 
 class CalculatorTool(BaseTool):
-    """Evaluates one arithmetic expression; a wrong one is the caller's mistake."""
+    """Evaluates an arithmetic expression; an invalid one is the caller's error."""
 
     stateless = True
     default_schema = ToolSchema(

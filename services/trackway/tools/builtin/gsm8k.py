@@ -1,7 +1,7 @@
-"""`calc_gsm8k_reward`: lets the model check its answer against the ground truth, as verl v0.7.1's Gsm8kTool does.
+"""`calc_gsm8k_reward`: compares an answer with the ground truth, as verl v0.7.1's Gsm8kTool does.
 
-Text, schema words, scoring and step reward are verl's (verl/tools/gsm8k_tool.py). The state is not: there a new
-instance is made for each call, here it lives for the trajectory, so a second call that does not improve costs 0.05.
+Text, schema words, scoring and step reward are verl's (verl/tools/gsm8k_tool.py). The state differs: verl makes an
+instance per call, here it lasts for the trajectory, so a second call that does not improve costs 0.05.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class _State:
 
 
 class Gsm8kTool(BaseTool):
-    """Scores an answer with the flexible method; `create_kwargs.ground_truth` is the right one."""
+    """Scores an answer with the flexible method; `create_kwargs.ground_truth` is the truth."""
 
     default_schema = ToolSchema(
         function=FunctionSchema(
@@ -52,14 +52,14 @@ class Gsm8kTool(BaseTool):
         self._states: dict[str, _State] = {}
 
     def coerce(self, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """A bare number becomes its text: the schema says string, models write 72, and verl takes it."""
+        """Converts a number to text: the schema says string, models write 72, and verl accepts it."""
         answer = arguments.get("answer")
         if isinstance(answer, int | float) and not isinstance(answer, bool):
             return {**arguments, "answer": str(answer)}
         return arguments
 
     async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
-        """Keep the ground truth, a string of digits."""
+        """Store the ground truth, a string of digits."""
         truth = create_kwargs.get("ground_truth")
         if not isinstance(truth, str):
             raise ToolInputError(
@@ -85,5 +85,5 @@ class Gsm8kTool(BaseTool):
         return self._states[instance_id].best
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
-        """Forget the ground truth and the best score."""
+        """Discard the ground truth and the best score."""
         self._states.pop(instance_id, None)

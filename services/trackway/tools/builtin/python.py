@@ -1,4 +1,4 @@
-"""`python`: code for the model to run, in an interpreter of its own that nothing gets out of."""
+"""`python`: runs the model's code in an isolated interpreter."""
 
 import asyncio
 import re
@@ -14,19 +14,19 @@ _FENCED = re.compile(r"\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
 class PythonSettings(SandboxSettings):
-    """The tool's config, beside the limits that every tool has."""
+    """The tool's config, in addition to ToolLimits."""
 
     timeout_s: float = Field(default=20.0, gt=0)
-    """Seconds that one call may run, its interpreter's start included; then the interpreter is ended. To be below
+    """Time limit of a call in seconds, including the interpreter's start; then the interpreter is killed. Keep it below
     `call_timeout_s`, after which the call is an error and not an observation."""
     stateful: bool = True
-    """Whether variables live from call to call of an instance; otherwise each call has a fresh interpreter."""
+    """Whether variables persist between the calls of an instance; otherwise each call has a new interpreter."""
 
 
 class PythonTool(BaseTool):
-    """Runs Python code, one interpreter for each instance; the last expression's value is shown as in a notebook.
+    """Runs Python code, with an interpreter per instance; the value of the last expression is shown as in a notebook.
 
-    Whatever the code does is an observation; the metric `succeeded` is 1 when it raised nothing.
+    All results of the code are observations; the metric `succeeded` is 1 if it raised nothing.
     """
 
     default_schema = ToolSchema(
@@ -46,22 +46,22 @@ class PythonTool(BaseTool):
 
     def __init__(self, config: ToolConfig, tool_schema: ToolSchema) -> None:
         super().__init__(config, tool_schema)
-        own = {name: value for name, value in config.items() if name not in ToolLimits.model_fields}
-        self._settings = PythonSettings.model_validate(own)
+        settings = {name: value for name, value in config.items() if name not in ToolLimits.model_fields}
+        self._settings = PythonSettings.model_validate(settings)
         self.stateless = not self._settings.stateful
         self._launcher: Launcher | None = None
         self._interpreters: dict[str, Interpreter] = {}
 
     async def start(self) -> None:
-        """SandboxUnavailableError when code cannot be isolated here."""
+        """Check the sandbox; raises SandboxUnavailableError when code cannot be isolated here."""
         self._launcher = await launcher_for(self._settings)
 
     async def close(self) -> None:
-        """End what still lives."""
+        """Stop the remaining interpreters."""
         await asyncio.gather(*(self.release(instance_id) for instance_id in [*self._interpreters]))
 
     def coerce(self, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """Code within a Markdown fence becomes the code alone: models write both."""
+        """Removes a Markdown fence around the code, which models often write."""
         code = arguments.get("code")
         fenced = _FENCED.fullmatch(code) if isinstance(code, str) else None
         return {**arguments, "code": fenced[1]} if fenced else arguments
@@ -82,7 +82,7 @@ class PythonTool(BaseTool):
         return ToolResult(text=outcome.text or "[no output]", metrics={"succeeded": float(outcome.succeeded)})
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
-        """End the instance's interpreter, with all that it started."""
+        """Stop the instance's interpreter and all its processes."""
         interpreter = self._interpreters.pop(instance_id, None)
         if interpreter is not None:
             await interpreter.stop()

@@ -1,4 +1,4 @@
-"""The tool server without HTTP: tools by name, instances and their life cycle, limits and metrics of a call.
+"""The tool server without HTTP: registry, instances and their life cycle, limits and metrics.
 
-Imported by the faces of the server (`http`, `mcp`, `verl`). It knows `BaseTool`, and no tool.
+Imported by the server's APIs (`http`, `mcp`, `verl`). It depends on `BaseTool` and on no tool.
 """

@@ -1,4 +1,4 @@
-"""Check a call's arguments against the tool's JSON schema, and say what is wrong in words that a model can act on."""
+"""Checks a call's arguments against the tool's JSON schema, with error messages that help a model."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -10,20 +10,20 @@ from trackway.tools.base import ToolInputError
 from trackway.wire.chat import ToolSchema
 
 MAX_MESSAGE_CHARS = 1000
-"""A wrong value may be long, and the message becomes an observation."""
+"""Maximum characters of an error: a wrong value may be long, and the message becomes an observation."""
 
 MAX_PROBLEMS = 10
-"""Wrong arguments that are named."""
+"""Maximum problems in an error."""
 
 MAX_EXPLAINED_VALUES = 1000
-"""Values up to which all problems are looked for; of larger arguments only the first is named."""
+"""Arguments with more values than this get only their first problem reported."""
 
 MAX_DEPTH = 200
-"""Lists and objects within each other, as in a request's JSON; the validator's stack has no limit of its own."""
+"""Maximum nesting of lists and objects, as in a request's JSON; the validator has no limit of its own."""
 
 _COMPOSING = {"allOf", "anyOf", "oneOf", "if", "$ref"}
 
-# A pattern takes linear time, unless it has look-around or a back-reference: it then fails after so many steps.
+# A pattern takes linear time, unless it has look-around or a back-reference: it then fails after this many steps.
 _PATTERNS = FancyRegexOptions(backtrack_limit=10_000)
 
 
@@ -37,7 +37,7 @@ class ArgumentCheck:
         function = schema.function
         self._tool = function.name
         self._known = sorted(properties_of(function.parameters))
-        # In a composed schema the names stand in its parts, which only "unevaluated" looks into.
+        # In a composed schema the names are in its parts, which only "unevaluated" covers.
         closed = "unevaluatedProperties" if _COMPOSING & set(function.parameters) else "additionalProperties"
         parameters = {"type": "object", closed: False, **function.parameters}
         if elsewhere := [ref for ref in _references(parameters) if not ref.startswith("#")]:
@@ -48,7 +48,7 @@ class ArgumentCheck:
             raise ValueError(f"tool {self._tool!r}: expected a JSON schema, got: {error.message}") from error
 
     def __call__(self, arguments: dict[str, JsonValue]) -> None:
-        """Pass, or raise ToolInputError that names the wrong arguments."""
+        """Raises ToolInputError that names the wrong arguments."""
         if problems := self._problems(arguments):
             message = f"{self._tool}: {'; '.join(problems)}; expected arguments: {', '.join(self._known)}"
             raise ToolInputError(message[:MAX_MESSAGE_CHARS], tool=self._tool)
@@ -99,13 +99,13 @@ def _parts(value: JsonValue) -> Iterable[JsonValue]:
 
 
 def properties_of(parameters: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """The parameters that a schema names."""
+    """The parameter names of a schema."""
     properties = parameters.get("properties")
     return properties if isinstance(properties, dict) else {}
 
 
 def _references(schema: JsonValue) -> Iterator[str]:
-    """Every `$ref` in it; one that leads elsewhere would be fetched."""
+    """All `$ref`s of a schema; an external one would be fetched."""
     if isinstance(schema, dict):
         if isinstance(reference := schema.get("$ref"), str):
             yield reference

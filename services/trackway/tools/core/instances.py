@@ -1,11 +1,11 @@
-"""The life of tool instances: a table of transitions, ids that say who made them, a bounded number, an idle limit.
+"""The life cycle of tool instances: table of transitions, ids, maximum number, idle limit.
 
     CREATING -created-> IDLE <-begin/end-> BUSY        (calls of one instance run one after another)
        `-release-> RELEASED <-release- IDLE            (also when the creation failed or the idle limit passed)
-    BUSY -hang-> STUCK -release-> RELEASED             (its call was told to stop and does not; released when it does)
+    BUSY -hang-> STUCK -release-> RELEASED             (its call was cancelled but still runs; released when it ends)
 
-This module only keeps the books; it calls no tool. An id is `<replica>-<start>-<uuid>`: with the prefix of another
-replica, or of this one before it restarted, the instance is lost; with ours it was released or expired.
+This module only keeps state and calls no tool. An id is `<replica>-<start>-<uuid>`: an unknown id with the prefix of
+another replica, or of this one before a restart, is lost; with the current prefix it was released or expired.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Clock = Callable[[], float]
 
 
 class State(StrEnum):
-    """Where an instance is in its life."""
+    """The state of an instance."""
 
     CREATING = "creating"
     IDLE = "idle"
@@ -35,7 +35,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What moves an instance on."""
+    """An event that changes an instance's state."""
 
     CREATED = "created"
     BEGIN = "begin"
@@ -53,12 +53,12 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.STUCK, Event.RELEASE): State.RELEASED,
     (State.IDLE, Event.RELEASE): State.RELEASED,
 }
-"""Every step that an instance may take; any other is an error."""
+"""The allowed transitions; any other is an error."""
 
 
 @dataclass
 class Instance:
-    """One tool's state for one trajectory."""
+    """A tool's state for a trajectory."""
 
     id: str
     tool: BaseTool
@@ -69,7 +69,7 @@ class Instance:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def move(self, event: Event) -> None:
-        """Take one step of the table. CONFLICT when there is no such step."""
+        """Apply a transition. CONFLICT when it is not allowed."""
         step = TRANSITIONS.get((self.state, event))
         if step is None:
             raise TrackwayError(
@@ -83,13 +83,13 @@ class InstanceTable:
     """The instances of this replica.
 
     replica: name of this process, 4 to 32 letters and digits.
-    max_instances: how many may live at once; one more is OVERLOADED.
-    ttl_s: seconds without a call after which an instance is given up.
+    max_instances: maximum number of instances; beyond it OVERLOADED.
+    ttl_s: seconds without a call after which an instance expires.
     clock: monotonic seconds.
     """
 
     def __init__(self, replica: str, max_instances: int, ttl_s: float, clock: Clock = time.monotonic) -> None:
-        # A replica may be named by its operator and restart under that name, without its instances.
+        # A replica may be named by its operator and restart under the same name, without its instances.
         self.prefix = f"{replica}-{uuid.uuid4().hex[:8]}"
         self._max_instances = max_instances
         self._ttl_s = ttl_s
@@ -102,11 +102,11 @@ class InstanceTable:
 
     @property
     def full(self) -> bool:
-        """Whether one more would be OVERLOADED."""
+        """Whether the maximum is reached."""
         return len(self._instances) >= self._max_instances
 
     def add(self, tool: BaseTool, session_id: str | None) -> Instance:
-        """A new instance in state CREATING. OVERLOADED when there is no room."""
+        """Add an instance in state CREATING. OVERLOADED at the maximum."""
         if self.full:
             raise TrackwayError(
                 ErrorCode.OVERLOADED,
@@ -121,12 +121,12 @@ class InstanceTable:
         return instance
 
     def created(self, instance: Instance) -> None:
-        """The tool has made its state: calls may begin, and the idle time counts."""
+        """Record that the tool has created the state: calls may begin, and the idle time counts."""
         instance.used_at = self._clock()
         instance.move(Event.CREATED)
 
     def get(self, instance_id: str) -> Instance:
-        """A living instance.
+        """The instance of an id.
 
         INSTANCE_LOST for another replica's id and for one whose call is stuck, INSTANCE_NOT_FOUND for any other.
         """
@@ -137,12 +137,12 @@ class InstanceTable:
         return instance
 
     def of_session(self, session_id: str) -> list[Instance]:
-        """The living instances of one trajectory, oldest first."""
+        """The instances of a trajectory, oldest first."""
         return list(self._sessions.get(session_id, {}).values())
 
     @asynccontextmanager
     async def held(self, instance: Instance, wait_timeout_s: float) -> AsyncIterator[Instance]:
-        """BUSY inside the block; waits for the call before it. OVERLOADED when that takes too long."""
+        """BUSY within the block; waits for the previous call. OVERLOADED when that takes too long."""
         async with acquired(instance.lock, wait_timeout_s, f"instance {instance.id}"):
             self._require_usable(instance)
             instance.move(Event.BEGIN)
@@ -154,13 +154,13 @@ class InstanceTable:
                     instance.move(Event.END)
 
     async def retire(self, instance: Instance, wait_timeout_s: float) -> None:
-        """Take an instance out of the books, after the call that it is in. INSTANCE_NOT_FOUND when that was done."""
+        """Remove an instance after its current call. INSTANCE_NOT_FOUND if it was removed already."""
         async with acquired(instance.lock, wait_timeout_s, f"instance {instance.id}"):
             self._require_usable(instance)
             self.strike(instance)
 
     def strike(self, instance: Instance) -> None:
-        """Take an instance out of the books at once: nobody can be in a call of it."""
+        """Remove an instance at once; it must not be in a call."""
         instance.move(Event.RELEASE)
         del self._instances[instance.id]
         if instance.session_id is not None:
@@ -170,22 +170,26 @@ class InstanceTable:
                 del self._sessions[instance.session_id]
 
     def take_expired(self) -> list[Instance]:
-        """Take those out of the books that had no call for longer than the idle limit.
+        """Remove and return the instances without a call for longer than the idle limit.
 
-        In one step, so that no call can begin on an instance that is being given up.
+        Atomic, so that no call can begin on an expiring instance.
         """
         horizon = self._clock() - self._ttl_s
-        idle = [one for one in self._instances.values() if one.state is State.IDLE and one.used_at < horizon]
+        idle = [
+            instance
+            for instance in self._instances.values()
+            if instance.state is State.IDLE and instance.used_at < horizon
+        ]
         for instance in idle:
             self.strike(instance)
         return idle
 
     def everything(self) -> list[Instance]:
-        """All that live, oldest first."""
+        """All instances, oldest first."""
         return list(self._instances.values())
 
     def info(self, instance: Instance) -> InstanceInfo:
-        """What an operator sees of an instance: nothing of its content."""
+        """An instance without its content, for operators."""
         now = self._clock()
         return InstanceInfo(
             instance_id=instance.id,
@@ -224,7 +228,7 @@ class InstanceTable:
 
 @asynccontextmanager
 async def acquired(place: asyncio.Lock, wait_timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Hold a lock. OVERLOADED when it does not come free within `wait_timeout_s` seconds."""
+    """Hold a lock. OVERLOADED when it is not free within `wait_timeout_s` seconds."""
     await acquire(place, wait_timeout_s, what)
     try:
         yield
@@ -233,9 +237,9 @@ async def acquired(place: asyncio.Lock, wait_timeout_s: float, what: str) -> Asy
 
 
 async def acquire(place: asyncio.Lock | asyncio.Semaphore, wait_timeout_s: float, what: str) -> None:
-    """Take a lock or a place of a semaphore. OVERLOADED when none comes free within `wait_timeout_s` seconds."""
+    """Acquire a lock or semaphore. OVERLOADED when it is not free within `wait_timeout_s` seconds."""
     if not place.locked():
-        await place.acquire()  # at once
+        await place.acquire()  # free: no need to wait
         return
     try:
         async with asyncio.timeout(wait_timeout_s):

@@ -1,8 +1,8 @@
-"""The rim around a tool's own code: free place, deadline, and its crashes turned into TOOL_FAILED.
+"""Limits around a tool's code: concurrency, deadline, and errors as TOOL_FAILED.
 
-Each call runs as a task of its own. At its deadline, or when its caller leaves, it is told to stop and given a moment;
-one that does not stop then (a thread cannot be stopped) keeps its place until it ends, but nobody waits for it. A tool
-that blocks must do so in a thread (`trackway.tools.in_thread`): nothing can interrupt a blocked event loop.
+Each call runs in its own task. At its deadline, or when its caller leaves, it is cancelled and gets a short grace
+period; a call that then still runs (a thread cannot be stopped) keeps its slot until it ends, but its caller gets the
+error. A tool that blocks must use a thread (`trackway.tools.in_thread`): a blocked event loop cannot be interrupted.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ R = TypeVar("R")
 
 
 class LimitedTool:
-    """One tool within its limits; the methods are the tool's own four."""
+    """A tool with its limits; the methods are those of the tool."""
 
     def __init__(self, tool: BaseTool, limits: ToolLimits) -> None:
         self.tool = tool
         self.limits = limits.narrowed(tool.config)
         self._check = ArgumentCheck(tool.tool_schema)
-        self._places = asyncio.Semaphore(self.limits.tool_concurrency)
+        self._slots = asyncio.Semaphore(self.limits.tool_concurrency)
         self._stopping: dict[str, asyncio.Task[object]] = {}
         self._releases: set[asyncio.Task[None]] = set()
 
     async def create(self, instance_id: str, create_kwargs: dict[str, JsonValue]) -> None:
-        """Make the state of an instance."""
+        """Create the state of an instance."""
         if self._inherits("create"):
             return
         await self._run("create", instance_id, lambda: self.tool.create(instance_id, **create_kwargs))
 
     async def execute(self, instance_id: str, request: ExecuteRequest) -> ToolResult:
-        """One call with checked arguments; its text within the cap."""
+        """Run a call with checked arguments; truncates its text to the limit."""
         arguments = self._coerced(request.arguments)
         self._check(arguments)
 
@@ -57,7 +57,7 @@ class LimitedTool:
         return result.model_copy(update={"text": capped(result.text, self.limits.max_output_chars)})
 
     async def reward(self, instance_id: str, calc_reward_kwargs: dict[str, JsonValue]) -> float:
-        """The reward of an instance's whole life."""
+        """The reward of an instance over all its calls."""
         if self._inherits("calc_reward"):
             return 0.0
 
@@ -67,7 +67,7 @@ class LimitedTool:
         return await self._run("calc_reward", instance_id, call)
 
     async def release(self, instance_id: str, release_kwargs: dict[str, JsonValue]) -> None:
-        """Forget an instance: without waiting for a place, and to the end even when the caller leaves."""
+        """Release an instance: without waiting for a slot, and to the end even when the caller leaves."""
         if self._inherits("release"):
             return
         work = self._task(lambda: self.tool.release(instance_id, **release_kwargs))
@@ -77,7 +77,7 @@ class LimitedTool:
         await asyncio.shield(ending)
 
     def still_running(self, instance_id: str) -> asyncio.Task[object] | None:
-        """The instance's call that was told to stop and has not yet."""
+        """The instance's cancelled call that is still running."""
         work = self._stopping.get(instance_id)
         return work if work is not None and not work.done() else None
 
@@ -90,13 +90,13 @@ class LimitedTool:
             raise self._error_of("coerce", error) from error
 
     def _inherits(self, method: str) -> bool:
-        """Whether the tool left that method as BaseTool has it, which does nothing."""
+        """Whether the tool inherits the method from BaseTool, where it does nothing."""
         return getattr(type(self.tool), method) is getattr(BaseTool, method)
 
     async def _run(self, method: str, instance_id: str, call: Callable[[], Awaitable[R]]) -> R:
-        await acquire(self._places, self.limits.wait_timeout_s, f"tool {self.tool.name!r}")
+        await acquire(self._slots, self.limits.wait_timeout_s, f"tool {self.tool.name!r}")
         work = self._task(call)
-        work.add_done_callback(lambda _: self._places.release())
+        work.add_done_callback(lambda _: self._slots.release())
         return await self._outcome(method, instance_id, work)
 
     def _task(self, call: Callable[[], Awaitable[R]]) -> asyncio.Task[R]:
@@ -125,7 +125,7 @@ class LimitedTool:
         def ended(work: asyncio.Task[R]) -> None:
             self._stopping.pop(instance_id, None)
             if not work.cancelled():
-                work.exception()  # nobody else asks for it
+                work.exception()  # retrieve the exception, or asyncio warns
 
         self._stopping[instance_id] = work
         work.add_done_callback(ended)
@@ -140,14 +140,14 @@ class LimitedTool:
         return TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message, tool=self.tool.name)
 
     def _error_of(self, method: str, error: BaseException) -> TrackwayError:
-        """What the caller is told; the traceback stays here, in the log: it does not cross the process."""
+        """The error for the caller; the traceback is logged here, since it does not cross the process."""
         logger.error("tool %r failed in %s", self.tool.name, method, exc_info=error)
         message = f"tool {self.tool.name!r} failed in {method}: {described(failure_of(error))}"
         return TrackwayError(ErrorCode.TOOL_FAILED, message, tool=self.tool.name)
 
 
 async def ended_within(seconds: float, work: asyncio.Task[R]) -> bool:
-    """Whether the task ends in time; it is left alone either way. (`asyncio.wait` costs more.)"""
+    """Whether the task ends in time; it is not cancelled. (`asyncio.wait` costs more.)"""
     loop = asyncio.get_running_loop()
     over = loop.create_future()
 
@@ -172,19 +172,19 @@ def _valid(result: ToolResult) -> ToolResult:
         _finite(number)
     if all(map(str.isascii, (result.text, *result.metrics))):
         return result
-    # Half of a character, as text that was cut in two may have, goes into no answer.
+    # A lone surrogate, as in truncated text, cannot be sent.
     metrics = {well_formed(name): value for name, value in result.metrics.items()}
     return result.model_copy(update={"text": well_formed(result.text), "metrics": metrics})
 
 
 def _finite(number: float) -> float:
-    # Nothing can be learned from such a reward, and the tool's name is known here.
+    # Such a reward is useless for training, and the tool's name is known here.
     if not math.isfinite(number):
         raise ValueError(f"expected finite rewards and metrics, got {number}")
     return number
 
 
 def capped(text: str, max_chars: int) -> str:
-    """The first `max_chars` characters, and a marker that says how many are missing."""
+    """The first `max_chars` characters, and a marker with the number of missing ones."""
     missing = len(text) - max_chars
     return text if missing <= 0 else f"{text[:max_chars]}[truncated {missing} characters]"

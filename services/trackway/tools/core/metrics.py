@@ -1,4 +1,4 @@
-"""What `/metrics` says of tools: calls by tool and result, their seconds, and the living instances."""
+"""Metrics of tools: calls by tool and result, their duration, and the number of instances."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from trackway.wire.errors import TrackwayError
 
 
 class ToolCalls(Collector):
-    """Counts the calls of every tool of this process."""
+    """Counts the tool calls of this process."""
 
     def __init__(self, instances: Sized) -> None:
         self._instances = instances

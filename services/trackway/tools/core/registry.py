@@ -1,4 +1,4 @@
-"""The tools of one server by name."""
+"""The tools of a server by name."""
 
 import re
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}")
-"""OpenAI's rule for function names; such a name also stands in a path as it is."""
+"""OpenAI's rule for function names; such a name also needs no escaping in a URL path."""
 
 
 class ToolRegistry:
-    """Tools by name. ValueError when two have one name, or a name that no caller could write."""
+    """Tools by name. ValueError for a duplicate or invalid name."""
 
     def __init__(self, tools: Iterable[BaseTool] = ()) -> None:
         self._tools: dict[str, BaseTool] = {}
@@ -33,7 +33,7 @@ class ToolRegistry:
         self._tools[tool.name] = tool
 
     def get(self, name: str) -> BaseTool:
-        """The tool of that name. UNKNOWN_TOOL lists those there are."""
+        """The tool of that name. UNKNOWN_TOOL lists the known ones."""
         tool = self._tools.get(name)
         if tool is None:
             known = sorted(self._tools)
@@ -49,9 +49,9 @@ class ToolRegistry:
         return [*self._tools]
 
     def stateless(self) -> list[str]:
-        """Names of the tools that keep nothing between calls."""
+        """Names of the stateless tools."""
         return [tool.name for tool in self._tools.values() if tool.stateless]
 
     def schemas(self) -> list[ToolSchema]:
-        """Every tool as the model sees it."""
+        """All tools as the model sees them."""
         return [tool.tool_schema for tool in self._tools.values()]

@@ -1,4 +1,4 @@
-"""The tool server without HTTP: tools, their instances, and the way of one call through both."""
+"""The tool server without HTTP: tools, instances, and calls."""
 
 import asyncio
 import logging
@@ -39,8 +39,8 @@ class ToolServer:
     def __init__(self, tools: Sequence[BaseTool | ToolSource], limits: ToolLimits, instances: InstanceTable) -> None:
         self._limits = limits
         self._registry = ToolRegistry()
-        self._guarded: dict[str, LimitedTool] = {}
-        self._sources = [one for one in tools if isinstance(one, ToolSource)]
+        self._limited_tools: dict[str, LimitedTool] = {}
+        self._sources = [source for source in tools if isinstance(source, ToolSource)]
         self._instances = instances
         self.calls = ToolCalls(instances)
         self._started: list[BaseTool | ToolSource] = []
@@ -51,32 +51,32 @@ class ToolServer:
 
     def _add(self, tool: BaseTool) -> None:
         self._registry.add(tool)
-        self._guarded[tool.name] = LimitedTool(tool, self._limits)
+        self._limited_tools[tool.name] = LimitedTool(tool, self._limits)
 
     async def start(self) -> None:
-        """Ask the sources for their tools and let every tool get ready; when one cannot, all that began are closed."""
+        """Load the sources' tools and start all tools; if one fails, all that were started are closed."""
         try:
             for source in self._sources:
                 self._started.append(source)
                 for tool in await source.open():
                     self._add(tool)
-            for guard in self._guarded.values():
-                self._started.append(guard.tool)
-                await run_user_code(guard.tool.start)
+            for limited_tool in self._limited_tools.values():
+                self._started.append(limited_tool.tool)
+                await run_user_code(limited_tool.tool.start)
         except BaseException:
             await self.close()
             raise
 
     def schemas(self) -> list[ToolSchema]:
-        """Every tool as the model sees it."""
+        """All tools as the model sees them."""
         return self._registry.schemas()
 
     def stateless(self) -> list[str]:
-        """Names of the tools whose calls need no instance."""
+        """Names of the stateless tools, whose calls need no instance."""
         return self._registry.stateless()
 
     def lives(self, instance_id: str) -> bool:
-        """Whether that instance can still be called."""
+        """Whether the instance can still be called."""
         try:
             self._instances.get(instance_id)
         except TrackwayError:
@@ -84,14 +84,14 @@ class ToolServer:
         return True
 
     async def create(self, request: CreateInstance) -> InstanceCreated:
-        """Create one tool's state for one trajectory."""
+        """Create a tool's state for a trajectory."""
         tool = self._registry.get(request.tool)
         if self._instances.full:
             await self.reap()
         instance = self._instances.add(tool, request.session_id)
         try:
             with session_scope(request.session_id):
-                await self._guard(instance).create(instance.id, request.create_kwargs)
+                await self._limited_tool(instance).create(instance.id, request.create_kwargs)
         except BaseException:
             self._instances.strike(instance)
             raise
@@ -101,7 +101,7 @@ class ToolServer:
     async def execute(
         self, instance_id: str, request: ExecuteRequest, begun: asyncio.Event | None = None
     ) -> ToolResult:
-        """One call, as one span; `begun` is set when it has its instance, after the calls before it."""
+        """Run a call, in a span; `begun` is set when it has its instance, after the previous calls."""
         instance = self._instances.get(instance_id)
         name = instance.tool.name
         with self.calls.one(name), tool_span(name, request.arguments, request.tool_call_id) as span:
@@ -112,35 +112,39 @@ class ToolServer:
     async def _execute(
         self, instance: Instance, request: ExecuteRequest, begun: asyncio.Event | None = None
     ) -> ToolResult:
-        async with self._calling(instance) as guard:
+        async with self._calling(instance) as limited_tool:
             if begun is not None:
                 begun.set()
-            return await guard.execute(instance.id, request)
+            return await limited_tool.execute(instance.id, request)
 
     async def reward(self, instance_id: str, calc_reward_kwargs: Kwargs = NO_KWARGS) -> float:
-        """The reward of an instance over its whole life."""
-        async with self._calling(self._instances.get(instance_id)) as guard:
-            return await guard.reward(instance_id, {**calc_reward_kwargs})
+        """The reward of an instance over all its calls."""
+        async with self._calling(self._instances.get(instance_id)) as limited_tool:
+            return await limited_tool.reward(instance_id, {**calc_reward_kwargs})
 
     async def release(self, instance_id: str, release_kwargs: Kwargs = NO_KWARGS) -> None:
-        """Forget an instance; it is gone even when the tool fails to let go."""
+        """Release an instance; it is removed even when the tool's release fails."""
         await self._release(self._instances.get(instance_id), release_kwargs)
 
     async def release_session(self, session_id: str) -> SessionReleased:
-        """Forget every instance of a trajectory; one that fails does not keep the others."""
-        mine = self._instances.of_session(session_id)
-        outcomes = await asyncio.gather(*map(self._release, mine), return_exceptions=True)
-        failed = [f"{one.id}: {outcome}" for one, outcome in zip(mine, outcomes, strict=True) if outcome is not None]
-        return SessionReleased(released=len(mine) - len(failed), failed=failed)
+        """Release every instance of a trajectory; a failure does not affect the others."""
+        instances = self._instances.of_session(session_id)
+        outcomes = await asyncio.gather(*map(self._release, instances), return_exceptions=True)
+        failed = [
+            f"{instance.id}: {outcome}"
+            for instance, outcome in zip(instances, outcomes, strict=True)
+            if outcome is not None
+        ]
+        return SessionReleased(released=len(instances) - len(failed), failed=failed)
 
     def instances(self, session_id: str | None, limit: int) -> InstanceList:
-        """What lives here, oldest first, without content."""
-        known = self._instances
-        living = known.everything() if session_id is None else known.of_session(session_id)
-        return InstanceList(instances=[known.info(one) for one in living[:limit]], total=len(living))
+        """The instances, oldest first, without content."""
+        table = self._instances
+        living = table.everything() if session_id is None else table.of_session(session_id)
+        return InstanceList(instances=[table.info(instance) for instance in living[:limit]], total=len(living))
 
     async def one_shot(self, tool: str, request: OneShotRequest) -> ToolResult:
-        """Create, execute, reward and release, as one span; the life's reward comes as the metric `instance_reward`."""
+        """Create, execute, reward and release, in a span; the reward is the metric `instance_reward`."""
         self._registry.get(tool)
         with self.calls.one(tool), tool_span(tool, request.arguments, request.tool_call_id) as span:
             result = await self._whole_life(tool, request)
@@ -148,8 +152,8 @@ class ToolServer:
         return result
 
     async def _whole_life(self, tool: str, request: OneShotRequest) -> ToolResult:
-        made = await self.create(CreateInstance(tool=tool, create_kwargs=request.create_kwargs))
-        instance = self._instances.get(made.instance_id)
+        created = await self.create(CreateInstance(tool=tool, create_kwargs=request.create_kwargs))
+        instance = self._instances.get(created.instance_id)
         try:
             result = await self._execute(instance, request)
             metrics = {**result.metrics, "instance_reward": await self.reward(instance.id, request.calc_reward_kwargs)}
@@ -158,18 +162,20 @@ class ToolServer:
         return result.model_copy(update={"metrics": metrics})
 
     async def reap(self) -> int:
-        """Release the instances whose idle limit passed; how many they were."""
+        """Release the expired instances; returns their number."""
         expired = self._instances.take_expired()
         for instance in expired:
             logger.warning("instance %s (%s) of %r expired", instance.id, instance.session_id, instance.tool.name)
-        forgets = (self._quietly(self._guard(one).release(one.id, {}), one) for one in expired)
-        await asyncio.gather(*forgets)
+        releases = (
+            self._quietly(self._limited_tool(instance).release(instance.id, {}), instance) for instance in expired
+        )
+        await asyncio.gather(*releases)
         return len(expired)
 
     async def close(self) -> None:
-        """Release everything and close the tools: the process ends."""
+        """Release all instances and close the tools, at shutdown."""
         living = self._instances.everything()
-        await asyncio.gather(*(self._quietly(self._release(one), one) for one in living))
+        await asyncio.gather(*(self._quietly(self._release(instance), instance) for instance in living))
         while self._started:
             opened = self._started.pop()
             try:
@@ -178,27 +184,31 @@ class ToolServer:
                 logger.exception("%s did not close cleanly", opened.origin)
 
     async def _release(self, instance: Instance, release_kwargs: Kwargs = NO_KWARGS) -> None:
-        guard = self._guard(instance)
-        await self._instances.retire(instance, guard.limits.wait_timeout_s)
-        await guard.release(instance.id, {**release_kwargs})
+        limited_tool = self._limited_tool(instance)
+        await self._instances.retire(instance, limited_tool.limits.wait_timeout_s)
+        await limited_tool.release(instance.id, {**release_kwargs})
 
     @asynccontextmanager
     async def _calling(self, instance: Instance) -> AsyncIterator[LimitedTool]:
-        """One call of an instance; when the tool does not stop in time, the instance is lost until it does."""
-        guard = self._guard(instance)
-        async with self._instances.held(instance, guard.limits.wait_timeout_s):
+        """Within a call of an instance; if the tool does not stop in time, the instance is stuck until it does."""
+        limited_tool = self._limited_tool(instance)
+        async with self._instances.held(instance, limited_tool.limits.wait_timeout_s):
             try:
-                yield guard
+                yield limited_tool
             finally:
-                if (work := guard.still_running(instance.id)) is not None:
+                if (work := limited_tool.still_running(instance.id)) is not None:
                     instance.move(Event.HANG)
                     self._keep(self._let_go(instance, work))
 
     async def _let_go(self, instance: Instance, work: asyncio.Task[object]) -> None:
-        logger.error("instance %s: a call of %r does not stop; lost until it does", instance.id, instance.tool.name)
+        logger.error(
+            "instance %s: a cancelled call of %r still runs; the instance is lost until it ends",
+            instance.id,
+            instance.tool.name,
+        )
         await asyncio.wait({work})
         self._instances.strike(instance)
-        await self._quietly(self._guard(instance).release(instance.id, {}), instance)
+        await self._quietly(self._limited_tool(instance).release(instance.id, {}), instance)
 
     def _keep(self, work: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(work)
@@ -206,14 +216,14 @@ class ToolServer:
         task.add_done_callback(self._background.discard)
 
     async def _quietly(self, release: Awaitable[None], instance: Instance) -> None:
-        """For releases of which nobody waits to hear a failure, or another error is already on its way."""
+        """Await a release and only log its failure: its result is unused, or another error is already raised."""
         try:
             await release
         except TrackwayError as error:
             logger.warning("instance %s was not released cleanly: %s", instance.id, error.message)
 
-    def _guard(self, instance: Instance) -> LimitedTool:
-        return self._guarded[instance.tool.name]
+    def _limited_tool(self, instance: Instance) -> LimitedTool:
+        return self._limited_tools[instance.tool.name]
 
 
 def _show(span: SpanHandle, result: ToolResult) -> None:

@@ -1,4 +1,4 @@
-"""Instances for callers who name a session and a tool but no instance: made at the session's first call of the tool."""
+"""Instances for callers that name a session and a tool: created at the session's first call of the tool."""
 
 import asyncio
 from collections import OrderedDict
@@ -11,15 +11,15 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import CreateInstance, ExecuteRequest, ToolResult
 
 SessionKey = tuple[str, ...]
-"""Who calls, and what that caller calls the session: nobody reaches the session of somebody else by its name."""
+"""The caller, and its name of the session: callers cannot reach each other's sessions by name."""
 
 _REMEMBERED = 10_000
-"""Sessions whose expiry is still to be told."""
+"""Maximum sessions whose expiry is remembered."""
 _TELLS_LOSS = {ErrorCode.INSTANCE_LOST, ErrorCode.INSTANCE_NOT_FOUND}
 
 
 _EXPIRED = "was idle for too long and is gone"
-_LOST = "is lost: its last call did not stop when it was told to"
+_LOST = "is lost: its last call did not stop when it was cancelled"
 
 
 @dataclass
@@ -27,32 +27,32 @@ class _Session:
     ids: dict[str, str] = field(default_factory=dict)
     making: asyncio.Lock = field(default_factory=asyncio.Lock)
     cut_off: set[str] = field(default_factory=set)
-    """Tools whose state was lost with their last call, which is not told yet."""
+    """Tools whose state was lost with their last call; to be reported at the next call."""
 
     def fate(self, tool: str) -> str:
-        """Why the state of a tool is gone."""
+        """Why the tool's state is gone."""
         return _LOST if tool in self.cut_off else _EXPIRED
 
 
 class SessionInstances:
-    """One instance of each tool for a session. Every method but `sweep` raises TrackwayError."""
+    """One instance of each tool per session. Every method but `sweep` raises TrackwayError."""
 
     def __init__(self, server: ToolServer) -> None:
         self._server = server
         self._sessions: dict[SessionKey, _Session] = {}
-        self._gone: OrderedDict[SessionKey, dict[str, str]] = OrderedDict()
-        """By session, the tools whose state is gone, and what is to be said of it at their next call."""
+        self._lost_state: OrderedDict[SessionKey, dict[str, str]] = OrderedDict()
+        """By session, the tools whose state is gone, with the reason to report at their next call."""
         self._calls: dict[asyncio.Task[tuple[str, ToolResult]], SessionKey | None] = {}
-        """Calls at work; of those whose caller has left, the session."""
+        """Active calls; with the session, if the caller has left."""
 
     async def execute(
         self, key: SessionKey, tool: str, request: ExecuteRequest, create_kwargs: dict[str, JsonValue]
     ) -> tuple[str, ToolResult]:
-        """One call, and the instance that ran it; `create_kwargs` count at the first one.
+        """Run a call; returns its instance's id and result. `create_kwargs` apply at the first call.
 
-        A caller who leaves while the call runs does not end it, which would cost the tool its state: it runs to its end
-        within its limits, and the next call waits for it. A call that has not begun is dropped.
-        INSTANCE_NOT_FOUND or INSTANCE_LOST, once, when the state is gone; the next call makes a new one.
+        If the caller leaves, a running call continues within its limits, since cancelling it would lose the tool's
+        state, and the next call waits for it. A call that has not started is cancelled.
+        INSTANCE_NOT_FOUND or INSTANCE_LOST, once, when the state is gone; the next call creates it again.
         """
         begun = asyncio.Event()
         call = asyncio.create_task(self._execute(key, tool, request, create_kwargs, begun))
@@ -77,7 +77,7 @@ class SessionInstances:
     ) -> tuple[str, ToolResult]:
         session = self._sessions.setdefault(key, _Session())
         async with session.making:
-            self._tell_what_is_gone(key, session, tool)
+            self._report_lost_state(key, session, tool)
             if tool not in session.ids:
                 creation = CreateInstance(tool=tool, session_id=key[-1], create_kwargs=create_kwargs)
                 session.ids[tool] = (await self._server.create(creation)).instance_id
@@ -96,35 +96,35 @@ class SessionInstances:
     def _ended(self, call: asyncio.Task[tuple[str, ToolResult]]) -> None:
         self._calls.pop(call, None)
         if not call.cancelled():
-            call.exception()  # its caller may have left
+            call.exception()  # mark it as retrieved: its caller may have left
 
     async def close(self) -> None:
-        """Cut off every call: the process ends."""
+        """Cancel every call, at shutdown."""
         await _cut_off([*self._calls])
 
     async def end(self, key: SessionKey) -> None:
-        """Release what the session has; a session that never was is no error."""
-        self._gone.pop(key, None)
+        """Release the session's instances; an unknown session is no error."""
+        self._lost_state.pop(key, None)
         await _cut_off([call for call, left in self._calls.items() if left == key])
         session = self._sessions.pop(key, _Session())
         for instance_id in session.ids.values():
             try:
                 await self._server.release(instance_id)
             except TrackwayError:
-                continue  # expired, or its tool failed to let go: it is gone either way
+                continue  # expired, or the tool's release failed: it is gone either way
 
     def sweep(self) -> None:
-        """Forget the sessions of which every instance has expired, but for the fact that they did."""
+        """Remove the sessions whose instances have all expired, and remember that they did."""
         for key, session in list(self._sessions.items()):
             if not session.making.locked() and not any(map(self._server.lives, session.ids.values())):
                 del self._sessions[key]
                 if session.ids:
-                    self._gone.setdefault(key, {}).update({tool: session.fate(tool) for tool in session.ids})
-        while len(self._gone) > _REMEMBERED:
-            self._gone.popitem(last=False)
+                    self._lost_state.setdefault(key, {}).update({tool: session.fate(tool) for tool in session.ids})
+        while len(self._lost_state) > _REMEMBERED:
+            self._lost_state.popitem(last=False)
 
-    def _tell_what_is_gone(self, key: SessionKey, session: _Session, tool: str) -> None:
-        swept = self._gone.get(key, {})
+    def _report_lost_state(self, key: SessionKey, session: _Session, tool: str) -> None:
+        swept = self._lost_state.get(key, {})
         if tool in session.ids and not self._server.lives(session.ids[tool]):
             fate = session.fate(tool)
             del session.ids[tool]

@@ -1,1 +1,1 @@
-"""`@function_tool`: a typed function as a tool without state, its JSON schema taken from its signature."""
+"""`@function_tool`: a typed function as a stateless tool, with a JSON schema from its signature."""

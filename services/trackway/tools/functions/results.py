@@ -1,4 +1,4 @@
-"""What a function or a tool of verl's returned, as a ToolResult."""
+"""Converts the return value of a function, or of a tool written for verl, to a ToolResult."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,12 +10,12 @@ from trackway.wire.text import well_formed
 from trackway.wire.tools import ToolResult
 
 _SURROGATE = "UnicodeEncodeError: 'utf-8' codec can't encode"
-"""In pydantic's message for half a character."""
+"""The start of pydantic's message for a lone surrogate."""
 
 
 @runtime_checkable
 class Response(Protocol):
-    """verl's ToolResponse: text, and images or videos, for which a marker stands."""
+    """verl's ToolResponse: text, and images or videos, which are replaced by a marker."""
 
     text: str | None
     image: list[object] | None
@@ -23,7 +23,7 @@ class Response(Protocol):
 
 
 def result_of(returned: object) -> ToolResult:
-    """text | JSON | ToolResult | (response[, reward[, metrics]]); a reward or metrics of None counts as not given.
+    """text | JSON | ToolResult | (response[, reward[, metrics]]); a reward or metrics of None counts as missing.
 
     TypeError for a tuple of another length, or a reward or metrics of another type.
     """
@@ -42,7 +42,7 @@ def result_of(returned: object) -> ToolResult:
 
 
 def text_of(response: object) -> str:
-    """A text as it is, anything else as JSON; what an iterator raises is raised."""
+    """Returns text unchanged and anything else as JSON; errors of an iterator are raised."""
     if isinstance(response, str):
         return response
     if isinstance(response, ToolResult):
@@ -61,7 +61,7 @@ def text_of(response: object) -> str:
 
 
 def _well_formed(value: object) -> object:
-    """Dicts, lists and texts without half characters; anything else as it is."""
+    """Removes lone surrogates from dicts, lists and texts; anything else is unchanged."""
     if isinstance(value, str):
         return well_formed(value)
     if isinstance(value, Mapping):
@@ -70,7 +70,7 @@ def _well_formed(value: object) -> object:
 
 
 def numbers_of(metrics: Mapping[object, object]) -> dict[str, float]:
-    """The metrics that can be added up: finite numbers. verl's tools also give texts and None, which nobody can."""
+    """The numeric, finite metrics, which can be summed. verl's tools may also return texts and None."""
     return {
         str(name): float(value)
         for name, value in metrics.items()

@@ -1,7 +1,7 @@
-"""A function's parameters as a pydantic model: from it come the JSON schema that the model sees and the conversion.
+"""A function's parameters as a pydantic model, which gives the JSON schema for the model and converts arguments.
 
-Descriptions are the docstring's (Google, NumPy, reST or Epydoc), types and defaults the signature's. A nested model,
-Literal, Optional, list or dict stays what it is.
+Descriptions are the docstring's (Google, NumPy, reST or Epydoc), types and defaults the signature's. Nested models,
+Literal, Optional, list and dict are supported.
 """
 
 import inspect
@@ -24,18 +24,19 @@ _NAMEABLE = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_
 
 
 class FunctionParameters:
-    """The parameters of one function. TypeError when a schema cannot be made of them; it says which and why."""
+    """The parameters of a function. TypeError, with the reason, when they have no schema."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
         self._where = where(function)
         self._doc = docstring_parser.parse(inspect.getdoc(function) or "")
         hints = self._hints()
-        parameters = [self._checked(one, hints) for one in inspect.signature(function).parameters.values()]
-        # An argument may be called `json` or `copy`: as an alias it hides no attribute of the model.
-        self._fields = {f"argument_{place}": one.name for place, one in enumerate(parameters)}
+        parameters = [self._checked(parameter, hints) for parameter in inspect.signature(function).parameters.values()]
+        # An argument may be named `json` or `copy`: an alias does not shadow the model's attributes.
+        self._fields = {f"argument_{index}": parameter.name for index, parameter in enumerate(parameters)}
         definitions = {
-            field: (hints[one.name], self._field(one)) for field, one in zip(self._fields, parameters, strict=True)
+            field: (hints[parameter.name], self._field(parameter))
+            for field, parameter in zip(self._fields, parameters, strict=True)
         }
         try:
             self._model = create_model("Arguments", __config__=ConfigDict(extra="forbid"), **definitions)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -43,7 +44,7 @@ class FunctionParameters:
             raise self._no_json(error) from error
 
     def schema(self, name: str) -> ToolSchema:
-        """The OpenAI function schema under that name."""
+        """The OpenAI function schema with that name."""
         try:
             parameters = self._model.model_json_schema(schema_generator=_Untitled)
         except PydanticUserError as error:
@@ -53,11 +54,13 @@ class FunctionParameters:
         return ToolSchema(function=FunctionSchema(name=name, description=description, parameters=parameters))
 
     def convert(self, arguments: dict[str, JsonValue]) -> dict[str, object]:
-        """The arguments that were given, as the types of the signature. ToolInputError names each wrong one."""
+        """The given arguments, converted to the types of the signature. ToolInputError names each wrong one."""
         try:
             model = self._model.model_validate(arguments)
         except ValidationError as error:
-            raise ToolInputError("; ".join(_problem(one["loc"], one["msg"]) for one in error.errors())) from None
+            raise ToolInputError(
+                "; ".join(_problem(detail["loc"], detail["msg"]) for detail in error.errors())
+            ) from None
         return {name: getattr(model, field) for field, name in self._fields.items() if field in model.model_fields_set}
 
     def _hints(self) -> dict[str, object]:
@@ -84,13 +87,13 @@ class FunctionParameters:
         return parameter
 
     def _field(self, parameter: inspect.Parameter) -> FieldInfo:
-        texts = (one.description for one in self._doc.params if one.arg_name == parameter.name)
+        texts = (param.description for param in self._doc.params if param.arg_name == parameter.name)
         default = ... if parameter.default is parameter.empty else parameter.default
         return Field(default, alias=parameter.name, description=next(texts, None))
 
 
 def where(function: Function) -> str:
-    """A function in an error message."""
+    """Names a function in an error message."""
     code = inspect.unwrap(function).__code__ if inspect.isfunction(function) else None
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     return f"function tool {getattr(function, '__name__', function)!r}{place}"
@@ -101,12 +104,12 @@ def _problem(location: tuple[int | str, ...], message: str) -> str:
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without the titles that pydantic makes of names: they tell a model nothing and cost tokens."""
+    """Omits the titles that pydantic derives from names: they cost tokens and add no information."""
 
     def field_title_should_be_set(self, schema: object) -> bool:
         return False
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
-        made = super().model_schema(schema)
-        made.pop("title", None)
-        return made
+        json_schema = super().model_schema(schema)
+        json_schema.pop("title", None)
+        return json_schema

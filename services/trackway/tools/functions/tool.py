@@ -1,10 +1,10 @@
-"""`@function_tool`: a typed function as a tool without state.
+"""`@function_tool`: a typed function as a stateless tool.
 
     @function_tool
     def convert(amount: float, to: Literal["EUR", "USD"]) -> str: ...
 
-The decorator leaves the function as it is and notes its schema on it; a file's or module's decorated functions become
-tools when the server loads them. Both forms of verl 0.8 work: `@function_tool` and `@function_tool("name")`.
+The decorator only attaches the schema to the function; the decorated functions of a file or module become tools when
+the server loads them. Both forms of verl 0.8 work: `@function_tool` and `@function_tool("name")`.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ _MARK = "__trackway_function_tool__"
 
 @dataclass(frozen=True)
 class _Noted:
-    """What the decorator found out; `parameters` is None when the author gave the schema himself."""
+    """What the decorator attaches; `parameters` is None when the author gave the schema."""
 
     schema: ToolSchema
     parameters: FunctionParameters | None
@@ -51,8 +51,8 @@ def function_tool(
     """Make a function a tool; its JSON schema comes from its signature and docstring.
 
     name: what the model calls it, by default the function's name.
-    schema: an OpenAI function schema in place of the inferred one; arguments then arrive as JSON gave them.
-    Raises TypeError when a parameter has no annotation, no name of its own (`*args`), or a type that JSON lacks.
+    schema: an OpenAI function schema in place of the inferred one; arguments are then passed as parsed from JSON.
+    Raises TypeError when a parameter has no annotation, no name (`*args`), or a type that JSON lacks.
     """
     if callable(name):
         return _noted(name, None, schema)
@@ -70,7 +70,7 @@ def _noted(function: F, name: str | None, schema: ToolSchema | dict[str, JsonVal
 
 
 class FunctionTool(BaseTool):
-    """One decorated function; one that is not async runs in a thread, so that it blocks nobody."""
+    """A decorated function; a function that is not async runs in a thread, so that it does not block the server."""
 
     stateless = True
 
@@ -84,27 +84,27 @@ class FunctionTool(BaseTool):
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
-        """Call the function with the arguments as its types."""
+        """Call the function with the converted arguments."""
         named = self._convert(arguments)
         if inspect.iscoroutinefunction(self._function):
             return result_of(await self._function(**named))
-        # A generator runs while its result is made.
+        # A generator runs while its result is converted.
         return await in_thread(lambda: result_of(self._function(**named)), self._threads)
 
 
-def is_function_tool(found: object) -> bool:
-    """Whether `@function_tool` was put on it."""
-    return isinstance(getattr(found, _MARK, None), _Noted)
+def is_function_tool(value: object) -> bool:
+    """Whether the value is decorated with `@function_tool`."""
+    return isinstance(getattr(value, _MARK, None), _Noted)
 
 
 def functions_of_file(path: Path) -> list[Callable[..., object]]:
-    """The decorated functions of a Python file, in their order.
+    """The decorated functions of a Python file, in order.
 
-    FileNotFoundError, or ValueError when the file has none; what the file itself raises passes.
+    FileNotFoundError, or ValueError when the file has none; errors of the file itself are raised.
     """
     if not path.is_file():
         raise FileNotFoundError(f"function_tool_path: expected a Python file, got {str(path)!r}; correct the path")
-    # A name of its own: the file may be called as a module that is installed.
+    # A unique name: the file's name may be that of an installed module.
     name = f"trackway_function_tools_{path.stem}_{abs(hash(path.resolve())):x}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -113,10 +113,10 @@ def functions_of_file(path: Path) -> list[Callable[..., object]]:
     sys.modules[name] = module
     with importing(f"function_tool_path {str(path)!r}"):
         spec.loader.exec_module(module)
-    found = [one for one in vars(module).values() if is_function_tool(one)]
-    if not found:
+    functions = [value for value in vars(module).values() if is_function_tool(value)]
+    if not functions:
         raise ValueError(
             f"function_tool_path: expected functions decorated with trackway.tools.function_tool in {str(path)!r}, "
             "got none; put @function_tool on the functions to offer"
         )
-    return found
+    return functions

@@ -1,4 +1,4 @@
-"""What /docs shows beside each route: requests that work as they stand, and the answers they get."""
+"""Examples for /docs: requests that work as they stand, and their responses."""
 
 from pydantic import JsonValue
 

@@ -1,7 +1,7 @@
-"""The two execute routes past FastAPI, whose own work on a request costs several times that of a small tool.
+"""The two execute routes without FastAPI, whose overhead is several times the work of a small tool.
 
-Only the ordinary request is answered here. Whatever else comes (another route, another content type, no body) goes on
-to FastAPI, whose routes are the documented ones; an error is raised as theirs would be.
+Only ordinary requests are answered here. Others (another route, another content type, no body) are passed to FastAPI,
+whose routes are the documented ones; errors are the same.
 """
 
 import re
@@ -25,23 +25,23 @@ M = TypeVar("M", bound=BaseModel)
 _JSON = (b"content-type", b"application/json")
 
 
-class FastPath(Generic[M]):
-    """One POST route with one name in its path and a model as its body."""
+class FastPathRoute(Generic[M]):
+    """A POST route with one name in its path and a model as its body."""
 
     def __init__(self, path: str, body: type[M], answer: Callable[[str, M], Awaitable[BaseModel]]) -> None:
         self.path = path
-        """As documented; request metrics show it."""
+        """The documented path, as shown in request metrics."""
         self._pattern = re.compile(re.sub(r"\{\w+\}", "([A-Za-z0-9._-]{1,128})", path))
         self._body = body
         self._answer = answer
 
     def name_in(self, path: str) -> str | None:
-        """The name in a path of this route."""
-        found = self._pattern.fullmatch(path)
-        return found[1] if found else None
+        """The name in a path of this route, or None."""
+        match = self._pattern.fullmatch(path)
+        return match[1] if match else None
 
     def parsed(self, message: Message) -> M | None:
-        """The body; None when it is not for this lane. Raises INVALID_REQUEST, as FastAPI's route would."""
+        """The body; None when it is not for this route. Raises INVALID_REQUEST, as FastAPI's route would."""
         body = message.get("body", b"")
         if message["type"] != "http.request" or message.get("more_body", False) or not body:
             return None
@@ -52,41 +52,41 @@ class FastPath(Generic[M]):
             raise TrackwayError(ErrorCode.INVALID_REQUEST, misfit(problems)) from None
 
     async def answer(self, name: str, request: M, send: Send) -> None:
-        """Do it and send the result as JSON."""
+        """Run the call and send the result as JSON."""
         body = (await self._answer(name, request)).model_dump_json().encode()
         headers = [(b"content-length", b"%d" % len(body)), _JSON]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
 
-class FastLane:
-    """ASGI middleware; must be the innermost, so that all others hold for its routes too."""
+class FastPathMiddleware:
+    """ASGI middleware; must be the innermost, so that all others apply to its routes too."""
 
-    def __init__(self, app: ASGIApp, lanes: Sequence[FastPath]) -> None:
+    def __init__(self, app: ASGIApp, routes: Sequence[FastPathRoute]) -> None:
         self.app = app
-        self._lanes = lanes
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or _JSON not in scope["headers"]:
             await self.app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        for lane in self._lanes:
-            if (name := lane.name_in(path)) is not None:
+        for route in self._routes:
+            if (name := route.name_in(path)) is not None:
                 message = await receive()
-                if (request := lane.parsed(message)) is not None:
-                    scope["route"] = lane
-                    await lane.answer(name, request, send)
+                if (request := route.parsed(message)) is not None:
+                    scope["route"] = route
+                    await route.answer(name, request, send)
                     return
                 receive = again(message, receive)
                 break
         await self.app(scope, receive, send)
 
 
-def open_fast_lane(app: FastAPI, server: ToolServer) -> None:
-    """Give the app its fast lane; before it serves."""
-    lanes = [
-        FastPath("/instances/{instance_id}/execute", ExecuteRequest, server.execute),
-        FastPath("/tools/{name}/execute", OneShotRequest, server.one_shot),
+def add_fast_path(app: FastAPI, server: ToolServer) -> None:
+    """Add the fast path to the app, before it serves."""
+    routes = [
+        FastPathRoute("/instances/{instance_id}/execute", ExecuteRequest, server.execute),
+        FastPathRoute("/tools/{name}/execute", OneShotRequest, server.one_shot),
     ]
-    app.user_middleware.append(Middleware(FastLane, lanes=lanes))
+    app.user_middleware.append(Middleware(FastPathMiddleware, routes=routes))

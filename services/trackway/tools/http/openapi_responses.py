@@ -1,4 +1,4 @@
-"""The `responses` of a route in the OpenAPI document: its answer, and every error that it may give."""
+"""The `responses` of a route in the OpenAPI document: its response and all its errors."""
 
 from http import HTTPStatus
 from typing import Any
@@ -47,7 +47,7 @@ _MESSAGES: dict[ErrorCode, str] = {
     ErrorCode.OVERLOADED: "tool 'python': expected a free place within 60 s; ask again later, or add replicas",
     ErrorCode.TOOL_FAILED: "tool 'python' failed in execute: OSError: No space left on device",
     ErrorCode.UNAVAILABLE: "search: the retriever http://127.0.0.1:8000/retrieve did not answer",
-    ErrorCode.INTERNAL: "KeyError: 'x'; this is a defect of the service, its log has the traceback",
+    ErrorCode.INTERNAL: "KeyError: 'x'; this is a bug; see the traceback in the service's log",
     ErrorCode.DEADLINE_EXCEEDED: (
         "tool 'python': expected execute to end within 30 s; ask for less at once, or raise call_timeout_s"
     ),
@@ -55,19 +55,19 @@ _MESSAGES: dict[ErrorCode, str] = {
 
 
 def responses(status: int, example: JsonValue, *codes: ErrorCode, links: tuple[str, ...] = ()) -> Responses:
-    """One answer with its example, and the errors of these codes; `links` name operations that take its instance."""
+    """A response with its example, and the errors of these codes; `links` name operations that take its instance."""
     answer: dict[str, Any] = {} if status == HTTPStatus.NO_CONTENT else _json({"example": example})
     if links:
         answer["links"] = {name: _link(name) for name in links}
-    found: Responses = {status: answer}
+    documented: Responses = {status: answer}
     for code in sorted(codes, key=lambda code: ERRORS[code].status):
-        _add(found, code)
-    return found
+        _add(documented, code)
+    return documented
 
 
-def _add(found: Responses, code: ErrorCode) -> None:
+def _add(documented: Responses, code: ErrorCode) -> None:
     error = TrackwayError(code, _MESSAGES[code])
-    entry = found.setdefault(error.status, {"model": ErrorReply, "description": "", **_json({"examples": {}})})
+    entry = documented.setdefault(error.status, {"model": ErrorReply, "description": "", **_json({"examples": {}})})
     entry["description"] = ", ".join(filter(None, (entry["description"], f"`{code.value}`")))
     entry["content"]["application/json"]["examples"][code.value] = {"value": error.to_reply().model_dump(mode="json")}
     if code is ErrorCode.OVERLOADED:

@@ -1,6 +1,6 @@
-"""The tool server's routes, thin: the work is in server.py and observation.py.
+"""The tool server's routes. Routes only; the logic is in server.py and get_observation.py.
 
-One rule for errors: 4xx is the caller's mistake (the agent shows a 422 to the model), 5xx is ours or the tool's.
+Errors: 4xx is the caller's (the agent shows a 422 to the model), 5xx is the server's or the tool's.
 """
 
 from typing import Annotated
@@ -39,26 +39,26 @@ _TAKES_INSTANCE = ("execute_instance", "reward_instance", "release_instance")
 
 
 def tool_routes(server: ToolServer) -> ServiceRouter:
-    """What is offered, and a call that needs no instance."""
+    """The list of tools, and calls without an instance."""
     router = ServiceRouter(tags=["tools"], generate_unique_id_function=lambda route: route.name)
 
     @router.get("/tools", responses=responses(200, examples.TOOLS, *EVERYWHERE))
     async def list_tools() -> ToolList:
-        """Every tool as an OpenAI function schema, ready for a chat request's `tools`."""
+        """All tools as OpenAI function schemas, ready for a chat request's `tools`."""
         return ToolList(tools=server.schemas(), stateless=server.stateless())
 
     @router.post("/tools/{name}/execute", responses=responses(200, examples.CALCULATED, *CREATES))
     async def execute_tool(
         name: Name, request: Annotated[OneShotRequest, Body(examples=[examples.ONE_SHOT])]
     ) -> ToolResult:
-        """Create, execute, reward and release in one request, for tools that need no state between calls."""
+        """Create, execute, reward and release in one request, for stateless tools."""
         return await server.one_shot(name, request)
 
     return router
 
 
 def instance_routes(server: ToolServer) -> ServiceRouter:
-    """The life of a tool's state."""
+    """The instance routes."""
     router = ServiceRouter(tags=["instances"], generate_unique_id_function=lambda route: route.name)
 
     @router.post(
@@ -67,21 +67,21 @@ def instance_routes(server: ToolServer) -> ServiceRouter:
         responses=responses(201, examples.CREATED, *CREATES, links=_TAKES_INSTANCE),
     )
     async def create_instance(request: Annotated[CreateInstance, Body(examples=[examples.CREATE])]) -> InstanceCreated:
-        """Create one tool's state for one trajectory; send the same `x-session-id` with every call."""
+        """Create a tool's state for a trajectory; send the same `x-session-id` with every call."""
         return await server.create(request)
 
     @router.post("/instances/{instance_id}/execute", responses=responses(200, examples.EXECUTED, *CALLS))
     async def execute_instance(
         instance_id: Name, request: Annotated[ExecuteRequest, Body(examples=[examples.EXECUTE])]
     ) -> ToolResult:
-        """One call; calls of one instance run one after another. With an `Idempotency-Key` it never runs twice."""
+        """Run a call; calls of an instance run one after another. With an `Idempotency-Key` it never runs twice."""
         return await server.execute(instance_id, request)
 
     @router.post("/instances/{instance_id}/reward", responses=responses(200, examples.REWARD, *CALLS))
     async def reward_instance(
         instance_id: Name, request: Annotated[RewardRequest | None, Body(examples=[{}])] = None
     ) -> ToolReward:
-        """The reward of an instance over its whole life."""
+        """The reward of an instance over all its calls."""
         kwargs = request.calc_reward_kwargs if request else {}
         return ToolReward(reward=await server.reward(instance_id, kwargs))
 
@@ -89,14 +89,14 @@ def instance_routes(server: ToolServer) -> ServiceRouter:
     async def release_instance(
         instance_id: Name, request: Annotated[ReleaseRequest | None, Body(examples=[{}])] = None
     ) -> None:
-        """Release an instance; a second time is 404."""
+        """Release an instance; a second request is 404."""
         await server.release(instance_id, request.release_kwargs if request else {})
 
     return router
 
 
 def operator_routes(server: ToolServer) -> ServiceRouter:
-    """What only a token with the scope `admin` may do."""
+    """Routes that need a token with the scope `admin`."""
     router = ServiceRouter(
         tags=["operators"], dependencies=[Depends(needs_admin)], generate_unique_id_function=lambda route: route.name
     )
@@ -130,7 +130,7 @@ def observation_routes(face: ObservationFace) -> ServiceRouter:
     async def get_observation(
         http: Request, request: Annotated[ObservationRequest, Body(examples=[examples.OBSERVE])]
     ) -> ObservationReply:
-        """Run the calls in the outputs of a batch of trajectories; a failed action fails only its own entry."""
+        """Run the calls in the actions of a batch of trajectories; a failed action fails only its own entry."""
         return await face.answer(request, http.scope[CALLER].name)
 
     return router
@@ -144,10 +144,12 @@ def search_routes(tool: SearchTool) -> ServiceRouter:
     async def retrieve(
         request: Annotated[RetrieveRequest, Body(examples=[examples.RETRIEVE])],
     ) -> RetrieveReply:
-        """The documents of each query, best first; with their scores when asked for."""
-        found = await tool.retrieve(request.queries, request.topk)
+        """The documents of each query, best first; with scores on request."""
+        results = await tool.retrieve(request.queries, request.topk)
         return RetrieveReply(
-            result=[[one if request.return_scores else one.document for one in documents] for documents in found]
+            result=[
+                [scored if request.return_scores else scored.document for scored in documents] for documents in results
+            ]
         )
 
     return router

@@ -1,4 +1,4 @@
-"""Model Context Protocol, both ways: tools of other servers here, ours at /mcp. On the official SDK.
+"""Model Context Protocol: tools of other servers as ours, and our tools at /mcp. Uses the official SDK.
 
 Imported by `tools.loading` and `tools.app`.
 """

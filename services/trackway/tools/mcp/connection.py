@@ -1,6 +1,6 @@
-"""One MCP session with one server, kept by a task of its own (the SDK's client is entered and left in one task).
+"""An MCP session with a server, held by one task (the SDK's client must be entered and left in the same task).
 
-A call ends when its answer comes or the connection ends, whichever is first: a lost server is an error, never a hang.
+A call ends with its response or with the connection, whichever is first, so a lost server is an error and not a hang.
 """
 
 import asyncio
@@ -29,23 +29,23 @@ Meta = dict[str, JsonValue]
 
 _MAX_PAGES = 100
 _PASSING = {429, 503}
-"""HTTP statuses that promise that the request was not run."""
+"""HTTP statuses which mean that the request was not run."""
 
 
 class ConnectionLost(Exception):
     """The server is gone, or has forgotten the session; the message says which."""
 
     no_handshake = False
-    """Whether the server is there and speaks only protocols without sessions."""
+    """Whether the server responds and supports only protocols without sessions."""
 
 
 class McpConnection:
-    """Opened once, called by any task, closed once.
+    """A connection: opened once, used by any task, closed once.
 
-    server: where it is.
+    server: the server's address.
     name: for messages.
-    session: sent as `x-session-id`, so that a router before the server keeps the session on one replica.
-    mode: "legacy" is the handshake, which opens a session; "auto" takes the newest protocol, which has no sessions.
+    session: sent as `x-session-id`, so that a router in front of the server keeps the session on one replica.
+    mode: "legacy" is the handshake, which opens a session; "auto" uses the newest protocol, which has no sessions.
     """
 
     def __init__(self, server: McpServer, name: str, session: str | None, mode: Literal["legacy", "auto"]) -> None:
@@ -58,7 +58,7 @@ class McpConnection:
         self._keeper: asyncio.Task[None] | None = None
         self._status = 200
         self.keeps_session = server.command is not None
-        """Whether the server said that it keeps a session for us: a process of our own, or an id that it gave."""
+        """Whether the server keeps a session for us: it is our own process, or it returned a session id."""
 
     @property
     def alive(self) -> bool:
@@ -66,9 +66,9 @@ class McpConnection:
         return self._client is not None and self._keeper is not None and not self._keeper.done()
 
     async def open(self, timeout_s: float) -> None:
-        """Connect. ConnectionLost, with the reason, when the server does not answer in time or refuses."""
+        """Connect. ConnectionLost, with the reason, when the server refuses or does not respond in time."""
         opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        # The connection outlives the request that needs it first, and must not carry its trace or deadline.
+        # The connection outlives the request that opens it, and must not inherit its trace or deadline.
         self._keeper = asyncio.create_task(self._keep(opened), context=contextvars.Context())
         try:
             async with asyncio.timeout(timeout_s):
@@ -82,7 +82,7 @@ class McpConnection:
                 self._keeper.cancel()
 
     async def tools(self, timeout_s: float) -> list[Tool]:
-        """All that the server offers, of every page. ConnectionLost when it cannot be had in time."""
+        """All tools of the server, from all pages. ConnectionLost when they do not arrive in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 return [tool async for tool in self._pages()]
@@ -100,7 +100,7 @@ class McpConnection:
                 return
 
     async def call(self, tool: str, arguments: dict[str, JsonValue], meta: Meta) -> CallToolResult:
-        """One call. ConnectionLost, UNAVAILABLE, or MCPError when the server refuses the request as such."""
+        """Run a call. ConnectionLost, UNAVAILABLE, or MCPError when the server rejects the request."""
         assert self._keeper is not None
         request_meta = cast(RequestParamsMeta, meta) if meta else None
         call = asyncio.create_task(self._connected.call_tool(tool, arguments, meta=request_meta))
@@ -123,7 +123,7 @@ class McpConnection:
         raise ConnectionLost(f"{self._name}: the connection ended during a call")
 
     async def close(self) -> None:
-        """End the session and, of a server that we started, the process; bounded by the SDK, goes on when cancelled."""
+        """End the session and our server process, if any; bounded by the SDK, completes even when cancelled."""
         self._closing.set()
         if self._keeper is not None:
             await asyncio.shield(asyncio.wait({self._keeper}))
@@ -155,7 +155,7 @@ class McpConnection:
                 raise
 
     async def _entered(self, stack: AsyncExitStack) -> Client:
-        """The SDK's client for this server, not entered yet; what it runs on is left with the stack."""
+        """The SDK's client for this server, not entered yet; its resources are registered with the stack."""
         server = self._server
         if server.url is None:
             assert server.command is not None
@@ -166,20 +166,20 @@ class McpConnection:
         http = httpx2.AsyncClient(
             headers={**affinity, **server.sent_headers},
             timeout=httpx2.Timeout(30.0, read=None),
-            event_hooks={"response": [self._heard]},
+            event_hooks={"response": [self._on_response]},
         )
         await stack.enter_async_context(http)
         return Client(streamable_http_client(server.url, http_client=http), mode=self._mode)
 
-    async def _heard(self, response: httpx2.Response) -> None:
-        """The SDK tells its caller neither the status nor whether there is a session."""
+    async def _on_response(self, response: httpx2.Response) -> None:
+        """Record the status and whether there is a session, which the SDK does not expose."""
         if response.request.method == "POST":
             self._status = response.status_code
             self.keeps_session |= "mcp-session-id" in response.headers
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first leaf of nested exception groups, which say nothing themselves."""
+    """The first leaf of nested exception groups, whose own messages are empty."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

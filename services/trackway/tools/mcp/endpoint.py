@@ -1,11 +1,11 @@
 """Our tools at `/mcp`: Model Context Protocol over streamable HTTP, by the official SDK.
 
-State lives as long as the MCP session (`Mcp-Session-Id`, which the handshake opens). The protocol of 2026 has no
-sessions: there the header `x-session-id` names one, and without it each call stands alone. A call's `_meta` may bring
-`trackway/create_kwargs`; its result's brings the step reward and metrics (mcp_results.py).
+State lasts as long as the MCP session (`Mcp-Session-Id`, which the handshake opens). The protocol of 2026 has no
+sessions: there the header `x-session-id` names one, and without it calls are independent. A call's `_meta` may have
+`trackway/create_kwargs`; its result's has the step reward and metrics (results.py).
 
-Answers are plain JSON and there is no stream to listen on: the tools have nothing to say unasked, and an open stream
-would keep a server that is told to stop waiting.
+Responses are plain JSON and there is no event stream: the tools send no notifications, and an open stream would delay
+the server's shutdown.
 """
 
 from contextlib import AbstractAsyncContextManager
@@ -44,7 +44,7 @@ MCP_SESSION_ID = "mcp-session-id"
 
 
 class McpFace:
-    """The MCP side of a tool server; `running` around its life, `route` among its routes."""
+    """The MCP endpoint of a tool server; `running` spans its lifetime, `route` is its route."""
 
     def __init__(self, server: ToolServer, idle_s: float, max_sessions: int, max_body_bytes: int) -> None:
         self._server = server
@@ -67,7 +67,7 @@ class McpFace:
         self.route = Route("/mcp", self, methods=["POST", "DELETE"], include_in_schema=False)
 
     def running(self) -> AbstractAsyncContextManager[None]:
-        """The session manager at work; once."""
+        """Run the session manager; once."""
         return self._manager.run()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,7 +84,7 @@ class McpFace:
         full = False
 
         async def without_503(message: Message) -> None:
-            # The SDK's refusal of a session beyond the last, its only 503, does not say when to come again.
+            # The SDK's only 503 rejects a session beyond the maximum, without a retry time.
             nonlocal full
             full |= message["type"] == "http.response.start" and message["status"] == 503
             if not full:
@@ -104,8 +104,12 @@ class McpFace:
     def _tools(self) -> list[Tool]:
         functions = [schema.function for schema in self._server.schemas()]
         return [
-            Tool(name=one.name, description=one.description, input_schema={"type": "object", **one.parameters})
-            for one in functions
+            Tool(
+                name=function.name,
+                description=function.description,
+                input_schema={"type": "object", **function.parameters},
+            )
+            for function in functions
         ]
 
     async def _call_tool(self, context: Context, params: CallToolRequestParams) -> CallToolResult:
@@ -141,7 +145,7 @@ def _answer(result: ToolResult, instance_id: str | None, instance_reward: float 
 
 
 def _session_of(request: Request | None) -> SessionKey | None:
-    """The caller and its session; None when the request names none."""
+    """The caller and its session; None when the request names no session."""
     if request is None:
         return None
     named = request.headers.get(MCP_SESSION_ID) or request.headers.get(SESSION_ID)

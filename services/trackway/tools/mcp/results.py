@@ -1,4 +1,4 @@
-"""Results between MCP and us, both ways; `trackway/...` keys in `_meta` carry what MCP has no field for."""
+"""Converts results between MCP and ours; `trackway/...` keys in `_meta` carry what MCP has no field for."""
 
 from mcp.types import (
     AudioContent,
@@ -21,7 +21,7 @@ class _Meta(BaseModel):
     model_config = ConfigDict(extra="ignore", populate_by_name=True, alias_generator=lambda name: f"trackway/{name}")
 
     def to_wire(self) -> dict[str, JsonValue]:
-        """The keys that say something."""
+        """The keys that are set."""
         return self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
@@ -29,10 +29,10 @@ class RequestMeta(_Meta):
     """`_meta` of a call."""
 
     create_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """For the tool's state, made at the first call of the session."""
+    """For the tool's state, created at the session's first call of the tool."""
     execute_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     want_reward: bool = False
-    """Whether the answer shall say the reward of the instance's life so far."""
+    """Whether to return the instance's reward so far."""
 
 
 class ResultMeta(_Meta):
@@ -47,12 +47,12 @@ class ResultMeta(_Meta):
 
 
 def to_mcp(result: ToolResult, meta: ResultMeta) -> CallToolResult:
-    """Our result as an MCP server answers."""
+    """Our result in MCP's format."""
     return CallToolResult(content=[TextContent(text=result.text)], _meta=meta.to_wire())
 
 
 def to_mcp_error(error: TrackwayError) -> CallToolResult:
-    """A failed call: its message is for the model, as MCP wants it, its code in `_meta`."""
+    """A failed call in MCP's format: the message is for the model, the code is in `_meta`."""
     return CallToolResult(
         content=[TextContent(text=error.message)],
         is_error=True,
@@ -61,7 +61,7 @@ def to_mcp_error(error: TrackwayError) -> CallToolResult:
 
 
 def meta_of(result: CallToolResult) -> ResultMeta:
-    """Our keys; those of another server's that are wrong count as not there."""
+    """Our keys of `_meta`; invalid ones of another server are ignored."""
     try:
         return ResultMeta.model_validate(result.meta or {})
     except ValidationError:
@@ -69,10 +69,10 @@ def meta_of(result: CallToolResult) -> ResultMeta:
 
 
 def from_mcp(tool: str, result: CallToolResult) -> ToolResult:
-    """An MCP server's answer as ours.
+    """An MCP server's result in our format.
 
-    An error result is the call's, not the server's, so the model reads it as an observation: ToolInputError. One of
-    another Trackway server is raised with the code that it has there.
+    An error result is the call's fault and becomes an observation: ToolInputError. An error of another Trackway server
+    keeps its code.
     """
     meta = meta_of(result)
     text = "\n".join(_shown(part) for part in result.content)
@@ -81,7 +81,7 @@ def from_mcp(tool: str, result: CallToolResult) -> ToolResult:
     if result.is_error and meta.error is not None:
         raise TrackwayError(meta.error, text, tool=tool)
     if result.is_error:
-        raise ToolInputError(text or f"{tool}: the call failed and the server does not say why", tool=tool)
+        raise ToolInputError(text or f"{tool}: the call failed without a reason from the server", tool=tool)
     return ToolResult(text=text, reward=meta.reward, metrics=meta.metrics)
 
 

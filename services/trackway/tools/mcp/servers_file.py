@@ -1,6 +1,6 @@
 """The servers file that MCP clients share: `{"mcpServers": {"<name>": {"url": ..} | {"command": ..}}}`.
 
-`${NAME}` and `${NAME:-default}` in any value are filled in from the environment, so that no token needs to be in it.
+`${NAME}` and `${NAME:-default}` in any value are replaced from the environment, so that the file needs no tokens.
 """
 
 import json
@@ -16,10 +16,10 @@ _ENVIRONMENT = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default
 
 
 class McpServer(UserEntry):
-    """One server: reached by `url` (streamable HTTP), or started by `command` (stdio)."""
+    """A server: reached by `url` (streamable HTTP), or started by `command` (stdio)."""
 
     type: Literal["http", "streamable-http", "streamable_http", "streamableHttp", "stdio"] | None = None
-    """What other clients write beside it; must fit `url` or `command`."""
+    """Written by other clients; must match `url` or `command`."""
     url: str | None = None
     auth_token: SecretStr | None = None
     """Sent as `Authorization: Bearer ...`; verl's key."""
@@ -28,10 +28,10 @@ class McpServer(UserEntry):
     command: str | None = None
     args: list[str] = Field(default_factory=list)
     env: dict[str, SecretStr] = Field(default_factory=dict)
-    """Beside PATH, HOME and the like: the process sees nothing else of this one's environment."""
+    """Added to PATH, HOME and the like: the process gets nothing else of this process's environment."""
     cwd: Path | None = None
     name_prefix: str = ""
-    """Put before its tools' names, for servers that have tools of one name."""
+    """Prefix of its tools' names, for servers whose tools have the same names."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -40,9 +40,11 @@ class McpServer(UserEntry):
         if self.type is not None and (self.type == "stdio") is not (self.command is not None):
             raise ValueError(f"expected type 'stdio' for 'command' and 'http' for 'url', got {self.type!r}")
         alien = ("auth_token", "headers") if self.command is not None else ("args", "env", "cwd")
-        given = [name for name in alien if name in self.model_fields_set]
-        if given:
-            raise ValueError(f"expected no {', '.join(given)} for a server with {'command' if self.command else 'url'}")
+        unexpected = [name for name in alien if name in self.model_fields_set]
+        if unexpected:
+            raise ValueError(
+                f"expected no {', '.join(unexpected)} for a server with {'command' if self.command else 'url'}"
+            )
         return self
 
     @property
@@ -53,7 +55,7 @@ class McpServer(UserEntry):
 
     @property
     def place(self) -> str:
-        """Where it is, for messages; a query may hold a key and stays out."""
+        """The address for messages, without the query, which may hold a key."""
         return self.url.split("?")[0] if self.url is not None else f"command {self.command}"
 
 
@@ -62,17 +64,17 @@ def read_servers(path: Path, folder: Path) -> dict[str, McpServer]:
 
     ValueError names the file and the server.
     """
-    found = path if path.exists() else folder / path
+    file = path if path.exists() else folder / path
     try:
-        content = json.loads(found.read_text())
+        content = json.loads(file.read_text())
     except OSError as error:
         raise ValueError(f"expected a JSON file, got {str(path)!r} (also not in {folder}): {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{found}: expected JSON, got: {error}") from error
+        raise ValueError(f"{file}: expected JSON, got: {error}") from error
     servers = content.get("mcpServers") if isinstance(content, dict) else None
     if not isinstance(servers, dict) or not servers:
-        raise ValueError(f'{found}: expected {{"mcpServers": {{"<name>": {{"url": ...}}}}}}, got no servers')
-    return {str(name): _server(f"{found}, server {name!r}", raw) for name, raw in servers.items()}
+        raise ValueError(f'{file}: expected {{"mcpServers": {{"<name>": {{"url": ...}}}}}}, got no servers')
+    return {str(name): _server(f"{file}, server {name!r}", raw) for name, raw in servers.items()}
 
 
 def _server(where: str, raw: object) -> McpServer:

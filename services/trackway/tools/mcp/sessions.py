@@ -1,8 +1,8 @@
-"""The sessions that we hold with one MCP server: one for each trajectory, or one for all.
+"""Our sessions with an MCP server: one per trajectory, or a shared one.
 
-State that a server keeps by session must live as long as the trajectory and be seen by no other one. So a server that
-keeps sessions gets one for each trajectory, shared by all its tools there, opened at the first call and ended with the
-last instance. A server that keeps none is asked over one connection.
+Session state of a server must last as long as the trajectory and be visible to no other. So a server with sessions gets
+one per trajectory, shared by all its tools there, opened at the first call and closed with the last instance. A server
+without sessions is called over one connection.
 """
 
 import asyncio
@@ -19,15 +19,15 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 class McpLimits(UserEntry):
-    """How we hold sessions; from the YAML entry's `config`."""
+    """How sessions are kept; from the YAML entry's `config`."""
 
     sessions: Literal["auto", "trajectory", "shared"] = "auto"
-    """One for each trajectory, or one for all. "auto": for each trajectory if the server keeps sessions, which a
-    process that we start always does."""
+    """One session per trajectory, or a shared one. "auto": per trajectory if the server has sessions, which a process
+    that we start always has."""
     connect_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds until a server must have answered the first request; a process may first have to be downloaded."""
+    """Seconds for a server's first response; a process may have to be downloaded first."""
     max_sessions: int | None = Field(default=None, ge=1)
-    """Trajectories with a session at once, by default 64 processes or 1024 ids; one more is answered 429."""
+    """Maximum trajectories with a session, by default 64 processes or 1024 ids; beyond it calls are answered 429."""
 
 
 @dataclass(eq=False)
@@ -42,22 +42,22 @@ class Held:
 
 
 class McpSessions:
-    """The sessions with one server. Calls raise TrackwayError, and MCPError for what the server says of the request."""
+    """The sessions with a server. Calls raise TrackwayError, and MCPError when the server rejects the request."""
 
     def __init__(self, server: McpServer, name: str, limits: McpLimits) -> None:
         self._server = server
         self._name = name
         self._limits = limits
-        self._places = limits.max_sessions or (64 if server.command is not None else 1024)
+        self._free_sessions = limits.max_sessions or (64 if server.command is not None else 1024)
         self._shared = Held(None)
         self._held: dict[str, Held] = {}
-        # Only the handshake opens a session with a server; "auto" takes the newest protocol, which has none.
+        # Only the handshake opens a session; "auto" uses the newest protocol, which has none.
         self._mode: Literal["legacy", "auto"] = "auto" if limits.sessions == "shared" else "legacy"
         self.by_trajectory = limits.sessions == "trajectory"
-        """Whether each trajectory has its own; "auto" is settled by `discover`."""
+        """Whether each trajectory has its own session; "auto" is resolved by `discover`."""
 
     async def discover(self) -> list[Tool]:
-        """Connect once and ask for the tools. ConnectionLost when the server cannot be reached."""
+        """Connect once and list the tools. ConnectionLost when the server cannot be reached."""
         try:
             connection = await self._connected(self._shared)
         except ConnectionLost as error:
@@ -73,7 +73,7 @@ class McpSessions:
         return tools
 
     def join(self, session: str) -> Held:
-        """The session of a trajectory, for one instance more."""
+        """Join the session of a trajectory, with one more instance."""
         if not self.by_trajectory:
             return self._shared
         held = self._held.setdefault(session, Held(session))
@@ -81,7 +81,7 @@ class McpSessions:
         return held
 
     async def leave(self, held: Held) -> None:
-        """One instance less; the last one ends the session."""
+        """Leave the session; the last instance closes it."""
         if held is self._shared:
             return
         held.users -= 1
@@ -90,9 +90,9 @@ class McpSessions:
             await self._disconnect(held, held.connection)
 
     async def call(self, held: Held, tool: str, arguments: dict[str, JsonValue], meta: Meta) -> CallToolResult:
-        """One call in that session.
+        """Run a call in that session.
 
-        INSTANCE_LOST when the session ended with what it kept; UNAVAILABLE, to be asked again, when nothing is lost.
+        INSTANCE_LOST when the session ended with its state; UNAVAILABLE, which can be retried, when nothing is lost.
         """
         connection: McpConnection | None = None
         try:
@@ -104,7 +104,7 @@ class McpSessions:
                 held.lost = True
                 self._forget(held)
                 raise self._instance_lost(str(error)) from error
-            raise TrackwayError(ErrorCode.UNAVAILABLE, f"{error}; ask again, or start the server anew") from error
+            raise TrackwayError(ErrorCode.UNAVAILABLE, f"{error}; retry, or restart the server") from error
 
     async def close(self) -> None:
         """End every session."""
@@ -125,27 +125,27 @@ class McpSessions:
         if held is self._shared:
             await connection.open(self._limits.connect_timeout_s)
             return connection
-        if self._places == 0:
+        if self._free_sessions == 0:
             raise TrackwayError(
                 ErrorCode.OVERLOADED,
                 f"MCP server {self._name!r}: expected a free session, got as many trajectories as max_sessions allows; "
                 "ask again later, raise it, or set sessions to 'shared' if the server keeps no state",
             )
-        self._places -= 1
+        self._free_sessions -= 1
         try:
             await connection.open(self._limits.connect_timeout_s)
         except BaseException:
-            self._places += 1
+            self._free_sessions += 1
             raise
         return connection
 
     async def _disconnect(self, held: Held, connection: McpConnection | None) -> None:
-        """Close that connection; another call may have done so, and opened the next one."""
+        """Close the connection, unless another call has closed it and opened the next."""
         if connection is None or held.connection is not connection:
             return
         held.connection = None
         if held is not self._shared:
-            self._places += 1
+            self._free_sessions += 1
         await connection.close()
 
     def _forget(self, held: Held) -> None:

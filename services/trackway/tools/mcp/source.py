@@ -1,4 +1,4 @@
-"""The tools of MCP servers: asked for at the start, called as any other tool."""
+"""The tools of MCP servers: listed at start-up, called like any other tool."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ class _State:
 
 
 class McpTool(BaseTool):
-    """One tool of an MCP server; `create_kwargs` and rewards reach another Trackway server through `_meta`."""
+    """A tool of an MCP server; `create_kwargs` and rewards reach another Trackway server through `_meta`."""
 
     def __init__(self, tool: Tool, prefix: str, config: ToolConfig, sessions: McpSessions) -> None:
         # MCP allows dots and slashes in a name, OpenAI's format does not.
@@ -51,7 +51,7 @@ class McpTool(BaseTool):
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
-        """One call. Arguments that the server refuses are the caller's mistake, other refusals the tool's failure."""
+        """Run a call. Arguments that the server rejects are the caller's error, other rejections the tool's."""
         state = self._states[instance_id]
         meta = RequestMeta(create_kwargs=state.create_kwargs, execute_kwargs=execute_kwargs, want_reward=True)
         try:
@@ -64,7 +64,7 @@ class McpTool(BaseTool):
         return from_mcp(self.name, result)
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
-        """What another Trackway server said after the last call; MCP itself knows no reward."""
+        """The last reward from another Trackway server; MCP itself has no rewards."""
         return self._states[instance_id].reward
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
@@ -73,7 +73,7 @@ class McpTool(BaseTool):
 
 
 class McpSource(ToolSource):
-    """The servers of one YAML entry. ValueError when its config or its servers file is wrong."""
+    """The servers of a YAML entry. ValueError when its config or its servers file is invalid."""
 
     def __init__(self, origin: str, entry: McpEntry, config: ToolConfig, folder: Path) -> None:
         super().__init__(origin)
@@ -87,13 +87,13 @@ class McpSource(ToolSource):
 
     async def open(self) -> list[BaseTool]:
         """Every selected tool of every server. ValueError when a server cannot be reached or lacks a selected tool."""
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             *(self._ask(name, server) for name, server in self._servers.items()), return_exceptions=True
         )
-        for outcome in found:
+        for outcome in answers:
             if isinstance(outcome, BaseException):
                 raise outcome
-        offered = [one for tools in found if not isinstance(tools, BaseException) for one in tools]
+        offered = [named for tools in answers if not isinstance(tools, BaseException) for named in tools]
         missing = sorted(set(self._selected or ()) - {remote for remote, _ in offered})
         if missing:
             known = ", ".join(remote for remote, _ in offered)
@@ -111,14 +111,14 @@ class McpSource(ToolSource):
             tools = await sessions.discover()
         except ConnectionLost as error:
             raise ValueError(f"{self.origin}: {error}; start it, or correct its entry") from error
-        made = [(one.name, McpTool(one, server.name_prefix, self._config, sessions)) for one in tools]
-        for _, tool in made:
+        named_tools = [(tool.name, McpTool(tool, server.name_prefix, self._config, sessions)) for tool in tools]
+        for _, tool in named_tools:
             tool.origin = f"{self.origin}, MCP server {name!r}"
-        return made
+        return named_tools
 
 
 def _split(origin: str, config: ToolConfig) -> tuple[ToolConfig, McpLimits]:
-    """The tools' limits and the sessions'; of verl's keys, `timeout` is the call's."""
+    """The config of the tools and of the sessions; verl's key `timeout` is the call's time limit."""
     config = dict(config)
     if "timeout" in config:
         config.setdefault("call_timeout_s", config.pop("timeout"))

@@ -1,6 +1,6 @@
-"""Runs Python code in isolation: bubblewrap around the process, limits within it, a watch and a deadline over it.
+"""Runs Python code in isolation: bubblewrap around the process, limits within it, monitoring and a deadline.
 
-docs/guides/python-tool.md says what each layer bounds.
+docs/guides/python-tool.md describes what each layer limits.
 """
 
 from trackway.tools.sandbox.interpreter import Interpreter

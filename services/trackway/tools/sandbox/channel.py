@@ -1,4 +1,4 @@
-"""Requests to an interpreter and its answers, over a socket that only they use. The other half is in repl.py."""
+"""Requests to an interpreter and its replies, over a private socket. The other half is in repl.py."""
 
 import asyncio
 import secrets
@@ -11,16 +11,16 @@ _ANSWERS = {b"y": True, b"n": False}
 
 
 class ChannelError(Exception):
-    """The other end is closed, or what it says makes no sense: the code that runs there can reach it."""
+    """The other end is closed, or its data is invalid: code in the sandbox can write to it."""
 
 
 async def ready(channel: socket.socket) -> None:
-    """Wait for the interpreter's first word."""
+    """Wait for the interpreter's first message."""
     await _answer(channel, READY)
 
 
 async def ask(channel: socket.socket, code: str) -> bool:
-    """Have a cell of code run; whether it raised nothing."""
+    """Run a cell of code; returns whether it raised nothing."""
     token = secrets.token_bytes(len(READY))
     data = code.encode("utf-8", "surrogatepass")
     try:

@@ -1,4 +1,4 @@
-"""A Python interpreter that keeps its variables from call to call, within a deadline and under a watch."""
+"""A Python interpreter that keeps its variables between calls, with a deadline and monitoring."""
 
 import asyncio
 import contextlib
@@ -17,24 +17,24 @@ from trackway.tools.sandbox.process import InterpreterProcess
 from trackway.tools.sandbox.repl import BROKEN
 
 MAX_OUTPUT_BYTES = 16 << 20
-"""More output in one call ends the interpreter: to read it takes this service's time."""
+"""Maximum output of a call; reading more would cost the service too much time."""
 _READ_BYTES = 1 << 16
 _BUSY_WATCH_S, _IDLE_WATCH_S = 0.1, 2.0
 _OWN_END_S = 1.0
-"""Seconds that an interpreter with a closed channel may take to end by itself, so that its exit status is known."""
+"""Seconds to wait for the exit status of an interpreter that has closed its channel."""
 _KILLED_END_S = 10.0
 _POLL_S = 0.005
 
 
 class SandboxFailedError(RuntimeError):
-    """No interpreter could be started; the message has what was heard of it."""
+    """No interpreter could be started; the message has its output."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a call ended.
+class CellResult:
+    """The result of a call.
 
-    text: what it printed, with the value of its last expression, its traceback, and why the interpreter ended.
+    text: what it printed, with the value of its last expression, its traceback, and why the interpreter exited.
     succeeded: the code raised nothing.
     """
 
@@ -43,10 +43,10 @@ class Outcome:
 
 
 class Interpreter:
-    """Its process starts with the first call, and anew with the call after one that ended it.
+    """Starts its process at the first call, and again at the call after one that ended it.
 
-    Calls run one after another, which the caller ensures. Between two calls all processes of a sandbox are stopped:
-    what a call leaves running, threads included, runs only during later calls.
+    The caller must not run calls concurrently. Between calls all processes of a sandbox are stopped: processes and
+    threads that a call leaves behind run only during later calls.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -57,8 +57,8 @@ class Interpreter:
         self._excess: str | None = None
         self._cut_off = False
 
-    async def run(self, code: str, timeout_s: float) -> Outcome:
-        """One cell of code. SandboxFailedError when no interpreter starts, OVERLOADED when too many live."""
+    async def run(self, code: str, timeout_s: float) -> CellResult:
+        """Run a cell of code. SandboxFailedError when no interpreter starts, OVERLOADED at the maximum."""
         output = BoundedOutput(self._launcher.settings.output_chars)
         if self._process is not None and (status := self._process.popen.poll()) is not None:
             return await self._lost(output, f"{self._why(status)}, between two calls; this code did not run")
@@ -67,13 +67,13 @@ class Interpreter:
                 process = self._process or await self._started(output)
                 process.go_on()
                 self._watch_every(_BUSY_WATCH_S, process)
-                with self._heard(process, output):
+                with self._collected(process, output):
                     succeeded = await ask(process.channel, code)
         except TimeoutError:
             return await self._lost(output, f"the call ran longer than {timeout_s:g} s")
         except ChannelError as error:
             assert self._process is not None
-            status = await _gone(self._process, _OWN_END_S)
+            status = await _exit_status(self._process, _OWN_END_S)
             return await self._lost(output, str(error) if status is None else self._why(status))
         except BaseException:
             self._cut_off = self._process is not None
@@ -81,10 +81,10 @@ class Interpreter:
             raise
         process.pause()
         self._watch_every(_IDLE_WATCH_S, process, paused=True)
-        return Outcome(output.text(), succeeded)
+        return CellResult(output.text(), succeeded)
 
     async def stop(self) -> None:
-        """End the interpreter and everything that it started; returns when none of it lives."""
+        """Kill the interpreter and all its processes; returns when all have exited."""
         if self._process is not None:
             await self._end(self._process)
         elif self._burial is not None:
@@ -96,24 +96,24 @@ class Interpreter:
         if self._cut_off:
             output.feed(b"[a fresh interpreter: the last call was cut off, and its variables are lost]\n")
             self._cut_off = False
-        with self._heard(process, output):
+        with self._collected(process, output):
             try:
                 await ready(process.channel)
             except ChannelError as error:
-                await _gone(process, _OWN_END_S)
+                await _exit_status(process, _OWN_END_S)
                 _drain(process, output)
                 raise SandboxFailedError(f"expected a Python interpreter to start, got: {output.text()}") from error
         process.ready()
         return process
 
-    async def _lost(self, output: BoundedOutput, reason: str) -> Outcome:
-        """What the call printed, and why its interpreter ended or is ended now."""
+    async def _lost(self, output: BoundedOutput, reason: str) -> CellResult:
+        """The call's output, with the reason why its interpreter has ended or is killed."""
         assert self._process is not None
         await self._end(self._process, output)
         printed = output.text()
         newline = "\n" if printed and not printed.endswith("\n") else ""
         note = f"[the interpreter ended: {reason}; its variables are lost, the next call starts a fresh one]"
-        return Outcome(f"{printed}{newline}{note}", succeeded=False)
+        return CellResult(f"{printed}{newline}{note}", succeeded=False)
 
     def _why(self, status: int) -> str:
         return f"the code used {self._excess}" if self._excess else _named(status)
@@ -123,19 +123,19 @@ class Interpreter:
         if self._watch is not None:
             self._watch.cancel()
         process.kill()
-        # Whoever waits here may be cancelled; what is left to do is not.
+        # The caller may be cancelled here; the cleanup must not.
         self._burial = asyncio.create_task(self._bury(process, output))
         await asyncio.shield(self._burial)
 
     async def _bury(self, process: InterpreterProcess, output: BoundedOutput | None) -> None:
-        await _gone(process, _KILLED_END_S)
+        await _exit_status(process, _KILLED_END_S)
         if output is not None:
             _drain(process, output)
         self._launcher.bury(process)
 
     @contextlib.contextmanager
-    def _heard(self, process: InterpreterProcess, output: BoundedOutput) -> Iterator[None]:
-        """What the code prints goes to `output`, inside the block as it comes; then what is there already."""
+    def _collected(self, process: InterpreterProcess, output: BoundedOutput) -> Iterator[None]:
+        """Collects the code's output in `output` while the block runs; then reads what is left."""
         loop = asyncio.get_running_loop()
 
         def read() -> None:
@@ -163,20 +163,20 @@ class Interpreter:
         while process.popen.poll() is None and self._excess is None:
             await asyncio.sleep(interval_s)
             if paused:
-                process.pause()  # what escaped by forking, or was continued by what did
+                process.pause()  # processes that escaped by forking, or were continued by such a process
             self._excess = self._excess or process.excess(self._launcher.settings)
         process.kill()
 
 
 def _drain(process: InterpreterProcess, output: BoundedOutput) -> None:
-    """Read what is in the pipe now; threads and forks may go on printing for ever."""
+    """Read the pipe's current content; threads and forks may print forever."""
     (waiting,) = struct.unpack("i", fcntl.ioctl(process.output, termios.FIONREAD, b"\0" * 4))
     if waiting:
         output.feed(os.read(process.output, waiting))
 
 
-async def _gone(process: InterpreterProcess, timeout_s: float) -> int | None:
-    """The exit status, None while it has none; waits until nothing of it lives, or for `timeout_s`."""
+async def _exit_status(process: InterpreterProcess, timeout_s: float) -> int | None:
+    """The exit status, or None; waits for the exit of all its processes, or for `timeout_s`."""
     end = asyncio.get_running_loop().time() + timeout_s
     while not process.ended and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(_POLL_S)
@@ -184,7 +184,7 @@ async def _gone(process: InterpreterProcess, timeout_s: float) -> int | None:
 
 
 def _named(status: int) -> str:
-    """bubblewrap says 128 + n for signal n, Popen says -n."""
+    """bubblewrap returns 128 + n for signal n, Popen -n."""
     if status == BROKEN:
         return "the code broke what the interpreter needs to answer"
     number = -status if status < 0 else status - 128

@@ -1,4 +1,4 @@
-"""Finds out, once, whether code can be isolated on this machine."""
+"""Checks once whether code can be isolated on this machine."""
 
 import asyncio
 import logging
@@ -21,11 +21,11 @@ _REMEDY = (
 
 
 class SandboxUnavailableError(RuntimeError):
-    """No isolation on this machine; the message says what is missing and the remedy."""
+    """Code cannot be isolated on this machine; the message says what is missing and the remedy."""
 
 
 async def launcher_for(settings: SandboxSettings) -> Launcher:
-    """A launcher whose interpreters have been seen to work, isolated unless that cannot be and need not.
+    """A tested launcher, which isolates code unless isolation is unavailable and not required.
 
     SandboxUnavailableError when code cannot be isolated here; ValueError when `settings.python` is no interpreter.
     """

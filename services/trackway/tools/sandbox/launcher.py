@@ -19,13 +19,13 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 _PROGRAM = Path(__file__).with_name("repl.py").read_text()
 _USERS = range(61184, 65520)
-"""systemd's range for users made at run time: no file belongs to one of them."""
+"""systemd's range of dynamic users: they own no files."""
 _OPEN_FILES = 128
 _PENDING_SIGNALS = 256
 
 
 class Launcher:
-    """Starts interpreters and counts those that live.
+    """Starts interpreters and counts the running ones.
 
     bwrap: path of bubblewrap, or None to start them with this service's own rights.
     ValueError when `settings.python` is no interpreter.
@@ -39,9 +39,9 @@ class Launcher:
         self._living: dict[InterpreterProcess, int | None] = {}
 
     def launch(self) -> InterpreterProcess:
-        """A new interpreter. OVERLOADED when as many live as may.
+        """A new interpreter. OVERLOADED at the maximum.
 
-        To be called on a thread that lasts: bubblewrap ends when the thread that started it does.
+        Must be called on a long-lived thread: bubblewrap exits with the thread that started it.
         """
         bound = self.settings.max_interpreters
         if len(self._living) >= bound:
@@ -64,7 +64,7 @@ class Launcher:
         return process
 
     def bury(self, process: InterpreterProcess) -> None:
-        """Forget an interpreter that has ended."""
+        """Remove an interpreter that has exited."""
         del self._living[process]
         process.close()
 
@@ -79,12 +79,12 @@ class Launcher:
             if rules is not None:
                 child_ends.callback(os.close, rules)
             options = bubblewrap_options(self._files, self.settings, user is not None, rules, info_end)
-            # The code can read its command line, and the options name folders of this machine.
+            # The code can read its command line, and the options contain folders of this machine.
             arguments = _reading("\0".join(options).encode() + b"\0")
             child_ends.callback(os.close, arguments)
             command = ["bwrap", "--args", str(arguments), "--", *self._files.arguments]
             inherited = [theirs.fileno(), info_end, arguments, *([] if rules is None else [rules])]
-            # No environment: it could be read from within the sandbox.
+            # No environment: the sandboxed code could read it.
             popen = _popen([*command, *_program(theirs, limits, user)], inherited, "/", {}, self._bwrap)
         return SandboxedProcess(popen, ours, os.fdopen(info, "rb", buffering=0))
 
@@ -108,7 +108,7 @@ class Launcher:
         }
 
     def _free_user(self) -> int:
-        # The kernel counts the processes of a user, so no two sandboxes share one; drawn, as other replicas draw too.
+        # The kernel counts the processes of a user, so sandboxes must not share one. Random: replicas pick too.
         taken = set(self._living.values())
         while (user := secrets.choice(_USERS)) in taken:
             pass

@@ -1,10 +1,10 @@
-"""What a call printed, bounded while it is read."""
+"""The output of a call, truncated while it is read."""
 
 import codecs
 
 
 class BoundedOutput:
-    """Keeps the first and the last characters; a marker says how many were left out between them."""
+    """Keeps the first and the last characters, with a marker for the number of omitted ones."""
 
     def __init__(self, max_chars: int) -> None:
         self._half = max_chars // 2
@@ -15,7 +15,7 @@ class BoundedOutput:
         self.bytes_read = 0
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes of UTF-8 text; they may end within a character."""
+        """Add the next bytes of UTF-8 text; they may end within a character."""
         self.bytes_read += len(data)
         text = self._decoder.decode(data)
         room = self._half - len(self._head)
@@ -24,7 +24,7 @@ class BoundedOutput:
         self._chars += len(text)
 
     def text(self) -> str:
-        """What is kept, with the marker where something is missing."""
+        """The kept text, with the marker if something is omitted."""
         left_out = self._chars - len(self._head) - len(self._tail)
         marker = f"\n[... {left_out} characters left out ...]\n" if left_out else ""
         return f"{self._head}{marker}{self._tail}"

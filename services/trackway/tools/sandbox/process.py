@@ -1,4 +1,4 @@
-"""One running interpreter, seen from the service: its channel, its output, its use of memory, its end."""
+"""A running interpreter, from the service's side: channel, output, memory use, exit."""
 
 import contextlib
 import io
@@ -13,9 +13,9 @@ import tempfile
 from trackway.tools.sandbox.settings import SandboxSettings
 
 MAX_FILES = 20_000
-"""Files in /tmp: empty ones take kernel memory that no size bounds."""
+"""Maximum files in /tmp: empty files use kernel memory that no size limit covers."""
 MAX_LOCKS = 10_000
-"""Locks on files, which take kernel memory as well."""
+"""Maximum file locks, which also use kernel memory."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _LOCK_LINE_BYTES = 40
 """The shortest line of /proc/locks."""
@@ -25,9 +25,9 @@ _NOT_RUNNING = ("T", "t", "Z", "X")
 
 
 class InterpreterProcess:
-    """A process of this service's own rights: a process group, and a folder that goes with it.
+    """A process with this service's rights: a process group, and a temporary folder.
 
-    popen: its stdout is the output of everything that it starts.
+    popen: its stdout is the output of all its processes.
     channel: our end of the socket to the interpreter.
     """
 
@@ -43,17 +43,17 @@ class InterpreterProcess:
 
     @property
     def output(self) -> int:
-        """The file number from which to read what the code prints."""
+        """The file descriptor of the code's output."""
         assert self.popen.stdout is not None
         return self.popen.stdout.fileno()
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended; `popen` has its exit status then."""
+        """Whether it has exited; `popen` then has its exit status."""
         return self.popen.poll() is not None
 
     def ready(self) -> None:
-        """The interpreter has spoken for the first time."""
+        """Called at the interpreter's first message."""
         return None
 
     def pause(self) -> None:
@@ -65,18 +65,18 @@ class InterpreterProcess:
         return None
 
     def excess(self, settings: SandboxSettings) -> str | None:
-        """What it has too much of, or None."""
+        """The exceeded limit, or None."""
         return None
 
     def kill(self) -> None:
-        """End everything; the channel closes at once."""
+        """Kill all processes; the channel closes at once."""
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Give back what it held; it has ended."""
+        """Release its resources, after its exit."""
         self.channel.close()
         if self.popen.stdout is not None:
             self.popen.stdout.close()
@@ -87,7 +87,7 @@ class InterpreterProcess:
 class SandboxedProcess(InterpreterProcess):
     """A process in bubblewrap; `popen` is bubblewrap, outside of the sandbox.
 
-    info: the open file with bubblewrap's word on the sandbox's first process.
+    info: the open file with bubblewrap's report on the sandbox's first process.
     """
 
     def __init__(self, popen: "subprocess.Popen[bytes]", channel: socket.socket, info: io.FileIO) -> None:
@@ -97,18 +97,18 @@ class SandboxedProcess(InterpreterProcess):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing in the sandbox lives: its first process ends last, and bubblewrap may end before it."""
+        """Whether all processes of the sandbox have exited: its first process exits last, maybe after bubblewrap."""
         if self.popen.poll() is None:
             return False
         return self._first is None or _is_readable(self._first[1])
 
     def ready(self) -> None:
-        """From here on the sandbox can be looked into."""
+        """Called when the sandbox can be inspected."""
         pid = int(json.loads(self._info.read(4096))["child-pid"])
         self._first = (pid, os.pidfd_open(pid))
 
     def pause(self) -> None:
-        """Stop every process but the first, which runs no code of the sandbox; repeated until none is left running.
+        """Stop every process but the first, which runs no sandboxed code; repeated until none is running.
 
         Processes that fork meanwhile may escape one call; the next stops them.
         """
@@ -128,7 +128,7 @@ class SandboxedProcess(InterpreterProcess):
                 self._signal(pid, signal.SIGCONT)
 
     def _signal(self, pid: int, number: signal.Signals) -> None:
-        """Only to a process of this sandbox: a pid may have become another's since it was read."""
+        """Signals only a process of this sandbox: a pid may have been reused since it was read."""
         assert self._first is not None
         with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
             pidfd = os.pidfd_open(pid)
@@ -139,16 +139,16 @@ class SandboxedProcess(InterpreterProcess):
                 os.close(pidfd)
 
     def excess(self, settings: SandboxSettings) -> str | None:
-        """What all its processes together have too much of, or None."""
+        """The limit that its processes exceed together, or None."""
         if self._first is None:
             return None
         try:
             return _excess(self._first[0], settings)
         except OSError:
-            return None  # it has just ended
+            return None  # it has just exited
 
     def kill(self) -> None:
-        """The kernel ends a process namespace with its first process, which has ended when all others have."""
+        """The kernel kills a pid namespace with its first process, which exits after all others."""
         if self._first is None:
             super().kill()
             return
@@ -158,7 +158,7 @@ class SandboxedProcess(InterpreterProcess):
             signal.pidfd_send_signal(self._first[1], signal.SIGKILL)
 
     def close(self) -> None:
-        """Give back what it held; it has ended."""
+        """Release its resources, after its exit."""
         super().close()
         self._info.close()
         if self._first is not None:
@@ -166,7 +166,7 @@ class SandboxedProcess(InterpreterProcess):
 
 
 def _is_readable(pidfd: int) -> bool:
-    """So the kernel says that the process has ended."""
+    """The kernel's error for a process that has exited."""
     look = select.poll()
     look.register(pidfd, select.POLLIN)
     return bool(look.poll(0))
@@ -195,7 +195,7 @@ def _state(pid: int) -> str:
 def _excess(first: int, settings: SandboxSettings) -> str | None:
     root = f"/proc/{first}/root"
     living = [f"{root}/proc/{name}" for name in os.listdir(f"{root}/proc") if name.isdigit()]
-    # Usually the kernel holds this bound; bubblewrap's own first process may come on top.
+    # Usually the kernel enforces this limit; bubblewrap's own first process may come on top.
     if len(living) > settings.processes + 1:
         return f"more than {settings.processes} processes"
     files = os.statvfs(f"{root}/tmp")
@@ -207,12 +207,12 @@ def _excess(first: int, settings: SandboxSettings) -> str | None:
     bound = (settings.memory_mb << 20) - _socket_bytes(first)
     if sum(map(_resident_bytes, living)) <= bound:
         return None
-    # Forks share pages, and the exact count, which is slower, takes them once.
+    # Forks share pages; the exact count, which is slower, counts them once.
     return f"more than {settings.memory_mb} MB of memory" if sum(map(_own_bytes, living)) > bound else None
 
 
 def _socket_bytes(first: int) -> int:
-    """What the sockets of its network namespace may hold; the filter refuses to make their buffers larger."""
+    """Maximum memory of the sockets of its network namespace; the filter forbids larger buffers."""
     with open(f"/proc/{first}/net/sockstat") as sockstat, open("/proc/sys/net/core/wmem_default") as buffer:
         return int(sockstat.readline().split()[-1]) * int(buffer.read())
 
@@ -224,7 +224,7 @@ def _resident_bytes(process: str) -> int:
 
 
 def _own_bytes(process: str) -> int:
-    """Its memory, of shared pages its share."""
+    """Its memory, with its share of shared pages."""
     with contextlib.suppress(OSError), open(f"{process}/smaps_rollup") as rollup:
         return next((int(line.split()[1]) << 10 for line in rollup if line.startswith("Pss:")), 0)
     return 0

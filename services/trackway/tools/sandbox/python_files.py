@@ -1,4 +1,4 @@
-"""What of the machine's files one Python interpreter needs to run."""
+"""The files of the machine that a Python interpreter needs."""
 
 import json
 import os
@@ -23,7 +23,7 @@ print(json.dumps({
 class PythonFiles:
     """An interpreter and the paths that it reads.
 
-    arguments: how it is started, up to the program.
+    arguments: its command line up to the program.
     executables: every name of the executable on the way through links, beside the real file.
     visible: folders, files and links it needs, at their own paths.
     hidden: folders within them that stay empty.
@@ -41,16 +41,16 @@ def python_files(python: str | None) -> PythonFiles:
     ValueError when `python` cannot be run.
     """
     started = os.path.abspath(python) if python else os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    found = _described(started)
-    base_prefix = str(found["base_prefix"])
+    description = _described(started)
+    base_prefix = str(description["base_prefix"])
     visible = [*_SYSTEM_LIBRARIES, f"{base_prefix}/lib", f"{base_prefix}/lib64"]
-    if found["prefix"] != base_prefix:
-        visible.append(str(found["prefix"]))
+    if description["prefix"] != base_prefix:
+        visible.append(str(description["prefix"]))
     return PythonFiles(
         arguments=(started, "-I", "-X", "utf8") if python else (started, "-I", "-S", "-X", "utf8"),
-        executables=tuple((str(found["base"]), name) for name in _names(started)),
+        executables=tuple((str(description["base"]), name) for name in _names(started)),
         visible=tuple(dict.fromkeys(path for path in visible if os.path.lexists(path))),
-        hidden=() if python else tuple(sorted({path for path in found["packages"] if Path(path).is_dir()})),
+        hidden=() if python else tuple(sorted({path for path in description["packages"] if Path(path).is_dir()})),
     )
 
 

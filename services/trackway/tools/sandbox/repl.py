@@ -1,7 +1,7 @@
-"""The interpreter within the sandbox: reads cells of code from a socket, runs them, says when each is done.
+"""The interpreter within the sandbox: reads cells of code from a socket, runs them, and reports when each is done.
 
-What a cell prints goes to stdout as it comes, its last expression's value and its traceback too. Runs as
-`python -c <this file>` from another Python, so it may use nothing but the standard library.
+Output of a cell goes to stdout immediately, as do its last expression's value and its traceback. Runs as
+`python -c <this file>` from another Python, so it may use only the standard library.
 """
 
 import ast
@@ -20,13 +20,13 @@ import types
 globals()["__builtins__"] = dict(vars(builtins))
 
 READY = b"python is ready."
-"""The token of the first word."""
+"""The token of the first message."""
 BROKEN = 70
 """Exit status when a cell closed or replaced what the interpreter needs to answer."""
 
 
 def confine(limits: "dict[str, tuple[int, int]]", user: "int | None") -> None:
-    """Set every limit and become `user`: from here on nothing can be raised or undone."""
+    """Set every limit and become `user`; afterwards no limit can be raised."""
     os.nice(5)
     with open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
@@ -50,7 +50,7 @@ def fresh_output() -> io.TextIOWrapper:
 
 
 class Cells:
-    """The cells of one session, and the module that they share."""
+    """The cells of a session, and their shared module."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -75,7 +75,7 @@ class Cells:
         if not out.closed:
             out.flush()
         if os.getpid() != self._process:
-            os._exit(0 if succeeded else 1)  # a fork that came to the end of its cell is not the interpreter
+            os._exit(0 if succeeded else 1)  # a fork that reached the end of its cell is not the interpreter
         return succeeded
 
     def _execute(self, code: str, name: str) -> None:
@@ -103,7 +103,7 @@ def report(error: BaseException) -> str:
 
 
 def short_traceback(error: BaseException) -> str:
-    """The cells' own frames and the innermost one, paths as they are imported."""
+    """The frames of the cells and the innermost one, with paths as they are imported."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals is globals():
         frames = frames.tb_next
@@ -121,14 +121,14 @@ def short_traceback(error: BaseException) -> str:
 
 
 def answer_for_ever(channel: int) -> None:
-    """Run what comes: a length, a token of 16 bytes and code of that length. The answer is the token and y or n."""
+    """Serve requests: a length, a token of 16 bytes and code of that length. The reply is the token and y or n."""
 
     def read(size: int) -> bytes:
         data = b""
         while len(data) < size:
             more = os.read(channel, size - len(data))
             if not more:
-                os._exit(0)  # the service is gone
+                os._exit(0)  # the service has exited
             data += more
         return data
 
@@ -142,7 +142,7 @@ def answer_for_ever(channel: int) -> None:
 
 
 def main() -> None:
-    """Take the setup from the command line, then answer until the channel closes."""
+    """Read the setup from the command line, then serve requests until the channel closes."""
     setup = json.loads(sys.argv[1])
     sys.argv = [""]
     sys.path.insert(0, os.getcwd())

@@ -1,8 +1,8 @@
-"""The system calls that sandboxed code cannot make, as a filter program for the kernel.
+"""The system calls denied to sandboxed code, as a filter program for the kernel.
 
-Two kinds: memory that no other bound sees (anonymous files, shared memory without a file, huge pages, pages that a pipe
-keeps, System V and POSIX queues, larger socket buffers), and doors into the kernel that Python code has no use for.
-Everything else is allowed. Sockets are for the processes of one sandbox, and the watch counts them (process.py).
+Two kinds: memory that no other limit covers (anonymous files, shared memory without a file, huge pages, pages that a
+pipe keeps, System V and POSIX queues, larger socket buffers), and kernel interfaces without use for the code.
+Everything else is allowed. Sockets connect only processes of one sandbox, and the monitor counts them (process.py).
 """
 
 import errno
@@ -94,7 +94,7 @@ def filter_program(machine: str | None = None) -> bytes | None:
         _line(_RETURN, _KILL),
         _line(_LOAD, _NUMBER),
         *_when(_IF_AT_LEAST, _X32_BIT, [_refuse(errno.ENOSYS)]),
-        # Its flags lie in memory, out of a filter's reach; the C library falls back to clone.
+        # Its flags are in memory, which a filter cannot read; the C library falls back to clone.
         *_when(_IF_EQUAL, _CLONE3, [_refuse(errno.ENOSYS)]),
         *(line for number in denied.values() for line in _when(_IF_EQUAL, number, [_refuse(errno.EPERM)])),
         *_when(_IF_EQUAL, clone_call, _by_argument(_IF_ANY_BIT, _CLONE_NEWUSER, _refuse(errno.EPERM), _allow())),
@@ -123,7 +123,7 @@ def _when(test: int, value: int, then: list[bytes]) -> list[bytes]:
 
 
 def _mmap() -> list[bytes]:
-    """Shared memory has a file in /tmp, whose size is bounded; without one it is still held when no process maps it."""
+    """Shared memory needs a file in /tmp, whose size is limited; otherwise it outlives the processes that map it."""
     return [
         _line(_LOAD, _FOURTH_ARGUMENT),
         *_when(_IF_ANY_BIT, _MAP_HUGETLB, [_refuse(errno.ENOMEM)]),

@@ -1,4 +1,4 @@
-"""Tool calls in an action as verl-tool's models write it, and the marks that its observation is given.
+"""Parses tool calls from an action in the formats of verl-tool's models, and marks up the observation.
 
 Hermes' `<tool_call>`; `<python>` tags and Markdown fences for the tool `python`; `<search>` tags for `search`. The
 marks are those of verl-tool's tools: python_code for code, search_retrieval for searches.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trackway.chat.tool_calls import BEGIN, END, ParsedCall, blocks_in, read_call, unclosed_call
 
 MAX_CALLS = 64
-"""Calls of one action that run."""
+"""Maximum calls of an action."""
 
 Wrap = Callable[[str], str]
 
@@ -22,14 +22,14 @@ _OPEN_TAG = re.compile(r"<(result|output)>\s*$")
 
 @dataclass(frozen=True)
 class Action:
-    """The calls of an action, and how the text of their answers is marked."""
+    """The calls of an action, and the markup of their results."""
 
     calls: Sequence[ParsedCall]
     wrap: Wrap
 
 
 def read_action(text: str, offered: Collection[str]) -> Action | None:
-    """The calls in the text; None when there is none for the tools offered."""
+    """The calls in the text; None when there is none for the offered tools."""
     if BEGIN in text:
         return Action(_hermes(text), lambda answer: f"\n<tool_response>\n{_bare(answer)}\n</tool_response>\n")
     if "python" in offered:
@@ -57,7 +57,7 @@ def _python(blocks: list[str]) -> ParsedCall:
 
 
 def _tag_of(text: str) -> Wrap:
-    """The tag that the model opened at the end is closed; otherwise there is a whole one."""
+    """Closes the tag that the model left open at the end, or adds a complete one, around a result."""
     opened = _OPEN_TAG.search(text)
     if opened:
         return lambda answer: f"\n{_bare(answer)}\n</{opened[1]}>\n"
@@ -65,7 +65,7 @@ def _tag_of(text: str) -> Wrap:
 
 
 def _fence_of(text: str) -> Wrap:
-    """As `_tag_of`, for a fence."""
+    """As `_tag_of`, for a Markdown fence."""
     if text.count("```") % 2:
         return lambda answer: f"\n{_bare(answer)}\n```\n"
     return lambda answer: f"\n```result\n{_bare(answer)}\n```\n"
@@ -76,7 +76,7 @@ def _bare(answer: str) -> str:
 
 
 def _found(answer: str) -> str:
-    """The documents without the JSON around them; another text as it is."""
+    """The documents without the JSON around them; other text is unchanged."""
     try:
         return str(json.loads(answer)["result"])
     except (ValueError, LookupError, TypeError):

@@ -1,6 +1,6 @@
-"""Tools named by a verl `class_name`: our counterparts of verl's own, our BaseTool, or any class of verl's signature.
+"""Tools by verl's `class_name`: our counterparts of verl's, a BaseTool, or any class with verl's signature.
 
-verl itself need not be installed: its own classes are known by name, a user's class by what it can do.
+verl itself need not be installed: its classes are recognized by name, a user's class by its methods.
 """
 
 import inspect
@@ -22,10 +22,10 @@ COUNTERPARTS = {
     "verl.tools.search_tool.SearchTool": "search",
     "verl.workers.tool.search_tool.SearchTool": "search",
 }
-"""verl's classes (0.7.1, and where they were before) and the built-in tool that stands for each."""
+"""verl's classes (0.7.1, and their older paths), each with the built-in tool that replaces it."""
 
 MCP_CLASSES = ("", "verl.tools.mcp_base_tool.MCPBaseTool", "verl.tools.mcp_search_tool.MCPSearchTool")
-"""Class names of `type: mcp` entries; there is one MCP client here, and no class to choose."""
+"""Class names of `type: mcp` entries; all use the same MCP client."""
 
 _INSTEAD = {
     "verl.tools.sandbox_fusion_tools.SandboxFusionTool": (
@@ -35,7 +35,7 @@ _INSTEAD = {
 
 
 class VerlClass(Protocol):
-    """What verl expects of a tool, and calls of it."""
+    """The methods that verl calls on a tool."""
 
     create: Callable[..., Awaitable[object]]
     execute: Callable[..., Awaitable[object]]
@@ -46,36 +46,38 @@ class VerlClass(Protocol):
 def named_tool(
     class_name: str, config: ToolConfig, schema: ToolSchema | None, built_in: Mapping[str, type[BaseTool]]
 ) -> BaseTool:
-    """The tool of a YAML entry. ValueError or TypeError when there is no such class or it is no tool."""
+    """The tool of a YAML entry. ValueError or TypeError when the class does not exist or is not a tool."""
     if (instead := _INSTEAD.get(class_name)) is not None:
         raise ValueError(
             f"expected a class that runs here, got {class_name!r}, which needs a service of its own; {instead}"
         )
     counterpart = built_in.get(COUNTERPARTS.get(class_name, ""))
-    found = counterpart or _imported(class_name)
-    if isinstance(found, type) and issubclass(found, BaseTool):
-        return ours(found, config, schema)
+    tool_class = counterpart or _imported(class_name)
+    if isinstance(tool_class, type) and issubclass(tool_class, BaseTool):
+        return ours(tool_class, config, schema)
     missing = [
-        name for name in ("create", "execute", "calc_reward", "release") if not callable(getattr(found, name, None))
+        name
+        for name in ("create", "execute", "calc_reward", "release")
+        if not callable(getattr(tool_class, name, None))
     ]
-    if not isinstance(found, type) or missing:
-        lacks = f"without {', '.join(missing)}" if missing else f"{found!r}"
+    if not isinstance(tool_class, type) or missing:
+        lacks = f"without {', '.join(missing)}" if missing else f"{tool_class!r}"
         raise TypeError(f"expected {class_name!r} to be a tool (a BaseTool of trackway or of verl), got one {lacks}")
-    return VerlTool(found, config, schema)
+    return VerlTool(tool_class, config, schema)
 
 
 def ours(tool_class: type[BaseTool], config: ToolConfig, schema: ToolSchema | None) -> BaseTool:
-    """One of our classes; the schema given takes the place of the class's own."""
+    """One of our classes; a given schema replaces the class's own."""
     if schema is None:
         return tool_class.default(config)
     return tool_class({**tool_class.default_config, **config}, schema)
 
 
 class VerlTool(BaseTool):
-    """A class of verl's signature behind ours; unlike in verl its instance lives as long as the trajectory.
+    """Adapts a class with verl's signature; unlike in verl its instance lasts as long as the trajectory.
 
-    `create` is given `create_kwargs={...}` as verl's agent loop gives it, and those of them that its signature names.
-    `agent_data` stays in the agent and is not given.
+    `create` gets `create_kwargs={...}` as from verl's agent loop, and those of them that its signature names.
+    `agent_data` stays in the agent and is not passed.
     """
 
     def __init__(self, tool_class: type, config: ToolConfig, schema: ToolSchema | None) -> None:
@@ -85,15 +87,15 @@ class VerlTool(BaseTool):
         self._ids: dict[str, str] = {}
 
     async def create(self, instance_id: str, /, **create_kwargs: JsonValue) -> None:
-        """Make the state; the tool may answer with an id of its own, alone or before a ToolResponse."""
-        made = await self._tool.create(instance_id, **self._accepted(create_kwargs))
-        own_id = made[0] if isinstance(made, tuple) and made else made
+        """Create the state; the tool may return its own id, alone or before a ToolResponse."""
+        created = await self._tool.create(instance_id, **self._accepted(create_kwargs))
+        own_id = created[0] if isinstance(created, tuple) and created else created
         self._ids[instance_id] = own_id if isinstance(own_id, str) else instance_id
 
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
-        """One call; verl's triple as a ToolResult, of the metrics those that are numbers."""
+        """Run a call; converts verl's triple to a ToolResult, with the numeric metrics."""
         returned = await self._tool.execute(self._ids[instance_id], arguments, **execute_kwargs)
         response, reward, metrics = (
             returned if isinstance(returned, tuple) and len(returned) == 3 else (returned, None, None)
@@ -102,16 +104,16 @@ class VerlTool(BaseTool):
         return ToolResult(text=text_of(response), reward=float(reward or 0.0), metrics=numbers)
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
-        """The tool's reward; 0.0 for what is no number (verl's search and sandbox tools give lists)."""
+        """The tool's reward; 0.0 unless it is a number (verl's search and sandbox tools return lists)."""
         reward = await self._tool.calc_reward(self._ids[instance_id], **kwargs)
         return float(reward) if isinstance(reward, int | float) else 0.0
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
-        """Forget the state."""
+        """Release the state."""
         await self._tool.release(self._ids.pop(instance_id), **release_kwargs)
 
     def _accepted(self, create_kwargs: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values())
         named = {name: value for name, value in create_kwargs.items() if name in self._parameters}
         if takes_all or "create_kwargs" in self._parameters:
             named["create_kwargs"] = create_kwargs

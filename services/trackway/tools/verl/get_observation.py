@@ -1,8 +1,8 @@
-"""verl-tool's face of the tool server: actions in, observations out.
+"""verl-tool's API of the tool server: actions in, observations out.
 
-A trajectory's tools live from its first action to `finish`, or until they expire. Its actions run one after another,
-those of different trajectories side by side, and one that fails is told in its own entry. What the model did wrong, or
-a tool said no to, is told to the model; what is the server's fault ends that trajectory, as it does in verl-tool.
+A trajectory's instances last from its first action to `finish`, or until they expire. Its actions run in sequence,
+those of different trajectories concurrently, and a failure is reported in its own entry. Errors of the model and
+rejections by a tool become observations; errors of the server end that trajectory, as in verl-tool.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from trackway.wire.tools import ExecuteRequest, OneShotRequest, ToolResult
 
 logger = logging.getLogger("trackway.tools")
 
-_TOLD_TO_THE_MODEL = {
+_SHOWN_TO_THE_MODEL = {
     ErrorCode.INVALID_REQUEST,
     ErrorCode.UNKNOWN_TOOL,
     ErrorCode.PAYLOAD_TOO_LARGE,
@@ -37,7 +37,7 @@ Fields = Mapping[str, JsonValue]
 
 
 class _Step(NamedTuple):
-    """One entry of a request."""
+    """An entry of a request."""
 
     action: str
     fields: Fields
@@ -45,8 +45,8 @@ class _Step(NamedTuple):
     last: bool
 
 
-class Outcome(NamedTuple):
-    """One entry of an answer."""
+class ActionResult(NamedTuple):
+    """An entry of a reply."""
 
     observation: str | ToldObservation
     done: bool
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 class ObservationFace:
-    """Answers `POST /get_observation`; at most `parallel` trajectories of a request at once."""
+    """Serves `POST /get_observation`; at most `parallel` trajectories of a request at a time."""
 
     def __init__(self, server: ToolServer, parallel: int) -> None:
         self._server = server
@@ -64,39 +64,39 @@ class ObservationFace:
     async def answer(self, request: ObservationRequest, caller: str) -> ObservationReply:
         """An entry for each action, in their order."""
         began = time.perf_counter()
-        places = asyncio.Semaphore(self._parallel)
-        outcomes: dict[int, Outcome] = {}
+        slots = asyncio.Semaphore(self._parallel)
+        results: dict[int, ActionResult] = {}
 
         async def run(trajectory_id: str, steps: dict[int, _Step]) -> None:
-            async with places:
-                for place, step in steps.items():
-                    outcomes[place] = await self._outcome((caller, trajectory_id), step)
+            async with slots:
+                for index, step in steps.items():
+                    results[index] = await self._outcome((caller, trajectory_id), step)
 
         await asyncio.gather(*(run(name, steps) for name, steps in _by_trajectory(request).items()))
-        observations, dones, valids = zip(*(outcomes[place] for place in sorted(outcomes)), strict=True)
+        observations, dones, valids = zip(*(results[index] for index in sorted(results)), strict=True)
         took_ms = (time.perf_counter() - began) * 1000
         return ObservationReply(
             observations=[*observations], dones=[*dones], valids=[*valids], processing_time_ms=round(took_ms, 3)
         )
 
-    async def _outcome(self, key: SessionKey, step: _Step) -> Outcome:
+    async def _outcome(self, key: SessionKey, step: _Step) -> ActionResult:
         if step.finish:
             await self.sessions.end(key)
-            return Outcome("", done=True, valid=True)
+            return ActionResult("", done=True, valid=True)
         action = read_action(step.action, [schema.function.name for schema in self._server.schemas()])
         outcome = self._not_a_call() if action is None else await self._run(key, action, step.fields)
         if step.last:
             await self.sessions.end(key)
         return outcome
 
-    async def _run(self, key: SessionKey, action: Action, fields: Fields) -> Outcome:
+    async def _run(self, key: SessionKey, action: Action, fields: Fields) -> ActionResult:
         texts: list[str] = []
         reward, problem = 0.0, None
         for call in action.calls:
             try:
                 result = await self._result(key, call, fields)
             except TrackwayError as error:
-                if error.code not in _TOLD_TO_THE_MODEL:
+                if error.code not in _SHOWN_TO_THE_MODEL:
                     return _failed(call, error.message)
                 problem = problem or error.message
                 result = ToolResult(text=error.message)
@@ -107,9 +107,9 @@ class ObservationFace:
             reward += result.reward
         text = "".join(texts)
         if problem is None and reward == 0.0:
-            return Outcome(text, done=False, valid=True)
-        told = ToldObservation(obs=text, reward=reward or None, invalid_reason=problem)
-        return Outcome(told, done=False, valid=problem is None)
+            return ActionResult(text, done=False, valid=True)
+        observation = ToldObservation(obs=text, reward=reward or None, invalid_reason=problem)
+        return ActionResult(observation, done=False, valid=problem is None)
 
     async def _result(self, key: SessionKey, call: ParsedCall, fields: Fields) -> ToolResult:
         if call.error is not None:
@@ -121,40 +121,40 @@ class ObservationFace:
             return await self._server.one_shot(call.name, once)
         return (await self.sessions.execute(key, call.name, request, create_kwargs))[1]
 
-    def _not_a_call(self) -> Outcome:
+    def _not_a_call(self) -> ActionResult:
         functions = [schema.function for schema in self._server.schemas()]
         tools = "\n".join(f"• {function.name}: {function.description}" for function in functions)
-        told = ToldObservation(
+        observation = ToldObservation(
             obs="", invalid_reason="No valid tool found for action", available_tools=f"Available tools:\n{tools}"
         )
-        return Outcome(told, done=False, valid=False)
+        return ActionResult(observation, done=False, valid=False)
 
 
 def _by_trajectory(request: ObservationRequest) -> dict[str, dict[int, _Step]]:
-    """The entries of each trajectory by their place in the request."""
+    """The entries of each trajectory by their index in the request."""
     count = len(request.actions)
     fields = request.extra_fields or [{}] * count
     finish = request.finish or [False] * count
     last = request.is_last_step or [False] * count
     steps: dict[str, dict[int, _Step]] = {}
-    for place, name in enumerate(request.trajectory_ids):
-        own = fields[place]
-        steps.setdefault(name, {})[place] = _Step(
-            request.actions[place],
-            own,
-            finish=finish[place] or own.get("finish") is True,
-            last=last[place] or own.get("is_last_step") is True,
+    for index, name in enumerate(request.trajectory_ids):
+        row_fields = fields[index]
+        steps.setdefault(name, {})[index] = _Step(
+            request.actions[index],
+            row_fields,
+            finish=finish[index] or row_fields.get("finish") is True,
+            last=last[index] or row_fields.get("is_last_step") is True,
         )
     return steps
 
 
 def _kwargs(fields: Fields, tool: str, which: str) -> dict[str, JsonValue]:
-    """`tools_kwargs.<tool>.<which>` where the row has it."""
-    found: JsonValue = {**fields}
+    """`tools_kwargs.<tool>.<which>` of the row, or an empty dict."""
+    value: JsonValue = {**fields}
     for name in ("tools_kwargs", tool, which):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
+        value = value.get(name) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
-def _failed(call: ParsedCall, message: str) -> Outcome:
-    return Outcome(ToldObservation(obs="", error=message, tool_type=call.name), done=True, valid=False)
+def _failed(call: ParsedCall, message: str) -> ActionResult:
+    return ActionResult(ToldObservation(obs="", error=message, tool_type=call.name), done=True, valid=False)

@@ -1,7 +1,7 @@
-"""verl's `tool_config` YAML, read as it is: entries of `class_name`, `config`, `tool_schema` and `mcp`.
+"""verl's `tool_config` YAML: entries of `class_name`, `config`, `tool_schema` and `mcp`.
 
-A `tool_schema` is kept whole: nested `items` and `properties`, `$defs`, keywords we do not know (verl loses them).
-`${oc.env:NAME}` and `${oc.env:NAME,default}` are filled in as OmegaConf does for verl; any other `${...}` stays text.
+A `tool_schema` is kept whole: nested `items` and `properties`, `$defs`, unknown keywords (verl drops them).
+`${oc.env:NAME}` and `${oc.env:NAME,default}` are replaced as OmegaConf does for verl; any other `${...}` stays text.
 """
 
 import re
@@ -25,30 +25,30 @@ class FunctionEntry(UserEntry):
     description: str = ""
     parameters: dict[str, JsonValue] = Field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
-    """verl carries it along and nobody reads it; arguments are always checked against the schema here."""
+    """Unused, as in verl; arguments are always checked against the schema here."""
 
 
 class SchemaEntry(UserEntry):
-    """An OpenAI function schema as verl's files write it."""
+    """An OpenAI function schema in the form of verl's files."""
 
     type: Literal["function"] = "function"
     function: FunctionEntry
 
     def to_wire(self) -> ToolSchema:
-        """The schema as our tools hold it."""
+        """The schema in the form of our tools."""
         named = self.function.model_dump(include={"name", "description", "parameters"})
         return ToolSchema(function=FunctionSchema.model_validate(named))
 
 
 class McpEntry(UserEntry):
-    """Which servers, and which of their tools."""
+    """The servers, and the selected tools."""
 
     mcp_servers_config_path: Path
     tool_selected_list: list[str] | None = None
 
 
 class ToolEntry(UserEntry):
-    """One element of `tools`."""
+    """An element of `tools`."""
 
     class_name: str = ""
     config: ToolConfig = Field(default_factory=dict)

@@ -60,7 +60,7 @@ def test_what_does_not_pass_is_not_asked_again_although_it_is_a_500(scripted: Op
 @pytest.mark.parametrize("stop", [None, "never"])
 def test_a_generation_that_was_cut_is_no_answer(scripted: OpenAI, engine: ScriptedEngine, stop: str | None) -> None:
     engine.ends = "abort"
-    with pytest.raises(openai.InternalServerError, match="the generation was cut") as raised:
+    with pytest.raises(openai.InternalServerError, match="the generation was aborted") as raised:
         scripted.with_options(max_retries=0).chat.completions.create(model="tiny", messages=CHAT, stop=stop)
     assert (raised.value.status_code, raised.value.code) == (503, "unavailable")
 

@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from trackway.serving.request_limits import JsonSize, RequestBounds
 from trackway.tools.app import create_app
-from trackway.tools.http.fast_path import FastLane, FastPath
+from trackway.tools.http.fast_path import FastPathMiddleware, FastPathRoute
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.tools import OneShotRequest, ToolResult
 
@@ -96,7 +96,7 @@ async def test_an_ordinary_call_does_not_reach_fastapi_and_any_other_does() -> N
     async def echo(name: str, request: OneShotRequest) -> ToolResult:
         return ToolResult(text=f"{name} {request.arguments}")
 
-    lane = FastLane(fastapi, [FastPath("/tools/{name}/execute", OneShotRequest, echo)])
+    lane = FastPathMiddleware(fastapi, [FastPathRoute("/tools/{name}/execute", OneShotRequest, echo)])
     whole = RequestBounds(lane, max_bytes=1024, max_json=JsonSize(1024, 1024))  # hands bodies on in one piece
     client = httpx.AsyncClient(transport=httpx.ASGITransport(whole), base_url="http://127.0.0.1")
     fits, path = '{"arguments": {"a": 1}}', "/tools/x/execute"

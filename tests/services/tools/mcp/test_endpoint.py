@@ -123,7 +123,7 @@ async def test_state_that_is_lost_with_a_call_that_does_not_stop_is_told_once() 
 
     late = "tool 'faulty': expected execute to end within 0.05 s; ask for less at once, or raise call_timeout_s"
     lost = (
-        "the state of faulty in this session is lost: its last call did not stop when it was told to; "
+        "the state of faulty in this session is lost: its last call did not stop when it was cancelled; "
         "the next call makes a new one"
     )
     assert texts == [("ok 1", False), (late, True), (lost, True), ("ok 1", False)]

@@ -1,5 +1,5 @@
 """Inference servers behind HTTP as engines: vLLM and SGLang, their processes, requests, weights and digests.
 
-`engine` has what the servers share; `vllm` and `sglang` have what each says in its own words. Imported by `open_engine`
-only, by name. No torch here: the servers have environments of their own.
+`engine` has the shared part; `vllm` and `sglang` have the routes of each server. Imported only by `open_engine`, by
+name. No torch here: the servers run in their own environments.
 """

@@ -1,8 +1,7 @@
-"""What an inference server's parameters must hash to, computed from a folder of published weights.
+"""Expected hashes of an inference server's parameters, computed from a folder of published weights.
 
-A server fuses, pads, shards or quantises tensors in its own way. So it is asked once about the base weights, which it
-loaded by itself: only parameters whose digest is understood there are compared later, and all others are left to its
-answers.
+A server may fuse, pad, shard or quantise tensors. The digests of the base weights, which it loads itself, show which
+parameters have a known form. Only these are compared later; the others are checked by the server's logprobs.
 """
 
 import hashlib
@@ -23,37 +22,37 @@ from trackway.rollout.engines.weight_proof import HeldDigests, compare_digests
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _RANK = re.compile(r"^(?:[a-z]+\d+:)+")  # vLLM: dp0:pp0:pcp0:tp0:
 _VOCABULARY_BLOCK = 64
-"""vLLM fills the vocabulary up to a multiple of this with rows of zeros."""
+"""vLLM pads the vocabulary with rows of zeros to a multiple of this."""
 _THREADS = min(8, os.cpu_count() or 1)
 
 Parameters = Mapping[str, str]
-"""Digest by name of a server's parameter, without its rank."""
+"""Digest by parameter name, without the rank."""
 
 
 def by_parameter(checksums: Mapping[str, str]) -> dict[str, str]:
-    """A server's answer without ranks; empty when several ranks hold parts of a parameter."""
+    """A server's digests without ranks; empty when a parameter is split over several ranks."""
     named = {_RANK.sub("", name): digest for name, digest in checksums.items()}
     return named if len(named) == len(checksums) else {}
 
 
 class ServerDigests:
-    """Which of a server's parameters can be compared, and how they compare with a folder's tensors."""
+    """Compares a server's parameters with a folder's tensors, for the parameters of known form."""
 
     def __init__(self, base: Path, dtype: str, held: Parameters) -> None:
         self._dtype = getattr(torch, dtype)
         understood = self._digests(base, list(held))
         self.parameters = {name: forms.index(held[name]) for name, forms in understood.items() if held[name] in forms}
-        """By name: which of the forms of `_forms` the server holds it in."""
+        """By name: index of the form of `_forms` in which the server holds the parameter."""
 
     def compare(self, folder: Path, held: Parameters, before: Path) -> HeldDigests:
-        """The folder's tensors as the server holds them; `before` is the folder of the weights that it held before."""
+        """Compares the server's tensors with the folder's; `before` is the folder of the previous weights."""
         published = dict.fromkeys(tensors(folder), "not compared")
-        told = self._by_tensor({name: digest for name, digest in held.items() if name in self.parameters})
-        tied = published.keys() - told.keys() == {HEAD} and self._is_tied(folder)
-        told, wanted = _with_head(told, tied), _with_head(self._wanted(folder), tied)
-        result = compare_digests(told, published | wanted)
+        by_tensor = self._by_tensor({name: digest for name, digest in held.items() if name in self.parameters})
+        tied = published.keys() - by_tensor.keys() == {HEAD} and self._is_tied(folder)
+        by_tensor, wanted = _with_head(by_tensor, tied), _with_head(self._wanted(folder), tied)
+        result = compare_digests(by_tensor, published | wanted)
         if result.other and before.is_dir():
-            result = compare_digests(told, published | wanted, _with_head(self._wanted(before), tied))
+            result = compare_digests(by_tensor, published | wanted, _with_head(self._wanted(before), tied))
         return result
 
     def _is_tied(self, folder: Path) -> bool:
@@ -69,7 +68,7 @@ class ServerDigests:
         return {part: digest for name, digest in digests.items() for part in parts_of(name)}
 
     def _digests(self, folder: Path, names: list[str]) -> dict[str, list[str]]:
-        """The digest of each form that a parameter may have; parameters that the folder lacks are absent."""
+        """The digest of each form of a parameter; parameters that the folder lacks are absent."""
         places = tensors(folder)
         embedding = _embedding(places)
         if HEAD not in places and embedding:  # it is tied
@@ -88,7 +87,7 @@ class ServerDigests:
 
 
 def parts_of(parameter: str) -> list[str]:
-    """The published tensors that a server keeps one after another in this parameter; its own name if it is one."""
+    """The published tensors that a server concatenates in this parameter; itself if it is not fused."""
     module, _, kind = parameter.rpartition(".")
     owner, _, leaf = module.rpartition(".")
     return [f"{owner}.{part}.{kind}" for part in _FUSED[leaf]] if leaf in _FUSED else [parameter]
@@ -99,13 +98,13 @@ def _embedding(names: Iterable[str]) -> str:
 
 
 def _with_head(digests: dict[str, str], tied: bool) -> dict[str, str]:
-    """A server has one parameter for both; kernels that pack a copy of the head pack other layers, too."""
+    """Tied weights share one parameter on a server; kernels that repack the head also repack other layers."""
     embedding = _embedding(digests)
     return {**digests, HEAD: digests[embedding]} if tied and embedding else digests
 
 
 def _forms(parameter: str, read: Callable[[str], Tensor]) -> list[str]:
-    """As published one after another, and with the vocabulary filled up."""
+    """As published and concatenated, and with the vocabulary padded."""
     digest, rows, width = hashlib.sha256(), 0, 0
     for part in parts_of(parameter):
         tensor = read(part)

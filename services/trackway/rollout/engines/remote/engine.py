@@ -1,24 +1,24 @@
-"""What engines behind HTTP share: `RemoteEngine` is an `Engine` but for what one server says in its own words.
+"""The shared part of engines behind HTTP: `RemoteEngine` is an `Engine` except for the backend's own calls.
 
 A backend is a subclass with
 
-    capabilities                       what the server can do
-    _command(port), _environment()     of the side process, its interpreter first (engine_args are appended here)
-    _healthy()                         whether the server answers
-    _prepare()                         once it does: make the base weights version 0, run
-    _tokens(call)                      send `call.token_ids`, yield `Tokens` as they come; may set `call.reused`
+    capabilities                       the server's optional features
+    _command(port), _environment()     of the server process, the interpreter first (engine_args are appended here)
+    _healthy()                         whether the server responds
+    _prepare()                         after the start: make the base weights version 0 and resume
+    _tokens(call)                      send `call.token_ids`, yield `TokenChunk` as they come; may set `call.reused`
     _cut(calls)                        abort these requests (by `call.rid`)
-    _freeze(), _thaw()                 stop stepping and keep the KV cache; step again. Both idempotent
-    _swap(folder, name)                while frozen: load the weights, call them `name`, let no new request reuse old KV
-    _score(token_ids)                  logprobs at temperature 1 of tokens 1..n-1, computed by the weights held now
+    _freeze(), _thaw()                 pause and keep the KV cache; continue. Both idempotent
+    _swap(folder, name)                while frozen: load the weights as `name`; no new request reuses old KV
+    _score(token_ids)                  logprobs at temperature 1 of tokens 1..n-1 under the loaded weights
     _give_back(part), _take_again(part)   memory, with SLEEP
-    loses_weights_asleep               whether weights that slept must be loaded anew
-    answers_frozen                     whether a request that is cut while frozen is answered at once
+    loses_weights_asleep               whether weights must be loaded again after sleep
+    answers_frozen                     whether a request aborted while frozen returns at once
 
-and `self.http`, `self.settings`, `self.facts`, `self.max_len`, `self.dtype`, `self.name` (of the weights that serve)
-and `self.held` (of those that the server holds now, on trial or not) to do it with.
+and `self.http`, `self.settings`, `self.facts`, `self.max_len`, `self.dtype`, `self.name` (of the serving weights)
+and `self.held` (of the loaded weights, verified or not).
 
-How weights change, sleep and wake is in `remote_weights.py`, who is let in is in `remote_calls.py`.
+Weight updates, sleep and wake-up are in `weights.py`, admission in `requests.py`.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from trackway.rollout.engines.protocol import EngineStats, Generation, PauseMode
 from trackway.rollout.engines.remote.http import EngineHttp
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.engines.remote.pieces import runs, until_stop
-from trackway.rollout.engines.remote.requests import Call, Calls, Tokens
+from trackway.rollout.engines.remote.requests import Call, Calls, TokenChunk
 from trackway.rollout.engines.remote.server_process import SideProcess, free_port
 from trackway.rollout.engines.remote.weights import RemoteWeights
 from trackway.rollout.settings import RolloutSettings
@@ -51,7 +51,7 @@ _GOODBYE_S = 2.0
 
 
 class RemoteEngine(RemoteWeights):
-    """An `Engine` that asks a server over HTTP; a process of its own, or one that runs already."""
+    """An `Engine` over a server's HTTP API; the server is a child process, or runs already."""
 
     answers_frozen = False
 
@@ -68,14 +68,14 @@ class RemoteEngine(RemoteWeights):
 
     @property
     def http(self) -> EngineHttp:
-        """Calls to the server; UNAVAILABLE before the start and after the stop."""
+        """The HTTP client; UNAVAILABLE before the start and after the stop."""
         if self._client is None:
-            message = "expected a started engine, got one that is starting or has stopped; ask again"
+            message = "expected a started engine, got one that is starting or has stopped; retry later"
             raise TrackwayError(ErrorCode.UNAVAILABLE, message)
         return self._client
 
     async def start(self) -> None:
-        """Start the server, or find the one that runs already, and make it serve the base weights."""
+        """Start the server or connect to a running one, and serve the base weights."""
         if self.settings.engine_url is not None:
             self._client = EngineHttp(self.settings.engine_url)
             await self._find()
@@ -84,7 +84,7 @@ class RemoteEngine(RemoteWeights):
         await self._prepare()
 
     async def stop(self) -> None:
-        """Cut what is in flight and end the server if it is ours."""
+        """Abort requests in flight, and stop the server if this engine started it."""
         self._paused = True
         self.calls.end_all(0.0)
         with contextlib.suppress(TimeoutError):
@@ -99,11 +99,11 @@ class RemoteEngine(RemoteWeights):
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
         """Continue a prompt; see `Engine.generate`."""
-        made = Collector()
+        collector = Collector()
         async with aclosing(self._call(token_ids, params, request_id, streamed=False)) as pieces:
             async for piece in pieces:
-                made.add(piece)
-        return made.generation()
+                collector.add(piece)
+        return collector.generation()
 
     def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
         """As `generate`, in pieces; see `Engine.stream`."""
@@ -116,7 +116,7 @@ class RemoteEngine(RemoteWeights):
         call = self.calls.admit(token_ids, params, request_id, streamed=streamed)
         ended = False
         try:
-            with contextlib.suppress(TimeoutError):  # it was cut, and the server said no more
+            with contextlib.suppress(TimeoutError):  # aborted, and the server sent nothing more
                 await call.within(self._admits.wait())
                 self._usable()
                 call.sent = True
@@ -132,13 +132,13 @@ class RemoteEngine(RemoteWeights):
                 self._let_go(call)
 
     async def abort(self, request_id: str) -> int:
-        """Cut the requests of this id; they return what they have."""
+        """Abort the requests with this id; they return their tokens so far."""
         calls = self.calls.of(request_id)
         await self._cut_short(calls)
         return len(calls)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Refuse new requests and finish, cut or freeze those in flight."""
+        """Refuse new requests and finish, abort or freeze those in flight."""
         self._paused = True
         async with self._control:
             self._kept = mode == "keep"
@@ -149,7 +149,7 @@ class RemoteEngine(RemoteWeights):
             await self.calls.drained()
 
     async def resume(self) -> None:
-        """Take requests again and go on with the frozen ones."""
+        """Accept requests again and continue frozen ones."""
         async with self._control:
             if self._asleep:
                 raise asleep(self._asleep)
@@ -158,7 +158,7 @@ class RemoteEngine(RemoteWeights):
             self._paused = False
 
     def stuck_for(self) -> float:
-        """Seconds since a token came although requests wait for some; for ever when the server is lost."""
+        """Seconds since the last token while requests wait for one; infinite when the server is lost."""
         if self._broken is not None or (self._process is not None and not self._process.alive):
             return math.inf
         if self._frozen or self._control.locked():
@@ -166,19 +166,21 @@ class RemoteEngine(RemoteWeights):
         return self.calls.still_for(self._runs_since)
 
     def stats(self) -> EngineStats:
-        """Counted here: a server does not tell its steps."""
+        """Counted here, since servers do not report their steps."""
         calls = self.calls
         running = calls.running()
         return EngineStats(running, len(calls) - running, 0, calls.generated, calls.prefilled, calls.reused)
 
-    async def _pieces(self, call: Call, tokens: AsyncGenerator[Tokens]) -> AsyncGenerator[Piece]:
-        """What the server says, as far as it may be shown: no token of weights that failed, none after a stop."""
+    async def _pieces(self, call: Call, tokens: AsyncGenerator[TokenChunk]) -> AsyncGenerator[Piece]:
+        """The server's tokens that may be returned: none of rejected weights, none after a stop."""
         version = self.version
         while True:
             try:
                 got = await call.within(anext(tokens))
             except StopAsyncIteration:
-                message = "expected a finish_reason, got the end of the answer; is this the server it should be?"
+                message = (
+                    "expected a finish_reason, got the end of the response; check that the URL is an inference server's"
+                )
                 raise TrackwayError(ErrorCode.ENGINE_FAILED, message) from None
             call.moved = time.monotonic()
             for name, start, end in runs(got.names):
@@ -192,7 +194,7 @@ class RemoteEngine(RemoteWeights):
                 self.calls.generated += len(piece.token_ids)
                 yield piece
                 if stopped:
-                    if got.finish_reason is None:  # the server goes on
+                    if got.finish_reason is None:  # the server continues generating
                         self._let_go(call)
                     yield Piece([], [], version, "stop")
                     return
@@ -203,15 +205,13 @@ class RemoteEngine(RemoteWeights):
     def _version_of(self, name: str) -> int:
         version = self._names.version(name)
         if version is None:
-            message = (
-                f"expected weights that were loaded here, got {name!r}; let nobody else update or restart the server"
-            )
+            message = f"expected weights loaded here, got {name!r}; no other client may update or restart the server"
             self._broken = message
             raise TrackwayError(ErrorCode.UNAVAILABLE, message)
         return version
 
     async def _cut_short(self, calls: Sequence[Call]) -> None:
-        """Cut these: the server says what it has at once, or they end without its word when it is frozen or slow."""
+        """Abort these: each returns what the server sends at once, else what it has."""
         for call in calls:
             answers = call.sent and (self.answers_frozen or not self._frozen)
             call.end_within(_CUT_GRACE_S if answers else 0.0)
@@ -243,7 +243,7 @@ class RemoteEngine(RemoteWeights):
                     await asyncio.sleep(_HEALTH_S)
         except TimeoutError:
             message = (
-                f"expected a server at {self.settings.engine_url}, got no healthy one; start it, or mend engine_url"
+                f"expected a server at {self.settings.engine_url}, got no healthy one; start it, or fix engine_url"
             )
             raise TrackwayError(ErrorCode.UNAVAILABLE, message) from None
 
@@ -254,7 +254,7 @@ class RemoteEngine(RemoteWeights):
             return False
 
     def _let_go(self, call: Call) -> None:
-        """Tell the server in the background that nobody wants this one any more; a failure is nobody's."""
+        """Abort the request on the server in the background, ignoring failures."""
 
         async def tell() -> None:
             with contextlib.suppress(TrackwayError):
@@ -277,4 +277,4 @@ class RemoteEngine(RemoteWeights):
     async def _prepare(self) -> None: ...
 
     @abstractmethod
-    def _tokens(self, call: Call) -> AsyncGenerator[Tokens]: ...
+    def _tokens(self, call: Call) -> AsyncGenerator[TokenChunk]: ...

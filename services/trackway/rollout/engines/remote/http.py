@@ -1,10 +1,10 @@
-"""HTTP towards an inference server: one place for connections, deadlines, the retry, and the words of its errors.
+"""HTTP client of an inference server: connections, deadlines, retries and error mapping.
 
     http = EngineHttp("http://127.0.0.1:8123", process.settle)
     reply = await http.post("/pause", params={"mode": "keep"}, idempotent=True)
     async for event in http.events("/generate", {...}): ...
 
-Transport errors become UNAVAILABLE (with the end of the server's log when it died), 4xx INVALID_REQUEST with the
+Transport errors become UNAVAILABLE (with the end of the server's log if it exited), 4xx INVALID_REQUEST with the
 server's message, 429 OVERLOADED, 503 UNAVAILABLE, other 5xx ENGINE_FAILED.
 """
 
@@ -28,7 +28,7 @@ _CODES = {429: ErrorCode.OVERLOADED, 503: ErrorCode.UNAVAILABLE}
 
 
 class EngineHttp:
-    """Calls one server; `died` is asked after a broken connection and raises when the server has ended."""
+    """Calls one server; `died` is called after a broken connection and raises if the server has exited."""
 
     def __init__(self, base_url: str, died: Callable[[], Awaitable[None]] | None = None) -> None:
         self.base_url = base_url.rstrip("/")
@@ -40,7 +40,7 @@ class EngineHttp:
         await self._http.aclose()
 
     async def get(self, path: str, *, params: Params | None = None, timeout_s: float = 30.0) -> Json:
-        """GET; asked once more on a fresh connection when the connection breaks."""
+        """GET; retried once on a new connection when the connection breaks."""
         return await self._call("GET", path, None, params, timeout_s, idempotent=True)
 
     async def post(
@@ -52,14 +52,14 @@ class EngineHttp:
         timeout_s: float | None = 60.0,
         idempotent: bool = False,
     ) -> Json:
-        """POST; an `idempotent` one is asked once more on a fresh connection when the connection breaks.
+        """POST; an `idempotent` one is retried once on a new connection when the connection breaks.
 
-        An answer that is no JSON object comes back as {"text": ...}.
+        A response that is not a JSON object is returned as {"text": ...}.
         """
         return await self._call("POST", path, json, params, timeout_s, idempotent=idempotent)
 
     async def events(self, path: str, json: Json) -> AsyncGenerator[Json]:
-        """The JSON of a stream of server-sent events, until it ends; closing the iterator ends the request."""
+        """The JSON events of a server-sent event stream; closing the iterator cancels the request."""
         async with aclosing(self.lines(path, json)) as lines:
             async for line in lines:
                 if line.startswith("data:"):
@@ -69,7 +69,7 @@ class EngineHttp:
                     yield self._parse(path, data)
 
     async def lines(self, path: str, json: Json) -> AsyncGenerator[str]:
-        """The lines of a streamed answer; closing the iterator ends the request."""
+        """The lines of a streamed response; closing the iterator cancels the request."""
         async with self._explained("POST", path, None), self._http.stream("POST", self._url(path), json=json) as reply:
             if reply.is_error:
                 await reply.aread()
@@ -104,7 +104,7 @@ class EngineHttp:
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError:
-            message = f"{method} {self._url(path)}: expected an answer within {timeout_s:g} s, got none; is it stuck?"
+            message = f"{method} {self._url(path)}: expected a response within {timeout_s:g} s, got none; is it hung?"
             raise TrackwayError(ErrorCode.UNAVAILABLE, message) from None
         except httpx.TransportError as error:
             if self._died is not None:
@@ -125,12 +125,12 @@ class EngineHttp:
         try:
             return json.loads(data)
         except ValueError as error:
-            message = f"{self._url(path)}: expected JSON events, got {data[:200]!r}; is this the server it should be?"
+            message = f"{self._url(path)}: expected JSON events, got {data[:200]!r}; check the server's URL"
             raise TrackwayError(ErrorCode.ENGINE_FAILED, message) from error
 
 
 def _client() -> httpx.AsyncClient:
-    """Without bounds of its own: the engine bounds the requests in flight, and control must not queue behind them."""
+    """No limit of its own: the engine limits requests, and control requests must not queue behind them."""
     transport = AiohttpTransport(limits=httpx.Limits(max_connections=0, keepalive_expiry=_KEEP_ALIVE_S))
     return httpx.AsyncClient(transport=transport, timeout=httpx.Timeout(None, connect=_CONNECT_S))
 
@@ -144,8 +144,8 @@ def _object(reply: httpx.Response) -> Json:
 
 
 def _message(reply: httpx.Response) -> str:
-    """vLLM and SGLang say {"error": {"message"}} or {"message"}, FastAPI says {"detail"}."""
+    """vLLM and SGLang send {"error": {"message"}} or {"message"}, FastAPI sends {"detail"}."""
     body = _object(reply)
     error = body.get("error", body)
-    found = error.get("message") or error.get("detail") if isinstance(error, dict) else error
-    return str(found or reply.text)[:2000]
+    message = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    return str(message or reply.text)[:2000]

@@ -1,4 +1,4 @@
-"""What must be known of a model to check a prompt before it is sent to a server; read without torch."""
+"""The model facts needed to check a prompt before it is sent to a server; read without torch."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 class _ConfigFile(BaseModel):
-    """The keys of `config.json` that matter; a multimodal model has them in `text_config`."""
+    """The `config.json` keys in use; a multimodal model has them in `text_config`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -22,7 +22,7 @@ class _ConfigFile(BaseModel):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Vocabulary, longest sequence and stop ids."""
+    """Vocabulary size, maximum sequence length and stop ids."""
 
     vocab_size: int
     max_positions: int
@@ -30,7 +30,7 @@ class ModelFacts:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """From `config.json`, and `generation_config.json` for the stop ids; INVALID_REQUEST if that fails."""
+        """Reads `config.json`, and `generation_config.json` for the stop ids; raises INVALID_REQUEST on failure."""
         try:
             raw = json.loads((folder / "config.json").read_text())
             file = _ConfigFile.model_validate({**raw, **raw.get("text_config", {})})
@@ -42,6 +42,6 @@ class ModelFacts:
 
 def _eos_ids(folder: Path, file: _ConfigFile) -> frozenset[int]:
     path = folder / "generation_config.json"
-    found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    ids = file.eos_token_id if found is None else found
+    eos_token_id = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ids = file.eos_token_id if eos_token_id is None else eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])

@@ -1,10 +1,10 @@
-"""Runs one command so that nothing of it outlives its owner: a script of its own, standard library only.
+"""Runs one command and kills its process tree when the owner exits; a standalone script, standard library only.
 
     python -I -S process_guard.py COMMAND...
 
-The owner holds both pipes. Standard input: a line "SECONDS" ends the command (TERM, then KILL after so many seconds);
-its end, which the kernel makes when the owner dies of whatever cause, does the same. Standard output: the command's
-exit status, as soon as it ended. What the command writes goes to standard error.
+The owner holds both pipes. Standard input: a line "SECONDS" stops the command (TERM, then KILL after so many seconds);
+end of file, which follows any exit of the owner, does the same. Standard output: the command's exit status, when it
+has exited. The command's own output goes to standard error.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ import sys
 import time
 
 _GRACE_WITHOUT_OWNER_S = 5.0
-_LINGER_S = 2.0  # what a child process may take to see that its parent is gone, and to free shared memory
+_LINGER_S = 2.0  # time for a child process to notice that its parent exited, and to free shared memory
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Start the command, wait for its end or the owner's word, and leave no process of it."""
+    """Run the command until it exits or the owner stops it, then kill its remaining processes."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -34,7 +34,7 @@ def main() -> None:
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    # `preexec_fn` is safe here: this process has one thread.
+    # `preexec_fn` is safe here: the process is single-threaded.
     command = subprocess.Popen(
         sys.argv[1:],
         stdin=subprocess.DEVNULL,
@@ -62,7 +62,7 @@ def _end(command: "subprocess.Popen[bytes]", grace_s: float) -> None:
 
 
 def _end_group(group: int) -> None:
-    """End the command's own children, which it should have ended."""
+    """Kill the children that the command left behind."""
     _signal_group(group, signal.SIGTERM)
     end = time.monotonic() + _LINGER_S
     while _signal_group(group, 0) and time.monotonic() < end:
@@ -71,7 +71,7 @@ def _end_group(group: int) -> None:
 
 
 def _signal_group(group: int, number: int) -> bool:
-    """Whether the group still exists."""
+    """Whether the process group still exists."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -80,7 +80,7 @@ def _signal_group(group: int, number: int) -> bool:
 
 
 def _tell(status: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the owner is gone
+    with contextlib.suppress(BrokenPipeError):  # the owner has exited
         os.write(1, str(status).encode())
 
 

@@ -1,4 +1,4 @@
-"""The requests that a replica has in flight at its inference server: who is let in, who moves, who is cut."""
+"""Requests in flight at an inference server: admission, progress, abort."""
 
 import asyncio
 import time
@@ -20,13 +20,13 @@ _FIRST_GUESS_S = 5.0
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """The next tokens of a request as a server tells them; `finish_reason` only in the last."""
+class TokenChunk:
+    """The next tokens of a request from a server; only the last chunk has `finish_reason`."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     names: Sequence[str]
-    """For each token the server's name of the weights that made it; see `VersionNames`."""
+    """For each token, the server's name of the weights that generated it; see `VersionNames`."""
     finish_reason: FinishReason | None = None
 
 
@@ -35,42 +35,42 @@ class Call:
     """One request in flight."""
 
     request_id: str
-    """The caller's; several may share it."""
+    """The caller's id; several requests may share it."""
     token_ids: list[int]
     params: SamplingParams
     stops: frozenset[int]
-    """Ids that end it, the model's own included unless they are ignored; what a server sends after one is dropped."""
+    """Stop ids, the model's own included unless ignored; tokens after the first are dropped."""
     limit: int
-    """Tokens it may still make."""
+    """Maximum number of generated tokens."""
     streamed: bool = True
-    """Whether the caller wants its tokens as they are made."""
+    """Whether the caller streams the tokens."""
     rid: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """The server's name of it: unique, and no other begins alike, since SGLang aborts by prefix."""
+    """The id on the server: unique and no prefix of another, since SGLang aborts by prefix."""
     began: float = field(default_factory=time.monotonic)
     moved: float = field(default_factory=time.monotonic)
-    """When it last got a token, or the server got on with it."""
+    """Time of the last token or other progress on the server."""
     sent: bool = False
     reused: int = 0
-    """Prompt tokens that the server took from its cache; a backend sets it when it learns it."""
+    """Prompt tokens reused from the server's cache; set by the backend when known."""
     only: str | None = None
-    """When set, its KV cache met weights that were refused: tokens of other weights than these are dropped."""
+    """When set, its KV cache contains rejected weights: tokens of weights other than these are dropped."""
     ends_at: float | None = None
-    """Loop time at which it ends even when the server says nothing more."""
+    """Loop time at which an aborted request ends without the server's response."""
     _waits: asyncio.Timeout | None = None
 
     @property
     def cut(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it was aborted."""
         return self.ends_at is not None
 
     def end_within(self, seconds: float) -> None:
-        """End it with what it has when the server has not done so by then."""
+        """End it with its tokens so far, unless the server has ended it by then."""
         self.ends_at = asyncio.get_running_loop().time() + seconds
         if self._waits is not None:
             self._waits.reschedule(self.ends_at)
 
     async def within(self, what: Awaitable[T]) -> T:
-        """Wait for `what`; TimeoutError when the call was cut and its grace is over."""
+        """Wait for `what`; TimeoutError when the call was aborted and its grace period is over."""
         try:
             async with asyncio.timeout_at(self.ends_at) as self._waits:
                 return await what
@@ -79,12 +79,12 @@ class Call:
 
 
 class Calls:
-    """Lets requests in by the rules that all engines keep, and counts them."""
+    """Admits requests by the rules shared by all engines, and counts them."""
 
     def __init__(self, settings: RolloutSettings, facts: ModelFacts, max_len: int) -> None:
         self._slots, self._bound = settings.max_num_seqs, settings.max_num_seqs + settings.max_queue
         self._facts, self._max_len = facts, max_len
-        self._places = RetryAfterEstimator(settings.max_num_seqs, _FIRST_GUESS_S)
+        self._retry_after = RetryAfterEstimator(settings.max_num_seqs, _FIRST_GUESS_S)
         self._open: set[Call] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -95,19 +95,19 @@ class Calls:
 
     @property
     def sent(self) -> list[Call]:
-        """Those that the server has."""
+        """Requests sent to the server."""
         return [call for call in self._open if call.sent]
 
     def of(self, request_id: str | None) -> list[Call]:
-        """Those of a caller's id; all for None."""
+        """Requests with a caller's id; all for None."""
         return [call for call in self._open if request_id in (None, call.request_id)]
 
     def admit(
         self, token_ids: Sequence[int], params: SamplingParams, request_id: str, *, streamed: bool = True
     ) -> Call:
-        """Take one in; raises OVERLOADED, or INVALID_REQUEST for a prompt that cannot be continued."""
+        """Admit a request; raises OVERLOADED, or INVALID_REQUEST for a prompt that cannot be continued."""
         if len(self._open) >= self._bound:
-            waits = self._places.turn_away(max(0, len(self._open) - self._slots), time.monotonic())
+            waits = self._retry_after.turn_away(max(0, len(self._open) - self._slots), time.monotonic())
             raise overloaded(self._bound, waits)
         check_prompt(token_ids, self._max_len, self._facts.vocab_size)
         stops = frozenset(params.stop_token_ids)
@@ -129,7 +129,7 @@ class Calls:
         if not self._open:
             self._empty.set()
         if call.sent:
-            self._places.left(time.monotonic() - call.began, len(self._open) + 1)
+            self._retry_after.left(time.monotonic() - call.began, len(self._open) + 1)
             self.reused += call.reused
             self.prefilled += len(call.token_ids) - call.reused
 
@@ -139,19 +139,19 @@ class Calls:
             call.end_within(within_s)
 
     def moved(self) -> None:
-        """The server got on with what it has, although no token of it came."""
+        """Record progress on the server that produced no token yet."""
         for call in self.sent:
             call.moved = time.monotonic()
 
     async def drained(self) -> None:
-        """Return when none is in flight."""
+        """Wait until no request is in flight."""
         await self._empty.wait()
 
     def running(self) -> int:
-        """How many the server works on, as far as its bound tells."""
+        """Number of requests running on the server, as far as its limit shows."""
         return min(self._slots, len(self._open))
 
     def still_for(self, since: float) -> float:
-        """Seconds since any of them got a token, or since `since` if that is later; 0.0 without any."""
+        """Seconds since the last token of any request, or since `since` if later; 0.0 without requests."""
         moved = max((call.moved for call in self._open), default=None)
         return 0.0 if moved is None else max(0.0, time.monotonic() - max(since, moved))

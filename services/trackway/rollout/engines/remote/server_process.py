@@ -1,11 +1,11 @@
-"""An inference server beside this process: started, watched, and ended with all its children.
+"""An inference server as a child process: started, monitored, and stopped with all its children.
 
     process = SideProcess([python, "-m", "server", "--port", "8123"], {"OMP_NUM_THREADS": "1"}, log, url)
-    await process.start(healthy, deadline_s=600)   # ENGINE_FAILED when it ends, UNAVAILABLE when it is late
-    process.check()                                # UNAVAILABLE with the end of its log once it has ended
+    await process.start(healthy, deadline_s=600)   # ENGINE_FAILED when it exits, UNAVAILABLE on time-out
+    process.check()                                # UNAVAILABLE with the end of its log once it has exited
     await process.stop()
 
-The server runs under a guard (`process_guard.py`), which ends it and its children even when this process gets SIGKILL.
+The server runs under `process_guard.py`, which kills it and its children even when this process gets SIGKILL.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ _POLL_S = 0.05
 _HEALTH_S = 0.25
 _GUARD_LINGER_S = 5.0
 _LOG_END_BYTES = 2000
-# What points our own interpreter at our packages would break the server's.
+# Variables that point to our packages would break the server's interpreter.
 _OURS = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"})
 
 
 class SideProcess:
-    """One server process; `env` is added to our own environment."""
+    """One server process; `env` is added to our environment."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, url: str) -> None:
         self.command, self.log, self.url = list(command), log, url
@@ -43,33 +43,33 @@ class SideProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server was started and has not ended."""
+        """Whether the server is running."""
         return self._guard is not None and not self._ended(self._guard)
 
     def check(self) -> None:
-        """Raises UNAVAILABLE with the end of the log when the server has ended."""
+        """Raises UNAVAILABLE with the end of the log when the server has exited."""
         if not self.alive:
-            raise TrackwayError(ErrorCode.UNAVAILABLE, self._story("expected it to run, got its end"))
+            raise TrackwayError(ErrorCode.UNAVAILABLE, self._story("expected a running server, got its exit"))
 
     async def settle(self, within_s: float = 1.0) -> None:
-        """As `check`, waiting a moment: a dying server closes its connections before its end can be seen."""
+        """As `check`, after a moment: a dying server closes its connections before its exit is visible."""
         end = time.monotonic() + within_s
         while self.alive and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
         self.check()
 
     async def start(self, healthy: Callable[[], Awaitable[bool]], deadline_s: float) -> None:
-        """Start the server and return when `healthy` says so; an error of `healthy` means not yet.
+        """Start the server and wait until `healthy` returns true; an error of `healthy` counts as false.
 
         Raises:
-            TrackwayError: ENGINE_FAILED when it ended, UNAVAILABLE when it is late; it does not run on then.
+            TrackwayError: ENGINE_FAILED when it exited, UNAVAILABLE on time-out, after which it is stopped.
         """
         self._spawn()
         try:
             async with asyncio.timeout(deadline_s):
                 await self._until(healthy)
         except TimeoutError:
-            story = self._story(f"expected it to be healthy within {deadline_s:g} s, got nothing; raise engine_start_s")
+            story = self._story(f"expected a healthy server within {deadline_s:g} s, got none; raise engine_start_s")
             await self.stop(grace_s=1.0)
             raise TrackwayError(ErrorCode.UNAVAILABLE, story) from None
         except BaseException:
@@ -77,7 +77,7 @@ class SideProcess:
             raise
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """End the server and its children: TERM, and KILL after the grace; returns when they are gone. Idempotent."""
+        """Stop the server and its children: TERM, then KILL after the grace period. Waits for exit. Idempotent."""
         guard, self._guard = self._guard, None
         if guard is None:
             return
@@ -109,7 +109,7 @@ class SideProcess:
     async def _until(self, healthy: Callable[[], Awaitable[bool]]) -> None:
         while True:
             if not self.alive:
-                message = "expected a healthy server, got its end; look at the cause in its log"
+                message = "expected a healthy server, got its exit; see the cause in its log"
                 raise TrackwayError(ErrorCode.ENGINE_FAILED, self._story(message))
             with contextlib.suppress(TrackwayError, httpx.HTTPError, OSError):
                 if await healthy():
@@ -119,9 +119,9 @@ class SideProcess:
     def _ended(self, guard: "subprocess.Popen[bytes]") -> bool:
         if self._status is None:
             assert guard.stdout is not None
-            told = guard.stdout.read(16)  # None: open and empty
-            if told is not None:
-                self._status = int(told) if told else guard.wait()
+            status = guard.stdout.read(16)  # None: open and empty
+            if status is not None:
+                self._status = int(status) if status else guard.wait()
         return self._status is not None
 
     def _story(self, what: str) -> str:
@@ -136,7 +136,7 @@ class SideProcess:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    """A free TCP port of 127.0.0.1."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
@@ -144,7 +144,7 @@ def free_port() -> int:
 
 def _write(guard: "subprocess.Popen[bytes]", line: str) -> None:
     assert guard.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it ended meanwhile
+    with contextlib.suppress(BrokenPipeError):  # it exited meanwhile
         guard.stdin.write(line.encode())
         guard.stdin.flush()
 

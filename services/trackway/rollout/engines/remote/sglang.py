@@ -1,9 +1,9 @@
-"""SGLang as a replica's engine: its server in a process beside this one, or one that runs already.
+"""SGLang as a replica's engine: a child process, or a server that is already running.
 
-Field names are those of SGLang 0.5.23 (`managers/io_struct.py`). Three of its habits shape this file:
-a weight update that flushes the cache while any request is alive ends the scheduler, so old KV is kept from new
-requests by a cache namespace (`extra_key`) per weights instead; giving memory back while a request is alive ends it,
-too; and `ignore_eos` makes it ignore `stop_token_ids`, which are therefore looked for here as well.
+Field names are those of SGLang 0.5.23 (`managers/io_struct.py`). Three of its behaviours shape this file:
+a weight update that flushes the cache while a request is alive kills the scheduler, so a cache namespace (`extra_key`)
+per weights keeps old KV from new requests instead; releasing memory while a request is alive kills it too; and
+`ignore_eos` makes it ignore `stop_token_ids`, which are therefore checked here as well.
 """
 
 import asyncio
@@ -18,21 +18,21 @@ from pydantic import BaseModel, Field, ValidationError
 from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPart
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
-from trackway.rollout.engines.remote.requests import Call, Tokens
+from trackway.rollout.engines.remote.requests import Call, TokenChunk
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-_SPARE_POSITIONS = 8  # SGLang ends a request a little before the length of its context
-_STREAM_INTERVAL = 16  # tokens an event, after the first: events cost CPU on both sides
+_SPARE_POSITIONS = 8  # SGLang ends a request slightly before its context length
+_STREAM_INTERVAL = 16  # tokens per event, after the first: events cost CPU on both sides
 _LINGER_S, _POLL_S = 10.0, 0.05
-# Logprobs after top_p come only with the candidates' ids, which SGLang gives for a finite top_k.
+# SGLang returns logprobs after top_p only with the candidates' ids, which need a finite top_k.
 _MOST_CANDIDATES = 1024
 _NAN = "NaN happened"
 _CODES = {400: ErrorCode.INVALID_REQUEST, 503: ErrorCode.UNAVAILABLE}
 
 
 class _Finish(BaseModel):
-    """Why a request ended; SGLang's own errors are aborts with a status."""
+    """The finish reason; SGLang reports its own errors as aborts with a status."""
 
     type: Literal["stop", "length", "abort"]
     matched: int | str | list[int] | None = None
@@ -47,7 +47,7 @@ class _Span(BaseModel):
 
 
 class _Meta(BaseModel):
-    """The parts of `meta_info` that matter; a request that is aborted in the queue has few of them."""
+    """The `meta_info` fields in use; a request aborted in the queue has few of them."""
 
     finish_reason: _Finish | None = None
     completion_tokens: int = 0
@@ -56,7 +56,7 @@ class _Meta(BaseModel):
     weight_versions: list[_Span] | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = Field(default_factory=list)
     output_token_sampling_logprobs: list[float] | None = None
-    """Of the distribution after top_k and top_p; the others are of the one before."""
+    """Logprobs after top_k and top_p; the other field has those before."""
     input_token_logprobs: list[tuple[float | None, int, str | None]] = Field(default_factory=list)
 
 
@@ -65,7 +65,7 @@ class _Answer(BaseModel):
 
 
 class SglangEngine(RemoteEngine):
-    """An `Engine` over SGLang's native routes. It needs a GPU: here it is tested against a fake of the protocol."""
+    """An `Engine` over SGLang's native routes. It needs a GPU; the tests use a fake of the protocol."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
@@ -87,8 +87,8 @@ class SglangEngine(RemoteEngine):
             "--stream-interval": _STREAM_INTERVAL,
         }
         switches = {
-            "--skip-tokenizer-init": True,  # ids in, ids out
-            "--incremental-streaming-output": True,  # else each event repeats all tokens so far
+            "--skip-tokenizer-init": True,  # token ids in and out
+            "--incremental-streaming-output": True,  # otherwise each event repeats all tokens so far
             "--disable-radix-cache": not settings.prefix_caching,
             "--disable-cuda-graph": settings.enforce_eager,
             "--enable-memory-saver": settings.enable_sleep,
@@ -111,12 +111,12 @@ class SglangEngine(RemoteEngine):
         if loaded == "default":
             body = {"new_version": self.name, "abort_all_requests": False}
             await self.http.post("/update_weight_version", body, idempotent=True)
-        else:  # somebody used this server before us
+        else:  # the server was used before
             await self._freeze()
             await self._swap(self.settings.model_path, self.name)
         await self._thaw()
 
-    async def _tokens(self, call: Call) -> AsyncGenerator[Tokens]:
+    async def _tokens(self, call: Call) -> AsyncGenerator[TokenChunk]:
         params = call.params
         truncated = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
         top_k = params.top_k if params.top_k > 0 else -1
@@ -166,7 +166,7 @@ class SglangEngine(RemoteEngine):
         if not reply.get("success"):
             raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang did not load {folder}: {reply.get('message')}")
         if not self.calls.sent:
-            with suppress(TrackwayError):  # it frees memory sooner; nothing depends on it
+            with suppress(TrackwayError):  # frees memory sooner; nothing depends on it
                 await self.http.post("/flush_cache", idempotent=True)
 
     async def _score(self, token_ids: Sequence[int]) -> list[float]:
@@ -179,7 +179,7 @@ class SglangEngine(RemoteEngine):
         }
         scored = _meta(await self.http.post("/generate", body, idempotent=True)).input_token_logprobs[1:]
         if [token for _, token, _ in scored] != list(token_ids[1:]):
-            message = f"expected input_token_logprobs of {len(token_ids) - 1} tokens, got {scored}; is this SGLang?"
+            message = f"expected input_token_logprobs of {len(token_ids) - 1} tokens, got {scored}; check engine_url"
             raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
         return [float("nan") if logprob is None else logprob for logprob, _, _ in scored]
 
@@ -188,7 +188,7 @@ class SglangEngine(RemoteEngine):
         await self.http.post("/release_memory_occupation", {"tags": [part]})
 
     async def _empty(self) -> None:
-        """Return when the scheduler has no request left: one that was aborted ends with its next step."""
+        """Wait until the scheduler has no request left; an aborted request ends with its next step."""
         end = time.monotonic() + _LINGER_S
         while True:
             try:
@@ -218,26 +218,26 @@ def _sampling(call: Call, top_k: int) -> Json:
 
 
 def _meta(event: Json) -> _Meta:
-    """The event's `meta_info`; raises what SGLang reports as an error inside a stream that began well."""
+    """The event's `meta_info`; raises an error that SGLang reports inside a stream."""
     if "error" in event:
         message = event["error"].get("message") if isinstance(event["error"], dict) else event["error"]
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"SGLang refused the request: {message}")
     try:
         meta = _Answer.model_validate(event).meta_info
     except ValidationError as error:
-        message = f"expected SGLang's answer to /generate, got {str(event)[:200]}: {error}; is this SGLang 0.5.23?"
+        message = f"expected SGLang's answer to /generate, got {str(event)[:200]}: {error}; use SGLang 0.5.23"
         raise TrackwayError(ErrorCode.ENGINE_FAILED, message) from error
     finish = meta.finish_reason
     if finish is not None and finish.type == "abort" and finish.status_code is not None:
         code = _CODES.get(finish.status_code, ErrorCode.ENGINE_FAILED)
         raise TrackwayError(code, f"SGLang ended the request with {finish.status_code}: {finish.message}")
     if finish is not None and finish.matched == _NAN:
-        raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang ended the request: {_NAN}; look at the training")
+        raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang ended the request: {_NAN}; check the training run")
     return meta
 
 
-def _tokens(meta: _Meta, seen: int, total: int, truncated: bool, held: str) -> Tokens:
-    """Tokens [seen, total) of the response; an event has these, or all of the response on servers without our flag."""
+def _tokens(meta: _Meta, seen: int, total: int, truncated: bool, held: str) -> TokenChunk:
+    """Tokens [seen, total) of the response; an event has these, or the whole response without our flag."""
     rows = meta.output_token_logprobs[seen - total :] if total > seen else []
     logprobs = [float("nan") if row[0] is None else row[0] for row in rows]
     if truncated:
@@ -249,11 +249,11 @@ def _tokens(meta: _Meta, seen: int, total: int, truncated: bool, held: str) -> T
         )
         raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
     finish: FinishReason | None = meta.finish_reason.type if meta.finish_reason else None
-    return Tokens([row[1] for row in rows], logprobs, _names(meta, seen, total, held), finish)
+    return TokenChunk([row[1] for row in rows], logprobs, _names(meta, seen, total, held), finish)
 
 
 def _names(meta: _Meta, seen: int, total: int, held: str) -> list[str]:
-    """Who made tokens [seen, total): by span, else the one version that SGLang names, else what it holds."""
+    """The weights of tokens [seen, total): by span, else SGLang's version, else the loaded weights."""
     names = [meta.weight_version or held] * total
     for span in meta.weight_versions or []:
         names[span.start : span.end] = [span.version] * (min(span.end, total) - span.start)

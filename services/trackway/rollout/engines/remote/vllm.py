@@ -1,11 +1,10 @@
-"""vLLM as a replica's engine: its server in a process beside this one, or one that runs already.
+"""vLLM as a replica's engine: a child process, or a server that is already running.
 
-Only its development routes can pause, reload and abort, and whoever reaches those owns the model: the server that a
-replica starts listens on 127.0.0.1, and one that is attached belongs to this replica alone.
+Pause, reload and abort are development routes, and access to them is control over the model: a server started by a
+replica listens on 127.0.0.1, and an attached server must belong to this replica alone.
 
-Weights come from a folder that the server can read, too. Old KV is never reused under new weights, whether or not
-vLLM's prefix cache could be emptied (it cannot while a frozen request holds blocks): each request's `cache_salt` names
-the weights that serve.
+Weights come from a folder that the server can read. Each request's `cache_salt` names the serving weights, so old KV is
+never reused under new weights, even if vLLM cannot reset its prefix cache (while a frozen request holds blocks).
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from trackway.rollout.engines.protocol import Capability, MemoryPart
 from trackway.rollout.engines.remote.digests import ServerDigests, by_parameter
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
-from trackway.rollout.engines.remote.requests import Call, Tokens
+from trackway.rollout.engines.remote.requests import Call, TokenChunk
 from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
 from trackway.rollout.engines.weight_proof import HeldDigests
 from trackway.rollout.settings import RolloutSettings
@@ -35,18 +34,18 @@ _GENERATE = "/inference/v1/generate"
 _MEMORY_S = 120.0
 _CHECKSUMS_S = 120.0  # a rank hashes 1 to 2 GB/s
 _PROGRESS_S = 2.0
-_METRICS_S = 20.0  # a server that generates may take seconds to answer
+_METRICS_S = 20.0  # a busy server may take seconds to respond
 _CUT_PAUSES_S = (0.02, 0.1, 0.5)
 _COUNTERS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\{.*$", re.MULTILINE)
 _NO_NUMBER = -9999.0
-"""What vLLM sends for a logprob that is NaN or minus infinity."""
+"""vLLM's value for a logprob of NaN or minus infinity."""
 _SAFE_ON_ANY_MACHINE = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # seconds, more than a client of ours keeps a connection
-    # The CPU build pins threads by local rank, so that replicas of one machine would share a core.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # seconds; longer than our clients keep a connection
+    # The CPU build pins threads by local rank, so replicas on one machine would share a core.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the least; the default is 4
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, the minimum; the default is 4
     "OMP_NUM_THREADS": "1",
 }
 
@@ -74,18 +73,18 @@ class VllmEngine(RemoteEngine):
         await super().stop()
 
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
-        """As `Engine.load_weights`; what vLLM would choke on, or misread in silence, is refused before it sees it."""
+        """As `Engine.load_weights`; rejects in advance what would crash vLLM or be misread silently."""
         await asyncio.to_thread(self._check_folder, folder, proof)
         await super().load_weights(folder, version, proof)
 
     def _check_folder(self, folder: Path, proof: WeightProof | None) -> None:
-        # A reload that raises in a worker ends the whole server.
+        # A reload that raises in a worker terminates the whole server.
         check_same_model(folder, self.settings.model_path)
         if proof is None and lacks_head(folder, self.settings.model_path):
             raise TrackwayError(
                 ErrorCode.WEIGHTS_CORRUPT,
                 f"expected lm_head.weight or a proof with the tied weights in {folder}, got neither: vLLM may keep "
-                "the old head in silence; publish lm_head.weight too",
+                "the old head without an error; publish lm_head.weight too",
             )
 
     def _command(self, port: int) -> list[str]:
@@ -93,7 +92,7 @@ class VllmEngine(RemoteEngine):
         switches = {
             "--no-enable-prefix-caching": not settings.prefix_caching,
             "--enforce-eager": settings.enforce_eager,
-            "--enable-sleep-mode": settings.enable_sleep and settings.device != "cpu",  # there it would not start
+            "--enable-sleep-mode": settings.enable_sleep and settings.device != "cpu",  # it would not start there
         }
         options = {
             "--host": "127.0.0.1",
@@ -106,7 +105,7 @@ class VllmEngine(RemoteEngine):
             "--tensor-parallel-size": settings.tensor_parallel_size,
             "--gpu-memory-utilization": settings.gpu_memory_utilization,
             "--logprobs-mode": "processed_logprobs",
-            "--generation-config": "vllm",  # no sampling defaults out of the model's folder
+            "--generation-config": "vllm",  # no sampling defaults from the model folder
         }
         return [
             # The CPU build's `vllm` command does not start.
@@ -129,7 +128,7 @@ class VllmEngine(RemoteEngine):
         await self._thaw()
         if loaded == "default":
             await self._call_weights(self.name)
-        else:  # somebody used this server before us
+        else:  # the server was used before
             await self._freeze()
             await self._swap(self.settings.model_path, self.name)
             await self._thaw()
@@ -158,7 +157,7 @@ class VllmEngine(RemoteEngine):
         return await asyncio.to_thread(self._server_digests.compare, folder, held, before)
 
     async def _watch_progress(self) -> None:
-        """Whole answers say nothing until they end; vLLM's counters tell whether it gets on with them."""
+        """Non-streamed responses show no progress; vLLM's counters do."""
         before: list[str] = []
         while True:
             await asyncio.sleep(_PROGRESS_S)
@@ -172,7 +171,7 @@ class VllmEngine(RemoteEngine):
                 before = now
 
     async def _check_logprobs(self) -> None:
-        """Of the only token left by top_k=1 the logprob is 0 in the sampling distribution, and no other."""
+        """With top_k=1 the only token left has logprob 0 in the sampling distribution, and in no other."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "detokenize": False}
         reply = await self.http.post(_GENERATE, {"token_ids": [0], "sampling_params": sampling})
         logprob = reply["choices"][0]["logprobs"]["content"][0]["logprob"]
@@ -183,12 +182,12 @@ class VllmEngine(RemoteEngine):
                 "token; start vLLM with --logprobs-mode processed_logprobs",
             )
 
-    async def _tokens(self, call: Call) -> AsyncGenerator[Tokens]:
+    async def _tokens(self, call: Call) -> AsyncGenerator[TokenChunk]:
         sampling: Json = {
             **call.params.model_dump(include={"temperature", "top_p", "top_k", "seed"}),
             "max_tokens": call.limit,
             "stop_token_ids": sorted(call.stops),
-            "ignore_eos": True,  # the model's own are among the stops
+            "ignore_eos": True,  # the model's own are included in the stop ids
             "logprobs": 0,
             "detokenize": False,
         }
@@ -198,7 +197,7 @@ class VllmEngine(RemoteEngine):
             "sampling_params": sampling,
             "cache_salt": f"{self.held}-{self._salt}",
         }
-        # Whole answers cost a tenth of the CPU of streams, and vLLM names the weights of each token only at the end.
+        # Non-streamed responses cost a tenth of the CPU, and only complete responses have the weights of each token.
         answers = self._stream(body) if call.streamed else self._whole(body)
         async with aclosing(answers):
             async for answer in answers:
@@ -218,9 +217,9 @@ class VllmEngine(RemoteEngine):
                 yield event
 
     async def _cut(self, calls: Sequence[Call]) -> None:
-        """More than once if need be: vLLM passes over ids that it does not know, as of a request just on its way."""
+        """Repeated if necessary: vLLM ignores ids that it does not know yet, such as a request still on its way."""
         for pause_s in _CUT_PAUSES_S:
-            ids = [f"generate-tokens-{call.rid}" for call in calls]  # vLLM's own prefix for this route
+            ids = [f"generate-tokens-{call.rid}" for call in calls]  # vLLM's prefix for this route
             await self.http.post("/abort_requests", {"request_ids": ids}, idempotent=True)
             await asyncio.sleep(pause_s)
             calls = [call for call in calls if call in self.calls.sent]
@@ -228,7 +227,7 @@ class VllmEngine(RemoteEngine):
                 return
 
     async def _freeze(self) -> None:
-        # clear_cache is not ignored here, whatever its documentation says: it would make frozen requests start anew.
+        # clear_cache is not ignored here, contrary to its documentation: it would restart frozen requests.
         await self.http.post("/pause", params={"mode": "keep", "clear_cache": "false"}, idempotent=True)
 
     async def _thaw(self) -> None:
@@ -236,7 +235,7 @@ class VllmEngine(RemoteEngine):
 
     async def _swap(self, folder: Path, name: str) -> None:
         if folder == self._serving.folder and await asyncio.to_thread(lacks_head, folder, self.settings.model_path):
-            # These weights are known to be good, and the head of those that were not must not stay.
+            # These weights are verified, and the head of the rejected ones must not stay.
             with tempfile.TemporaryDirectory(prefix="trackway-vllm-") as scratch:
                 await self._reload(await asyncio.to_thread(with_head, folder, Path(scratch) / "weights"))
         else:
@@ -266,7 +265,7 @@ class VllmEngine(RemoteEngine):
         await self.http.post("/wake_up", params={"tags": sorted(parts)}, timeout_s=_MEMORY_S)
         self._sleeping -= parts
         if not self._sleeping and self._frozen:
-            await self._freeze()  # vLLM thaws by itself when all its memory is back
+            await self._freeze()  # vLLM resumes by itself when all its memory is allocated
 
     async def _score(self, token_ids: Sequence[int]) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": True, "detokenize": False}
@@ -275,15 +274,15 @@ class VllmEngine(RemoteEngine):
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], prompt[1:], strict=True)]
 
 
-def _tokens(choice: Json, held: str) -> Tokens:
-    """A choice of an answer, or of a stream's event: only the last one has spans, the others are of what is held."""
+def _tokens(choice: Json, held: str) -> TokenChunk:
+    """A choice of a response or event; only the last has spans, the others are of the loaded weights."""
     content = (choice["logprobs"] or {}).get("content") or []
     logprobs = [math.nan if entry["logprob"] == _NO_NUMBER else entry["logprob"] for entry in content]
     spans = choice["weight_versions"] or []
     names = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
-    # Spans count from the first token of the answer; an event's tokens are the last of those.
+    # Spans count from the first token of the response; an event has its last tokens.
     names = names[len(names) - len(logprobs) :] if names else [held] * len(logprobs)
-    return Tokens(choice["token_ids"], logprobs, names, choice["finish_reason"])
+    return TokenChunk(choice["token_ids"], logprobs, names, choice["finish_reason"])
 
 
 def _cached(reply: Json) -> int:

@@ -1,9 +1,9 @@
-"""How weights change, sleep and wake in an inference server behind HTTP, so that no token of refused ones gets out.
+"""Weight updates, sleep and wake-up of an inference server; tokens of rejected weights are never returned.
 
-New requests wait here; those in flight are frozen, the folder is loaded under a name that no attempt had before, they
-run on, and the server is asked for its digests and for its logprobs of the probes. Tokens of the new weights are held
-back until these prove them. If they do not, the last good folder is loaded again, and requests that used the
-refused weights are aborted.
+During an update new requests wait and those in flight are frozen while the folder is loaded under a unique name. They
+then continue, and the server's digests and its logprobs of the probes are compared with the proof. Tokens of the new
+weights are held back until they are verified. If verification fails, the last good folder is loaded again, and
+requests that used the rejected weights are aborted.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ _REMEMBERED = 1000
 
 
 class VersionNames:
-    """What versions are called towards a server: "7", and "7+1" when 7 is loaded again."""
+    """Names of versions on a server: "7", and "7+1" when 7 is loaded again."""
 
     def __init__(self) -> None:
         self._given: dict[str, int] = {}
         self._highest, self._again = -1, 0
 
     def new(self, version: int) -> str:
-        """A name that was not given before."""
+        """A name that was not used before."""
         if version > self._highest:
             self._highest, name = version, str(version)
         else:
@@ -45,13 +45,13 @@ class VersionNames:
         return name
 
     def version(self, name: str) -> int | None:
-        """The version of a name; None for one that was not given here."""
+        """The version of a name; None for an unknown name."""
         return self._given.get(name)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Weights that a server holds, and how it calls them."""
+    """Weights loaded on a server, with their name there."""
 
     folder: Path
     version: int
@@ -60,24 +60,24 @@ class Serving:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Weights on trial: `over` is set when it is known whether they serve."""
+    """Weights under verification; `over` is set once they are accepted or rejected."""
 
     new: Serving
     old: Serving
     proof: WeightProof | None
     before: list[list[float]] | None
-    """The server's logprobs of the probes before the load, where it could be asked."""
+    """The server's logprobs of the probes before the load, if available."""
     over: asyncio.Event
 
 
 class RemoteWeights(ABC):
-    """The weights and memory of one server; a backend says how it is told (`remote.py` lists the methods)."""
+    """The weights and memory of one server; backends implement the server's calls (listed in `engine.py`)."""
 
     loses_weights_asleep = True
     max_len: int
     """Longest prompt plus response in tokens."""
     held: str
-    """What the server calls the weights that it holds now, on trial or not."""
+    """The name of the loaded weights, verified or not."""
 
     def __init__(self, settings: RolloutSettings, calls: Calls) -> None:
         self.settings, self.calls = settings, calls
@@ -101,7 +101,7 @@ class RemoteWeights(ABC):
 
     @property
     def name(self) -> str:
-        """What the server calls the weights that serve."""
+        """The name of the serving weights."""
         return self._serving.name
 
     @property
@@ -111,18 +111,18 @@ class RemoteWeights(ABC):
 
     @property
     def asleep(self) -> frozenset[MemoryPart]:
-        """Parts of its memory that are given back."""
+        """Parts of the memory that are released."""
         return frozenset(self._asleep)
 
     @property
     def dtype(self) -> str:
-        """Of weights and activations: such a server is for GPUs, where `auto` is bfloat16."""
+        """The type of weights and activations; such a server needs a GPU, where `auto` is bfloat16."""
         if self.settings.dtype != "auto":
             return self.settings.dtype
         return "float32" if self.settings.device == "cpu" else "bfloat16"
 
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
-        """All or nothing; see `Engine.load_weights`. While the KV cache sleeps the proof waits for its wake-up."""
+        """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
         await asyncio.to_thread(check_finite, folder)
         async with self._control:
             if "weights" in self._asleep:
@@ -136,23 +136,23 @@ class RemoteWeights(ABC):
             await self._try(self._trial, load=True)
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
-        """Give memory back; see `Engine.sleep`. Frozen requests hold KV cache, so there must be none."""
+        """Release memory; see `Engine.sleep`. Frozen requests hold KV cache, so there must be none."""
         async with self._control:
             if not self._paused or len(self.calls):
                 got = f"{len(self.calls)} requests in flight" if self._paused else "one at work"
                 message = f"expected a paused engine without requests, got {got}; POST /pause?mode=wait or abort first"
                 raise TrackwayError(ErrorCode.CONFLICT, message)
             self._kept = False
-            await self._set_frozen(False)  # what was frozen and then aborted must be able to end
+            await self._set_frozen(False)  # requests frozen and then aborted must be able to end
             for part in parts:
                 if part not in self._asleep:
                     await self._give_back(part)
                     self._asleep.add(part)
 
     async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
-        """Take memory again; see `Engine.wake_up`.
+        """Allocate memory; see `Engine.wake_up`.
 
-        Weights that were lost come back with the last part, unless others were loaded in between (verl's multi-stage
+        Lost weights are loaded again with the last part, unless others were loaded in between (verl's multi-stage
         wake-up: weights, load, kv_cache).
         """
         async with self._control:
@@ -170,7 +170,7 @@ class RemoteWeights(ABC):
             if load:
                 await self._install(trial.new)
             if self._asleep and trial.proof is not None:
-                self._serving = trial.new  # no request runs before the wake-up has proved them
+                self._serving = trial.new  # no request runs before the wake-up has verified them
                 return
             judgement = await self._prove(trial, trial.proof) if trial.proof is not None else None
             await self._settle(trial, trial.new)
@@ -195,7 +195,7 @@ class RemoteWeights(ABC):
         return require_accepted(judgement, proof, trial.new.version, trial.new.folder)
 
     async def _score_before(self, proof: WeightProof | None) -> list[list[float]] | None:
-        """Only where these answers may decide, and where the server runs now anyway."""
+        """Only if these logprobs can decide, and the server is running anyway."""
         if proof is None or not any(probe.previous for probe in proof.probes):
             return None
         if self._trial or self._asleep or self._hollow or self._frozen or self._broken is not None:
@@ -203,15 +203,15 @@ class RemoteWeights(ABC):
         return await self._scores(proof)
 
     async def _scores(self, proof: WeightProof) -> list[list[float]]:
-        """Logprobs of tokens 1..n-1 of each probe, cut to what the server takes."""
+        """Logprobs of tokens 1..n-1 of each probe, truncated to the server's maximum length."""
         return [await self._score(probe.token_ids[: self.max_len - 1]) for probe in proof.probes]
 
     async def _digests(self, folder: Path, before: Path) -> HeldDigests | None:
-        """How the server's parameters compare with the folder's tensors; None where it cannot tell."""
+        """Compares the server's parameters with the folder's tensors; None if it has no digests."""
         return None
 
     async def _settle(self, trial: _Trial, serving: Serving) -> None:
-        """These serve from now on."""
+        """Make these the serving weights."""
         await self._set_frozen(self._kept)
         self._serving, self._broken = serving, None
         self._end(trial)
@@ -222,7 +222,7 @@ class RemoteWeights(ABC):
         self._admits.set()
 
     async def _roll_back(self, trial: _Trial, error: Exception) -> None:
-        """Load the last good weights again; without them nothing may be served."""
+        """Load the last good weights again; if that fails, nothing may be served."""
         old = replace(trial.old, name=self._names.new(trial.old.version))
         try:
             await self._condemn(trial)
@@ -235,7 +235,7 @@ class RemoteWeights(ABC):
             raise TrackwayError(ErrorCode.UNAVAILABLE, str(self._broken)) from second
 
     async def _condemn(self, trial: _Trial) -> None:
-        """Whoever ran under the weights on trial has KV of theirs: it ends with the tokens from before."""
+        """Requests that ran under the unverified weights have KV of them: each ends with its earlier tokens."""
         ran = self.held == trial.new.name and not self._frozen
         met = self.calls.sent if ran else []
         for call in met:
@@ -245,7 +245,7 @@ class RemoteWeights(ABC):
             await self._cut(met)
 
     def _break(self, trial: _Trial, why: str) -> None:
-        """What the server holds is unknown; only a load that succeeds mends it."""
+        """The loaded weights are unknown; only a successful load recovers."""
         self._broken = why
         for call in self.calls.sent:
             call.only = trial.old.name
@@ -254,13 +254,13 @@ class RemoteWeights(ABC):
         self._end(trial)
 
     async def _refill(self) -> None:
-        """Load what was lost asleep; it was proved when it came, or is on trial."""
+        """Load the weights lost in sleep; they were verified before, or are being verified."""
         again = replace(self._serving, name=self._names.new(self._serving.version))
         try:
             await self._install(again)
             await self._set_frozen(self._kept)
         except Exception as error:
-            self._broken = f"the weights that slept did not load again: {error}"
+            self._broken = f"the weights did not load again after sleep: {error}"
             raise TrackwayError(ErrorCode.UNAVAILABLE, self._broken) from error
         self._serving, self._broken = again, None
         if self._trial:
@@ -295,7 +295,7 @@ class RemoteWeights(ABC):
 
 
 def _corrupt(error: Exception, folder: Path) -> Exception:
-    """A server that refuses a folder has found it wrong; one that is away has found nothing."""
+    """A server's refusal of a folder means bad weights; an unreachable server says nothing about them."""
     if isinstance(error, TrackwayError) and error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.ENGINE_FAILED):
         message = f"expected weights that the server loads, got {folder}: {error.message}"
         return TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message)

@@ -1,4 +1,4 @@
-"""The simulated engine: no model, the time of one. For load tests of the services around it.
+"""The simulated engine: generates no real text but takes a model's time. For load tests of the services.
 
 Imported by `open_engine` only, by name.
 """

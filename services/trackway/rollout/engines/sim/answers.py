@@ -1,4 +1,4 @@
-"""What the simulated engine says: a script's next turn, or random tokens that follow from seed and prompt."""
+"""The simulated engine's output: the next turn of a script, or random tokens derived from seed and prompt."""
 
 import math
 import random
@@ -14,7 +14,7 @@ _LOGPROBS = [-0.02 - 0.05 * (place % 61) for place in range(1024)]
 
 
 class Answers:
-    """Makes answers: (tokens, logprobs, why they end)."""
+    """Generates answers: (tokens, logprobs, finish reason)."""
 
     def __init__(self, settings: SimSettings) -> None:
         self._settings = settings
@@ -23,7 +23,7 @@ class Answers:
     def answer(
         self, prompt: Sequence[int], params: SamplingParams, limit: int, version: int
     ) -> tuple[list[int], list[float], FinishReason]:
-        """The same prompt, seed and version are given the same answer, at most `limit` tokens of it."""
+        """The answer for a prompt, seed and version, always the same, of at most `limit` tokens."""
         draw = random.Random() if params.seed is None else random.Random(_digest(prompt, params.seed, version))
         tokens = self._scripted(prompt) if self._script else self._random(draw, params, limit)
         ending: FinishReason = "stop"
@@ -43,15 +43,15 @@ class Answers:
         return [*self._words(draw, min(limit, max(0, round(length) - 1))), settings.eos_token_id]
 
     def _words(self, draw: random.Random, count: int) -> list[int]:
-        """Any token but the one that ends."""
+        """Random tokens other than the end-of-sequence token."""
         eos = self._settings.eos_token_id
         return [token + (token >= eos) for token in draw.choices(range(self._settings.vocab_size - 1), k=count)]
 
     def _scripted(self, prompt: Sequence[int]) -> list[int]:
-        """The turn after those that the prompt contains; of one that it ends with in part, the rest."""
+        """The script's turn after those in the prompt; if the prompt ends within a turn, the rest of it."""
         text, turn, start = _bytes(prompt), 0, 0
-        while turn < len(self._script) and (found := text.find(self._script[turn], start)) >= 0:
-            start = found + len(self._script[turn])
+        while turn < len(self._script) and (position := text.find(self._script[turn], start)) >= 0:
+            start = position + len(self._script[turn])
             turn += 1
         wanted = self._settings.script[min(turn, len(self._script) - 1)]
         tail = list(prompt[start // 4 :])

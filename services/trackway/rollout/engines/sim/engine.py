@@ -1,6 +1,6 @@
-"""The simulated engine: no model, the time of one. For load tests of the services around it, on any machine.
+"""The simulated engine: generates no real text but takes a model's time. For load tests on any machine.
 
-It costs little: one timer for the whole engine, set to the next thing that happens.
+It is cheap: one timer for the whole engine, set to the next event.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from trackway.wire.weights import WeightProof
 
 
 class SimEngine:
-    """An `Engine` whose tokens mean nothing; of a version's proof it checks the digests, since it scores nothing."""
+    """An `Engine` with meaningless tokens; of a proof it checks only the digests, since it scores nothing."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
@@ -29,7 +29,7 @@ class SimEngine:
         self._max_len = settings.max_model_len or settings.sim.max_len
         self._core = SimCore(settings.sim, settings.max_num_seqs, settings.prefix_caching)
         self._answers = Answers(settings.sim)
-        self._told: dict[Request, asyncio.Event] = {}
+        self._updates: dict[Request, asyncio.Event] = {}
         self._clock: Callable[[], float] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
@@ -59,12 +59,12 @@ class SimEngine:
         return frozenset(self._asleep)
 
     async def start(self) -> None:
-        """Be ready after the time that loading takes."""
+        """Become ready after the simulated load time."""
         await asyncio.sleep(self._settings.sim.load_s)
         self._clock = asyncio.get_running_loop().time
 
     async def stop(self) -> None:
-        """End; requests in flight return as aborted."""
+        """Stop; requests in flight return as aborted."""
         if self._clock is None:
             return
         await self.pause("abort")
@@ -74,21 +74,21 @@ class SimEngine:
         """Continue a prompt; see `Engine.generate`."""
         request = self._request(token_ids, params, request_id, streamed=False)
         try:
-            await self._told[request].wait()
+            await self._updates[request].wait()
         finally:
             self._forget(request)
         assert request.result is not None
         return request.result
 
     async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
-        """As `generate`, in pieces; a loop that is late tells several tokens at once."""
+        """As `generate`, in pieces; a late event loop yields several tokens at once."""
         request = self._request(token_ids, params, request_id, streamed=True)
-        told, sent = self._told[request], 0
+        updated, sent = self._updates[request], 0
         try:
             while request.result is None:
-                await told.wait()
-                told.clear()
-                for piece in _pieces(request, sent, self._core.made(request)):
+                await updated.wait()
+                updated.clear()
+                for piece in _pieces(request, sent, self._core.generated(request)):
                     sent += len(piece.token_ids)
                     yield piece
             yield Piece([], [], request.cuts[-1][1] if request.cuts else self.version, request.result.finish_reason)
@@ -96,22 +96,22 @@ class SimEngine:
             self._forget(request)
 
     async def abort(self, request_id: str) -> int:
-        """Cut the requests of this id; they return what they have."""
-        return self._abort([request for request in self._told if request.request_id == request_id])
+        """Abort the requests with this id; they return their tokens so far."""
+        return self._abort([request for request in self._updates if request.request_id == request_id])
 
     async def pause(self, mode: PauseMode) -> None:
-        """Refuse new requests and finish, cut or freeze those in flight."""
+        """Refuse new requests and finish, abort or freeze those in flight."""
         self._paused = True
         self._turn()
         self._core.frozen = mode == "keep"
         if mode == "abort":
-            self._abort([*self._told])
+            self._abort([*self._updates])
         self._set_timer()
         if mode == "wait":
             await self._idle.wait()
 
     async def resume(self) -> None:
-        """Take requests again and go on with the frozen ones."""
+        """Accept requests again and continue frozen ones."""
         if self._asleep:
             raise asleep(self._asleep)
         self._turn()
@@ -119,7 +119,7 @@ class SimEngine:
         self._set_timer()
 
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
-        """Take the time of loading, then be of that version; files are read only where digests are published."""
+        """Wait for the simulated load time, then switch to the version; reads files only for published digests."""
         await asyncio.sleep(self._settings.sim.load_s)
         judgement = None
         if proof is not None and proof.digests:
@@ -134,9 +134,9 @@ class SimEngine:
         self.judgement = judgement
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
-        """Give back memory that it does not have; a cache that slept is empty."""
+        """Release the simulated memory, which empties the cache."""
         if not self._paused:
-            raise TrackwayError(ErrorCode.CONFLICT, "expected a paused engine, got one at work; POST /pause first")
+            raise TrackwayError(ErrorCode.CONFLICT, "expected a paused engine, got a running one; POST /pause first")
         self._asleep |= {*parts}
         if "kv_cache" in parts:
             self._core.forget()
@@ -146,19 +146,19 @@ class SimEngine:
         self._asleep -= {*parts}
 
     def stuck_for(self) -> float:
-        """Seconds by which the next event is late."""
+        """Seconds for which the next event is overdue."""
         at = self._core.next_at()
         return 0.0 if at is None or self._clock is None else max(0.0, self._clock() - at)
 
     def stats(self) -> EngineStats:
-        """What it has done and is doing."""
+        """The engine's counters."""
         return self._core.stats()
 
     def _turn(self) -> None:
-        """Bring the core to the present, wake those whom it told something, and set the timer anew."""
+        """Advance the core to now, wake the requests with new tokens, and reset the timer."""
         for request in self._core.advance(self._now()):
-            if request in self._told:
-                self._told[request].set()
+            if request in self._updates:
+                self._updates[request].set()
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -176,19 +176,19 @@ class SimEngine:
         cut = [request for request in requests if request.result is None]
         self._core.end(cut)
         for request in cut:
-            self._told[request].set()
+            self._updates[request].set()
         self._set_timer()
         return len(cut)
 
     def _forget(self, request: Request) -> None:
-        del self._told[request]
+        del self._updates[request]
         if request.result is None:
             self._core.end([request])
             self._set_timer()
 
     def _now(self) -> float:
         if self._clock is None:
-            raise TrackwayError(ErrorCode.UNAVAILABLE, "expected a started engine, got one that is not; ask again")
+            raise TrackwayError(ErrorCode.UNAVAILABLE, "expected a started engine, got one that is not; retry later")
         return self._clock()
 
     def _request(self, token_ids: Sequence[int], params: SamplingParams, request_id: str, streamed: bool) -> Request:
@@ -197,7 +197,7 @@ class SimEngine:
         prompt, limit = list(token_ids), min(params.max_tokens, self._max_len - len(token_ids))
         answer, logprobs, ending = self._answers.answer(prompt, params, limit, self.version)
         request = Request(request_id, prompt, answer, logprobs, ending, streamed)
-        self._told[request] = asyncio.Event()
+        self._updates[request] = asyncio.Event()
         self._core.add(request)
         self._set_timer()
         return request
@@ -211,9 +211,9 @@ class SimEngine:
         check_prompt(token_ids, self._max_len, self._settings.sim.vocab_size)
 
 
-def _pieces(request: Request, start: int, made: int) -> Iterable[Piece]:
-    """The tokens `[start, made)`, parted where the weights changed."""
-    for span in request.spans(made):
+def _pieces(request: Request, start: int, count: int) -> Iterable[Piece]:
+    """The tokens `[start, count)`, split where the weights changed."""
+    for span in request.spans(count):
         first = max(start, span.start)
         if first < span.end:
             tokens, logprobs = request.answer[first : span.end], request.logprobs[first : span.end]

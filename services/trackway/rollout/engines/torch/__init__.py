@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching on torch, in the replica's own process."""
+"""The embedded engine: continuous batching on torch, in the replica's process."""

@@ -1,4 +1,4 @@
-"""What runs together in one forward, and the tensors that all its layers share."""
+"""The layout of one forward pass, and the tensors that all layers share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 _WORTH_A_CUT = 512
-"""Positions read for nothing that cost as much as one more attention: some 256 KiB of a small model's cache."""
+"""Wasted cache positions that cost as much as another attention call: some 256 KiB of a small model's cache."""
 
 
 class Row(NamedTuple):
-    """New tokens of one request, whose first `start` tokens lie in the cache's `slot`."""
+    """New tokens of one sequence, whose first `start` tokens are in the cache's `slot`."""
 
     slot: int
     start: int
@@ -24,11 +24,11 @@ class Row(NamedTuple):
         return self.start + len(self.token_ids)
 
 
-class Run(NamedTuple):
-    """Rows of one new token each that attend together."""
+class DecodeRun(NamedTuple):
+    """Rows of one new token each, computed in one attention call."""
 
     first: int
-    """Index of its first token in the flat batch."""
+    """Index of the first token in the flat batch."""
     last: int
     slots: slice | Tensor
     mask: Tensor
@@ -36,39 +36,39 @@ class Run(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Most positions that one of its rows sees."""
+        """The most positions that a row attends to."""
         return self.mask.shape[2]
 
 
-class Span(NamedTuple):
-    """One row of several new tokens: where they lie in the flat batch, and in the cache."""
+class PrefillRow(NamedTuple):
+    """A row of several new tokens: its place in the flat batch and in the cache."""
 
     slot: int
     first: int
     last: int
     end: int
     mask: Tensor | None
-    """[new, end]: what each new token sees; None when that is all before it from the slot's start."""
+    """[new, end]: the positions that each new token sees; None when causal from the start of the slot."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A flat batch without padding: rows of one new token come first, in runs; then those of several, the spans."""
+class BatchLayout:
+    """A flat batch without padding: rows of one new token first, as runs; then longer rows, as spans."""
 
     token_ids: Tensor
     """[tokens]"""
     slots: Tensor
     """[tokens]: each token's slot."""
     positions: Tensor
-    """[tokens]: each token's place in its slot."""
-    runs: list[Run]
-    spans: list[Span]
+    """[tokens]: each token's position in its slot."""
+    runs: list[DecodeRun]
+    spans: list[PrefillRow]
     last: Tensor | None
-    """[rows]: index of each row's last token; None when every token is one."""
+    """[rows]: index of each row's last token; None when every row has one token."""
 
 
-def plan(rows: Sequence[Row], kv_heads: int, device: torch.device, dtype: torch.dtype) -> Plan:
-    """The plan for rows of which those with one new token come first."""
+def prepare_batch(rows: Sequence[Row], kv_heads: int, device: torch.device, dtype: torch.dtype) -> BatchLayout:
+    """The layout of a batch; rows of one new token come first."""
     singles = sum(len(row.token_ids) == 1 for row in rows)
     flat = [
         [token for row in rows for token in row.token_ids],
@@ -79,7 +79,7 @@ def plan(rows: Sequence[Row], kv_heads: int, device: torch.device, dtype: torch.
     spans = _spans(rows[singles:], singles, device)
     last = [*range(singles), *(span.last for span in spans)]
     parts = [range(singles)] if device.type != "cpu" and singles else cut(rows[:singles])
-    return Plan(
+    return BatchLayout(
         token_ids=token_ids,
         slots=slots,
         positions=positions,
@@ -90,7 +90,7 @@ def plan(rows: Sequence[Row], kv_heads: int, device: torch.device, dtype: torch.
 
 
 def cut(rows: Sequence[Row]) -> list[range]:
-    """Parts of neighbouring slots and of like length: a CPU reads their cache in place and little beyond their ends."""
+    """Splits rows into parts of adjacent slots and similar length, which a CPU reads in place with little waste."""
     parts: list[range] = []
     first = longest = used = 0
     for index, row in enumerate(rows):
@@ -103,24 +103,26 @@ def cut(rows: Sequence[Row]) -> list[range]:
 
 
 def neighbours(slots: list[int]) -> slice | None:
-    """The slice that equals the slots in their order, or None when there is none."""
+    """The slice equal to the slots in their order, or None."""
     first = slots[0]
     return slice(first, first + len(slots)) if slots == list(range(first, first + len(slots))) else None
 
 
-def _run(rows: Sequence[Row], part: range, slots: Tensor, positions: Tensor, kv_heads: int, dtype: torch.dtype) -> Run:
+def _run(
+    rows: Sequence[Row], part: range, slots: Tensor, positions: Tensor, kv_heads: int, dtype: torch.dtype
+) -> DecodeRun:
     where = slice(part.start, part.stop)
-    own = [row.slot for row in rows[where]]
+    row_slots = [row.slot for row in rows[where]]
     mask = _single_mask(positions[where], max(row.end for row in rows[where]), kv_heads, dtype)
-    return Run(part.start, part.stop - 1, neighbours(own) or slots[where], mask)
+    return DecodeRun(part.start, part.stop - 1, neighbours(row_slots) or slots[where], mask)
 
 
-def _spans(rows: Sequence[Row], first: int, device: torch.device) -> list[Span]:
-    spans: list[Span] = []
+def _spans(rows: Sequence[Row], first: int, device: torch.device) -> list[PrefillRow]:
+    spans: list[PrefillRow] = []
     for row in rows:
         new = len(row.token_ids)
         mask = torch.ones(new, row.end, dtype=torch.bool, device=device).tril(row.start) if row.start else None
-        spans.append(Span(row.slot, first, first + new - 1, row.end, mask))
+        spans.append(PrefillRow(row.slot, first, first + new - 1, row.end, mask))
         first += new
     return spans
 

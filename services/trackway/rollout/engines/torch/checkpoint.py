@@ -1,4 +1,4 @@
-"""Safetensors files to decoder weights: every name and shape is checked before a tensor is used."""
+"""Safetensors files to decoder weights; every name and shape is checked before a tensor is used."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def expected_shapes(config: DecoderConfig) -> Shapes:
 
 
 def check(tensors: dict[str, Tensor], config: DecoderConfig, folder: Path) -> None:
-    """Raises WEIGHTS_CORRUPT unless the tensors are exactly the model's; only a tied `lm_head.weight` may be absent."""
+    """Raises WEIGHTS_CORRUPT unless the tensors are exactly the model's; a tied `lm_head.weight` may be absent."""
     want = expected_shapes(config)
     if config.tied and LM_HEAD not in tensors:
         del want[LM_HEAD]
@@ -74,8 +74,10 @@ def check(tensors: dict[str, Tensor], config: DecoderConfig, folder: Path) -> No
 
 
 def require_finite(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Raises WEIGHTS_CORRUPT unless all values are finite, whose sums are then finite too, but for huge ones."""
-    sums = torch.stack([tensor.sum(dtype=tensor.dtype) for tensor in tensors.values()])  # one wait for the device
+    """Raises WEIGHTS_CORRUPT unless all values are finite, which their sums show, overflow aside."""
+    sums = torch.stack(
+        [tensor.sum(dtype=tensor.dtype) for tensor in tensors.values()]
+    )  # one synchronization with the device
     suspects = [name for name, finite in zip(tensors, sums.isfinite().tolist(), strict=True) if not finite]
     if bad := [name for name in suspects if not bool(tensors[name].isfinite().all())]:
         raise not_finite(bad, folder)

@@ -1,7 +1,7 @@
-"""The engine's step: admit, compute, sample, hand out. Synchronous and single-threaded; `engine.py` drives it."""
+"""The engine's step: admit, compute, sample, return. Synchronous and single-threaded; `engine.py` drives it."""
 
 import math
-from collections.abc import Sequence
+from collections import abc
 from typing import NamedTuple
 
 import torch
@@ -10,23 +10,23 @@ from trackway.rollout.engines.protocol import EngineStats, Generation
 from trackway.rollout.engines.torch.batch import Row
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.sampler import sample
-from trackway.rollout.engines.torch.scheduler import Continuation, Scheduler
-from trackway.rollout.engines.torch.slots import Place
+from trackway.rollout.engines.torch.scheduler import Scheduler, Sequence
+from trackway.rollout.engines.torch.slots import SlotAllocation
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _GROUP_TOKENS = {"cpu": 1024}
-"""Tokens of one forward: few enough for a CPU's cache, many enough to fill a GPU."""
+"""Tokens per forward pass: few enough for a CPU's cache, many enough to fill a GPU."""
 
 
-class Ended(NamedTuple):
-    """A request that is over, and how."""
+class FinishedSequence(NamedTuple):
+    """A finished sequence and its result."""
 
-    request: Continuation
+    sequence: Sequence
     result: Generation | TrackwayError
 
 
 class EngineCore:
-    """One decoder, its weights, its cache and its requests."""
+    """A decoder with its weights, cache and sequences."""
 
     def __init__(self, decoder: Decoder, weights: DecoderWeights, version: int, slots: int) -> None:
         self.decoder, self.weights, self.version = decoder, weights, version
@@ -34,81 +34,85 @@ class EngineCore:
         self._cache = decoder.cache(slots)
         self._steps = self._generated = self._prefilled = self._reused = 0
 
-    def step(self) -> list[Ended]:
-        """Give every running request one more token."""
+    def step(self) -> list[FinishedSequence]:
+        """Generate one token for every running sequence; returns the finished ones."""
         self._copy(self.scheduler.admit())
         groups = self.scheduler.groups()
         logits = torch.cat([self._compute(group) for group in groups])
-        requests = [request for group in groups for request in group]
-        tokens, logprobs = sample(logits, [r.params for r in requests], [next(r.draws) for r in requests])
+        sequences = [sequence for group in groups for sequence in group]
+        tokens, logprobs = sample(logits, [r.params for r in sequences], [next(r.uniforms) for r in sequences])
         self._steps += 1
-        self._generated += len(requests)
-        ended = map(self._accept, requests, tokens, logprobs)
-        return [end for end in ended if end is not None]
+        self._generated += len(sequences)
+        finished = map(self._accept, sequences, tokens, logprobs)
+        return [output for output in finished if output is not None]
 
     def swap(self, weights: DecoderWeights, version: int) -> None:
-        """Go on with other weights: running requests keep their KV, no new one may reuse it."""
+        """Replace the weights: running sequences keep their KV; new ones do not reuse it."""
         self.weights, self.version = weights, version
-        self.scheduler.slots.forget()
+        self.scheduler.slots.reset_prefix_cache()
 
-    def abort(self, request_id: str | None = None) -> list[Ended]:
-        """End the requests of an id, or all, with what they have."""
-        found = [
-            request
-            for request in (*self.scheduler.running, *self.scheduler.waiting)
-            if request_id is None or request.request_id == request_id
+    def abort(self, request_id: str | None = None) -> list[FinishedSequence]:
+        """Finish the sequences with this request id, or all, with their tokens so far."""
+        aborted = [
+            sequence
+            for sequence in (*self.scheduler.running, *self.scheduler.waiting)
+            if request_id is None or sequence.request_id == request_id
         ]
-        for request in found:
-            self.scheduler.leave(request)
-        return [Ended(request, request.result("abort")) for request in found]
+        for sequence in aborted:
+            self.scheduler.finish(sequence)
+        return [FinishedSequence(sequence, sequence.result("abort")) for sequence in aborted]
 
-    def drop(self, request: Continuation) -> None:
-        """End a request that nobody waits for any more; nothing when it is over already."""
-        if request in self.scheduler.running or request in self.scheduler.waiting:
-            self.scheduler.leave(request)
+    def drop(self, sequence: Sequence) -> None:
+        """Remove a sequence whose caller has left; does nothing if it is finished."""
+        if sequence in self.scheduler.running or sequence in self.scheduler.waiting:
+            self.scheduler.finish(sequence)
 
-    def fail(self, cause: Exception) -> list[Ended]:
-        """End all requests after a step that raised; the cache starts anew."""
+    def fail(self, cause: Exception) -> list[FinishedSequence]:
+        """Fail all sequences after a step that raised, and clear the cache."""
         message = f"the engine's step failed: {type(cause).__name__}: {cause}; the same request would fail again"
-        ended = [Ended(r, TrackwayError(ErrorCode.ENGINE_FAILED, message)) for r in self.scheduler.clear()]
+        finished = [
+            FinishedSequence(r, TrackwayError(ErrorCode.ENGINE_FAILED, message)) for r in self.scheduler.clear()
+        ]
         self._cache.data.zero_()
-        return ended
+        return finished
 
     def stats(self) -> EngineStats:
-        """Counts since the start and of now."""
+        """Totals since the start, and current numbers."""
         running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         return EngineStats(running, waiting, self._steps, self._generated, self._prefilled, self._reused)
 
-    def _copy(self, places: Sequence[Place]) -> None:
-        self._reused += sum(place.cached for place in places)
-        copies = [place for place in places if place.source != place.slot]
-        longest = max((place.cached for place in copies), default=0)
-        self._cache.copy([place.source for place in copies], [place.slot for place in copies], longest)
+    def _copy(self, allocations: abc.Sequence[SlotAllocation]) -> None:
+        self._reused += sum(allocation.cached for allocation in allocations)
+        copies = [allocation for allocation in allocations if allocation.source != allocation.slot]
+        longest = max((allocation.cached for allocation in copies), default=0)
+        self._cache.copy(
+            [allocation.source for allocation in copies], [allocation.slot for allocation in copies], longest
+        )
 
-    def _compute(self, group: Sequence[Continuation]) -> torch.Tensor:
-        self._cache.reserve(max(request.length for request in group))
-        rows = [Row(request.slot, request.cached, request.pending_ids) for request in group]
+    def _compute(self, group: abc.Sequence[Sequence]) -> torch.Tensor:
+        self._cache.reserve(max(sequence.length for sequence in group))
+        rows = [Row(sequence.slot, sequence.cached, sequence.pending_ids) for sequence in group]
         logits = self.decoder.forward(self.weights, self._cache, rows)
-        self._prefilled += sum(request.pending for request in group if not request.output)
-        self.scheduler.computed(group)
+        self._prefilled += sum(sequence.pending for sequence in group if not sequence.output)
+        self.scheduler.mark_computed(group)
         return logits
 
-    def _accept(self, request: Continuation, token: int, logprob: float) -> Ended | None:
+    def _accept(self, sequence: Sequence, token: int, logprob: float) -> FinishedSequence | None:
         if not math.isfinite(logprob):
-            return self._refuse(request, logprob)
-        reason = request.accept(token, logprob, self.version)
+            return self._refuse(sequence, logprob)
+        reason = sequence.accept(token, logprob, self.version)
         if reason is None:
             return None
-        self.scheduler.leave(request)
-        return Ended(request, request.result(reason))
+        self.scheduler.finish(sequence)
+        return FinishedSequence(sequence, sequence.result(reason))
 
-    def _refuse(self, request: Continuation, logprob: float) -> Ended:
-        self._cache.clear(request.slot)
-        request.cached = 0
-        self.scheduler.leave(request)
+    def _refuse(self, sequence: Sequence, logprob: float) -> FinishedSequence:
+        self._cache.clear(sequence.slot)
+        sequence.cached = 0
+        self.scheduler.finish(sequence)
         error = TrackwayError(
             ErrorCode.ENGINE_FAILED,
             f"expected a finite logprob, got {logprob} with weights version {self.version}; publish healthy weights",
             version=self.version,
         )
-        return Ended(request, error)
+        return FinishedSequence(sequence, error)

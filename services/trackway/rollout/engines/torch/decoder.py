@@ -1,10 +1,10 @@
 """The decoder's forward pass over slot KV: ragged rows in, logits of each row's last token out.
 
-Everything is a function of (weights, cache, rows): weights are swapped by reference between two steps, so a load that
-fails has touched nothing. Large batches are bound by arithmetic and memory, hence: no padding, the last layer computes
-only what the logits need, keys and values are read in place when the slots are neighbours, and query heads fold onto
-their KV head instead of expanding it. Small ones are bound by the number of operations, hence: q/k/v and gate/up are
-one matrix each, q and k share one norm and one rotation, and residuals are added by the product that makes them.
+Everything is a function of (weights, cache, rows): weights are swapped by reference between two steps, so a failed
+load changes nothing. Large batches are bound by arithmetic and memory: there is no padding, the last layer computes
+only what the logits need, keys and values of adjacent slots are read in place, and query heads are folded onto their
+KV head instead of expanding it. Small batches are bound by the number of operations: q/k/v and gate/up are one matrix
+each, q and k share one norm and one rotation, and residuals are added within the matrix product.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from trackway.rollout.engines.torch.batch import Plan, Row, plan
+from trackway.rollout.engines.torch.batch import BatchLayout, Row, prepare_batch
 from trackway.rollout.engines.torch.kv_cache import KVCache
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 
@@ -38,7 +38,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All weights of one version; `lm_head` is `embed` itself when the checkpoint ties them and names no other."""
+    """All weights of one version; `lm_head` is `embed` itself when the checkpoint ties them."""
 
     embed: Tensor
     layers: tuple[LayerWeights, ...]
@@ -47,7 +47,7 @@ class DecoderWeights:
 
 
 class Decoder:
-    """The forward pass of one architecture on one device."""
+    """The forward pass of a model on a device."""
 
     def __init__(self, config: DecoderConfig, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.max_len, self.device, self.dtype = config, max_len, device, dtype
@@ -65,50 +65,52 @@ class Decoder:
 
         Rows of one token come first.
         """
-        todo = plan(rows, self.config.num_kv_heads, self.device, self.dtype)
-        return F.linear(self._hidden(weights, cache, todo, todo.last), weights.lm_head).float()
+        layout = prepare_batch(rows, self.config.num_kv_heads, self.device, self.dtype)
+        return F.linear(self._hidden(weights, cache, layout, layout.last), weights.lm_head).float()
 
     def score(self, weights: DecoderWeights, token_ids: list[int]) -> list[float]:
-        """Logprobs at temperature 1 of tokens 1..n-1 given those before them; uses no slot."""
+        """Logprobs at temperature 1 of tokens 1..n-1 given the preceding ones; uses no slot."""
         cache = self.cache(slots=1)
         cache.reserve(len(token_ids))
-        todo = plan([Row(0, 0, token_ids)], self.config.num_kv_heads, self.device, self.dtype)
-        hidden = self._hidden(weights, cache, todo, None)
+        layout = prepare_batch([Row(0, 0, token_ids)], self.config.num_kv_heads, self.device, self.dtype)
+        hidden = self._hidden(weights, cache, layout, None)
         logprobs = torch.log_softmax(F.linear(hidden[:-1], weights.lm_head).float(), -1)
-        return logprobs.gather(1, todo.token_ids[1:, None])[:, 0].tolist()
+        return logprobs.gather(1, layout.token_ids[1:, None])[:, 0].tolist()
 
-    def _hidden(self, weights: DecoderWeights, cache: KVCache, todo: Plan, keep: Tensor | None) -> Tensor:
-        """[tokens, hidden], or of the tokens to keep: the last layer's other outputs would go nowhere."""
-        cos, sin = self._cos[todo.positions], self._sin[todo.positions]
-        x = F.embedding(todo.token_ids, weights.embed)
+    def _hidden(self, weights: DecoderWeights, cache: KVCache, layout: BatchLayout, keep: Tensor | None) -> Tensor:
+        """[tokens, hidden], or only the tokens in `keep`: other outputs of the last layer are unused."""
+        cos, sin = self._cos[layout.positions], self._sin[layout.positions]
+        x = F.embedding(layout.token_ids, weights.embed)
         for index, (layer, kv) in enumerate(zip(weights.layers, cache.data, strict=True)):
-            q = self._project(layer, self._norm(x, layer.input_norm), kv, todo, cos, sin)
+            q = self._project(layer, self._norm(x, layer.input_norm), kv, layout, cos, sin)
             if keep is not None and index == self.config.num_layers - 1:
-                x, attended = x[keep], self._attend(q[keep], kv, todo, last_only=True)
+                x, attended = x[keep], self._attend(q[keep], kv, layout, last_only=True)
             else:
-                attended = self._attend(q, kv, todo, last_only=False)
+                attended = self._attend(q, kv, layout, last_only=False)
             x = torch.addmm(x if layer.o_bias is None else x + layer.o_bias, attended, layer.o.t())
             x = torch.addmm(x, _gated(layer, self._norm(x, layer.mlp_norm)), layer.down.t())
         return self._norm(x, weights.norm)
 
-    def _project(self, layer: LayerWeights, x: Tensor, kv: Tensor, todo: Plan, cos: Tensor, sin: Tensor) -> Tensor:
+    def _project(
+        self, layer: LayerWeights, x: Tensor, kv: Tensor, layout: BatchLayout, cos: Tensor, sin: Tensor
+    ) -> Tensor:
         """Queries [tokens, heads, head_dim]; keys and values go into the cache."""
         c = self.config
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(-1, self._heads + c.num_kv_heads, c.head_dim)
         qk = qkv[:, : self._heads]
         normed = qk if layer.qk_norm is None else self._head_norm(qk, layer.qk_norm)
         torch.addcmul(normed * cos, normed.roll(c.head_dim // 2, -1), sin, out=qk)
-        kv[:, todo.slots, :, todo.positions] = qkv[:, c.num_heads :].unflatten(1, (2, c.num_kv_heads))
+        kv[:, layout.slots, :, layout.positions] = qkv[:, c.num_heads :].unflatten(1, (2, c.num_kv_heads))
         return qkv[:, : c.num_heads]
 
-    def _attend(self, q: Tensor, kv: Tensor, todo: Plan, last_only: bool) -> Tensor:
+    def _attend(self, q: Tensor, kv: Tensor, layout: BatchLayout, last_only: bool) -> Tensor:
         """[tokens, heads * head_dim]; `q` holds all tokens, or the last one of each row."""
         parts: list[Tensor] = []
-        for run in todo.runs:
+        for run in layout.runs:
             keys, values = kv[:, run.slots, :, : run.longest].flatten(1, 2)
             parts.append(_attend_one(q[run.first : run.last + 1], keys, values, run.mask))
-        singles = todo.runs[-1].last + 1 if todo.runs else 0
-        for row, span in enumerate(todo.spans, start=singles):
+        singles = layout.runs[-1].last + 1 if layout.runs else 0
+        for row, span in enumerate(layout.spans, start=singles):
             keys, values = kv[:, span.slot, :, : span.end]
             new = q[row : row + 1] if last_only else q[span.first : span.last + 1]
             parts.append(_attend_many(new, keys, values, span.mask, last_only))
@@ -116,7 +118,7 @@ class Decoder:
 
 
 class RmsNorm:
-    """x / rms(x) * weight; on a CPU in three operations instead of the eight that torch makes of it there."""
+    """x / rms(x) * weight; on a CPU in three operations instead of torch's eight."""
 
     def __init__(self, eps: float, size: int, device: torch.device, dtype: torch.dtype) -> None:
         self._eps, self._root = eps, math.sqrt(size)
@@ -124,11 +126,11 @@ class RmsNorm:
         self._zero, self._floor = torch.tensor(0.0), torch.tensor(math.sqrt(size * eps))
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Over the last axis; `weight` broadcasts."""
+        """Normalize over the last axis; `weight` broadcasts."""
         if self._fused:
-            one = weight if weight.ndim == 1 else None
-            normed = F.rms_norm(x, x.shape[-1:], one, self._eps)
-            return normed if weight is one else normed * weight
+            vector = weight if weight.ndim == 1 else None
+            normed = F.rms_norm(x, x.shape[-1:], vector, self._eps)
+            return normed if weight is vector else normed * weight
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.addcdiv(self._zero, x * weight, length.hypot_(self._floor), value=self._root)
 
@@ -155,7 +157,7 @@ def _attend_one(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor
 
 
 def _attend_many(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, last_only: bool) -> Tensor:
-    """Many queries of one row, without holding all scores: [new, heads, dim] over [kv_heads, positions, dim]."""
+    """Many queries of one row, without storing all scores: [new, heads, dim] over [kv_heads, positions, dim]."""
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys[None],

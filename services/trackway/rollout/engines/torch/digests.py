@@ -1,4 +1,4 @@
-"""The digests of what the embedded engine holds: its fused parameters taken apart into the published tensors."""
+"""Digests of the embedded engine's weights, with fused parameters split into the published tensors."""
 
 import hashlib
 import os
@@ -17,13 +17,13 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 def published_digests(digests: Sequence[TensorDigest], dtype: torch.dtype) -> dict[str, str]:
-    """What the tensors must hash to in an engine of this type, by name, where it was published."""
+    """The expected digests in an engine of this type, by name, where published."""
     published = {tensor.name: tensor.sha256.get(_digested(tensor, dtype)) for tensor in digests}
     return {name: sha256 for name, sha256 in published.items() if sha256 is not None}
 
 
 def held_digests(weights: DecoderWeights, config: DecoderConfig, digests: Sequence[TensorDigest]) -> dict[str, str]:
-    """The sha256 of the published tensors as the engine holds them; those that it has no place for are absent."""
+    """The sha256 of the published tensors as the engine holds them; unknown ones are absent."""
     types = {tensor.name: _digested(tensor, weights.embed.dtype) for tensor in digests}
     held = {name: tensor for name, tensor in unfused(weights, config) if name in types}
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -50,7 +50,7 @@ def _layer(layer: LayerWeights, config: DecoderConfig) -> Iterator[tuple[str, Te
                 yield f"self_attn.{name}_proj.{kind}", part
     if layer.qk_norm is not None:
         for name, part in zip(("q", "k"), layer.qk_norm.split((config.num_heads, config.num_kv_heads)), strict=True):
-            # One row repeated for every head; heads that differ would hash to nothing that was published.
+            # One row repeated per head; if heads differ, no published digest matches.
             yield f"self_attn.{name}_norm.weight", part[0] if bool((part == part[0]).all()) else part
     yield "self_attn.o_proj.weight", layer.o
     if layer.o_bias is not None:
@@ -62,7 +62,7 @@ def _layer(layer: LayerWeights, config: DecoderConfig) -> Iterator[tuple[str, Te
 
 
 def _digested(tensor: TensorDigest, dtype: torch.dtype) -> str:
-    """The type in which it is compared: the engine's own, else the published one, which the engine only widened."""
+    """The type for comparison: the engine's, else the published one, which the engine only widened."""
     name = str(dtype).removeprefix("torch.")
     return name if name in tensor.sha256 else tensor.dtype
 

@@ -1,12 +1,13 @@
-"""The embedded engine: the async face of a core that steps on a thread of its own.
+"""The embedded engine: the async interface of a core that steps on its own thread.
 
-Weights are read, checked and scored on another thread, on a set of tensors of their own; only the exchange of the
-reference happens between two steps.
+Weights are read, checked and scored on another thread, in separate tensors; only the reference is swapped between two
+steps.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections import abc
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -16,11 +17,11 @@ import torch
 from trackway.rollout.engines.admission import check_prompt, overloaded, paused
 from trackway.rollout.engines.backpressure import RetryAfterEstimator
 from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
-from trackway.rollout.engines.torch.core import Ended, EngineCore
+from trackway.rollout.engines.torch.core import EngineCore, FinishedSequence
 from trackway.rollout.engines.torch.decoder import Decoder
 from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, prove
 from trackway.rollout.engines.torch.model_config import DecoderConfig
-from trackway.rollout.engines.torch.scheduler import Continuation
+from trackway.rollout.engines.torch.scheduler import Sequence
 from trackway.rollout.engines.torch.thread import EngineThread
 from trackway.rollout.engines.weight_proof import Judgement, require_accepted
 from trackway.rollout.settings import RolloutSettings
@@ -47,8 +48,8 @@ class TorchEngine:
         device = device_of(settings)
         self._decoder = Decoder(self._config, self._max_len, device, dtype_of(settings, device))
         self._core: EngineCore | None = None
-        self._waiting: dict[Continuation, Pending] = {}
-        self._places = RetryAfterEstimator(settings.max_num_seqs, _FIRST_GUESS_S)
+        self._waiting: dict[Sequence, Pending] = {}
+        self._retry_after = RetryAfterEstimator(settings.max_num_seqs, _FIRST_GUESS_S)
         self._paused = False
         self.judgement: Judgement | None = None
 
@@ -79,42 +80,42 @@ class TorchEngine:
         self._thread = EngineThread(self._core, self._resolve, self._fail)
 
     async def stop(self) -> None:
-        """Abort what is in flight and end the thread."""
+        """Abort requests in flight and stop the thread."""
         if self._core is None:
             return
         self._paused = True
-        with suppress(TrackwayError):  # a thread that has died holds no requests
+        with suppress(TrackwayError):  # a dead thread holds no sequences
             await self._abort(None)
         await self._thread.stop()
 
-    async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
+    async def generate(self, token_ids: abc.Sequence[int], params: SamplingParams, request_id: str) -> Generation:
         """Continue a prompt; see `Engine.generate`."""
-        with self._in_flight(self._request(token_ids, params, request_id)) as done:
+        with self._in_flight(self._sequence(token_ids, params, request_id)) as done:
             return _result(await done)
 
     async def stream(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str
+        self, token_ids: abc.Sequence[int], params: SamplingParams, request_id: str
     ) -> AsyncGenerator[Piece, None]:
         """As `generate`, token by token; see `Engine.stream`."""
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece | None]()
 
-        def hear(piece: Piece) -> None:
+        def on_token(piece: Piece) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        with self._in_flight(self._request(token_ids, params, request_id, hear)) as done:
+        with self._in_flight(self._sequence(token_ids, params, request_id, on_token)) as done:
             done.add_done_callback(lambda _: pieces.put_nowait(None))
             while (piece := await pieces.get()) is not None:
                 yield piece
-            made = _result(done.result())
-            version = made.spans[-1].version if made.spans else self.version
-            yield Piece([], [], version, made.finish_reason)
+            generation = _result(done.result())
+            version = generation.spans[-1].version if generation.spans else self.version
+            yield Piece([], [], version, generation.finish_reason)
 
     async def abort(self, request_id: str) -> int:
-        """Cut the requests of this id; they return what they have."""
+        """Abort the requests with this id; they return their tokens so far."""
         return await self._abort(request_id)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Refuse new requests and finish, cut or freeze those in flight."""
+        """Refuse new requests and finish, abort or freeze those in flight."""
         self._started()
         self._paused = True
         await self._thread.freeze(mode == "keep")
@@ -124,7 +125,7 @@ class TorchEngine:
             await asyncio.wait([*self._waiting.values()])
 
     async def resume(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         self._started()
         self._paused = False
         await self._thread.freeze(False)
@@ -140,83 +141,85 @@ class TorchEngine:
         await self._thread.call(lambda: core.swap(weights, version))
         self.judgement = judgement
 
-    async def sleep(self, parts: Sequence[MemoryPart]) -> None:
-        """Refused: this engine keeps its memory."""
+    async def sleep(self, parts: abc.Sequence[MemoryPart]) -> None:
+        """Not supported: this engine keeps its memory."""
         _refuse_sleep(parts)
 
-    async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
-        """Refused: this engine never sleeps."""
+    async def wake_up(self, parts: abc.Sequence[MemoryPart]) -> None:
+        """Not supported: this engine never sleeps."""
         _refuse_sleep(parts)
 
     def stuck_for(self) -> float:
-        """Seconds since the thread's last step or closure while it has work; infinite when it has died."""
+        """Seconds since the thread's last step or call while it has work; infinite when the thread is dead."""
         return self._thread.stuck_for() if self._core else 0.0
 
     def stats(self) -> EngineStats:
-        """Read without a lock: the counts may be of two neighbouring steps."""
+        """Read without a lock: the counters may be of two adjacent steps."""
         return self._started().stats()
 
     @contextmanager
-    def _in_flight(self, request: Continuation) -> Iterator[Pending]:
-        """Hand the request to the core, and take it back if the caller leaves before it is over."""
+    def _in_flight(self, sequence: Sequence) -> Iterator[Pending]:
+        """Add the sequence to the core; remove it if the caller leaves before it is finished."""
         core = self._started()
         self._thread.check()
         done: Pending = asyncio.get_running_loop().create_future()
-        self._waiting[request] = done
-        self._thread.post(lambda: core.scheduler.waiting.append(request))
+        self._waiting[sequence] = done
+        self._thread.post(lambda: core.scheduler.waiting.append(sequence))
         began = time.monotonic()
         try:
             yield done
         finally:
-            self._places.left(time.monotonic() - began, len(self._waiting))
-            del self._waiting[request]
+            self._retry_after.left(time.monotonic() - began, len(self._waiting))
+            del self._waiting[sequence]
             if done.cancelled() or not done.done():
-                self._thread.post(lambda: core.drop(request))
+                self._thread.post(lambda: core.drop(sequence))
 
-    def _resolve(self, ended: list[Ended]) -> None:
-        for request, result in ended:
-            done = self._waiting.get(request)
+    def _resolve(self, finished: list[FinishedSequence]) -> None:
+        for sequence, result in finished:
+            done = self._waiting.get(sequence)
             if done is not None and not done.done():
                 done.set_result(result)
 
     def _fail(self, error: TrackwayError) -> None:
-        self._resolve([Ended(request, error) for request in self._waiting])
+        self._resolve([FinishedSequence(sequence, error) for sequence in self._waiting])
 
     async def _abort(self, request_id: str | None) -> int:
         core = self._started()
-        ended = await self._thread.call(lambda: core.abort(request_id))
-        self._resolve(ended)
-        return len(ended)
+        finished = await self._thread.call(lambda: core.abort(request_id))
+        self._resolve(finished)
+        return len(finished)
 
     def _started(self) -> EngineCore:
         if self._core is None:
-            raise TrackwayError(ErrorCode.UNAVAILABLE, "expected a started engine, got one that is starting; ask again")
+            raise TrackwayError(
+                ErrorCode.UNAVAILABLE, "expected a started engine, got one that is starting; retry later"
+            )
         return self._core
 
-    def _request(
+    def _sequence(
         self,
-        token_ids: Sequence[int],
+        token_ids: abc.Sequence[int],
         params: SamplingParams,
         request_id: str,
-        hear: Callable[[Piece], None] | None = None,
-    ) -> Continuation:
+        on_token: Callable[[Piece], None] | None = None,
+    ) -> Sequence:
         self._admissible(token_ids)
         stops = frozenset(params.stop_token_ids)
-        return Continuation(
+        return Sequence(
             request_id=request_id,
             prompt=list(token_ids),
             params=params,
             stops=stops if params.ignore_eos else stops | self._config.eos_token_ids,
             limit=min(params.max_tokens, self._max_len - len(token_ids)),
-            hear=hear,
+            on_token=on_token,
         )
 
-    def _admissible(self, token_ids: Sequence[int]) -> None:
+    def _admissible(self, token_ids: abc.Sequence[int]) -> None:
         if self._paused:
             raise paused()
         slots, bound = self._settings.max_num_seqs, self._settings.max_num_seqs + self._settings.max_queue
         if len(self._waiting) >= bound:
-            raise overloaded(bound, self._places.turn_away(max(0, len(self._waiting) - slots), time.monotonic()))
+            raise overloaded(bound, self._retry_after.turn_away(max(0, len(self._waiting) - slots), time.monotonic()))
         check_prompt(token_ids, self._max_len, self._config.vocab_size)
 
 
@@ -226,9 +229,9 @@ def _result(result: Generation | TrackwayError) -> Generation:
     return result
 
 
-def _refuse_sleep(parts: Sequence[MemoryPart]) -> NoReturn:
+def _refuse_sleep(parts: abc.Sequence[MemoryPart]) -> NoReturn:
     raise TrackwayError(
         ErrorCode.INVALID_REQUEST,
-        f"expected an engine that can give back {', '.join(parts)}, got torch, which keeps its memory; "
+        f"expected an engine that can release {', '.join(parts)}, got torch, which keeps its memory; "
         "use engine=vllm or engine=sglang with enable_sleep=true",
     )

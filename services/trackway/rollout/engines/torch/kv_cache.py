@@ -1,4 +1,4 @@
-"""Keys and values of every slot."""
+"""The keys and values of every slot."""
 
 import torch
 
@@ -8,7 +8,7 @@ from trackway.rollout.engines.torch.model_config import DecoderConfig
 class KVCache:
     """Keys and values, [layer, 2, slot, kv_head, position, head_dim]; positions grow by doubling up to a limit.
 
-    Zeros, not garbage, fill what was never written, because a masked position still multiplies its value by 0.
+    Unwritten positions are zero, because a masked position still multiplies its value by 0.
     """
 
     def __init__(self, config: DecoderConfig, slots: int, max_len: int, device: torch.device, dtype: torch.dtype):
@@ -32,5 +32,5 @@ class KVCache:
             self.data[:, :, targets, :, :positions] = self.data[:, :, sources, :, :positions]
 
     def clear(self, slot: int) -> None:
-        """Forget what a slot holds; needed after non-finite values, which would survive a mask."""
+        """Clear a slot; needed after non-finite values, which would survive a mask."""
         self.data[:, :, slot] = 0

@@ -1,4 +1,4 @@
-"""New weights become servable: read, put on the device, and proved before a request meets them."""
+"""Loads new weights: read, moved to the device, and verified before any request uses them."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from trackway.wire.weights import WeightProof
 
 
 def load(decoder: Decoder, folder: Path) -> DecoderWeights:
-    """The folder's weights; raises WEIGHTS_CORRUPT when they are not the model's."""
+    """The folder's weights; raises WEIGHTS_CORRUPT if they do not fit the model."""
     with torch.inference_mode():
         return read_weights(folder, decoder.config, decoder.device, decoder.dtype)
 
 
 def prove(decoder: Decoder, weights: DecoderWeights, before: DecoderWeights, proof: WeightProof) -> Judgement:
-    """Whether these are the published weights; `before` are those that they replace."""
+    """The verdict on these weights; `before` are the ones they replace."""
     with torch.inference_mode():
         digests = _compare(decoder, weights, before, proof)
         scored = [decoder.score(weights, probe.token_ids[: decoder.max_len]) for probe in proof.probes]
@@ -27,14 +27,14 @@ def prove(decoder: Decoder, weights: DecoderWeights, before: DecoderWeights, pro
 
 
 def device_of(settings: RolloutSettings) -> torch.device:
-    """The device that settings name; `auto` is CUDA where there is one."""
+    """The device in the settings; `auto` is CUDA if available."""
     if settings.device != "auto":
         return torch.device(settings.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def dtype_of(settings: RolloutSettings, device: torch.device) -> torch.dtype:
-    """The type that settings name; `auto` is bfloat16 on CUDA, else float32, which a CPU without AMX does faster."""
+    """The type in the settings; `auto` is bfloat16 on CUDA, else float32, the faster one on a CPU without AMX."""
     name = settings.dtype if settings.dtype != "auto" else ("bfloat16" if device.type == "cuda" else "float32")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
 
@@ -42,7 +42,7 @@ def dtype_of(settings: RolloutSettings, device: torch.device) -> torch.dtype:
 def _compare(decoder: Decoder, weights: DecoderWeights, before: DecoderWeights, proof: WeightProof) -> HeldDigests:
     published = published_digests(proof.digests, decoder.dtype)
     held = compare_digests(held_digests(weights, decoder.config, proof.digests), published)
-    if held.other:  # only then it matters whether they are the old ones
+    if held.other:  # the old weights' logprobs are needed only then
         old = held_digests(before, decoder.config, proof.digests)
         held = compare_digests(held_digests(weights, decoder.config, proof.digests), published, old)
     return held

@@ -1,7 +1,7 @@
 """The shape of a decoder, read from a Hugging Face folder without importing transformers.
 
 Qwen2, Qwen3 and Llama are one decoder with three switches: bias on q/k/v, bias on o, and a norm on q and k.
-Whatever would change the result and is not implemented (other activations, scaled rotary, sliding windows) is refused.
+Unimplemented features that would change the result (other activations, scaled rotary, sliding windows) are rejected.
 """
 
 import json
@@ -22,7 +22,7 @@ class _Rope(BaseModel):
 
 
 class _ConfigFile(BaseModel):
-    """The keys of `config.json` that matter; transformers 5 writes `rope_parameters`, 4 wrote `rope_theta`."""
+    """The `config.json` keys in use; transformers 5 writes `rope_parameters`, 4 wrote `rope_theta`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -54,7 +54,7 @@ class _GenerationFile(BaseModel):
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Sizes and switches of the decoder; all counts in units of their name."""
+    """Sizes and switches of the decoder; counts are in the units of their names."""
 
     vocab_size: int
     hidden_size: int
@@ -74,7 +74,7 @@ class DecoderConfig:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """From `config.json`, and `generation_config.json` for the stop ids; INVALID_REQUEST if unsupported."""
+        """Reads `config.json`, and `generation_config.json` for the stop ids; INVALID_REQUEST if unsupported."""
         file = _ConfigFile.model_validate_json(_text(folder / "config.json"))
         _refuse_unsupported(file, folder)
         rope = file.rope_parameters or _Rope(rope_theta=file.rope_theta)
@@ -126,6 +126,6 @@ def _refuse_unsupported(file: _ConfigFile, folder: Path) -> None:
 
 def _eos_ids(folder: Path, file: _ConfigFile) -> frozenset[int]:
     path = folder / "generation_config.json"
-    found = _GenerationFile.model_validate(json.loads(path.read_text())).eos_token_id if path.is_file() else None
-    ids = file.eos_token_id if found is None else found
+    eos_token_id = _GenerationFile.model_validate(json.loads(path.read_text())).eos_token_id if path.is_file() else None
+    ids = file.eos_token_id if eos_token_id is None else eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or [])

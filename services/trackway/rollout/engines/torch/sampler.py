@@ -1,7 +1,7 @@
-"""Tokens and their logprobs under the very distribution they were drawn from.
+"""Samples tokens, with their logprobs under the sampling distribution.
 
-One uniform number per row inverts the cumulative distribution, so a row's draw depends on its own generator alone,
-never on its neighbours. The order is temperature, top_k, top_p (Holtzman et al. 2019), as in Hugging Face and vLLM.
+One uniform number per row inverts the cumulative distribution, so a row's token depends only on its own generator and
+not on the batch. The order is temperature, top_k, top_p (Holtzman et al. 2019), as in Hugging Face and vLLM.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class Sampled(NamedTuple):
 
 
 def uniforms(seed: int | None) -> Iterator[float]:
-    """Endless numbers in [0, 1) of a generator of their own; without a seed they differ each time."""
+    """An endless stream of uniform numbers in [0, 1); without a seed it differs each time."""
     generator = torch.Generator()
     if seed is None:
         generator.seed()
@@ -33,14 +33,14 @@ def uniforms(seed: int | None) -> Iterator[float]:
         yield from torch.rand(_BLOCK, generator=generator).tolist()
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], draws: Sequence[float]) -> Sampled:
-    """Draw one token per row of `logits` [rows, vocab] (float32) with the row's uniform number.
+def sample(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> Sampled:
+    """Sample one token per row of `logits` [rows, vocab] (float32) with the row's uniform number.
 
     Temperature 0 takes the most likely token, with its logprob at temperature 1 and without top_k or top_p.
     """
     greedy = [row.temperature == 0 for row in params]
     logprobs = torch.log_softmax(_scaled(logits, params), -1)
-    tokens = _invert(logprobs, draws)
+    tokens = _invert(logprobs, uniform)
     if any(greedy):
         tokens = logits.argmax(-1).where(_column(greedy, logits)[:, 0], tokens)
     return Sampled(tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist())
@@ -57,7 +57,7 @@ def _scaled(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def _nucleus(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """-inf for all but the top_k most likely, then for all but the fewest of these that reach top_p together."""
+    """Sets all logits to -inf except the top_k largest, then all beyond the smallest set that reaches top_p."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
     top_k = _column([row.top_k if row.top_k > 0 else vocab for row in params], logits)
@@ -69,11 +69,11 @@ def _nucleus(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return logits.scatter(-1, order, ordered.masked_fill(outside, float("-inf")))
 
 
-def _invert(logprobs: Tensor, draws: Sequence[float]) -> Tensor:
+def _invert(logprobs: Tensor, uniform: Sequence[float]) -> Tensor:
     cdf = logprobs.exp().cumsum(-1)
     total = cdf[:, -1:]
-    # Strictly below the total, or rounding could pick a last token of probability 0.
-    point = (_column(draws, cdf) * total).minimum(total.nextafter(torch.zeros_like(total)))
+    # Strictly below the total: rounding could otherwise pick a last token of probability 0.
+    point = (_column(uniform, cdf) * total).minimum(total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cdf, point, right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)
 
 

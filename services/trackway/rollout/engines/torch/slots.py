@@ -1,8 +1,8 @@
-"""Which slot of the KV cache holds which tokens, and where a new prompt starts with the most of it already there.
+"""Assigns the slots of the KV cache, reusing the longest prefix that is already cached.
 
-A finished request's slot keeps its tokens until it is needed. A prompt that extends them takes the slot over (the
-next turn of a trajectory); a prompt that shares a beginning with any slot copies it (the samples of one prompt). A
-prompt whose beginning is being computed by one admitted in this very step waits one step and computes it not again.
+A finished sequence's slot keeps its tokens until the slot is needed. A prompt that extends them takes the slot over
+(the next turn of a trajectory); a prompt that shares a prefix with any slot copies it (the samples of one prompt). A
+prompt whose prefix is computed in the current step waits one step instead of computing it again.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from typing import NamedTuple
 import numpy as np
 
 _WORTH_A_STEP = 8
-"""Tokens that must be saved for a request to wait one step."""
+"""Minimum saving in tokens for which a sequence waits one step."""
 
 
-class Place(NamedTuple):
-    """A slot, and how many of the prompt's tokens need no computing because `source` holds them."""
+class SlotAllocation(NamedTuple):
+    """A slot, and the number of prompt tokens that are already cached in `source`."""
 
     slot: int
     cached: int
     source: int
-    """Slot to copy the cached tokens from; the slot itself when they lie there already."""
+    """Slot to copy the cached tokens from; the same slot when they are already there."""
 
 
 class SlotTable:
-    """The tokens of every slot. `ready` positions may be reused now, `promised` ones after this step."""
+    """The tokens of every slot. `ready` positions are reusable now, `promised` ones after the current step."""
 
     def __init__(self, slots: int, max_len: int) -> None:
         self._ids = np.zeros((slots, max_len), dtype=np.int64)
@@ -37,11 +37,11 @@ class SlotTable:
 
     @property
     def free(self) -> int:
-        """Slots that a prompt could take."""
+        """Number of free slots."""
         return int(self._free.sum())
 
-    def place(self, prompt: Sequence[int]) -> Place | None:
-        """The best slot for a prompt, taken; None when waiting one step saves computing. Needs a free slot."""
+    def allocate(self, prompt: Sequence[int]) -> SlotAllocation | None:
+        """Allocate the best slot for a prompt; None when waiting one step saves computing. Needs a free slot."""
         tokens = np.asarray(prompt)
         common = self._common(tokens)
         ready = np.minimum(common, self._ready)
@@ -50,18 +50,18 @@ class SlotTable:
         if np.minimum(common, self._promised).max() >= ready[best] + _WORTH_A_STEP:
             return None
         slot = best if whole[best] and ready[best] else self._least_useful()
-        # The last token is always computed: its logits choose the first new one.
+        # The last token is always computed: the first output token depends on its logits.
         cached = min(int(ready[best]), len(tokens) - 1)
         self._take(slot, tokens, kept=cached if slot == best else 0)
-        return Place(slot, cached, best if cached else slot)
+        return SlotAllocation(slot, cached, best if cached else slot)
 
     def commit(self, slot: int, length: int) -> None:
-        """The slot now holds the first `length` of the tokens it was given."""
+        """Record that the first `length` tokens of the slot are computed."""
         self._ready[slot] = length
         self._promised[slot] = 0
 
     def release(self, slot: int, tokens: Sequence[int]) -> None:
-        """The request is over; the slot holds `tokens` (those whose KV was computed)."""
+        """Free the slot, which keeps `tokens` (those whose KV was computed)."""
         self._clock += 1
         self._released[slot] = self._clock
         self._free[slot] = True
@@ -69,19 +69,19 @@ class SlotTable:
         self._ready[slot] = len(tokens) if self._fresh[slot] else 0
         self._ids[slot, : len(tokens)] = tokens
 
-    def forget(self) -> None:
-        """Nothing that was computed so far may be reused: the weights have changed."""
+    def reset_prefix_cache(self) -> None:
+        """Invalidate all cached tokens, as the weights have changed."""
         self._ready[:] = 0
         self._promised[:] = 0
         self._fresh[:] = False
 
     def _common(self, tokens: np.ndarray) -> np.ndarray:
-        """[slots]: how many leading tokens of each slot equal the prompt's."""
+        """[slots]: number of leading tokens that each slot shares with the prompt."""
         same = self._ids[:, : len(tokens)] == tokens
         return np.where(same.all(axis=1), len(tokens), same.argmin(axis=1))
 
     def _least_useful(self) -> int:
-        """A free slot: an empty one, else the one that was released first."""
+        """A free slot: an empty one, else the least recently released."""
         age = np.where(self._ready == 0, 0, self._released)
         return int(np.where(self._free, age, self._clock + 1).argmin())
 

@@ -1,8 +1,8 @@
-"""The engine's thread: it steps the core while there is work, and obeys closures between two steps.
+"""The engine's thread: steps the core while there is work, and runs calls between two steps.
 
-Everything that touches the core runs here. Calls arrive as closures in one inbox; results go back to the event loop
-once per step. A thread that dies says so on the event loop, where every call is made: so a call is either failed by
-that notice or refused after it, and none waits for ever.
+Only this thread touches the core. Calls arrive as closures in the input queue; results return to the event loop once
+per step. If the thread dies, a callback on the event loop fails the pending calls, and later calls are rejected, so no
+call waits forever.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from trackway.rollout.engines.torch.core import Ended, EngineCore
+from trackway.rollout.engines.torch.core import EngineCore, FinishedSequence
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 T = TypeVar("T")
@@ -26,23 +26,26 @@ _log = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Runs one core; all methods are called on one event loop."""
+    """Runs one core; all methods are called on the same event loop."""
 
     def __init__(
-        self, core: EngineCore, ended: Callable[[list[Ended]], None], died: Callable[[TrackwayError], None]
+        self,
+        core: EngineCore,
+        on_finished: Callable[[list[FinishedSequence]], None],
+        on_death: Callable[[TrackwayError], None],
     ) -> None:
-        self._core, self._ended, self._died = core, ended, died
+        self._core, self._on_finished, self._on_death = core, on_finished, on_death
         self._loop = asyncio.get_running_loop()
-        self._inbox: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._input_queue: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._calls: set[Future] = set()
         self._frozen = self._stopping = self._idle = False
         self._progress = time.monotonic()
         self._cause: Exception | None = None
-        self._thread = threading.Thread(target=self._live, name="torch-engine", daemon=True)
+        self._thread = threading.Thread(target=self._main, name="torch-engine", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raises UNAVAILABLE when the thread has died."""
+        """Raises UNAVAILABLE when the thread is dead."""
         if self._cause is not None:
             raise _death(self._cause)
 
@@ -50,14 +53,14 @@ class EngineThread:
         """Run `work` between two steps."""
         if self._idle:
             self._progress = time.monotonic()
-        self._inbox.put(work)
+        self._input_queue.put(work)
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run `work` between two steps and wait for its value."""
+        """Run `work` between two steps and return its result."""
         self.check()
         future: Future[T] = Future()
 
-        def obey() -> None:
+        def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
@@ -66,14 +69,14 @@ class EngineThread:
                 future.set_exception(error)
 
         self._calls.add(future)
-        self.post(obey)
+        self.post(run)
         try:
             return await asyncio.wrap_future(future)
         finally:
             self._calls.discard(future)
 
     async def freeze(self, frozen: bool) -> None:
-        """Make no step, or go on; returns when it is so."""
+        """Stop or resume stepping; returns when done."""
 
         def freeze() -> None:
             self._frozen = frozen
@@ -81,7 +84,7 @@ class EngineThread:
         await self.call(freeze)
 
     async def stop(self) -> None:
-        """End the thread after the step it makes."""
+        """Stop the thread after the current step."""
 
         def stop() -> None:
             self._stopping = True
@@ -90,43 +93,43 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join)
 
     def stuck_for(self) -> float:
-        """Seconds since the last step or closure while there is work; infinite when the thread has died."""
+        """Seconds since the last step or call while there is work; infinite when the thread is dead."""
         if self._cause is not None or not self._thread.is_alive():
             return math.inf
-        return 0.0 if self._idle and self._inbox.empty() else time.monotonic() - self._progress
+        return 0.0 if self._idle and self._input_queue.empty() else time.monotonic() - self._progress
 
     # On the thread
 
-    def _live(self) -> None:
+    def _main(self) -> None:
         try:
             with torch.inference_mode():
-                self._run(self._core)
+                self._run_busy_loop(self._core)
         except Exception as error:
-            _log.exception("the engine's thread died; this replica cannot generate any more")
-            self._loop.call_soon_threadsafe(self._die, error)
+            _log.exception("the engine's thread died; restart this replica")
+            self._loop.call_soon_threadsafe(self._fail, error)
 
-    def _run(self, core: EngineCore) -> None:
+    def _run_busy_loop(self, core: EngineCore) -> None:
         while not self._stopping:
-            self._obey(wait=self._frozen or not core.scheduler.busy)
+            self._process_input_queue(wait=self._frozen or not core.scheduler.busy)
             if core.scheduler.busy and not self._frozen:
-                ended = self._step(core)
+                finished = self._step(core)
                 self._progress = time.monotonic()
-                if ended:
-                    self._loop.call_soon_threadsafe(self._ended, ended)
+                if finished:
+                    self._loop.call_soon_threadsafe(self._on_finished, finished)
 
-    def _obey(self, wait: bool) -> None:
+    def _process_input_queue(self, wait: bool) -> None:
         self._idle = wait
         try:
-            work = self._inbox.get(block=wait)
+            work = self._input_queue.get(block=wait)
             self._idle = False
             while True:
                 work()
                 self._progress = time.monotonic()
-                work = self._inbox.get_nowait()
+                work = self._input_queue.get_nowait()
         except queue.Empty:
             return
 
-    def _step(self, core: EngineCore) -> list[Ended]:
+    def _step(self, core: EngineCore) -> list[FinishedSequence]:
         try:
             return core.step()
         except Exception as error:
@@ -135,9 +138,9 @@ class EngineThread:
 
     # On the event loop
 
-    def _die(self, cause: Exception) -> None:
+    def _fail(self, cause: Exception) -> None:
         self._cause = cause
-        self._died(_death(cause))
+        self._on_death(_death(cause))
         for future in self._calls:
             if not future.done():
                 future.set_exception(_death(cause))
@@ -146,5 +149,5 @@ class EngineThread:
 def _death(cause: Exception) -> TrackwayError:
     return TrackwayError(
         ErrorCode.UNAVAILABLE,
-        f"expected a living engine, got {type(cause).__name__} on its thread: {cause}; restart this replica",
+        f"expected a running engine, got {type(cause).__name__} on its thread: {cause}; restart this replica",
     )

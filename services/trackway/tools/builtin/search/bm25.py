@@ -16,23 +16,23 @@ from trackway.tools.builtin.search.documents import Corpus, CorpusLimits, Passag
 from trackway.wire.search import RetrievedDocument, ScoredDocument
 
 logger = logging.getLogger("trackway.tools")
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets its own to DEBUG
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # bm25s sets its own logger to DEBUG
 
 _SLICE = 64
-"""Queries that are answered between two moments at which the request can be cancelled."""
+"""Queries between two points at which the request can be cancelled."""
 _UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
-"""A word, or one character of a script that puts no spaces between words."""
+"""A word, or a character of a script without spaces between words."""
 _FORMAT = f"bm25s-{bm25s.__version__}-1"
 
 
 def words(text: str) -> list[str]:
-    """What a passage is found by."""
+    """The searchable words of a text."""
     return _WORD.findall(text.lower())
 
 
 class PassageIndex:
-    """Passages and the BM25 scores of their words. ValueError when no passage has a word."""
+    """Passages with the BM25 scores of their words. ValueError when no passage has a word."""
 
     def __init__(self, passages: Sequence[Passage], scorer: bm25s.BM25) -> None:
         self._passages = passages
@@ -41,29 +41,32 @@ class PassageIndex:
     @classmethod
     def build(cls, corpus: Corpus) -> "PassageIndex":
         """Score every word of every passage."""
-        places: dict[str, int] = {}
-        split = [[places.setdefault(word, len(places)) for word in words(one.contents)] for one in corpus.passages]
-        if not places:
+        word_ids: dict[str, int] = {}
+        split = [
+            [word_ids.setdefault(word, len(word_ids)) for word in words(passage.contents)]
+            for passage in corpus.passages
+        ]
+        if not word_ids:
             raise ValueError(f"documents: expected words in {len(split)} passages, got none")
         scorer = bm25s.BM25()
-        scorer.index((split, places), show_progress=False)
+        scorer.index((split, word_ids), show_progress=False)
         return cls(corpus.passages, scorer)
 
     @classmethod
     def load(cls, corpus: Corpus, folder: Path) -> "PassageIndex | None":
-        """The index that was saved for just these passages; None when there is none that can be used."""
+        """The saved index of exactly these passages; None when there is no usable one."""
         saved = folder / _name(corpus)
         if not saved.is_dir():
             return None
         try:
             scorer = bm25s.BM25.load(saved)
         except (OSError, EOFError, ValueError, KeyError) as error:
-            logger.warning("search: the index in %s cannot be read (%s); it is built anew", saved, error)
+            logger.warning("search: the index in %s cannot be read (%s); rebuilding it", saved, error)
             return None
         return cls(corpus.passages, scorer)
 
     def save(self, corpus: Corpus, folder: Path) -> None:
-        """Keep the index for the next start; replicas may do so at the same time."""
+        """Save the index for the next start; replicas may do so concurrently."""
         saved = folder / _name(corpus)
         folder.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
@@ -77,21 +80,21 @@ class PassageIndex:
             shutil.rmtree(draft, ignore_errors=True)
 
     def search(self, query: str, topk: int) -> list[ScoredDocument]:
-        """The best passages, best first; those without any word of the query are left out."""
+        """The best passages, best first, without those that have no word of the query."""
         asked = [word for word in words(query) if word in self._scorer.vocab_dict]
         if not asked:
             return []
         count = min(topk, len(self._passages))
-        places, scores = self._scorer.retrieve([asked], k=count, show_progress=False, backend_selection="numpy")
+        passage_ids, scores = self._scorer.retrieve([asked], k=count, show_progress=False, backend_selection="numpy")
         return [
-            ScoredDocument(document=_document(self._passages[place]), score=round(float(score), 6))
-            for place, score in zip(places[0], scores[0], strict=True)
+            ScoredDocument(document=_document(self._passages[passage_id]), score=round(float(score), 6))
+            for passage_id, score in zip(passage_ids[0], scores[0], strict=True)
             if score > 0
         ]
 
 
 class EmbeddedRetriever:
-    """Answers from an index of its own; reading and searching happen in threads."""
+    """Searches its own index; reading and searching run in threads."""
 
     def __init__(self, documents: Path, index: Path | None, limits: CorpusLimits) -> None:
         self._documents = documents
@@ -111,10 +114,10 @@ class EmbeddedRetriever:
         def answers(some: Sequence[str]) -> list[list[ScoredDocument]]:
             return [index.search(query, topk) for query in some]
 
-        found: list[list[ScoredDocument]] = []
+        results: list[list[ScoredDocument]] = []
         for start in range(0, len(queries), _SLICE):
-            found += await anyio.to_thread.run_sync(answers, queries[start : start + _SLICE])
-        return found
+            results += await anyio.to_thread.run_sync(answers, queries[start : start + _SLICE])
+        return results
 
     def _made(self) -> PassageIndex:
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""A folder of documents as passages: .txt and .md files, and .jsonl corpora with one passage a line."""
+"""Documents of a folder, split into passages: .txt and .md files, and .jsonl corpora with a passage per line."""
 
 import hashlib
 import re
@@ -17,23 +17,23 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
 class Passage(NamedTuple):
-    """What a search finds; the first line of `contents` is the title in quotes, as in search-agent corpora."""
+    """A passage; the first line of `contents` is the title in quotes, as in search-agent corpora."""
 
     id: str
     contents: str
 
 
 class CorpusLimits(BaseModel):
-    """How much a folder may hold, and how its texts are cut."""
+    """Limits of a folder, and the length of passages."""
 
     model_config = ConfigDict(frozen=True)
 
     max_files: int = Field(default=10_000, ge=1)
-    """Files that are read; more are an error."""
+    """Maximum files; more are an error."""
     max_bytes: int = Field(default=512 * 1024 * 1024, ge=1)
-    """Bytes of all files together; more are an error: use a retriever service for such a corpus."""
+    """Maximum bytes of all files; more are an error: use a retriever service for such a corpus."""
     passage_chars: int = Field(default=1200, ge=100)
-    """Longest passage that a .txt or .md file is cut into, at blank lines where there are any."""
+    """Maximum characters of a passage of a .txt or .md file, split at blank lines where possible."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ def read_folder(folder: Path, limits: CorpusLimits) -> Corpus:
 def _paths(folder: Path, limits: CorpusLimits) -> list[Path]:
     if not folder.is_dir():
         raise ValueError(f"documents: expected a folder, got {str(folder)!r}")
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
-    if len(found) > limits.max_files:
+    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if len(paths) > limits.max_files:
         raise ValueError(
-            f"documents: expected at most {limits.max_files} files in {folder}, got {len(found)}; raise max_files"
+            f"documents: expected at most {limits.max_files} files in {folder}, got {len(paths)}; raise max_files"
         )
-    size = sum(path.stat().st_size for path in found)
+    size = sum(path.stat().st_size for path in paths)
     if size > limits.max_bytes:
         raise ValueError(
             f"documents: expected at most {limits.max_bytes} bytes in {folder}, got {size}; raise max_bytes, or serve "
-            "the corpus with a retriever of its own and set retrieval_service_url"
+            "the corpus by a separate retriever and set retrieval_service_url"
         )
-    return found
+    return paths
 
 
 def _passages(path: Path, name: str, content: bytes, max_chars: int) -> Iterator[Passage]:
@@ -114,7 +114,7 @@ def _titled(path: Path, text: str) -> tuple[str, str]:
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:
-    """The text in passages: as many paragraphs as fit, a longer paragraph at spaces."""
+    """Splits a text into passages: as many paragraphs as fit, a longer paragraph at spaces."""
     passage = ""
     for piece in _pieces(text, max_chars):
         if passage and len(passage) + 2 + len(piece) > max_chars:

@@ -1,4 +1,4 @@
-"""A retriever that runs elsewhere and speaks the API of search-agent recipes."""
+"""A remote retriever with the API of search-agent recipes."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ _ATTEMPTS = 4
 
 
 class RemoteRetriever:
-    """Asks `url` by POST, again where that can help, all tries within `timeout_s`.
+    """Posts queries to `url`, with retries where they can help, within `timeout_s` in all.
 
-    Only the token given is sent, an empty one for none: the retriever may be anybody's.
+    Only the given token is sent, none if it is empty: the retriever may belong to a third party.
     """
 
     def __init__(self, url: str, token: SecretStr, timeout_s: float, max_in_flight: int) -> None:
@@ -24,11 +24,11 @@ class RemoteRetriever:
         self._client = ServiceClient(url, policy=policy, token=token)
 
     async def start(self) -> None:
-        """Nothing: the retriever may come up later than we do."""
+        """Does nothing: the retriever may start later than this server."""
         return None
 
     async def retrieve(self, queries: Sequence[str], topk: int) -> list[list[ScoredDocument]]:
-        """The documents of each query, as many lists as queries."""
+        """The documents of each query, one list per query."""
         request = RetrieveRequest(queries=[*queries], topk=topk, return_scores=True)
         try:
             reply = await self._client.call(
@@ -38,11 +38,11 @@ class RemoteRetriever:
             raise self._failure(error) from error
         if len(reply.result) != len(queries):
             message = f"search: expected {len(queries)} lists of documents from {self._url}, got {len(reply.result)}"
-            raise TrackwayError(ErrorCode.TOOL_FAILED, f"{message}; is it a retriever?")
-        return [[_scored(item) for item in found] for found in reply.result]
+            raise TrackwayError(ErrorCode.TOOL_FAILED, f"{message}; check retrieval_service_url")
+        return [[_scored(item) for item in documents] for documents in reply.result]
 
     def _failure(self, error: TrackwayError) -> TrackwayError:
-        """That it is away or slow is not the caller's doing and may pass; that it refuses us is a wrong setting."""
+        """An unreachable or slow retriever is a transient error; its refusal means a wrong setting."""
         passing = error.retryable or error.code is ErrorCode.DEADLINE_EXCEEDED
         code = error.code if passing else ErrorCode.TOOL_FAILED
         return TrackwayError(code, f"search: the retriever {self._url} did not answer: {error.message}", tool="search")

@@ -1,6 +1,6 @@
-"""`search`: passages for the model's queries, out of a folder of documents or from a retriever that runs elsewhere.
+"""`search`: passages for the model's queries, from a folder of documents or a remote retriever.
 
-Schema words, request and text are those of verl v0.7.1's SearchTool (verl/tools/utils/search_r1_like_utils.py). Nothing
+Schema words, request and text are those of verl v0.7.1's SearchTool (verl/tools/utils/search_r1_like_utils.py). No data
 leaves this process unless `retrieval_service_url` is set.
 """
 
@@ -22,7 +22,7 @@ from trackway.wire.search import MAX_QUERY_CHARS, MAX_TOPK, ScoredDocument
 from trackway.wire.tools import ToolResult
 
 MAX_CALL_QUERIES = 64
-"""Queries of one call of the model."""
+"""Maximum queries of a call."""
 NOTHING_FOUND = "No search results found."
 
 
@@ -30,7 +30,7 @@ class Retriever(Protocol):
     """Finds documents."""
 
     async def start(self) -> None:
-        """Get ready; an exception says what is missing."""
+        """Prepare for queries; an exception says what is missing."""
         ...
 
     async def retrieve(self, queries: Sequence[str], topk: int) -> list[list[ScoredDocument]]:
@@ -46,7 +46,7 @@ class SearchConfig(CorpusLimits):
     documents: Path | None = None
     """Folder of .txt, .md and .jsonl files, read when the server starts."""
     index: Path | None = None
-    """Folder where the index is kept for the next start; it is rebuilt when a document changes."""
+    """Folder in which the index is saved for the next start; it is rebuilt when a document changes."""
     retrieval_service_url: HttpUrl | None = None
     """URL of the retriever's POST route, usually `http://<host>:8000/retrieve`."""
     token: SecretStr = SecretStr("")
@@ -54,7 +54,7 @@ class SearchConfig(CorpusLimits):
     topk: int = Field(default=3, ge=1, le=MAX_TOPK)
     """Documents per query."""
     timeout: float = Field(default=30.0, gt=0, validation_alias=AliasChoices("timeout", "default_timeout"))
-    """Seconds for the retriever's answer, retries included; `call_timeout_s` also applies."""
+    """Seconds for the retriever's response, retries included; `call_timeout_s` also applies."""
     num_workers: int = Field(default=120, ge=1)
     """Concurrent requests to the retriever; verl's name."""
     rate_limit: int = Field(default=120, ge=1)
@@ -64,7 +64,7 @@ class SearchConfig(CorpusLimits):
 
     @property
     def max_in_flight(self) -> int:
-        """Requests to the retriever at once."""
+        """Concurrent requests to the retriever."""
         return min(self.num_workers, self.rate_limit) if self.enable_global_rate_limit else self.num_workers
 
     @model_validator(mode="after")
@@ -76,7 +76,7 @@ class SearchConfig(CorpusLimits):
         return self
 
     def retriever(self) -> Retriever | None:
-        """What the config names; None when it names nothing."""
+        """The retriever of the config; None when it names none."""
         if self.documents is not None:
             return EmbeddedRetriever(self.documents, self.index, self)
         if self.retrieval_service_url is not None:
@@ -114,11 +114,11 @@ class SearchTool(BaseTool):
 
     @property
     def embedded(self) -> bool:
-        """Whether the documents are here, so that others may search in them."""
+        """Whether the documents are local, so that `/retrieve` can offer them."""
         return isinstance(self._retriever, EmbeddedRetriever)
 
     async def start(self) -> None:
-        """Index the documents. ValueError when there is nothing to search in."""
+        """Index the documents. ValueError when neither source is configured."""
         if self._retriever is None:
             raise ValueError(
                 f"{self.name}: expected documents (a folder) or retrieval_service_url, got neither; "
@@ -127,7 +127,7 @@ class SearchTool(BaseTool):
         await self._retriever.start()
 
     def coerce(self, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """One query becomes a list of one, under either name that models write."""
+        """Wraps a single query in a list, under either name that models write."""
         query = arguments.get("query", arguments.get("query_list"))
         takes_list = "query_list" in properties_of(self.tool_schema.function.parameters)
         return {"query_list": [query]} if takes_list and len(arguments) == 1 and isinstance(query, str) else arguments
@@ -137,9 +137,9 @@ class SearchTool(BaseTool):
     ) -> ToolResult:
         """The documents of each query as text."""
         queries = _queries(arguments.get("query_list", arguments.get("query")))
-        found = await self.retrieve(queries, None)
-        metrics = {"query_count": float(len(queries)), "total_results": float(sum(map(len, found)))}
-        return ToolResult(text=result_text(found), metrics=metrics)
+        results = await self.retrieve(queries, None)
+        metrics = {"query_count": float(len(queries)), "total_results": float(sum(map(len, results)))}
+        return ToolResult(text=result_text(results), metrics=metrics)
 
     async def retrieve(self, queries: Sequence[str], topk: int | None) -> list[list[ScoredDocument]]:
         """The documents of each query; as many as configured when `topk` is None."""
@@ -147,11 +147,11 @@ class SearchTool(BaseTool):
         return await self._retriever.retrieve(queries, topk or self._config.topk)
 
 
-def result_text(found: Sequence[Sequence[ScoredDocument]]) -> str:
-    """verl's text: JSON with one key, the queries' documents divided by a line of dashes."""
-    if not any(found):
+def result_text(results: Sequence[Sequence[ScoredDocument]]) -> str:
+    """verl's text: JSON with one key, the queries' documents separated by a line of dashes."""
+    if not any(results):
         return json.dumps({"result": NOTHING_FOUND})
-    return json.dumps({"result": "\n---\n".join(map(_documents_text, found))}, ensure_ascii=False)
+    return json.dumps({"result": "\n---\n".join(map(_documents_text, results))}, ensure_ascii=False)
 
 
 def _documents_text(documents: Sequence[ScoredDocument]) -> str:
@@ -162,8 +162,8 @@ def _documents_text(documents: Sequence[ScoredDocument]) -> str:
     return "".join(texts).strip() or NOTHING_FOUND
 
 
-def _queries(given: JsonValue) -> list[str]:
-    queries = [given] if isinstance(given, str) else given
+def _queries(query_list: JsonValue) -> list[str]:
+    queries = [query_list] if isinstance(query_list, str) else query_list
     if not isinstance(queries, list) or not 1 <= len(queries) <= MAX_CALL_QUERIES:
         raise ToolInputError(f"search: expected query_list to be a list of 1 to {MAX_CALL_QUERIES} queries")
     texts = [query for query in queries if isinstance(query, str) and len(query) <= MAX_QUERY_CHARS]
@@ -173,8 +173,8 @@ def _queries(given: JsonValue) -> list[str]:
 
 
 def _config(name: str, config: ToolConfig) -> SearchConfig:
-    own = {key: value for key, value in config.items() if key not in ToolLimits.model_fields}
+    search = {key: value for key, value in config.items() if key not in ToolLimits.model_fields}
     try:
-        return SearchConfig.model_validate(own)
+        return SearchConfig.model_validate(search)
     except ValidationError as error:
         raise ValueError(f"tool_config.{name}: {problems_of(error)}") from None

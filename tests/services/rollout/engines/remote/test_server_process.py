@@ -114,7 +114,7 @@ async def test_a_health_check_that_hangs_is_late_too(log: Path) -> None:
 
 async def test_a_server_that_dies_at_its_start_fails_at_once_with_status_and_log(log: Path) -> None:
     process = python("import sys; print('no GPU here', flush=True); sys.exit(3)", log)
-    with pytest.raises(TrackwayError, match=r"got its end.* with status 3(.|\n)*no GPU here") as raised:
+    with pytest.raises(TrackwayError, match=r"got its exit.* with status 3(.|\n)*no GPU here") as raised:
         await process.start(says(log, "never"), deadline_s=20)
     assert raised.value.code is ErrorCode.ENGINE_FAILED
 

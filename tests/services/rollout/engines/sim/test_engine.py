@@ -80,7 +80,7 @@ def test_frozen_requests_stand_still_and_go_on_after() -> None:
     core.advance(4.0)
     core.frozen = True
     core.advance(50.0)
-    assert (core.made(only), core.next_at()) == (3, None)
+    assert (core.generated(only), core.next_at()) == (3, None)
     core.frozen = False
     assert endings(core, 100) == [(57.0, only.request_id)]
 
@@ -103,7 +103,7 @@ def test_a_cut_request_keeps_what_it_has_and_frees_its_slot() -> None:
     core.end([cut])
     assert cut.result is not None and (cut.result.token_ids, cut.result.finish_reason) == ([3, 4], "abort")
     assert endings(core, 100) == [(6.0, waiting.request_id)]
-    assert core.made(cut) == 2
+    assert core.generated(cut) == 2
 
 
 def test_a_second_turn_finds_its_first_in_the_prefix_cache_until_the_weights_change() -> None:

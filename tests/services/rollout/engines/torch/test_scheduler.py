@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from rollout_models import continuation
+from rollout_models import sequence
 
 from trackway.rollout.engines.protocol import Generation, Piece
-from trackway.rollout.engines.torch.scheduler import Continuation, Scheduler
+from trackway.rollout.engines.torch.scheduler import Scheduler, Sequence
 from trackway.wire.rollout import SamplingParams
 
 SHARED = list(range(20))
 
 
-def waiting(scheduler: Scheduler, *prompts: list[int]) -> list[Continuation]:
-    requests = [continuation(prompt, SamplingParams(max_tokens=9)) for prompt in prompts]
+def waiting(scheduler: Scheduler, *prompts: list[int]) -> list[Sequence]:
+    requests = [sequence(prompt, SamplingParams(max_tokens=9)) for prompt in prompts]
     scheduler.waiting.extend(requests)
     return requests
 
@@ -30,7 +30,7 @@ def test_requests_are_admitted_in_order_of_arrival_as_far_as_slots_reach() -> No
     first, second, third = waiting(scheduler, [1], [2], [3])
     scheduler.admit()
     assert (scheduler.running, list(scheduler.waiting)) == ([first, second], [third])
-    scheduler.leave(first)
+    scheduler.finish(first)
     scheduler.admit()
     assert scheduler.running == [second, third]
 
@@ -45,7 +45,7 @@ def test_prefills_join_the_decoding_requests_as_far_as_the_budget_reaches() -> N
 
 
 def test_a_token_extends_the_span_of_its_version_or_opens_one() -> None:
-    request = continuation([1, 2, 3], SamplingParams(max_tokens=3))
+    request = sequence([1, 2, 3], SamplingParams(max_tokens=3))
     reasons = [request.accept(token, -1.0, version) for token, version in ((5, 1), (6, 1), (7, 2))]
     assert reasons == [None, None, "length"]
     assert [(s.version, s.start, s.end) for s in request.spans] == [(1, 0, 2), (2, 2, 3)]
@@ -85,7 +85,7 @@ def test_a_prompt_is_shared_once_it_is_computed() -> None:
     scheduler = Scheduler(slots=2, max_len=64)
     first, sibling = waiting(scheduler, SHARED, SHARED)
     scheduler.admit()
-    scheduler.computed([first])
+    scheduler.mark_computed([first])
     (place,) = scheduler.admit()
     assert (place.source, place.cached) == (first.slot, 19)
     assert (sibling.slot, sibling.cached, sibling.pending, sibling.pending_ids) == (place.slot, 19, 1, [19])
@@ -95,10 +95,10 @@ def test_a_request_that_goes_on_after_the_weights_changed_shares_nothing_of_its_
     scheduler = Scheduler(slots=2, max_len=64)
     (first,) = waiting(scheduler, SHARED)
     scheduler.admit()
-    scheduler.computed([first])
+    scheduler.mark_computed([first])
     first.accept(50, -1.0, version=1)
-    scheduler.slots.forget()
-    scheduler.computed([first])
+    scheduler.slots.reset_prefix_cache()
+    scheduler.mark_computed([first])
     waiting(scheduler, SHARED)
     assert [place.cached for place in scheduler.admit()] == [0]
 
@@ -107,11 +107,11 @@ def test_a_request_that_leaves_hands_over_what_was_computed_and_one_that_waits_l
     scheduler = Scheduler(slots=1, max_len=64)
     first, second, third = waiting(scheduler, SHARED, [50], [*SHARED, 60, 61, 62])
     scheduler.admit()
-    scheduler.computed([first])
+    scheduler.mark_computed([first])
     first.accept(60, -1.0, version=1)
     first.accept(61, -1.0, version=1)
-    scheduler.leave(second)
-    scheduler.leave(first)
+    scheduler.finish(second)
+    scheduler.finish(first)
     assert (scheduler.running, list(scheduler.waiting)) == ([], [third])
     # 61 was sampled and never computed.
     assert [place.cached for place in scheduler.admit()] == [21]
@@ -124,7 +124,7 @@ def test_a_scheduler_is_busy_while_a_request_waits_or_runs() -> None:
     states.append(scheduler.busy)
     scheduler.admit()
     states.append(scheduler.busy)
-    scheduler.leave(request)
+    scheduler.finish(request)
     assert [*states, scheduler.busy] == [False, True, True, False]
 
 
@@ -132,7 +132,7 @@ def test_clearing_ends_those_that_run_then_those_that_wait_and_shares_nothing_af
     scheduler = Scheduler(slots=1, max_len=64)
     first, second = waiting(scheduler, SHARED, [50])
     scheduler.admit()
-    scheduler.computed([first])
+    scheduler.mark_computed([first])
     assert scheduler.clear() == [first, second]
     assert (scheduler.busy, scheduler.slots.free) == (False, 1)
     waiting(scheduler, SHARED)
@@ -141,7 +141,7 @@ def test_clearing_ends_those_that_run_then_those_that_wait_and_shares_nothing_af
 
 def test_a_stop_token_ends_before_the_limit_does_and_each_token_is_told() -> None:
     heard: list[Piece] = []
-    request = Continuation("r", [1, 2], SamplingParams(), frozenset([9]), limit=2, hear=heard.append)
+    request = Sequence("r", [1, 2], SamplingParams(), frozenset([9]), limit=2, on_token=heard.append)
     assert (request.length, request.pending, request.pending_ids) == (2, 2, [1, 2])
     assert [request.accept(5, -0.5, version=3), request.accept(9, -0.25, version=3)] == [None, "stop"]
     assert heard == [Piece([5], [-0.5], 3), Piece([9], [-0.25], 3)]
@@ -151,10 +151,10 @@ def test_a_stop_token_ends_before_the_limit_does_and_each_token_is_told() -> Non
 
 def test_the_draws_of_a_request_follow_from_its_seed() -> None:
     numbers = torch.rand(2, generator=torch.Generator().manual_seed(7)).tolist()
-    request = continuation([1], SamplingParams(seed=7))
-    assert [next(request.draws), next(request.draws)] == numbers
+    request = sequence([1], SamplingParams(seed=7))
+    assert [next(request.uniforms), next(request.uniforms)] == numbers
 
 
 def test_requests_of_the_same_content_are_still_two() -> None:
-    first, second = (Continuation("r", [1], SamplingParams(), frozenset(), limit=1) for _ in range(2))
+    first, second = (Sequence("r", [1], SamplingParams(), frozenset(), limit=1) for _ in range(2))
     assert {first: "first", second: "second"}[second] == "second"

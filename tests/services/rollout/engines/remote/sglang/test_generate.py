@@ -215,7 +215,7 @@ async def test_weights_that_somebody_else_loaded_fail_the_request_and_the_replic
     engine: SglangEngine, fake: Fake
 ) -> None:
     fake.version = "12"
-    with pytest.raises(TrackwayError, match="got '12'; let nobody else update or restart the server") as raised:
+    with pytest.raises(TrackwayError, match="got '12'; no other client may update or restart the server") as raised:
         await engine.generate(PROMPT, params(2), "r")
     assert raised.value.code is ErrorCode.UNAVAILABLE
     assert engine.stuck_for() == math.inf

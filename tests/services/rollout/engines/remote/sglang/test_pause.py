@@ -159,7 +159,7 @@ async def test_weights_that_did_not_come_back_may_come_back_at_the_next_wake_up(
     await engine.pause("wait")
     await engine.sleep(["weights", "kv_cache"])
     fake.fail["/update_weights_from_disk"] = (500, {"message": "no room"})
-    with pytest.raises(TrackwayError, match=r"weights that slept did not load again: .*no room") as raised:
+    with pytest.raises(TrackwayError, match=r"weights did not load again after sleep: .*no room") as raised:
         await engine.wake_up(["weights", "kv_cache"])
     assert raised.value.code is ErrorCode.UNAVAILABLE
     assert engine.stuck_for() == math.inf
