@@ -98,7 +98,9 @@ async def test_the_environment_is_ours_without_our_python_path_plus_the_given(
 
 async def test_a_server_that_is_late_is_ended_and_the_error_shows_its_log(log: Path) -> None:
     process = python(f"print('child', __import__('os').getpid(), flush=True); {SLEEP}", log)
-    with pytest.raises(TrackwayError, match=r"healthy server within 0\.5 s.*raise engine_start_s(.|\n)*child \d+") as raised:
+    with pytest.raises(
+        TrackwayError, match=r"healthy server within 0\.5 s.*raise engine_start_s(.|\n)*child \d+"
+    ) as raised:
         await process.start(says(log, "never"), deadline_s=0.5)
     assert raised.value.code is ErrorCode.UNAVAILABLE
     assert not running(pid_of_child(log))

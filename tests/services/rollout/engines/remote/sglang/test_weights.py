@@ -161,7 +161,7 @@ async def test_an_answer_to_the_canary_that_makes_no_sense_brings_the_old_weight
     engine: SglangEngine, fake: Fake, folder: Folder
 ) -> None:
     fake.fail["/generate"] = (200, {"meta_info": {"input_token_logprobs": "none"}})
-    with pytest.raises(TrackwayError, match="use SGLang 0.5.23"):
+    with pytest.raises(TrackwayError, match=r"use SGLang 0\.5\.23"):
         await engine.load_weights(folder(4), 1, proof(4))
     assert (await engine.generate(PROMPT, params(5), "r")).token_ids == answer(0, 5)
 
