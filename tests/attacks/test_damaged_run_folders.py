@@ -72,7 +72,7 @@ def test_a_run_whose_state_cannot_be_read_is_listed_with_the_way_to_go_on(output
     [info] = [RunInfo.model_validate(entry) for entry in listed.json()["runs"]]
     assert (info.run, info.state, info.folder) == ("damaged", RunState.UNREADABLE, str(folder.path))
     assert info.message.startswith(f"{folder.path}/state.json cannot be read (")
-    assert "resume the run: it goes on from its newest checkpoint" in info.message
+    assert "resume the run: it continues from its newest checkpoint" in info.message
     assert RunInfo.model_validate(one.json()) == info
     assert json.loads(rows.text)["data"] == {"critic/score/mean": 0.5}
     assert (stopped.status_code, stopped.json()["error"]["code"]) == (409, "conflict")

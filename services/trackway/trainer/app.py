@@ -1,4 +1,4 @@
-"""The trainer service: start a run, watch it, stop it, resume it; the training itself is in the run's own process."""
+"""The trainer service: starts, reports, stops and resumes runs. Each run trains in a process of its own."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from trackway.serving import ServiceRouter, needs_admin, service_app
 from trackway.trainer.settings import TrainerSettings
-from trackway.trainer.supervisor.auto_resume import resume_for_ever
+from trackway.trainer.supervisor.auto_resume import resume_periodically
 from trackway.trainer.supervisor.gauges import RunGauges
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.trainer.tracking import Leftovers
@@ -21,11 +21,11 @@ from trackway.wire.trainer import RunInfo, RunList, RunRequest
 logger = logging.getLogger("trackway.trainer")
 
 LEFTOVERS_S = 5.0
-"""Pause between two looks for runs that have ended and left something unsent."""
+"""Interval between checks for ended runs with unsent data."""
 
 
 def create_app(settings: TrainerSettings | None = None) -> FastAPI:
-    """The service's app; its runs end when it does."""
+    """The service's app. Shutting it down interrupts its runs."""
     settings = settings or TrainerSettings()
     outputs = Path(settings.outputs_dir)
     runs = RunManager(
@@ -41,7 +41,7 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
         leftovers = Leftovers(outputs, settings.tracing)
         tasks = {asyncio.create_task(_send_leftovers(runs, leftovers))}
         if settings.resume_interrupted:
-            tasks.add(asyncio.create_task(resume_for_ever(runs, settings.token)))
+            tasks.add(asyncio.create_task(resume_periodically(runs, settings.token)))
         try:
             yield
         finally:
@@ -60,12 +60,12 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
 
 
 async def _send_leftovers(runs: RunManager, leftovers: Leftovers) -> None:
-    """Again and again, as a run may end at any time, and a backend may be back."""
+    """Check periodically: a run may end, or a backend recover, at any time."""
     while True:
         try:
             leftovers.offer(runs.list())
         except Exception:
-            logger.exception("looking for what runs left unsent failed; next look in %s s", LEFTOVERS_S)
+            logger.exception("the check for unsent data of ended runs failed; next check in %s s", LEFTOVERS_S)
         await asyncio.sleep(LEFTOVERS_S)
 
 
@@ -89,7 +89,7 @@ def _routes(runs: RunManager) -> ServiceRouter:
 
     @router.get("/runs/{run}")
     async def one_run(run: RunNameInPath) -> RunInfo:
-        """Where a run stands."""
+        """The status of a run."""
         return runs.tracked(runs.info(run))
 
     @router.get(
@@ -99,7 +99,7 @@ def _routes(runs: RunManager) -> ServiceRouter:
     )
     async def metrics(run: RunNameInPath, follow: bool = False) -> StreamingResponse:
         """One MetricsRow per line; with `follow`, until the run has ended."""
-        runs.info(run)  # an unknown run is a 404, which a stream that has begun could not say any more
+        runs.info(run)  # raises 404 for an unknown run, before the response's status has been sent
 
         async def lines() -> AsyncIterator[str]:
             async for row in runs.rows(run, follow):

@@ -1,4 +1,4 @@
-"""Settings of the trainer service: where runs live, how long a learner may take to stop, whether runs go on alone."""
+"""Settings of the trainer service: the runs' folder, the stop deadline, auto-resume."""
 
 import os
 
@@ -13,22 +13,22 @@ from trackway.wire.health import Installation
 
 
 class ServiceUrls(BaseModel):
-    """What a run's own process is told about the services around it; `services.json` in the run's folder."""
+    """URLs of the services that a run's process uses; `services.json` in the run's folder."""
 
     agent_url: str
     """Agent service."""
     tools_url: str
-    """Tool server, asked for the tools' schemas when overlong prompts are filtered."""
+    """Tool server, the source of the tool schemas for filtering overlong prompts."""
     weights_url: str
     """Weight store that the rollout replicas pull from."""
     rollout_url: str | None = None
-    """Rollout service, asked for what became of its spans."""
+    """Rollout service, queried for its span counts."""
     reward_url: str | None = None
-    """Reward service, asked likewise."""
+    """Reward service, queried for its span counts and its scorers."""
 
     @property
     def traced(self) -> dict[str, str]:
-        """URLs of the services that make spans, by name."""
+        """URLs of the services that record spans, by name."""
         urls = {
             "agent": self.agent_url,
             "rollout": self.rollout_url,
@@ -42,17 +42,17 @@ class TrainerSettings(ServiceSettings):
     """Settings of the trainer service."""
 
     outputs_dir: str = "outputs"
-    """Folder of the runs, one subfolder for each."""
+    """Folder of the runs, with one subfolder per run."""
     weights_url: str = "outputs/weights"
     """fsspec URL of the weight store, shared with the rollout replicas."""
     stop_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds that a learner may take to finish its step and save before it is killed."""
+    """Seconds a learner may take to finish its step and save a checkpoint before it is killed."""
     resume_interrupted: bool = False
     """Resume interrupted runs (their service or machine was lost) from the last checkpoint once the services are ready,
     at most `trackway.max_restarts` times; meant for trainers on Kubernetes."""
 
     def service_urls(self) -> ServiceUrls:
-        """What is handed to a run's process."""
+        """The URLs for a run's process."""
         return ServiceUrls(
             agent_url=self.url("agent"),
             tools_url=self.url("tools"),
@@ -67,27 +67,27 @@ _INSTALLATION = "TRACKWAY_WORKER_INSTALLATION"
 
 
 def handed_over(tracing: TracingSettings, token: SecretStr | None = None) -> dict[str, str]:
-    """Environment variables that give a run's own process this tracing, the token for the services, and what it must
-    run on, which is what this process does.
+    """Environment variables for a run's process: tracing, the services' token, and the installation it must match.
 
-    Secrets go this way and no other.
+    Secrets are passed only this way.
     """
     key = tracing.weave_api_key
     plain = tracing.model_dump_json(exclude={"weave_api_key"})
     secrets = {"WANDB_API_KEY": key, TOKEN: token}
-    ours = {_TRACING: plain, _INSTALLATION: installation().model_dump_json()}
-    return {**ours, **{name: secret.get_secret_value() if secret else "" for name, secret in secrets.items()}}
+    plain_variables = {_TRACING: plain, _INSTALLATION: installation().model_dump_json()}
+    secret_variables = {name: secret.get_secret_value() if secret else "" for name, secret in secrets.items()}
+    return {**plain_variables, **secret_variables}
 
 
 def taken_over() -> TracingSettings:
-    """The tracing that the service handed over; without one what the environment says."""
+    """The tracing settings passed by the service, or those of the environment when there are none."""
     return TracingSettings.model_validate_json(os.environ.get(_TRACING, "{}"))
 
 
 def check_installation() -> None:
-    """Raise TrackwayError when this process runs on other packages than the service that started it."""
-    wanted = os.environ.get(_INSTALLATION)
-    different = difference(Installation.model_validate_json(wanted), installation()) if wanted else ""
-    if different:
-        message = f"the learner runs on another installation than the trainer service: {different}; {REMEDY}"
+    """Raise TrackwayError when this process has other packages installed than the service that started it."""
+    expected = os.environ.get(_INSTALLATION)
+    differences = difference(Installation.model_validate_json(expected), installation()) if expected else ""
+    if differences:
+        message = f"the learner runs on another installation than the trainer service: {differences}; {REMEDY}"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)

@@ -1,10 +1,14 @@
-"""A run's own process: `python -m trackway.trainer.worker outputs/<run>`.
+"""The process of a run: `python -m trackway.trainer.worker outputs/<run>`.
 
-SIGTERM and SIGINT abandon the rollouts in flight, save a checkpoint and end with 0; so does SIGUSR1, by which the
-service says that it goes though nobody wanted the run to end. How it ended stands in state.json; the exit status tells
-the supervisor what a file cannot: 0 the state is final, 3 the run failed and starting it again would fail again, 4
-the run was taken from this process, 5 the disk took neither its files nor that it failed, anything else the process
-died and may be started again from the last checkpoint.
+SIGTERM and SIGINT abort the rollouts in flight, save a checkpoint and exit with 0. SIGUSR1 does the same and marks the
+run as interrupted: the service is shutting down, but the run was not stopped by a user. The outcome is in state.json.
+The exit status adds what a file cannot record:
+
+    0  the state is final
+    3  the run failed, and a restart would fail again
+    4  another process owns the run
+    5  the disk is full: neither the run's files nor its failure could be written
+    other values: the process died and may be restarted from the last checkpoint
 """
 
 import argparse
@@ -38,28 +42,28 @@ Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool], Awaitable[tuple["T
 Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
 
 ORPHAN_GRACE_S = 30.0
-"""Seconds to save in after the service that started this process is gone."""
+"""Seconds to save a checkpoint after the service that started this process has exited."""
 TRACKING_DEADLINE_S = 60.0
-"""Longest wait at the end for metrics and feedback that are still on their way to MLflow."""
+"""Longest wait at the end for metrics and feedback that MLflow has not received."""
 TRACES_DEADLINE_S = 10.0
-"""Longest wait at the end for the trainer's own spans, and again for those that wait in the services."""
+"""Longest wait at the end for the trainer's own spans, and again for spans queued in the services."""
 
 logger = logging.getLogger("trackway.trainer")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the folder's run; the process's exit status."""
+    """Train the folder's run; return the process's exit status."""
     parser = argparse.ArgumentParser(prog="trackway.trainer.worker", description="Train one run.")
     parser.add_argument("folder", type=Path, help="the run's folder, with config.json and services.json")
-    parser.add_argument("--lifeline", action="store_true", help="end when standard input closes")
-    parser.add_argument("--skip-damaged", action="store_true", help="go on from the newest checkpoint that is whole")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--lifeline", action="store_true", help="stop when standard input closes")
+    parser.add_argument("--skip-damaged", action="store_true", help="resume from the newest intact checkpoint")
+    options = parser.parse_args(arguments)
     escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    folder = OwnFolder(given.folder)
+    folder = OwnFolder(options.folder)
     try:
-        run(_work(folder, given.lifeline, given.skip_damaged))
+        run(_work(folder, options.lifeline, options.skip_damaged))
     except TrackwayError as error:
         return _failed(folder, error)
     except Exception as error:
@@ -71,15 +75,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _failed(folder: RunFolder, error: TrackwayError) -> int:
-    """Say that the run has failed; the exit status."""
+    """Mark the run FAILED; return the exit status."""
     logger.error("the run failed", exc_info=error)
     message = f"{error.code}: {error.message}"
     if isinstance(error, StorageError):
-        message += f"; then `trackway train --resume {folder.name}` goes on from its last checkpoint"
+        message += f"; then `trackway train --resume {folder.name}` continues from its last checkpoint"
     try:
         folder.move(RunState.FAILED, message)
     except StorageError:
-        logger.exception("that the run failed cannot be written")
+        logger.exception("the state FAILED of the run cannot be written")
         return EXIT_STORAGE
     return EXIT_FAILED
 
@@ -90,7 +94,8 @@ async def _work(folder: RunFolder, lifeline: bool, skip_damaged: bool) -> None:
         check_installation()
         _stop_on_request(folder, stop, lifeline)
         remove_drafts(folder.path)
-        _tell_what_has_no_effect(folder)
+        for key, reason in no_effect(folder.config().trackway.ignored_keys):
+            logger.info("%s has no effect here: %s", key, reason)
         state, step = await _train(folder, stop, skip_damaged)
     how = "interrupted" if folder.info().interrupted else "stopped"
     if state is RunState.FINISHED:
@@ -100,7 +105,7 @@ async def _work(folder: RunFolder, lifeline: bool, skip_damaged: bool) -> None:
 
 
 async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> tuple[RunState, int]:
-    # torch and transformers take seconds to import: the signals must be handled by then.
+    # Importing torch and transformers takes seconds, so the signal handlers are installed before.
     build, fit = await asyncio.to_thread(_heavy_imports)
     training, tracking = await build(folder, stop, skip_damaged)
     if not stop.is_set():
@@ -118,7 +123,7 @@ async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> 
         try:
             folder.update(traces=traces, tracking=summaries, **tracking.ids)
         except StorageError as error:
-            logger.warning("what became of the run's spans and metrics cannot be written: %s", error)
+            logger.warning("the final counts of spans and metrics cannot be written: %s", error)
     return state, training.step
 
 
@@ -135,8 +140,8 @@ def _stop_on_request(folder: RunFolder, stop: asyncio.Event, lifeline: bool) -> 
             stop.set()
             try:
                 folder.move(RunState.STOPPING, interrupted=is_interrupted)
-            except StorageError as error:  # the run ends all the same
-                logger.warning("that the run is to stop cannot be written: %s", error)
+            except StorageError as error:  # the run still stops
+                logger.warning("the state STOPPING of the run cannot be written: %s", error)
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -147,7 +152,7 @@ def _stop_on_request(folder: RunFolder, stop: asyncio.Event, lifeline: bool) -> 
 
 
 def _watch_lifeline(interrupt: Callable[[], object]) -> None:
-    # Not sys.stdin: a thread that waits in it is fatal to the interpreter's end.
+    # Not sys.stdin: a thread blocked in it crashes the interpreter's shutdown.
     while os.read(0, 1):
         pass
     timer = threading.Timer(ORPHAN_GRACE_S, os._exit, args=(1,))
@@ -156,13 +161,8 @@ def _watch_lifeline(interrupt: Callable[[], object]) -> None:
     interrupt()
 
 
-def _tell_what_has_no_effect(folder: RunFolder) -> None:
-    for key, reason in no_effect(folder.config().trackway.ignored_keys):
-        logger.info("%s has no effect here: %s", key, reason)
-
-
 def flush_or_drop() -> None:
-    """Output that does not fit on the disk must not become the exit status, which is 120 then."""
+    """Flush standard output and error; discard what a full disk refuses, which would set the exit status to 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

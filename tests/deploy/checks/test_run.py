@@ -134,7 +134,7 @@ WRONG: list[tuple[list[str], Changes, str]] = [
     (
         [f"{R}.multi_turn.enable=false", f"{LOOP}=mine"],
         each((0, 1), agent_name=None),
-        f"{LOOP}: expected one of single_turn_agent, tool_agent, got 'mine', as which 2 rows without agent_name",
+        f"{LOOP}: expected one of single_turn_agent, tool_agent, got 'mine', the loop of 2 rows without agent_name",
     ),
     (
         [],

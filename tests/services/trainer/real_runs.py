@@ -23,7 +23,7 @@ class Pod:
     def __init__(self, outputs: Path, services: ServiceUrls) -> None:
         self.now = 0.0
         machine = this_machine().model_copy(update={"host": "another-pod"})
-        self.runs = RunManager(outputs, services, 60.0, sightings=LivenessMonitor(machine, lambda: self.now))
+        self.runs = RunManager(outputs, services, 60.0, liveness=LivenessMonitor(machine, lambda: self.now))
 
 
 def run_request(model: Path, folder: Path, sample: Callable[[int], Sample], name: str, *overrides: str) -> RunRequest:

@@ -34,10 +34,10 @@ def stopped_run(settings: TrainerSettings, tmp_path) -> RunFolder:
 async def test_runs_of_an_earlier_service_are_listed(running, settings, stopped_run):
     async with running(create_app(settings)) as client:
         listed = (await client.get("/runs")).json()["runs"]
-        one = (await client.get("/runs/old")).json()
+        run = (await client.get("/runs/old")).json()
 
-    assert [(run["run"], run["state"]) for run in listed] == [("old", "stopped")]
-    assert one["folder"] == str(stopped_run.path)
+    assert [(each["run"], each["state"]) for each in listed] == [("old", "stopped")]
+    assert run["folder"] == str(stopped_run.path)
 
 
 @pytest.mark.parametrize("follow", ["false", "true"])
@@ -156,6 +156,6 @@ async def test_a_backend_that_a_service_cannot_send_to_is_refused_before_anythin
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid_request")
     assert answer.json()["error"]["message"] == (
         "trace backend weave needs W&B's API key: set WANDB_API_KEY in the environment of the agent service, "
-        "and start that again"
+        "and restart it"
     )
     assert (old.info().state, (tmp_path / "outputs" / "new").exists()) == (RunState.STOPPED, False)

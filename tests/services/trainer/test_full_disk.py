@@ -105,7 +105,7 @@ async def test_a_run_that_waited_too_long_fails_with_its_last_checkpoint_and_is_
 
     assert (failed.state, failed.restarts, before) == (RunState.FAILED, 0, {1: 1, 2: 1})
     assert failed.message.startswith("disk_full: expected to write the checkpoint of step 2 to ")
-    assert failed.message.endswith("; then `trackway train --resume failed` goes on from its last checkpoint")
+    assert failed.message.endswith("; then `trackway train --resume failed` continues from its last checkpoint")
     assert left == []
     assert info.state is RunState.FINISHED
     assert [row.step for row in folder.rows()] == [0, 1, 2, 3, 4]
@@ -119,7 +119,9 @@ async def test_without_room_for_a_state_runs_are_listed_and_a_stop_and_a_resume_
     alive = told(runs, "full")
 
     os.kill(pid_of(runs, "full"), signal.SIGKILL)
-    await until(lambda: told(runs, "full").message.startswith("its process has ended and its state waits: "))
+    await until(
+        lambda: told(runs, "full").message.startswith("its process has exited and its state cannot be written: ")
+    )
     dead, left = told(runs, "full"), temporary(folder.path)
     refusals = []
     for call in (runs.resume("full"), runs.start(request_of("other")), runs.stop("full")):
@@ -149,7 +151,9 @@ async def test_a_process_that_can_write_nothing_more_is_not_started_again(
     filler = fill(small_disk)
 
     agent.released.set()
-    await until(lambda: told(runs, "silent").message.startswith("its process has ended and its state waits: "))
+    await until(
+        lambda: told(runs, "silent").message.startswith("its process has exited and its state cannot be written: ")
+    )
     before = asked(agent)
     filler.unlink()
     failed = await ended(runs, "silent")
@@ -158,7 +162,7 @@ async def test_a_process_that_can_write_nothing_more_is_not_started_again(
 
     assert (failed.state, failed.restarts, before) == (RunState.FAILED, 0, {1: 1, 2: 1})
     assert failed.message.startswith(
-        "its disk did not take its files: expected to write state.json of run 'silent' to "
+        "its files could not be written to its disk: expected to write state.json of run 'silent' to "
     )
     assert info.state is RunState.FINISHED
     assert [row.step for row in folder.rows()] == [0, 1, 2, 3, 4]
@@ -184,7 +188,7 @@ async def test_a_service_that_finds_a_dead_run_on_such_a_disk_lists_it_and_settl
     filler.unlink()
 
     assert listed.state is RunState.RUNNING
-    assert listed.message.startswith("its process has ended and its state waits: expected to write ")
+    assert listed.message.startswith("its process has exited and its state cannot be written: expected to write ")
     assert refused == [code] * 3
     assert (told(runs, "dead").state, told(runs, "dead").interrupted) == (RunState.FAILED, True)
 

@@ -63,8 +63,8 @@ async def test_a_service_of_one_replica_without_ray_and_one_that_knows_no_sleep(
     async def is_sleeping() -> SleepReply:
         return SleepReply(is_sleeping=False, can_sleep=True)
 
-    with serving(alone) as one, serving(plain) as other:
-        assert await open_engines(Sharing(), one) is not None
+    with serving(alone) as engine, serving(plain) as other:
+        assert await open_engines(Sharing(), engine) is not None
         assert await open_engines(Sharing(), other) is None
         with pytest.raises(TrackwayError, match=f"got none at {other}"):
             await open_engines(Sharing(wanted=True), other)

@@ -92,7 +92,9 @@ class RowsHere:
                 self._findings.missing_here.append(f"{key}: expected a file that can be read, got {file}: {error}")
         if len(read) < len(self._files(key)):
             return None
-        return Rows([row for rows in read for row in rows.samples], [place for rows in read for place in rows.places])
+        return Rows(
+            [row for rows in read for row in rows.samples], [place for rows in read for place in rows.locations]
+        )
 
     def _unmeasurable(self, tokenizer: object, served: Served, rows: int) -> str:
         """Why prompts are not measured now; empty when they are."""
@@ -153,13 +155,13 @@ class RowsHere:
             self._findings.wrong.append(
                 f"{key}: expected prompts of at most data.max_prompt_length={bound} tokens, tool schemas included, got "
                 f"{len(overlong)} of {len(used.samples)} rows with up to {max(lengths[one] for one in overlong)} "
-                f"({used.told(overlong)}), whose trajectories would all fail; raise it, set "
+                f"({used.describe(overlong)}), whose trajectories would all fail; raise it, set "
                 "data.filter_overlong_prompts=true, or let them be cut with data.truncation"
             )
 
     def _use(self, key: str, rows: Rows, positions: Sequence[int]) -> None:
         bound: int = getattr(self._config.data, KEYS[key])
         taken = positions if bound < 0 else positions[:bound]
-        self.used[key] = Rows([rows.samples[one] for one in taken], [rows.places[one] for one in taken])
+        self.used[key] = Rows([rows.samples[one] for one in taken], [rows.locations[one] for one in taken])
         if key == "data.train_files":
             self.sentence = str(len(taken))

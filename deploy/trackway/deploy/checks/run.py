@@ -27,7 +27,7 @@ from trackway.system.user_error import UserError
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
 from trackway.trainer.config.weave_project import weave_project
-from trackway.trainer.data.name_check import ASK, Served, ask_services, unserved
+from trackway.trainer.data.name_check import CHECK_POLICY, Served, ask_services, unserved
 from trackway.trainer.loop.forecast import Forecast, forecast
 from trackway.trainer.run_state.checkpoint import named_checkpoint
 from trackway.trainer.settings import ServiceUrls
@@ -217,7 +217,7 @@ async def _trace_backends(deployment: Deployment) -> dict[str, Sequence[str]]:
     """What each service that answers can send traces to."""
     usable: dict[str, Sequence[str]] = {}
     for service in deployment.services:
-        client = ServiceClient(f"{deployment.base_url}/{service}", policy=ASK)
+        client = ServiceClient(f"{deployment.base_url}/{service}", policy=CHECK_POLICY)
         try:
             usable[service] = (await client.call("GET", "/health", reply=Health)).trace_backends
         except TrackwayError:  # the trainer asks again when the run starts, and says it in its log

@@ -1,11 +1,11 @@
 """A run's configuration: verl's vocabulary, Hydra's grammar, typed models.
 
 compose    a command line (and a YAML file) -> RunConfig
-resolve    nested keys as they come over the wire -> RunConfig
-no_effect  known keys that change nothing here, each with its reason
-explain    what a key means, its default, and where it is from
+resolve    nested keys received over the wire -> RunConfig
+no_effect  accepted keys without effect, each with the reason
+explain    the meaning, default and origin of a key
 
-An unknown key is an error that names the nearest known ones; nothing is silently ignored.
+An unknown key is an error that names the nearest known keys; no key is silently ignored.
 """
 
 from trackway.trainer.config.compose import compose, given_to_deployment, resolve

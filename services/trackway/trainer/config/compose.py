@@ -3,8 +3,8 @@
     defaults (the typed models) <- preset or YAML file <- overrides  ->  nested keys
     nested keys: old spellings moved, known keys without effect collected, unknown ones refused  ->  RunConfig
 
-Hydra parses and merges; what a key means is decided by the models. `+key` and `++key` of a known key are the same as
-`key`, because verl's users write `+` for keys that some release lacks.
+Hydra parses and merges; the models define the keys. `+key` and `++key` of a known key mean the same as `key`, because
+verl's users write `+` for keys that some releases lack.
 """
 
 import difflib
@@ -30,12 +30,12 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 PRESETS = Path(__file__).parent / "presets"
 
 MAX_KEYS = 4096
-"""Keys of one configuration; some 600 are known."""
+"""Most keys in a configuration; about 600 are known."""
 MAX_KEY_CHARS = 200
 MAX_UNKNOWN = 10
-"""Unknown keys after which no further one is looked for."""
+"""Most unknown keys reported."""
 MAX_LENGTH = 16_384
-"""Items of a list, characters of a text."""
+"""Longest list in items, longest string in characters."""
 
 Tree = dict[str, JsonValue]
 A = TypeVar("A")
@@ -66,14 +66,14 @@ def compose(overrides: list[str], config_file: Path | None = None, config_name: 
 
 
 def together(problems: Sequence[TrackwayError]) -> TrackwayError:
-    """One error that says them all; one alone stays as it is."""
+    """The errors combined into one; a single error is returned unchanged."""
     if len(problems) == 1:
         return problems[0]
     return TrackwayError(ErrorCode.INVALID_REQUEST, "; ".join(problem.message for problem in problems))
 
 
 def _noted(problems: list[TrackwayError], function: Callable[[A], R], argument: A) -> R | None:
-    """What the function returns; an error is added to `problems`, so that all are reported at once."""
+    """The function's result; an error is appended to `problems` instead, so that all errors are reported together."""
     try:
         return function(argument)
     except TrackwayError as error:
@@ -82,7 +82,7 @@ def _noted(problems: list[TrackwayError], function: Callable[[A], R], argument: 
 
 
 def resolve(tree: Tree) -> RunConfig:
-    """The configuration of nested keys; keys that are absent take their default.
+    """The configuration of nested keys; missing keys take their default.
 
     Raises TrackwayError(INVALID_REQUEST) naming the key, what was expected and the nearest known keys.
     """
@@ -123,7 +123,7 @@ def _check_size(given: Tree) -> None:
 
 
 def leaves(tree: Tree, prefix: str = "") -> dict[str, JsonValue]:
-    """Dotted key -> value for each leaf; an empty mapping has none."""
+    """Dotted key -> value for each leaf; an empty mapping has no leaves."""
     flat: dict[str, JsonValue] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -132,7 +132,7 @@ def leaves(tree: Tree, prefix: str = "") -> dict[str, JsonValue]:
 
 
 def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str, str]:
-    """Dotted key -> sentence for each key that has an effect."""
+    """Dotted key -> description for each key that has an effect."""
     keys: dict[str, str] = {}
     for name, field in model.model_fields.items():
         inner = field.annotation
@@ -144,7 +144,7 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str
 
 
 def given_to_deployment(config: RunConfig) -> list[str]:
-    """The keys that were given and say how services are deployed; a run on services that run already changes none."""
+    """The given keys that affect only the deployment of services, and so not services that already run."""
     values = leaves(config.model_dump(mode="json"))
     return [key for key in DEPLOYMENT if values[key] is not None]
 
@@ -158,13 +158,13 @@ def _location(config_file: Path | None, config_name: str) -> tuple[Path, str]:
         folder, name = config_file.resolve().parent, config_file.stem
     name = name.removesuffix(".yaml")
     if not (folder / f"{name}.yaml").is_file():
-        found = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected a file {name}.yaml in {folder}, found: {found}")
+        names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected a file {name}.yaml in {folder}, found: {names}")
     return folder, name
 
 
 def _as_set(line: str) -> str:
-    """The override with `+` and `++` made alike; a deletion stays one."""
+    """The override with `+` or no prefix rewritten to `++`; deletions are unchanged."""
     try:
         override = OverridesParser.create().parse_override(line)
     except HydraException as error:
@@ -191,7 +191,7 @@ def _known_names() -> tuple[str, ...]:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> TrackwayError:
-    """The error for a key that is none of the known ones; it names the nearest, by last part or by whole name."""
+    """The error for an unknown key, with the nearest known keys by last part or by whole name."""
     names = list(known)
     close = difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     last = {name.rpartition(".")[2] for name in names}
@@ -205,7 +205,7 @@ def unknown_key(key: str, known: Iterable[str]) -> TrackwayError:
 
 
 def _defaults() -> Tree:
-    """Every key with its default, but null where a key has an old spelling: so it shows which of them was given."""
+    """Every key with its default, but null for keys with an old name, so that it is known which of the two was set."""
     defaults = leaves(RunConfig().model_dump(mode="json"))
     return _nested({key: None if key in MOVED.values() else value for key, value in defaults.items()})
 
@@ -229,7 +229,7 @@ def _shown(value: JsonValue) -> str:
 
 
 def _earlier_notes(given: dict[str, JsonValue]) -> list[str]:
-    """Keys that an earlier composition collected, when the configuration has been sent over the wire since."""
+    """Keys collected by an earlier composition, when the configuration was sent over the wire."""
     notes = given.get("trackway.ignored_keys")
     return [str(key) for key in notes] if isinstance(notes, list) else []
 
@@ -243,13 +243,13 @@ def _validated(given: dict[str, JsonValue]) -> RunConfig:
     try:
         return RunConfig.model_validate(_nested(given))
     except ValidationError as error:
-        problems = "; ".join(_problem(one) for one in error.errors())
+        problems = "; ".join(_problem(details) for details in error.errors())
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration is not valid: {problems}") from error
 
 
 def _problem(error: ErrorDetails) -> str:
     where = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "value_error":  # of a validator of ours, which says what it got
+    if error["type"] == "value_error":  # from one of our validators, whose message includes the value
         reason = str(error.get("ctx", {}).get("error", error["msg"]))
         return f"{where}: {reason}" if where else reason
     return f"{where}: {error['msg']}, got {error['input']!r}"

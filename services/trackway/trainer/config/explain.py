@@ -1,4 +1,4 @@
-"""What a key means: its sentence, its default, and whether it is verl's, ours, moved, or without effect here."""
+"""Explains configuration keys: description, default, and origin (verl's, ours, moved, or without effect)."""
 
 from typing import NamedTuple
 
@@ -10,28 +10,29 @@ from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFEC
 
 
 class Explanation(NamedTuple):
-    """One key; the meaning of one without effect is the reason."""
+    """A key's explanation; for a key without effect, `meaning` is the reason."""
 
     key: str
     meaning: str
     default: JsonValue
     source: str
     honoured: bool = True
-    """False for a key that has moved or has no effect: it has no default."""
+    """False for a key that was moved or has no effect; it has no default."""
 
 
 def explain(word: str = "") -> list[Explanation]:
-    """The key of that name, or all below that section, or, for an empty word, all there are.
+    """The key of that name, or all keys of that section; an empty word returns all keys.
 
     Raises TrackwayError(INVALID_REQUEST) naming the nearest keys.
     """
-    found = [one for one in _all() if not word or one.key == word or one.key.startswith(f"{word}.")]
-    if found:
-        return found
+    explanations = _all()
+    matches = [each for each in explanations if not word or each.key == word or each.key.startswith(f"{word}.")]
+    if matches:
+        return matches
     covering = without_effect(word)
     if covering is not None:
         return [Explanation(word, NO_EFFECT[covering], None, "verl's, no effect here", False)]
-    raise unknown_key(word, (one.key for one in _all()))
+    raise unknown_key(word, (explanation.key for explanation in explanations))
 
 
 def _all() -> list[Explanation]:

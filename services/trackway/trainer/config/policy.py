@@ -28,7 +28,7 @@ KlKind = Literal[
 
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""Of a running mean: the share that the past keeps."""
+"""Decay rate of a running mean."""
 
 
 class ModelConfig(Section):
@@ -37,8 +37,8 @@ class ModelConfig(Section):
     path: str | None = None
     """Folder or Hugging Face id of the model and its tokenizer."""
     use_remove_padding: bool = True
-    """Compute a micro batch as one packed row without padding, where all layers have full attention; the result is the
-    same either way."""
+    """Compute a micro batch as one packed row without padding if all layers have full attention. The result does not
+    change."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass to save memory."""
 
@@ -53,48 +53,48 @@ class OptimConfig(Section):
     weight_decay: float = Field(default=0.01, ge=0)
     """AdamW's decoupled weight decay."""
     lr_warmup_steps: int = Field(default=-1, ge=-1)
-    """Steps over which the rate rises linearly; -1 or 0 takes `lr_warmup_steps_ratio`."""
+    """Steps over which the rate rises linearly; -1 or 0 uses `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Those steps as a share of the run's; 0 starts at the full rate."""
+    """Warm-up steps as a share of the run's steps; 0 starts at the full rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     """The rate after the warm-up: constant, or half a cosine down to `min_lr_ratio` of it at the run's last step."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Where the cosine ends, as a share of `lr`."""
+    """Final rate of the cosine, as a share of `lr`."""
     clip_grad: float | None = Field(default=None, gt=0)
     """Bound on the gradient's norm; None takes `actor.grad_clip`."""
 
 
 class PolicyLossConfig(Section):
-    """Which policy loss."""
+    """The policy loss."""
 
     loss_mode: Literal["vanilla"] = "vanilla"
     """PPO's clipped loss with dual clip."""
 
 
 class OffloadConfig(Section):
-    """What waits in main memory while the GPU is not used for it; without a GPU nothing moves."""
+    """CPU offload of the policy; no effect without a GPU."""
 
     param_offload: bool = False
-    """Keep the weights on the GPU only while they are computed with."""
+    """Keep the weights on the GPU only while they are in use."""
     optimizer_offload: bool = False
-    """Keep AdamW's moments on the GPU only during an optimiser step."""
+    """Keep AdamW's moments on the GPU only during an optimizer step."""
 
 
 class RefOffloadConfig(Section):
-    """Likewise for the reference policy, which has no optimiser."""
+    """CPU offload of the reference policy, which has no optimizer."""
 
     param_offload: bool = False
-    """Keep the reference's weights on the GPU only while they are computed with."""
+    """Keep the reference's weights on the GPU only while they are in use."""
 
 
 class ActorConfig(Section):
-    """The loss and how a batch is cut up."""
+    """The loss and the batch sizes."""
 
     optim: OptimConfig = Field(default_factory=OptimConfig)
     fsdp_config: OffloadConfig = Field(default_factory=OffloadConfig)
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     ppo_mini_batch_size: int = Field(default=256, ge=1)
-    """Prompts per optimiser step; each counts with all its rollouts."""
+    """Prompts per optimizer step, each with all its rollouts."""
     ppo_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
     """Trajectories per forward and backward pass; None takes the whole mini batch. The result does not depend on it."""
     ppo_epochs: int = Field(default=1, ge=1)
@@ -112,7 +112,7 @@ class ActorConfig(Section):
     loss_agg_mode: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
     ] = "token-mean"
-    """How token losses become one number."""
+    """Aggregation of the token losses."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
     """Divisor of `seq-mean-token-sum-norm`; None takes `data.max_response_length`."""
     entropy_coeff: float = 0.0
@@ -129,49 +129,48 @@ class ActorConfig(Section):
 
 
 class ValKwargs(Section):
-    """How validation samples."""
+    """Sampling in validation."""
 
     do_sample: bool = False
-    """False samples greedily, whatever the temperature."""
+    """False decodes greedily and ignores the temperature."""
     temperature: float = Field(default=0.0, ge=0)
     """Temperature when `do_sample` is true."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus of the distribution that is kept."""
+    """Nucleus sampling: cumulative probability of the tokens that are kept."""
     top_k: int = Field(default=-1, ge=-1)
-    """Most likely tokens that are kept; -1 keeps all."""
+    """Number of most likely tokens that are kept; -1 keeps all."""
     n: int = Field(default=1, ge=1, le=1024)
     """Rollouts per validation prompt."""
 
 
 class MultiTurnConfig(Section):
-    """Bounds of an agent's turns and observations."""
+    """Limits on an agent's turns and observations."""
 
     enable: bool = False
     """Rows without an `agent_name` run as `tool_agent` when true, else as `agent.default_agent_loop`."""
     max_assistant_turns: int | None = Field(default=None, ge=1)
-    """Turns after which a trajectory ends."""
+    """Most turns of a trajectory."""
     max_parallel_calls: int = Field(default=1, ge=1)
-    """Tool calls of one turn that run, side by side; the model is told that further ones did not."""
+    """Most tool calls of one turn, run in parallel; further calls are not run, and the model gets an error for them."""
     max_tool_response_length: int | None = Field(default=256, ge=1)
-    """Characters of one observation that are kept; null is no bound. `trackway.max_tool_response_tokens` counts
-    tokens."""
+    """Most characters of one observation; null means no limit. `trackway.max_tool_response_tokens` limits tokens."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    """Where a longer observation is cut."""
+    """Side on which a longer observation is truncated."""
     tool_config_path: str | None = None
-    """verl's YAML of tools for the tool server; null leaves them to the deployment."""
+    """verl's YAML file of tools for the tool server; null leaves them to the deployment."""
     function_tool_path: str | None = None
     """Python file with `@function_tool` functions for the tool server; null leaves them to the deployment."""
 
 
 class TraceConfig(Section):
-    """Which rollouts are traced, where the traces go, and what they carry."""
+    """Selection, backends and content of the traces."""
 
     backend: tuple[TraceBackend, ...] = ()
-    """`mlflow`, `weave`, `otlp`, or several as a list; null leaves it to the services' own setting."""
+    """`mlflow`, `weave`, `otlp`, or several as a list; null leaves it to the services' settings."""
     token2text: bool = False
-    """Put the text of prompts and responses on spans, not only the number of tokens."""
+    """Record the text of prompts and responses on spans, not only the number of tokens."""
     max_samples_per_step_per_worker: int | None = Field(default=None, ge=0)
-    """Prompts per step to trace, each with all its rollouts; None traces all when a backend is set."""
+    """Prompts traced per step, each with all its rollouts; None traces all when a backend is set."""
     project_name: Label | None = None
     """MLflow experiment, or Weave project (`entity/project`), of the traces; None takes `trainer.project_name`."""
     experiment_name: Label | None = None
@@ -191,48 +190,48 @@ class TraceConfig(Section):
 
 
 class AgentConfig(Section):
-    """Which agent loop."""
+    """The agent loop."""
 
     default_agent_loop: str = "single_turn_agent"
     """Loop of rows without an `agent_name` when `multi_turn.enable` is false."""
 
 
 class RolloutConfig(Section):
-    """How the policy is sampled."""
+    """Sampling of the policy, and the rollout engines."""
 
     n: int = Field(default=1, ge=1, le=1024)
-    """Rollouts per prompt: the group over which advantages are relative."""
+    """Rollouts per prompt: the size of the group for relative advantages."""
     mode: Literal["async"] = "async"
-    """Rollouts are requests to a service, so always asynchronous."""
+    """Always asynchronous, since rollouts are requests to a service."""
     temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits, in sampling and in the learner's log-probabilities."""
+    """Divisor of the logits, in sampling and in the learner's log-probabilities."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus of the distribution that is kept."""
+    """Nucleus sampling: cumulative probability of the tokens that are kept."""
     top_k: int = Field(default=-1, ge=-1)
-    """Most likely tokens that are kept; -1 keeps all."""
+    """Number of most likely tokens that are kept; -1 keeps all."""
     log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
     """Trajectories per pass that recomputes old logprobs; None takes `actor.ppo_micro_batch_size_per_gpu`."""
     name: Literal["vllm", "sglang", "hf", "torch", "sim"] | None = None
-    """Engine of the rollout service: a vLLM or SGLang server, or the embedded torch engine (also `hf`); null leaves it
-    to the deployment, as do all keys that follow."""
+    """Engine of the rollout service: a vLLM or SGLang server, or the embedded torch engine (also `hf`). For this and
+    all following keys, null leaves the choice to the deployment."""
     tensor_model_parallel_size: int | None = Field(default=None, ge=1)
-    """GPUs of one rollout replica; there are as many replicas as the run's GPUs have room for."""
+    """GPUs per rollout replica; the number of replicas follows from the run's GPUs."""
     gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
     """Share of a GPU's memory for the engine's weights and KV cache."""
     free_cache_engine: bool | None = None
-    """Engines give their GPU memory to the learner while it trains; null does so where they can (`enable_sleep`)."""
+    """Release the engines' GPU memory while the learner trains; null does so if the engine can (`enable_sleep`)."""
     multi_stage_wake_up: bool | None = None
-    """Engines take memory for weights first, and for the KV cache once the new ones are loaded; null is true."""
+    """Allocate memory for weights first, and for the KV cache once the new weights are loaded; null is true."""
     enforce_eager: bool | None = None
-    """Engines run without CUDA graphs."""
+    """Run the engines without CUDA graphs."""
     enable_prefix_caching: bool | None = None
-    """Engines keep the KV cache of prompts that begin alike."""
+    """Reuse the KV cache of common prompt prefixes."""
     dtype: Literal["float32", "bfloat16", "auto"] | None = None
-    """Arithmetic of the engine."""
+    """Data type of the engine."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest prompt and response that an engine takes, in tokens."""
+    """Most tokens of prompt and response together."""
     max_num_seqs: int | None = Field(default=None, ge=1)
-    """Requests that one engine runs at a time."""
+    """Most concurrent requests per engine."""
     val_kwargs: ValKwargs = Field(default_factory=ValKwargs)
     multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)
@@ -240,16 +239,16 @@ class RolloutConfig(Section):
 
 
 class RefConfig(Section):
-    """The reference policy: the model the run started from, kept by the learner when a KL term asks for it."""
+    """The reference policy: the model the run started from, kept by the learner if a KL term needs it."""
 
     log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
-    """Trajectories per pass of the reference; None takes that of the old-logprob pass. `kl_loss_type=full` computes the
-    reference in the actor's micro batches."""
+    """Trajectories per pass of the reference; None takes the value of the old-logprob pass. `kl_loss_type=full`
+    computes the reference in the actor's micro batches."""
     fsdp_config: RefOffloadConfig = Field(default_factory=RefOffloadConfig)
 
 
 class ActorRolloutRefConfig(Section):
-    """The policy in its three roles."""
+    """The policy as actor, rollout model and reference."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     actor: ActorConfig = Field(default_factory=ActorConfig)

@@ -1,4 +1,4 @@
-"""The base of every configuration section: unknown keys and non-finite numbers are refused, docstrings are help."""
+"""Base class of the configuration sections: rejects unknown keys and non-finite numbers; docstrings are the help."""
 
 from pydantic import BaseModel, ConfigDict
 

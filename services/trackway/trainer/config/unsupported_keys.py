@@ -1,7 +1,7 @@
-"""Keys of verl that are known here but change nothing, each with its reason, and keys that moved.
+"""verl's keys that are accepted without effect, each with the reason, and verl's renamed keys.
 
-A name that ends in `.*` stands for everything below it. The table makes a pasted verl command line run, and the list of
-those that were given is printed once at the start, so that nobody believes in a setting that does nothing.
+A name that ends in `.*` covers all keys below it. The table lets a pasted verl command line run. The keys without
+effect that were given are logged once at the start.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _FSDP = (
     *("wrap_policy.*", "reshard_after_forward", "fsdp_size", "forward_prefetch", "offload_policy", "model_dtype"),
     *("dtype", "use_orig_params", "mixed_precision.*", "strategy", "entropy_from_logits_with_chunking"),
 )
-"""Below `fsdp_config`."""
+"""Keys below `fsdp_config`."""
 
 NO_EFFECT: dict[str, str] = {
     "data.return_raw_chat": "rows always keep their messages",
@@ -66,14 +66,14 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length is the bound",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length is the bound",
     "actor_rollout_ref.rollout.do_sample": "training always samples",
-    "actor_rollout_ref.rollout.over_sample_rate": "exactly rollout.n rollouts are asked for",
+    "actor_rollout_ref.rollout.over_sample_rate": "exactly rollout.n rollouts are requested",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": _MICRO,
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _MICRO,
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _MICRO,
     "actor_rollout_ref.rollout.agent.num_workers": _AGENT,
     "actor_rollout_ref.rollout.agent.agent_loop_config_path": _AGENT,
     "actor_rollout_ref.rollout.multi_turn.format": _AGENT,
-    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "observations end with the turns that asked for them",
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "multi_turn.max_assistant_turns bounds observations too",
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
     "actor_rollout_ref.ref.strategy": _SHARDING,
@@ -92,7 +92,7 @@ NO_EFFECT: dict[str, str] = {
     "reward_model.*": _REWARD,
     "custom_reward_function.*": _REWARD,
     "trainer.critic_warmup": _NO_CRITIC,
-    "trainer.device": "trackway.device says where the learner computes",
+    "trainer.device": "trackway.device selects the learner's device",
     "trainer.balance_batch": "the learner is one process",
     "trainer.log_val_generations": _DUMPS,
     "trainer.rollout_data_dir": _DUMPS,
@@ -112,8 +112,8 @@ MOVED: dict[str, str] = {
     f"trainer.rollout_trace.{name}": f"actor_rollout_ref.rollout.trace.{name}"
     for name in ("backend", "token2text", "max_samples_per_step_per_worker", "project_name", "experiment_name")
 }
-"""verl's old spellings, which its releases accept and never read; here they are read as the new key, which takes null
-for its default."""
+"""verl's old key -> its new key. verl's releases accept the old keys and ignore them; here they set the new key, and
+null means the default."""
 
 DEPLOYMENT: tuple[str, ...] = (
     *(
@@ -126,23 +126,23 @@ DEPLOYMENT: tuple[str, ...] = (
     ),
     *("trainer.n_gpus_per_node", "trainer.nnodes"),
 )
-"""Keys that say how the services are deployed: what runs already is not changed by them. Null says nothing."""
+"""Keys for the deployment of the services; services that already run are not affected. Null leaves a key unset."""
 
 LOGGERS = ("console", "file", "mlflow", "tensorboard", "wandb")
 
 OTHER_LOGGERS = ("clearml", "rl_insight", "swanlab", "trackio", "vemlp_wandb")
-"""verl's that have no effect here."""
+"""verl's loggers that have no effect here."""
 
 
 def without_effect(key: str) -> str | None:
-    """The table's name that covers `key`, or None when the key is not in the table."""
+    """The entry of NO_EFFECT that covers `key`, or None."""
     if key in NO_EFFECT:
         return key
     return next((name for name in NO_EFFECT if name.endswith(".*") and key.startswith(name[:-1])), None)
 
 
 def no_effect(given_keys: Iterable[str]) -> list[tuple[str, str]]:
-    """(key, reason) for each given key that is known and changes nothing, in the order given."""
+    """(key, reason) for each given key that is accepted without effect or was renamed, in the order given."""
     notes: list[tuple[str, str]] = []
     for key in given_keys:
         name = without_effect(key)

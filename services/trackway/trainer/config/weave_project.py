@@ -1,4 +1,4 @@
-"""The Weave project of a run's traces, with its entity."""
+"""The Weave project of a run's traces, including its entity."""
 
 from pydantic import SecretStr
 
@@ -10,19 +10,19 @@ from trackway.wire.tracing import TraceBackend
 
 
 def weave_project(config: RunConfig, key: SecretStr | None = None) -> str | None:
-    """`entity/project` of the run's traces in Weave; None when nothing says it and Weave is not asked for by name.
+    """`entity/project` of the run's traces in Weave; None when no entity is known and Weave is not a trace backend.
 
-    The API key, which may have to tell the entity (see `full_project`), is `key` or stands in WANDB_API_KEY.
+    The entity may be looked up with the API key (see `full_project`): `key`, or else WANDB_API_KEY.
 
     Raises:
-        TrackwayError: INVALID_REQUEST when Weave is wanted and nothing names an entity.
+        TrackwayError: INVALID_REQUEST when Weave is a trace backend and no entity is known.
     """
     project, is_wanted = config.trace_project, TraceBackend.WEAVE in config.actor_rollout_ref.rollout.trace.backend
     full = full_project(project, (key or TracingSettings().weave_api_key) if is_wanted else None)
     if is_wanted and full is None:
         message = (
             f"actor_rollout_ref.rollout.trace.project_name: expected entity/project for Weave, got {project!r}; "
-            "write it so, or set WANDB_ENTITY in the environment of the trainer service"
+            "add the entity, or set WANDB_ENTITY in the environment of the trainer service"
         )
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
     return full

@@ -1,7 +1,7 @@
-"""Which prompts a step trains on: a seeded order per epoch in batches, resumable at any position.
+"""The prompts of each step: batches in a seeded order per epoch, resumable at any position.
 
-A position is a value and `take` is a pure function of it, so a resumed run sees exactly the prompts that an
-uninterrupted one would have seen.
+A position is a value and `take` is a pure function of it, so a resumed run sees exactly the prompts of an
+uninterrupted run.
 """
 
 import logging
@@ -22,17 +22,17 @@ from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 Keep: TypeAlias = Callable[[Sequence[Sample], str], list[Sample]]
-"""Chooses the rows that are kept, given also the name that the log calls them by."""
+"""Selects the rows to keep; the second argument is the rows' name in the log."""
 
 
 logger = logging.getLogger("trackway.trainer")
 
-_PLACES_SHOWN = 5
-"""Rows that a message names; the others are counted."""
+_ROWS_SHOWN = 5
+"""Most rows named in a message; the others are counted."""
 
 
-class Place(NamedTuple):
-    """Where a row stands; rows of a file count from 1."""
+class RowLocation(NamedTuple):
+    """The file and number of a row; rows count from 1."""
 
     file: str
     number: int
@@ -40,25 +40,25 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one or more files in order, each with an `extra_info.index` of its own, and where each stands."""
+    """Rows of one or more files in order, with unique `extra_info.index`, and the location of each."""
 
     samples: list[Sample]
-    places: list[Place]
+    locations: list[RowLocation]
 
-    def told(self, positions: Sequence[int]) -> str:
-        """`/d/train.parquet rows 3, 17, 40 and 2 more`: the first few of these rows."""
-        shown = [self.places[position] for position in positions[:_PLACES_SHOWN]]
+    def describe(self, positions: Sequence[int]) -> str:
+        """`/d/train.parquet rows 3, 17, 40 and 2 more`: the first few of these rows, for a message."""
+        shown = [self.locations[position] for position in positions[:_ROWS_SHOWN]]
         files = [
             f"{file} row{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
-            for file, places in groupby(shown, key=lambda place: place.file)
-            for numbers in [[str(place.number) for place in places]]
+            for file, locations in groupby(shown, key=lambda location: location.file)
+            for numbers in [[str(location.number) for location in locations]]
         ]
         more = len(positions) - len(shown)
         return "; ".join(files) + (f" and {more} more" if more else "")
 
 
 class Position(BaseModel):
-    """How many batches have been taken, as epochs and batches of the current epoch."""
+    """The number of batches taken, as whole epochs and batches of the current epoch."""
 
     epoch: int = 0
     batch: int = 0
@@ -67,7 +67,7 @@ class Position(BaseModel):
 class Prompts:
     """Rows in batches of `batch_size`; with `drop_last` the incomplete batch at the end of an epoch is left out.
 
-    Raises TrackwayError(INVALID_REQUEST) when no batch would be left.
+    Raises TrackwayError(INVALID_REQUEST) when an epoch has no batch.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Prompts:
         self._order = lru_cache(maxsize=1)(self._draw_order)
 
     def take(self, position: Position) -> tuple[list[Sample], Position]:
-        """The batch at a position, and the position after it; one behind the last batch is the next epoch's first."""
+        """The batch at a position, and the position after it; past the last batch, the next epoch begins."""
         if position.batch >= self.steps_per_epoch:
             position = Position(epoch=position.epoch + 1)
         start = position.batch * self._batch_size
@@ -100,18 +100,18 @@ class Prompts:
 
 
 def steps_per_epoch(rows: int, batch_size: int, drop_last: bool) -> int:
-    """Batches in one pass over so many rows. Raises TrackwayError(INVALID_REQUEST) when there is none."""
+    """Batches in one pass over `rows` rows. Raises TrackwayError(INVALID_REQUEST) when there is none."""
     whole, rest = divmod(rows, batch_size)
     steps = whole if drop_last or not rest else whole + 1
     if steps:
         return steps
     needed = f"at least data.train_batch_size={batch_size} rows" if rows else "rows to train on"
-    remedy = "make it smaller, or set data.drop_last=false" if rows else "look at data.train_files"
+    remedy = "lower it, or set data.drop_last=false" if rows else "check data.train_files"
     raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected {needed}, got {rows}; {remedy}")
 
 
 def load_data(config: RunConfig, keep: Keep | None = None) -> tuple[Rows, Rows]:
-    """The rows to train on and those to validate on; what should be known of them is logged once."""
+    """The rows to train on and the rows to validate on; logs warnings about them."""
     data = config.data
     train = load_rows(data.train_files, data.train_max_samples, keep)
     held_out = load_rows(data.val_files, data.val_max_samples, keep)
@@ -122,36 +122,38 @@ def load_data(config: RunConfig, keep: Keep | None = None) -> tuple[Rows, Rows]:
 
 
 def prompts_of(config: RunConfig, rows: Rows) -> Prompts:
-    """The rows to train on, in batches. Raises TrackwayError(INVALID_REQUEST) when no batch would be left."""
+    """The rows to train on, in batches. Raises TrackwayError(INVALID_REQUEST) when an epoch has no batch."""
     data = config.data
     seed = config.trackway.seed if data.seed is None else data.seed
     return Prompts(rows.samples, data.train_batch_size, seed, data.shuffle, data.drop_last)
 
 
 def load_rows(files: Sequence[str], max_samples: int = -1, keep: Keep | None = None) -> Rows:
-    """The rows of all files in order, each with an `extra_info.index` of its own.
+    """The rows of all files in order, each with a unique `extra_info.index`.
 
-    Rows that are not kept are dropped before the first `max_samples` are taken. Where indices are missing or repeat
-    (several files), the row's position replaces them, because the index names the trajectories. Raises TrackwayError
-    when a file is missing or no row file, or no row is kept.
+    `keep` is applied before the first `max_samples` rows are taken. If indices are missing or repeat, as with several
+    files, each row's position replaces its index, because the index names the trajectories. Raises TrackwayError when a
+    file is missing or invalid, or no row is kept.
     """
-    read = [(Place(file, number), row) for file in files for number, row in enumerate(read_rows(Path(file)), start=1)]
-    samples, places = [row for _, row in read], [place for place, _ in read]
+    located = [
+        (RowLocation(file, number), row) for file in files for number, row in enumerate(read_rows(Path(file)), start=1)
+    ]
+    samples, locations = [row for _, row in located], [location for location, _ in located]
     if keep and samples:
-        kept, every = keep(samples, ", ".join(files)), iter(read)
-        # What is kept keeps its order, so one pass finds where it stands.
-        places = [next(place for place, read_row in every if read_row is row) for row in kept]
+        kept, candidates = keep(samples, ", ".join(files)), iter(located)
+        # `keep` preserves the order, so one pass finds the locations.
+        locations = [next(location for location, candidate in candidates if candidate is row) for row in kept]
         samples = kept
     if max_samples >= 0:
-        samples, places = samples[:max_samples], places[:max_samples]
+        samples, locations = samples[:max_samples], locations[:max_samples]
     indices = {row.index for row in samples}
     if len(indices) < len(samples):
         samples = [_with_index(row, position) for position, row in enumerate(samples)]
-    return Rows(samples, places)
+    return Rows(samples, locations)
 
 
 def traced_positions(seed: int, step: int, size: int, count: int) -> frozenset[int]:
-    """Which `count` of a batch's `size` positions are traced in a step."""
+    """The `count` of a batch's `size` positions that are traced in a step."""
     return frozenset(random.Random(f"trace/{seed}/{step}").sample(range(size), min(count, size)))
 
 

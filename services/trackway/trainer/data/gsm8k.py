@@ -24,14 +24,14 @@ GROUND_TRUTH = re.compile(r"#### (\-?[0-9\.\,]+)")
 
 @dataclass(frozen=True)
 class Gsm8kRows:
-    """One split: the rows, and every record that did not become one."""
+    """One split: its rows, and the rejected records."""
 
     rows: list[Sample]
     rejected: list[Rejected]
 
 
 def load_gsm8k(records: Iterable[Record | Rejected], split: Split) -> Gsm8kRows:
-    """The rows of a split's records; a row's index is its place among all of them, as it is in the source."""
+    """The rows of a split's records; a row's index is its record's position in the source."""
     loaded = Gsm8kRows(rows=[], rejected=[])
     for index, record in enumerate(records):
         row = record if isinstance(record, Rejected) else gsm8k_row(record, split, index)
@@ -43,7 +43,7 @@ def load_gsm8k(records: Iterable[Record | Rejected], split: Split) -> Gsm8kRows:
 
 
 def gsm8k_row(record: Record, split: Split, index: int) -> Sample | Rejected:
-    """One record as a row, or the reason why it is none."""
+    """The record as a row, or the reason for its rejection."""
     try:
         question, answer = _text(record, "question"), _text(record, "answer")
         ground_truth = extract_ground_truth(answer)
@@ -67,7 +67,7 @@ def gsm8k_row(record: Record, split: Split, index: int) -> Sample | Rejected:
 
 
 def extract_ground_truth(answer: str) -> str:
-    """The number after `#### `, without thousands separators; ValueError when there is none."""
+    """The number after `#### `, without thousands separators. Raises ValueError when there is none."""
     match = GROUND_TRUTH.search(answer)
     number = match[1].replace(",", "") if match else ""
     if not any(character.isdigit() for character in number):
@@ -82,5 +82,5 @@ def _text(record: Record, field: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"expected text in {field!r}, got {type(value).__name__}")
     if not value.strip():
-        raise ValueError(f"expected text in {field!r}, got an empty one")
+        raise ValueError(f"expected text in {field!r}, got an empty string")
     return value

@@ -1,4 +1,4 @@
-"""GSM8K from the Hugging Face hub, through `datasets`; what was fetched before is taken when the hub is away."""
+"""GSM8K from the Hugging Face hub, through `datasets`, or from its cache when the hub is unreachable."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,44 +17,44 @@ REACH_S = 10.0
 
 
 def hub_records() -> dict[Split, list[Record]]:
-    """The records of both splits. Raises TrackwayError(UNAVAILABLE) when neither the hub nor its cache has them."""
-    dataset, place = _load(), Path(DATA_SOURCE, CONFIG)
+    """The records of both splits. Raises TrackwayError(UNAVAILABLE) when neither the hub nor the cache has them."""
+    dataset, folder = _load(), Path(DATA_SOURCE, CONFIG)
     splits: tuple[Split, ...] = ("train", "test")
     return {
-        split: [Record(place / split, line, dict(row)) for line, row in enumerate(dataset[split], start=1)]
+        split: [Record(folder / split, line, dict(row)) for line, row in enumerate(dataset[split], start=1)]
         for split in splits
     }
 
 
 def _load() -> "DatasetDict":
-    import datasets.config  # takes seconds, and is needed for this alone
+    import datasets.config  # the import takes seconds, and only this function needs it
 
-    away = _why_away()
-    if away is not None:
-        # Only the cache, and at once: the attempts of `datasets` itself to reach a hub that is away take minutes.
+    failure = _connection_failure()
+    if failure is not None:
+        # Use only the cache: the connection attempts of `datasets` to an unreachable hub take minutes.
         datasets.config.HF_HUB_OFFLINE = True
     try:
         return datasets.load_dataset(DATA_SOURCE, CONFIG)
-    except Exception as error:  # of the hub, the cache, parquet, or whichever HTTP library its client uses
+    except Exception as error:  # from the hub, the cache, parquet, or the client's HTTP library
         message = (
-            f"expected {DATA_SOURCE} on the Hugging Face hub or in its cache, got {away or _told(error)}; "
-            "give the folder of a local copy as --local-dataset-path"
+            f"expected {DATA_SOURCE} on the Hugging Face hub or in its cache, got {failure or _one_line(error)}; "
+            "pass the folder of a local copy as --local-dataset-path"
         )
         raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
 
 
-def _why_away() -> str | None:
-    """Why the hub does not answer, or None when it does."""
+def _connection_failure() -> str | None:
+    """The reason why the hub does not answer; None when it does."""
     from huggingface_hub import HfApi
 
     try:
         HfApi().dataset_info(DATA_SOURCE, timeout=REACH_S)
-    except Exception as error:  # its client has changed its HTTP library, and with it the errors, more than once
-        return _told(error)
+    except Exception as error:  # the client's HTTP library, and so its errors, changed between versions
+        return _one_line(error)
     return None
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """The error in one line."""
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first}"

@@ -1,4 +1,4 @@
-"""Dataset folders: `train.parquet` and `test.parquet`, what `data.train_files` and `data.val_files` name."""
+"""Builds dataset folders: `train.parquet` and `test.parquet`, for `data.train_files` and `data.val_files`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,19 +22,19 @@ SPLITS: tuple[Split, ...] = ("train", "test")
 
 
 class Watch(Protocol):
-    """Gives back the items, and may show how many have been taken."""
+    """Returns the items, and may display progress."""
 
     def __call__(self, items: Iterable[T], what: str, /) -> Iterable[T]: ...
 
 
 def unwatched(items: Iterable[T], what: str) -> Iterable[T]:
-    """Shows nothing."""
+    """Return the items without progress."""
     return items
 
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """One written file."""
+    """A written file."""
 
     split: Split
     path: Path
@@ -48,7 +48,7 @@ class SplitSummary:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """What was written, and which source records were not."""
+    """The written files, and the rejected source records."""
 
     splits: tuple[SplitSummary, ...]
     copies: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class DatasetSummary:
 
     @property
     def rejected(self) -> tuple[Rejected, ...]:
-        """The rejected records of every split."""
+        """The rejected records of all splits."""
         return tuple(rejected for split in self.splits for rejected in split.rejected)
 
     def __str__(self) -> str:
@@ -64,12 +64,12 @@ class DatasetSummary:
 
 
 def make_tiny(out_dir: Path, train_size: int, test_size: int, seed: int) -> DatasetSummary:
-    """Write the tiny word problems; the test split uses number pairs that the train split never shows."""
+    """Write the tiny word problems; the test split uses number pairs that do not occur in the train split."""
     sizes: dict[Split, int] = {"train": train_size, "test": test_size}
     for split, size in sizes.items():
         if size < 1:
             raise TrackwayError(
-                ErrorCode.INVALID_REQUEST, f"expected at least 1 {split} problem, got {size}; ask for more"
+                ErrorCode.INVALID_REQUEST, f"expected at least 1 {split} problem, got {size}; raise its number"
             )
     splits = [_write_split(out_dir, split, make_tiny_rows(split, size, seed)) for split, size in sizes.items()]
     return DatasetSummary(tuple(splits))
@@ -78,7 +78,7 @@ def make_tiny(out_dir: Path, train_size: int, test_size: int, seed: int) -> Data
 def make_gsm8k(
     local_dataset_path: Path | None, out_dir: Path, copy_to: str | None = None, watch: Watch = unwatched
 ) -> DatasetSummary:
-    """Write GSM8K from a local copy, or from the Hugging Face hub without one, and copy it to an fsspec URL if given.
+    """Write GSM8K from a local copy, else from the Hugging Face hub, and optionally copy it to an fsspec URL.
 
     Both splits are read before either is written. Raises TrackwayError.
     """
@@ -93,15 +93,15 @@ def make_gsm8k(
 
 
 def find_split_files(local_dataset_path: Path, split: Split) -> list[Path]:
-    """The split's files, in the folder or in its `main`, where the published dataset keeps this variant."""
+    """The split's files, in the folder or in its subfolder `main`, as in the published dataset."""
     folder = local_dataset_path.expanduser()
-    for place in (folder, folder / "main"):
-        formats = [files for suffix in SUFFIXES if (files := _matching(place, split, suffix))]
+    for candidate in (folder, folder / "main"):
+        formats = [files for suffix in SUFFIXES if (files := _matching(candidate, split, suffix))]
         if len(formats) > 1:
-            found = " and ".join(files[0].suffix for files in formats)
+            suffixes = " and ".join(files[0].suffix for files in formats)
             raise TrackwayError(
                 ErrorCode.INVALID_REQUEST,
-                f"expected one format for {split} in {place}, got {found}; keep one",
+                f"expected one format for {split} in {candidate}, got {suffixes}; keep one",
             )
         if formats:
             return formats[0]
@@ -113,7 +113,7 @@ def find_split_files(local_dataset_path: Path, split: Split) -> list[Path]:
 
 
 def _matching(folder: Path, split: Split, suffix: str) -> list[Path]:
-    # GSM8K's other variant lies beside the default one under names such as train_socratic.jsonl.
+    # GSM8K's other variant is in the same folder, under names such as train_socratic.jsonl.
     return [path for path in sorted(folder.glob(f"{split}*{suffix}")) if "socratic" not in path.name]
 
 
@@ -123,7 +123,7 @@ def _local_records(folder: Path, out_dir: Path) -> dict[Split, Iterable[Record |
     if not sources.isdisjoint(_path(out_dir, split).resolve() for split in SPLITS):
         raise TrackwayError(
             ErrorCode.INVALID_REQUEST,
-            f"expected another folder to write to than that of the source, got {out_dir}; its files would be replaced",
+            f"expected an output folder other than the source's, got {out_dir}; its files would be replaced",
         )
     return {split: chain.from_iterable(map(read_records, files[split])) for split in SPLITS}
 

@@ -1,6 +1,6 @@
-"""What rows ask the services for by name, before the first step: agent loops, data sources and tools that none serves.
+"""Check before the first step that services exist for the agent loops, data sources and tools named in the rows.
 
-A trajectory of such a row can only fail, so the run is refused, with every name and where it stands.
+A trajectory of a row with an unknown name always fails, so the run is refused with all unknown names and their rows.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 T = TypeVar("T")
 
-ASK = CallPolicy(connect_s=2.0, read_s=5.0, total_s=10.0, attempts=3)
-"""Of services that should be up; what they are asked costs them nothing."""
+CHECK_POLICY = CallPolicy(connect_s=2.0, read_s=5.0, total_s=10.0, attempts=3)
+"""For cheap requests to services that should be running."""
 
 _LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 _REGISTER = "name the module that registers it in TRACKWAY_AGENT_MODULES of the agent service"
@@ -34,22 +34,22 @@ logger = logging.getLogger("trackway.trainer")
 
 @dataclass(frozen=True)
 class Served:
-    """The names that the services know; None for what could not be learned."""
+    """The names that the services know; None where a service did not answer."""
 
     agents: frozenset[str] | None = None
     data_sources: frozenset[str] | None = None
     tools: frozenset[str] | None = None
     schemas: tuple[ToolSchema, ...] = ()
-    """Of those tools."""
+    """Schemas of the tools."""
 
 
 async def ask_services(urls: ServiceUrls) -> tuple[Served, dict[str, TrackwayError]]:
-    """What the services that run say, and the error of each that did not answer, by its name."""
-    tools, agents = ToolsClient(urls.tools_url, policy=ASK), AgentClient(urls.agent_url, policy=ASK)
-    rewards = RewardClient(urls.reward_url, policy=ASK) if urls.reward_url else None
+    """The names that the services know, and the error of each service that did not answer, by its name."""
+    tools, agents = ToolsClient(urls.tools_url, policy=CHECK_POLICY), AgentClient(urls.agent_url, policy=CHECK_POLICY)
+    rewards = RewardClient(urls.reward_url, policy=CHECK_POLICY) if urls.reward_url else None
     errors: dict[str, TrackwayError] = {}
 
-    async def asked(name: str, call: Callable[[], Awaitable[T]]) -> T | None:
+    async def answer_of(name: str, call: Callable[[], Awaitable[T]]) -> T | None:
         try:
             return await call()
         except TrackwayError as error:
@@ -57,13 +57,13 @@ async def ask_services(urls: ServiceUrls) -> tuple[Served, dict[str, TrackwayErr
             return None
 
     offered, loops, scorers = await asyncio.gather(
-        asked("tools", tools.list),
-        asked("agent", agents.agents),
-        asked("reward", rewards.scorers) if rewards else _nothing(),
+        answer_of("tools", tools.list),
+        answer_of("agent", agents.agents),
+        answer_of("reward", rewards.scorers) if rewards else _none(),
     )
     served = Served(
         agents=None if loops is None else frozenset(loop.name for loop in loops),
-        data_sources=None if scorers is None else frozenset(name for one in scorers for name in one.data_sources),
+        data_sources=None if scorers is None else frozenset(name for scorer in scorers for name in scorer.data_sources),
         tools=None if offered is None else frozenset(tool.function.name for tool in offered),
         schemas=tuple(offered or ()),
     )
@@ -71,41 +71,41 @@ async def ask_services(urls: ServiceUrls) -> tuple[Served, dict[str, TrackwayErr
 
 
 async def check_names(config: RunConfig, rows: Mapping[str, Rows], urls: ServiceUrls) -> None:
-    """Ask the services of a run and hold its rows, by their key, against what they serve.
+    """Check the names in the rows, given by configuration key, against those that the services know.
 
-    A service that cannot be asked is named in the log and is no obstacle: the run itself waits for its services.
+    An unreachable service is logged and does not fail the check: the run itself waits for its services.
 
     Raises:
-        TrackwayError: INVALID_REQUEST with every name that no service knows, and the rows.
+        TrackwayError: INVALID_REQUEST with each unknown name and its rows.
     """
     served, errors = await ask_services(urls)
     if not _asks_for_tools(config, rows.values()):
         served = replace(served, tools=None)
         errors.pop("tools", None)
     for name, error in errors.items():
-        logger.warning("the %s service could not be asked for the names that it serves: %s", name, error)
+        logger.warning("the names that the %s service knows cannot be checked, as it did not answer: %s", name, error)
     problems = unserved(config, rows, served)
     if problems:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, "; ".join(problems))
 
 
 def unserved(config: RunConfig, rows: Mapping[str, Rows], served: Served) -> list[str]:
-    """A sentence for each name that the configuration, or rows by their key, ask for and no service knows."""
+    """A message for each name, in the configuration or in the rows by configuration key, that no service knows."""
     problems = _of_config(config, rows.values(), served)
-    for key, of_key in rows.items():
-        problems += _of_rows(key, of_key, "agent_name", served.agents, _agent, _AGENTS)
-        problems += _of_rows(key, of_key, "data_source", served.data_sources, _data_source, _SCORERS)
-        problems += _of_rows(key, of_key, "tool_selection", served.tools, _selection(config), _TOOLS)
+    for key, key_rows in rows.items():
+        problems += _of_rows(key, key_rows, "agent_name", served.agents, _agent, _AGENTS)
+        problems += _of_rows(key, key_rows, "data_source", served.data_sources, _data_source, _SCORERS)
+        problems += _of_rows(key, key_rows, "tool_selection", served.tools, _selection(config), _TOOLS)
     return problems
 
 
 def _of_config(config: RunConfig, rows: Iterable[Rows], served: Served) -> list[str]:
     problems = []
-    loop, unnamed = config.default_agent, sum(not row.agent_name for one in rows for row in one.samples)
+    loop, unnamed = config.default_agent, sum(not row.agent_name for part in rows for row in part.samples)
     if served.agents is not None and loop not in served.agents and unnamed:
         problems.append(
-            f"{_LOOP}: expected one of {_list(served.agents)}, got {loop!r}, as which {unnamed} rows without "
-            f"agent_name would run; correct it, or {_REGISTER}"
+            f"{_LOOP}: expected one of {_list(served.agents)}, got {loop!r}, the loop of {unnamed} rows without "
+            f"agent_name; correct it, or {_REGISTER}"
         )
     missing = [name for name in config.trackway.tools or () if served.tools is not None and name not in served.tools]
     if missing:
@@ -127,23 +127,23 @@ def _of_rows(
 ) -> list[str]:
     if known is None:
         return []
-    places: dict[str, list[int]] = {}
+    positions_by_name: dict[str, list[int]] = {}
     for position, row in enumerate(rows.samples):
         for name in set(names(row)) - known:
-            places.setdefault(name, []).append(position)
+            positions_by_name.setdefault(name, []).append(position)
     return [
         f"{key}: expected {column} out of {_list(known)}, got {name} in {len(positions)} of "
-        f"{len(rows.samples)} rows ({rows.told(positions)}); {remedy}"
-        for name, positions in _told_names(places)
+        f"{len(rows.samples)} rows ({rows.describe(positions)}); {remedy}"
+        for name, positions in _reported_names(positions_by_name)
     ]
 
 
 _NAMES_SHOWN = 5
-"""Unknown names of one column that are reported; the others are counted."""
+"""Most unknown names reported per column; the others are counted."""
 
 
-def _told_names(places: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
-    by_count = sorted(places.items(), key=lambda item: (-len(item[1]), item[0]))
+def _reported_names(positions_by_name: Mapping[str, list[int]]) -> list[tuple[str, list[int]]]:
+    by_count = sorted(positions_by_name.items(), key=lambda item: (-len(item[1]), item[0]))
     ordered = [(_short(name), positions) for name, positions in by_count]
     if len(ordered) <= _NAMES_SHOWN:
         return ordered
@@ -172,7 +172,7 @@ def _selection(config: RunConfig) -> Callable[[Sample], Iterable[str]]:
 
 def _asks_for_tools(config: RunConfig, rows: Iterable[Rows]) -> bool:
     selected = _selection(config)
-    return bool(config.trackway.tools) or any(selected(row) for one in rows for row in one.samples)
+    return bool(config.trackway.tools) or any(selected(row) for part in rows for row in part.samples)
 
 
 def _list(names: Iterable[str]) -> str:
@@ -183,5 +183,5 @@ def _short(name: str) -> str:
     return ascii(name) if len(name) <= 80 else f"{name[:80]!a}..."
 
 
-async def _nothing() -> None:
+async def _none() -> None:
     return None

@@ -1,4 +1,4 @@
-"""Rows as parquet files that verl reads too, and verl's files as rows."""
+"""Reads and writes rows as parquet files in verl's schema."""
 
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
@@ -22,17 +22,17 @@ SHAPES = {
     "reward_model": 'reward_model as {"style": "rule", "ground_truth": "<text>"}',
     "extra_info": 'extra_info as {"index": <number or text>, "tools_kwargs": {"<tool>": {"create_kwargs": {...}}}}',
 }
-"""How columns are written that files often have in another form."""
+"""The correct form of columns that files often get wrong."""
 
 
 def write_rows(path: Path, rows: list[Sample]) -> None:
-    """Replace the file at `path` with these rows; a reader sees the old file or the whole new one.
+    """Replace the file at `path` with these rows, atomically.
 
     Raises StorageError when it cannot be written, INVALID_REQUEST without rows.
     """
     path = path.expanduser()
     if not rows:
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected at least one row for {path}, got none; ask for more")
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected at least one row for {path}, got none; add rows")
     table = _to_table([to_record(row) for row in rows])
     what = f"{len(rows)} rows"
     with writing(path, what):
@@ -42,39 +42,39 @@ def write_rows(path: Path, rows: list[Sample]) -> None:
 
 
 def read_rows(path: Path) -> list[Sample]:
-    """The rows of a parquet or JSONL file in verl's schema; records that are not rows are one error."""
+    """The rows of a parquet or JSONL file in verl's schema; all invalid records are reported in one error."""
     path = path.expanduser()
     rows: list[Sample] = []
     first_errors: list[TrackwayError] = []
-    wrong = 0
+    invalid = 0
     for record in counted(read_records(path), f"{path}: rows read"):
         try:
             rows.append(_to_row(record))
         except TrackwayError as error:
-            wrong += 1
-            if wrong <= _ERRORS_SHOWN:
+            invalid += 1
+            if invalid <= _ERRORS_SHOWN:
                 first_errors.append(error)
-    if wrong:
-        raise _all_of(first_errors, wrong, len(rows) + wrong)
+    if invalid:
+        raise _combined(first_errors, invalid, len(rows) + invalid)
     if not rows:
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected rows in {path}, the file has none; write it again")
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, f"expected rows in {path}, got none; write the file again")
     return rows
 
 
 _ERRORS_SHOWN = 3
-"""Unreadable rows that are reported with their reason; the others are counted."""
+"""Most invalid records reported with their reason; the others are counted."""
 
 
-def _all_of(first_errors: Sequence[TrackwayError], wrong: int, records: int) -> TrackwayError:
-    if wrong == 1:
+def _combined(first_errors: Sequence[TrackwayError], invalid: int, records: int) -> TrackwayError:
+    if invalid == 1:
         return first_errors[0]
-    told = "; ".join(error.message for error in first_errors)
-    more = f"; and {wrong - len(first_errors)} more" if wrong > len(first_errors) else ""
-    return TrackwayError(ErrorCode.INVALID_REQUEST, f"{wrong} of {records} records are not rows: {told}{more}")
+    reasons = "; ".join(error.message for error in first_errors)
+    more = f"; and {invalid - len(first_errors)} more" if invalid > len(first_errors) else ""
+    return TrackwayError(ErrorCode.INVALID_REQUEST, f"{invalid} of {records} records are not rows: {reasons}{more}")
 
 
 def _to_table(records: list[dict[str, JsonValue]]) -> pa.Table:
-    # Not Table.from_pylist: it keeps only the columns that the first row has.
+    # Not Table.from_pylist, which keeps only the columns of the first row.
     names = list(dict.fromkeys(name for record in records for name in record))
     return pa.table({name: _to_column(name, [record.get(name) for record in records]) for name in names})
 
@@ -97,17 +97,17 @@ def _to_row(record: Record | Rejected) -> Sample:
         row = from_record(record.data)
     except ValidationError as error:
         problem = error.errors()[0]
-        raise _misshapen(record, ".".join(map(str, problem["loc"])), problem["msg"]) from error
+        raise _invalid(record, ".".join(map(str, problem["loc"])), problem["msg"]) from error
     except (TypeError, ValueError) as error:
-        raise _misshapen(record, "extra_info.index", str(error)) from error
+        raise _invalid(record, "extra_info.index", str(error)) from error
     return row
 
 
-def _misshapen(record: Record, place: str, reason: str) -> TrackwayError:
-    shape = SHAPES.get(place.partition(".")[0], "it correctly")
+def _invalid(record: Record, key: str, reason: str) -> TrackwayError:
+    shape = SHAPES.get(key.partition(".")[0], "it correctly")
     return TrackwayError(
         ErrorCode.INVALID_REQUEST,
-        f"{record.file}:{record.line}: expected verl's row schema, got {place}: {reason}; write {shape}",
+        f"{record.file}:{record.line}: expected verl's row schema, got {key}: {reason}; write {shape}",
     )
 
 
@@ -115,8 +115,8 @@ def _require_columns(record: Record) -> None:
     missing = [name for name in REQUIRED_COLUMNS if record.data.get(name) is None]
     if not missing:
         return
-    raw = record.data.keys() >= RAW_GSM8K
-    build = "`trackway data gsm8k --local-dataset-path <its folder>`" if raw else "`trackway data`"
+    is_raw_gsm8k = record.data.keys() >= RAW_GSM8K
+    build = "`trackway data gsm8k --local-dataset-path <its folder>`" if is_raw_gsm8k else "`trackway data`"
     raise TrackwayError(
         ErrorCode.INVALID_REQUEST,
         f"{record.file}:{record.line}: expected columns {', '.join(REQUIRED_COLUMNS)}, "

@@ -1,4 +1,4 @@
-"""Lines of the log that say how far something is that takes long."""
+"""Progress of long operations, in the log."""
 
 import logging
 import time
@@ -8,16 +8,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 EVERY_S = 5.0
-"""Between two lines; what is done earlier is silent."""
+"""Interval between two lines; a shorter operation logs none."""
 
 logger = logging.getLogger("trackway.trainer")
 
 
 def counted(items: Iterable[T], doing: str, total: int | None = None) -> Iterator[T]:
-    """The items as they come; from time to time the log says how many have."""
-    told, of = time.monotonic(), "" if total is None else f" of {total}"
+    """The items unchanged; their count so far is logged every EVERY_S seconds."""
+    last_logged, of_total = time.monotonic(), "" if total is None else f" of {total}"
     for count, item in enumerate(items, start=1):
         yield item
-        if time.monotonic() - told > EVERY_S:
-            told = time.monotonic()
-            logger.info("%s: %d%s", doing, count, of)
+        if time.monotonic() - last_logged > EVERY_S:
+            last_logged = time.monotonic()
+            logger.info("%s: %d%s", doing, count, of_total)

@@ -1,4 +1,4 @@
-"""`data.filter_overlong_prompts`: which rows' prompts fit, measured as the agent will template them."""
+"""`data.filter_overlong_prompts`: drops rows whose prompt is too long, as templated by the agent."""
 
 import asyncio
 import logging
@@ -17,13 +17,13 @@ from trackway.wire.agent import Sample
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-_AT_ONCE = 512
+_BATCH_SIZE = 512
 
 logger = logging.getLogger("trackway.trainer")
 
 
 class PromptFilter:
-    """Drops the rows whose templated prompt has more than `limit` tokens, and says how many."""
+    """Drops the rows whose templated prompt has more than `limit` tokens, and logs their number."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tools: Sequence[ToolSchema], limit: int, default_agent: str
@@ -34,28 +34,28 @@ class PromptFilter:
         self._default_agent = default_agent
 
     def __call__(self, rows: Sequence[Sample], name: str) -> list[Sample]:
-        """The rows that fit. Raises TrackwayError when there is none, or the template refuses one."""
+        """The rows within the limit. Raises TrackwayError when none is, or when the template rejects a prompt."""
         lengths = list(counted(self.lengths(rows, name), f"{name}: prompts measured", len(rows)))
         kept = [row for row, length in zip(rows, lengths, strict=True) if length <= self._limit]
         if not kept:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, self.none_fits(lengths, name))
         bound = f"data.max_prompt_length={self._limit}"
         dropped = len(rows) - len(kept)
-        logger.info("%s: dropped %d of %d rows as longer than %s", name, dropped, len(rows), bound)
+        logger.info("%s: dropped %d of %d rows longer than %s", name, dropped, len(rows), bound)
         return kept
 
     def none_fits(self, lengths: Sequence[int], name: str) -> str:
-        """What to say when every prompt is longer than the limit."""
+        """The error message when every prompt is longer than the limit."""
         return (
             f"{name}: expected prompts of at most data.max_prompt_length={self._limit} tokens, tool schemas included, "
-            f"got none in {len(lengths)} rows, the shortest has {min(lengths)}; raise it, or set "
+            f"got none in {len(lengths)} rows, the shortest has {min(lengths)}; raise the limit, or set "
             "data.filter_overlong_prompts=false"
         )
 
     def lengths(self, rows: Sequence[Sample], name: str) -> Iterator[int]:
-        """Tokens of each row's prompt, as they are counted. Raises TrackwayError when the template refuses one."""
-        for start in range(0, len(rows), _AT_ONCE):
-            texts = [self._render(row, name) for row in rows[start : start + _AT_ONCE]]
+        """The number of tokens of each row's prompt. Raises TrackwayError when the template rejects a prompt."""
+        for start in range(0, len(rows), _BATCH_SIZE):
+            texts = [self._render(row, name) for row in rows[start : start + _BATCH_SIZE]]
             encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
             yield from (len(ids) for ids in encoded["input_ids"])
 
@@ -70,13 +70,13 @@ class PromptFilter:
             )
         except (TemplateError, TypeError, ValueError) as error:
             message = (
-                f"{name}: the chat template refuses the prompt of the row with index {row.index}: {error}; correct it"
+                f"{name}: the chat template rejects the prompt of the row with index {row.index}: {error}; correct it"
             )
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
         return str(text)
 
     def _offered(self, row: Sample) -> list[dict[str, Any]] | None:
-        """The schemas that the row's agent will show the model; of an agent of one's own, all of them."""
+        """The tool schemas that the row's agent shows the model; a custom agent is assumed to show all."""
         if (row.agent_name or self._default_agent) == WITHOUT_TOOLS:
             return None
         selection = row.extra_info.get("tool_selection")
@@ -85,7 +85,7 @@ class PromptFilter:
 
 
 async def prompt_filter(config: RunConfig, tools_url: str) -> PromptFilter | None:
-    """What drops overlong rows, or None when they are kept. Raises TrackwayError without the tool server."""
+    """The filter for overlong rows; None when they are kept. Raises TrackwayError without the tool server."""
     if not config.data.filter_overlong_prompts:
         return None
     schemas = await ToolsClient(tools_url).list()

@@ -1,4 +1,4 @@
-"""Source files, record by record: parquet, JSON lines or a JSON list; what cannot be read is named by file and line."""
+"""Reads source files (parquet, JSON lines, JSON list) record by record; errors name the file and line."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Record:
-    """One record and where it stands; lines, parquet rows and items of a list count from 1."""
+    """A record and its location; lines, parquet rows and list items count from 1."""
 
     file: Path
     line: int
@@ -26,7 +26,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record that did not become a row, and why."""
+    """A record that cannot become a row, and the reason."""
 
     file: Path
     line: int
@@ -37,9 +37,9 @@ class Rejected:
 
 
 def read_records(path: Path) -> Iterator[Record | Rejected]:
-    """The records of a file in order; blank lines of JSONL are no records. `.json` is JSONL, or one list of objects."""
+    """The records of a file in order, without blank lines. A `.json` file is JSONL or a list of objects."""
     if not path.is_file():
-        raise _absent(path)
+        raise _not_found(path)
     if path.suffix not in SUFFIXES:
         raise TrackwayError(
             ErrorCode.INVALID_REQUEST,
@@ -50,12 +50,12 @@ def read_records(path: Path) -> Iterator[Record | Rejected]:
     return _read_list(path) if _begins_a_list(path) else _read_jsonl(path)
 
 
-def _absent(path: Path) -> TrackwayError:
+def _not_found(path: Path) -> TrackwayError:
     folder = path if path.is_dir() else path.parent
     files = sorted(file.name for file in folder.glob("*") if file.suffix in SUFFIXES)
     got = "a folder" if path.is_dir() else "none"
     remedy = f"{folder} has {', '.join(files)}" if files else "make one with `trackway data`"
-    return TrackwayError(ErrorCode.NOT_FOUND, f"expected a dataset file at {path}, found {got}; {remedy}")
+    return TrackwayError(ErrorCode.NOT_FOUND, f"expected a dataset file at {path}, got {got}; {remedy}")
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
@@ -66,7 +66,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     except (pa.ArrowException, OSError) as error:
         raise TrackwayError(
             ErrorCode.INVALID_REQUEST,
-            f"expected a parquet file at {path}, could not read it ({error}); write or download it again",
+            f"expected a parquet file at {path}, got one that cannot be read ({error}); write or download it again",
         ) from error
 
 
@@ -106,6 +106,6 @@ def _to_record(path: Path, number: int, data: JsonValue) -> Record | Rejected:
     try:
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        half = visible(error.object[error.start])
-        return Rejected(path, number, f"expected text, got a lone surrogate, {half}, which is half a character")
+        surrogate = visible(error.object[error.start])
+        return Rejected(path, number, f"expected text, got a lone surrogate, {surrogate}, which is half a character")
     return Record(path, number, data)

@@ -1,4 +1,4 @@
-"""What a user should know about the rows before the run: sentences, or None when there is nothing to say."""
+"""Warnings about the rows before a run: messages, or None when there is no problem."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _DEFAULT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 
 
 def agent_name_note(rows: Sequence[Sample], config: RunConfig) -> str | None:
-    """As what the rows without `agent_name` run, and how to change it; None when every row has one."""
+    """The agent loop of rows without `agent_name` and how to change it; None when every row has one."""
     missing = sum(not row.agent_name for row in rows)
     if not missing:
         return None
@@ -26,20 +26,20 @@ def agent_name_note(rows: Sequence[Sample], config: RunConfig) -> str | None:
     change = "" if loop == "tool_agent" else f", or set {_MULTI_TURN}=true to give them tools"
     return (
         f"{missing} of {len(rows)} rows have no agent_name and run as {loop}{known.get(loop, '')} ({because}); "
-        f"write the column agent_name to choose otherwise{change}"
+        f"add the column agent_name to choose another{change}"
     )
 
 
 def tools_kwargs_note(rows: Sequence[Sample]) -> str | None:
-    """How many rows say that their tools need arguments and bring none."""
+    """The number of rows with `need_tools_kwargs` but without `tools_kwargs`; None when there are none."""
     without = sum(
         bool(row.extra_info.get("need_tools_kwargs")) and not row.extra_info.get("tools_kwargs") for row in rows
     )
     if not without:
         return None
     return (
-        f"{without} of {len(rows)} rows have need_tools_kwargs and no tools_kwargs, so that tools such as "
-        "calc_gsm8k_reward know no ground truth; write extra_info.tools_kwargs"
+        f"{without} of {len(rows)} rows have need_tools_kwargs and no tools_kwargs, so tools such as "
+        "calc_gsm8k_reward get no ground truth; add extra_info.tools_kwargs"
     )
 
 

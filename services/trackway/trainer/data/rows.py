@@ -1,8 +1,8 @@
-"""Dataset rows in verl's schema: what a parquet file holds and what the agent service takes.
+"""Dataset rows in verl's schema, as stored in parquet and sent to the agent service.
 
-A row is the wire's `Sample`. This file types the `extra_info` that our own builders write, and gives rows the
-one form in which they are stored and compared: without null and without empty structs, because parquet knows
-neither "absent" (it merges the keys of all rows and fills with null) nor a struct without members.
+A row is the wire's `Sample`. This module types the `extra_info` of Trackway's own builders, and normalises rows for
+storage and comparison: without nulls and empty structs. Parquet has no absent keys (it merges the keys of all rows and
+fills with null) and no structs without members.
 """
 
 from typing import Literal
@@ -21,7 +21,7 @@ ABILITY = "math"
 
 
 class ToolKwargs(WireReply):
-    """Arguments for the stages of one tool's life, for one row."""
+    """Arguments for the life-cycle methods of one tool, for one row."""
 
     create_kwargs: dict[str, JsonValue] | None = None
     execute_kwargs: dict[str, JsonValue] | None = None
@@ -30,7 +30,7 @@ class ToolKwargs(WireReply):
 
 
 class InteractionKwargs(WireReply):
-    """What verl's interactions read: the user's text and the ground truth."""
+    """The fields that verl's interactions read: the user's text and the ground truth."""
 
     query: str
     ground_truth: str
@@ -43,15 +43,15 @@ class ExtraInfo(WireReply):
     index: SampleIndex
     """Unique within the split; it becomes the `sample_index` tag of the trajectories."""
     answer: str
-    """The worked answer as the source gives it."""
+    """The worked answer, as in the source."""
     question: str
-    """The question as the source gives it."""
+    """The question, as in the source."""
     need_tools_kwargs: bool = False
     """Whether the tools cannot work without `tools_kwargs`."""
     tools_kwargs: dict[str, ToolKwargs] = Field(default_factory=dict)
     """By tool name."""
     tool_selection: list[str] | None = None
-    """The tools this row is offered, verl's key; None offers every tool of the server."""
+    """Tools offered for this row (verl's key); None offers every tool of the server."""
     interaction_kwargs: InteractionKwargs | None = None
 
 
@@ -73,13 +73,13 @@ def to_record(row: Sample) -> dict[str, JsonValue]:
 
 
 def from_record(record: dict[str, JsonValue]) -> Sample:
-    """The row of stored columns; raises pydantic's ValidationError when they are not verl's."""
+    """The row of stored columns. Raises pydantic's ValidationError when they do not match verl's schema."""
     row = Sample.model_validate(prune(record))
     return row.model_copy(update={"extra_info": _with_tools_kwargs(row.extra_info)})
 
 
 def prune(record: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """The record without null and without empty dicts, at every depth; list items keep their places."""
+    """The record without nulls and empty dicts at every depth; list items keep their positions."""
     pruned = {key: _prune_value(value) for key, value in record.items()}
     return {key: value for key, value in pruned.items() if value is not None and value != {}}
 

@@ -1,7 +1,7 @@
-"""One-step word problems, small enough for a 0.2M-parameter model that has a calculator.
+"""One-step word problems, small enough for a 0.2M-parameter model with a calculator.
 
-Number pairs are split, not questions: one unordered pair in five is held out, so a test problem never shows
-numbers that training has seen together. The checkpoint in `examples/tiny` was made for these very problems.
+The split is by number pairs, not by questions: one unordered pair in five is held out, so no test problem uses a pair
+that occurs in training. The checkpoint in `examples/tiny` was trained for these problems.
 """
 
 import random
@@ -53,7 +53,7 @@ TEMPLATES: dict[Operation, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, and the one operation on two whole numbers that answers it."""
+    """A question, and the operation on two whole numbers that answers it."""
 
     question: str
     left: int
@@ -62,12 +62,12 @@ class Problem:
 
     @property
     def expression(self) -> str:
-        """What the calculator has to be asked."""
+        """The expression for the calculator."""
         return f"{self.left}{self.operation}{self.right}"
 
     @property
     def result(self) -> int:
-        """The answer; division problems divide exactly."""
+        """The answer; divisions have no remainder."""
         match self.operation:
             case "+":
                 return self.left + self.right
@@ -91,7 +91,7 @@ def is_held_out(left: int, right: int) -> bool:
 
 
 def draw_problem(rng: random.Random, split: Split) -> Problem:
-    """One random problem of a split; the operation is drawn first, so both splits mix operations alike."""
+    """A random problem of a split; the operation is drawn first, so both splits have the same mix of operations."""
     operation = rng.choice(OPERATIONS)
     left, right = _draw_pair(rng, operation)
     while is_held_out(left, right) != (split == "test"):
@@ -103,7 +103,7 @@ def draw_problem(rng: random.Random, split: Split) -> Problem:
 
 
 def make_tiny_rows(split: Split, count: int, seed: int) -> list[Sample]:
-    """`count` rows of a split, the same for the same arguments; the index is the row's place."""
+    """`count` rows of a split, deterministic in the arguments; the index is the row's position."""
     rng = random.Random(f"{split}/{seed}")
     return [_to_row(draw_problem(rng, split), split, index) for index in range(count)]
 

@@ -1,4 +1,4 @@
-"""What waits on disk for MLflow or Weave, and how it is sent: metrics, the run's end, feedback on traces.
+"""Delivery of metrics, run status and trace feedback to MLflow and Weave, from queues on disk.
 
-Imported by `traces` and `tracking`. Every request can be repeated without doing its work twice.
+Imported by `traces` and `tracking`. All requests are idempotent.
 """

@@ -1,8 +1,8 @@
-"""Feedback that waits for a backend: one file per step in the run's folder, bounded in bytes, oldest first.
+"""Feedback queued for a backend: one file per step in the run's folder, bounded in bytes, sent oldest first.
 
-    <folder>/<ns since 1970>-<values>.jsonl     one Assessment per line; the number of values stands in the name
+    <folder>/<ns since 1970>-<values>.jsonl     one Assessment per line; <values> is the number of values in the file
 
-The run's process adds files, the sender (under the delivery's lock) replaces and removes them.
+The run's process adds files. The sender, which holds the delivery's lock, replaces and removes them.
 """
 
 import logging
@@ -21,82 +21,82 @@ from trackway.trainer.delivery.jobs import FIRST_PAUSE_S, LONGEST_PAUSE_S, Later
 logger = logging.getLogger("trackway.trainer")
 
 MAX_BYTES = 64 * 1024 * 1024
-"""On disk, per run and backend: feedback of about 300,000 trajectories."""
+"""Largest queue on disk, per run and backend: feedback on about 300,000 trajectories."""
 
 _LINE = TypeAdapter(Assessment)
 
 
 @dataclass
 class Sent:
-    """What became of some assessments."""
+    """The result of an attempt to send assessments."""
 
     left: list[Assessment] = field(default_factory=list)
-    """To be sent again; without the values that were taken or lost."""
+    """Assessments to send again, without the values that were accepted or lost."""
     lost: int = 0
-    """Values that the backend will never take."""
+    """The number of values that the backend will never accept."""
     reason: str = ""
-    """Why something is left or lost."""
+    """Why values are left or lost."""
     is_away: bool = False
-    """The backend takes nothing now, whatever it is."""
+    """Whether the backend currently accepts nothing at all."""
 
 
 Send = Callable[[list[Assessment]], Sent]
 
 
 class FeedbackQueue:
-    """A queue of assessments in a folder of its own."""
+    """A queue of assessments in its own folder."""
 
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
         self._due: dict[Path, tuple[float, float]] = {}
-        """Of files that could not be sent whole: when they are tried again (time.monotonic), and the last pause."""
+        """For each file that was not sent completely: the time of the next attempt (time.monotonic), the last pause."""
         self._dropped = 0
 
     def push(self, assessments: Sequence[Assessment]) -> None:
-        """Keep them; what finds no room is counted. Never raises."""
+        """Queue the assessments; those that do not fit are counted as dropped. Never raises."""
         if not assessments:
             return
-        text = "".join(_LINE.dump_json(one).decode() + "\n" for one in assessments)
+        text = "".join(_LINE.dump_json(assessment).decode() + "\n" for assessment in assessments)
         try:
             if sum(size for _, size in self._files()) + len(text) > self._max_bytes:
-                raise OSError(f"more than {self._max_bytes} bytes wait there")
+                raise OSError(f"the queue is full, at {self._max_bytes} bytes")
             self._folder.mkdir(parents=True, exist_ok=True)
             atomic_write(self._folder / f"{time.time_ns():020d}-{_values(assessments)}.jsonl", text)
         except OSError as error:
             if not self._dropped:
-                logger.warning("feedback is lost, as it cannot be kept in %s: %s", self._folder, error)
+                logger.warning("feedback is lost because it cannot be written to %s: %s", self._folder, error)
             self._dropped += _values(assessments)
 
     @property
     def waiting(self) -> int:
-        """Values that wait."""
+        """The number of queued values."""
         return sum(_values_in(path) for path, _ in self._files())
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing waits, not even a link without values."""
+        """Whether the queue has no files; a link without values counts as a file."""
         return next(self._files(), None) is None
 
     def take_dropped(self) -> int:
-        """Values that found no room since the last call."""
+        """The number of values dropped since the last call."""
         dropped, self._dropped = self._dropped, 0
         return dropped
 
     def send(self, send: Send) -> Sent | None:
-        """Send the oldest file that is due; None when there is none at all. Raises Later when none is due yet."""
+        """Send the oldest file that is due; None when the queue is empty. Raises Later when no file is due yet."""
         paths = sorted(path for path, _ in self._files())
         self._due = {path: due for path, due in self._due.items() if path in paths}
         now = time.monotonic()
         path = next((path for path in paths if self._due.get(path, (0.0, 0.0))[0] <= now), None)
         if path is None:
             if paths:
-                raise Later("traces have not arrived that feedback belongs to")
+                raise Later("the traces of some feedback have not arrived")
             return None
         assessments, unreadable = _read(path)
         sent = send(assessments) if assessments else Sent()
         if unreadable:
-            sent.lost, sent.reason = sent.lost + unreadable, sent.reason or f"{path} was damaged"
+            sent.lost, sent.reason = sent.lost + unreadable, sent.reason or f"{path} is damaged"
         self._settle(path, assessments, sent)
         return sent
 
@@ -105,7 +105,7 @@ class FeedbackQueue:
         rest = path
         if sent.left and sent.left != before:
             rest = path.with_name(f"{path.name.partition('-')[0]}-{_values(sent.left)}.jsonl")
-            atomic_write(rest, "".join(_LINE.dump_json(one).decode() + "\n" for one in sent.left))
+            atomic_write(rest, "".join(_LINE.dump_json(assessment).decode() + "\n" for assessment in sent.left))
         if rest != path or not sent.left:
             path.unlink(missing_ok=True)
         if sent.left and sent.reason and not sent.is_away:
@@ -121,39 +121,39 @@ class FeedbackQueue:
             if entry.name.endswith(".jsonl"):
                 try:
                     yield Path(entry.path), entry.stat().st_size
-                except FileNotFoundError:  # sent meanwhile
+                except FileNotFoundError:  # sent in the meantime
                     continue
 
 
 @dataclass(frozen=True)
 class QueuedFeedback:
-    """Feedback that is put on disk, for a thread that sends it."""
+    """Queues feedback on disk and wakes the thread that sends it."""
 
     backend: str
     queue: FeedbackQueue
     wake: Callable[[], None]
-    """Says that something new waits."""
+    """Wakes the sending thread."""
 
     def submit(self, assessments: Sequence[Assessment]) -> None:
-        """Keep the values."""
+        """Queue the values."""
         self.queue.push(assessments)
         self.wake()
 
 
 def _read(path: Path) -> tuple[list[Assessment], int]:
-    """The file's assessments, and how many values stood in lines that cannot be read."""
+    """The file's assessments, and the number of values in unreadable lines."""
     lines = path.read_text(errors="replace").splitlines()
-    found: list[Assessment] = []
+    assessments: list[Assessment] = []
     for line in lines:
         try:
-            found.append(_LINE.validate_json(line))
+            assessments.append(_LINE.validate_json(line))
         except ValueError:
             logger.warning("a line of %s cannot be read", path)
-    return found, max(0, _values_in(path) - _values(found))
+    return assessments, max(0, _values_in(path) - _values(assessments))
 
 
 def _values(assessments: Sequence[Assessment]) -> int:
-    return sum(len(one.values) for one in assessments)
+    return sum(len(assessment.values) for assessment in assessments)
 
 
 def _values_in(path: Path) -> int:

@@ -1,7 +1,7 @@
-"""Sending to a backend what waits for it on disk: in a thread of the run's process, and by the service afterwards.
+"""Delivery of queued data to a backend: by a thread of the run's process, and later by the service.
 
-What waits is on disk before it is sent and until the backend has it. So a backend that is slow or away, and a process
-that is killed, cost time and no data.
+Data is on disk before it is sent and stays there until the backend has it. A slow or unreachable backend, or a killed
+process, delays the data but does not lose it.
 """
 
 import fcntl
@@ -19,42 +19,42 @@ from trackway.wire.trainer import BackendSummary
 logger = logging.getLogger("trackway.trainer")
 
 FIRST_PAUSE_S = 0.5
-"""Before a backend that could not take something is asked again; doubled each time."""
+"""Pause before the first retry; doubled for each further one."""
 LONGEST_PAUSE_S = 8.0
 CLOSING_PAUSE_S = 2.0
-"""Longest pause when the run has ended."""
-CLOSING_PATIENCE_S = 15.0
-"""For a backend that takes nothing when the run ends; longer than a trace takes to arrive."""
+"""Longest pause between retries once the run has ended."""
+CLOSING_RETRY_S = 15.0
+"""How long a backend that accepts nothing is retried once the run has ended; longer than a trace takes to arrive."""
 
 
 class Later(Exception):
-    """The backend may take it later: it is away, slow or busy, or lacks what this belongs to."""
+    """The request may succeed later: the backend is unreachable, slow or busy, or lacks the trace it refers to."""
 
 
 class Refused(Exception):
-    """The backend will never take it."""
+    """The backend will never accept the request."""
 
 
 class Delivery(Protocol):
-    """What waits for one backend of one run; `advance` and `close` are called by one thread at a time."""
+    """The queued data of one run for one backend; `advance` and `close` are called by one thread at a time."""
 
     name: str
 
     def advance(self) -> bool:
-        """Send the next part, a few requests at most; False when nothing waits. Raises Later, with the reason."""
+        """Send the next part in a few requests; False when nothing is queued. Raises Later with the reason."""
         ...
 
     def summary(self) -> BackendSummary:
-        """What waits, and what was lost."""
+        """The counts of queued and lost data."""
         ...
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         ...
 
 
 class DeliveryThread:
-    """Advances a delivery whenever something waits, until `close`."""
+    """Sends queued data in a thread until `close`."""
 
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
@@ -63,23 +63,23 @@ class DeliveryThread:
         self._attempts = 0
         self._closing_at: float | None = None
         self._end = 0.0
-        self._trouble = ""
+        self._error = ""
         self._thread = threading.Thread(target=self._work, name=f"deliver-{delivery.name}", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Something new waits; returns at once."""
+        """Signal new data; returns immediately."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     def wait_for_first_attempt(self, deadline_s: float) -> bool:
-        """Wait until something was sent, or could not be; False at the deadline."""
+        """Wait until the first attempt to send has succeeded or failed; False at the deadline."""
         with self._changed:
             return self._changed.wait_for(lambda: self._attempts > 0, deadline_s)
 
     def close(self, deadline_s: float) -> None:
-        """Send what waits, at most until the deadline; the rest stays on disk."""
+        """Send the queued data until the deadline; the rest stays on disk."""
         with self._changed:
             self._closing_at = time.monotonic()
             self._end = self._closing_at + deadline_s
@@ -90,7 +90,7 @@ class DeliveryThread:
         pause = 0.0
         while True:
             more = self._advance()
-            pause = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, pause * 2)) if self._trouble else 0.0
+            pause = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, pause * 2)) if self._error else 0.0
             if not self._wait(more, pause):
                 break
         self._delivery.close()
@@ -99,18 +99,18 @@ class DeliveryThread:
         try:
             more = self._delivery.advance()
         except Exception as error:
-            # Whatever it is: a tracking backend's trouble must not become the training's.
-            if not self._trouble:
-                logger.warning("%s: what is meant for it waits on disk: %s", self._delivery.name, _reason(error))
-            self._trouble = _reason(error)
+            # Any error: the failure of a tracking backend must not stop training.
+            if not self._error:
+                logger.warning("%s: its data is kept on disk: %s", self._delivery.name, _reason(error))
+            self._error = _reason(error)
             return False
-        if self._trouble:
-            logger.warning("%s: goes on", self._delivery.name)
-        self._trouble = ""
+        if self._error:
+            logger.warning("%s: available again, sending continues", self._delivery.name)
+        self._error = ""
         return more
 
     def _wait(self, more: bool, pause: float) -> bool:
-        """Wait until there is something to do; False when the thread ends."""
+        """Wait for new data or the next retry; False when the thread should end."""
         with self._changed:
             self._attempts += 1
             self._changed.notify_all()
@@ -125,19 +125,19 @@ class DeliveryThread:
             if self._closing_at is None:
                 return True
             now = time.monotonic()
-            return now < self._end and not (pause and now - self._closing_at > CLOSING_PATIENCE_S)
+            return now < self._end and not (pause and now - self._closing_at > CLOSING_RETRY_S)
 
 
 @contextmanager
 def only_sender(lock: Path) -> Iterator[None]:
-    """Hold a delivery's lock, whose folder is made; raises Later while another process sends."""
+    """Hold a delivery's lock file, creating its folder; raises Later while another process sends."""
     lock.parent.mkdir(exist_ok=True)
     descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Later("another process sends it at this moment") from None
+            raise Later("another process is sending the data") from None
         yield
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""MLflow's REST API, as far as a run needs it, over one kept connection; mlflow's client needs three times the CPU.
+"""The part of MLflow's REST API that a run uses, over one kept connection; mlflow's client uses three times the CPU.
 
 https://mlflow.org/docs/latest/api_reference/rest-api.html
 """
@@ -15,15 +15,15 @@ from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.trainer.delivery.jobs import Later, Refused
 
 TIMEOUT_S = 30.0
-"""MLflow waits 20 s for a locked sqlite."""
+"""MLflow itself waits 20 s for a locked SQLite database."""
 CREATE_TIMEOUT_S = 60.0
-"""For a new run: a second one would be made after a request that was given up and yet done."""
+"""Timeout for creating a run. Longer, because a retry after a timed-out but completed request creates a second run."""
 UID_TAG = "trackway.run_uid"
-"""Tag of a run in MLflow that tells which run of ours it is."""
+"""Tag of an MLflow run with the uid of its Trackway run."""
 
 
 class Unreachable(Later):
-    """The request has certainly not arrived."""
+    """The request has not reached the server."""
 
 
 class NotThere(Refused):
@@ -31,7 +31,7 @@ class NotThere(Refused):
 
 
 class StoredRun(NamedTuple):
-    """A run as MLflow has it."""
+    """A run's status in MLflow."""
 
     status: str
     """RUNNING, FINISHED, FAILED or KILLED."""
@@ -39,7 +39,7 @@ class StoredRun(NamedTuple):
 
 
 class Metric(NamedTuple):
-    """One value, told apart from others of its run by all four: the same one twice is kept once."""
+    """One value of a metric. MLflow stores a value with the same four fields only once."""
 
     name: str
     value: float
@@ -49,9 +49,9 @@ class Metric(NamedTuple):
 
 
 class MlflowApi:
-    """Calls to the server behind a tracking URI; a local database's server is started if need be.
+    """Calls to the server of a tracking URI; for a local database a server is started if necessary.
 
-    Every method raises Later when the call may succeed later, NotThere, or Refused.
+    Every method raises Later when a retry may succeed, NotThere, or Refused.
     """
 
     def __init__(self, uri: str) -> None:
@@ -60,7 +60,7 @@ class MlflowApi:
         self._http.headers.update(credentials())
 
     def experiment(self, name: str) -> str:
-        """MLflow's id of the experiment of that name, which is made when there is none."""
+        """MLflow's id of the experiment of that name, created if it does not exist."""
         try:
             return experiment_id(self._ask, name)
         except DeletedExperiment as error:
@@ -69,15 +69,15 @@ class MlflowApi:
             raise _failure(error.response) or Later(str(error)) from error
 
     def run(self, run_id: str) -> StoredRun:
-        """How MLflow has the run."""
+        """The run's status in MLflow."""
         info = self._call("GET", "runs/get", params={"run_id": run_id}).json()["run"]["info"]
         return StoredRun(info["status"], info["lifecycle_stage"] == "deleted")
 
     def runs_of(self, experiment: str, uid: str) -> list[str]:
-        """MLflow's ids of the runs with our uid, sorted; there should be one at most."""
+        """MLflow's ids of the runs tagged with `uid`, sorted; normally at most one."""
         body = {"experiment_ids": [experiment], "filter": f"tags.`{UID_TAG}` = '{uid}'", "max_results": 100}
-        found = self._call("POST", "runs/search", json=body).json().get("runs", [])
-        return sorted(str(one["info"]["run_id"]) for one in found)
+        runs = self._call("POST", "runs/search", json=body).json().get("runs", [])
+        return sorted(str(run["info"]["run_id"]) for run in runs)
 
     def create_run(self, experiment: str, name: str, uid: str, start_time: int) -> str:
         """A new run, whose id is returned."""
@@ -87,12 +87,12 @@ class MlflowApi:
         return str(answer.json()["run"]["info"]["run_id"])
 
     def update_run(self, run_id: str, status: str, end_time: int | None) -> None:
-        """Say how the run stands; `end_time` in milliseconds since 1970."""
+        """Set the run's status; `end_time` in milliseconds since 1970."""
         body: dict[str, JsonValue] = {"run_id": run_id, "status": status}
         self._call("POST", "runs/update", json=body | ({} if end_time is None else {"end_time": end_time}))
 
     def delete_run(self, run_id: str) -> None:
-        """Put the run among the deleted ones, from which it can be restored."""
+        """Mark the run as deleted; MLflow can restore it."""
         self._call("POST", "runs/delete", json={"run_id": run_id})
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
@@ -102,21 +102,21 @@ class MlflowApi:
     def log_metrics(self, run_id: str, metrics: Sequence[Metric]) -> None:
         """Record up to 1000 metrics."""
         values = [
-            {"key": one.name, "value": _number(one.value), "timestamp": one.timestamp, "step": one.step}
-            for one in metrics
+            {"key": metric.name, "value": _number(metric.value), "timestamp": metric.timestamp, "step": metric.step}
+            for metric in metrics
         ]
         self._call("POST", "runs/log-batch", json={"run_id": run_id, "metrics": values})
 
     def link(self, trace_ids: Sequence[str], run_id: str) -> None:
         """Link up to 100 traces (32 hex digits) to the run; they may arrive later."""
-        body = {"trace_ids": [f"tr-{one}" for one in trace_ids], "run_id": run_id}
+        body = {"trace_ids": [f"tr-{trace_id}" for trace_id in trace_ids], "run_id": run_id}
         self._call("POST", "traces/link-to-run", json=body)
 
     def assess(self, trace_id: str, assessment: Mapping[str, JsonValue]) -> None:
         """Record an assessment of a trace; NotThere while the trace has not arrived."""
         path = f"/api/3.0/mlflow/traces/tr-{trace_id}/assessments"
         answer = self._send("POST", path, json={"assessment": dict(assessment)})
-        # MLflow's answer to an assessment whose id it has already.
+        # MLflow's answer to an assessment whose id already exists.
         if answer.status_code == 500 and "constraint violation" in answer.text:
             return
         _raise_failure(answer)
@@ -154,20 +154,20 @@ def _raise_failure(answer: httpx.Response) -> None:
 
 
 def _failure(answer: httpx.Response) -> Later | Refused | None:
-    """What an answer means; a login that is refused may be corrected, so it is no refusal of what was sent."""
+    """The exception for an answer, None for success. A rejected login is Later: the credentials may be corrected."""
     if answer.is_success:
         return None
     reason = f"MLflow answered HTTP {answer.status_code}: {answer.text[:200]}"
     if answer.status_code == 404 and "RESOURCE_DOES_NOT_EXIST" in answer.text:
         return NotThere(reason)
-    # 404 in another form comes from what stands in front of MLflow.
+    # Any other 404 comes from a proxy in front of MLflow.
     if answer.status_code in (401, 403, 404, 408, 429) or answer.status_code >= 500:
         return Later(reason)
     return Refused(reason)
 
 
 def _number(value: float) -> float | str:
-    """As JSON of a protobuf message has it."""
+    """The value in protobuf's JSON encoding."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

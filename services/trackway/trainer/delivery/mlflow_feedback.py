@@ -1,8 +1,8 @@
 """Feedback as assessments of MLflow traces, and links of traces to the run.
 
-There is no route for several values, and parts of one value cannot be searched by, so each value is a request:
-`feedback.fate = 'used'` and `feedback.reward > 0.5` find their traces. An assessment's id is made of trace and name, so
-a value that is sent twice is kept once.
+MLflow has no route for several values, and its search does not look inside a value. So each value is one request, and
+`feedback.fate = 'used'` and `feedback.reward > 0.5` find their traces. An assessment's id is derived from trace and
+name, so a value that is sent twice is stored once.
 """
 
 import logging
@@ -22,64 +22,65 @@ from trackway.trainer.delivery.mlflow_api import MlflowApi, NotThere
 logger = logging.getLogger("trackway.trainer")
 
 TURN_S = 2.0
-"""After this long the run's metrics and its end get their turn."""
+"""Longest time spent on feedback before the run's status and metrics are sent again."""
 LINKS_PER_CALL = 100
-"""MLflow refuses more."""
+"""MLflow's limit."""
 
 
 class MlflowFeedback:
     """Sends assessments one value at a time."""
 
-    def __init__(self, api: MlflowApi, patience_s: float) -> None:
-        """`patience_s`: how long a trace may be missing from an MLflow that answers, before its feedback is lost."""
+    def __init__(self, api: MlflowApi, deadline_s: float) -> None:
+        """`deadline_s`: how long a trace may be missing from a reachable MLflow before its feedback is dropped."""
         self._api = api
-        self._patience_s = patience_s
+        self._deadline_s = deadline_s
         self._missing_since: dict[str, float] = {}
 
     def send(self, assessments: list[Assessment], run_id: str | None) -> Sent:
-        """Send as many as there is time for; links are left out where there is no run to link to."""
+        """Send as many assessments as fit in TURN_S; links are dropped when `run_id` is None."""
         sent = Sent(left=list(assessments))
         end = time.monotonic() + TURN_S
         try:
             self._link(sent, run_id)
-            for one in list(sent.left):
+            for assessment in list(sent.left):
                 if time.monotonic() > end:
                     break
-                self._send(one, sent)
+                self._send(assessment, sent)
         except Later as error:
             sent.reason, sent.is_away = str(error), True
         return sent
 
     def _link(self, sent: Sent, run_id: str | None) -> None:
-        links = [one.trace_id for one in sent.left if one.link]
+        links = [assessment.trace_id for assessment in sent.left if assessment.link]
         if run_id is not None:
             for start in range(0, len(links), LINKS_PER_CALL):
                 try:
                     self._api.link(links[start : start + LINKS_PER_CALL], run_id)
                 except Refused as error:
                     logger.warning("traces are not linked to the run: %s", error)
-        unlinked = [replace(one, link=False) for one in sent.left]
-        sent.left = [one for one in unlinked if one.values]
+        unlinked = [replace(assessment, link=False) for assessment in sent.left]
+        sent.left = [assessment for assessment in unlinked if assessment.values]
 
-    def _send(self, one: Assessment, sent: Sent) -> None:
-        """Send its values; one that is taken or lost is left no more."""
-        for name, value in one.values.items():
+    def _send(self, assessment: Assessment, sent: Sent) -> None:
+        """Send the values, and remove the assessment from `sent.left` unless its trace has not arrived."""
+        trace_id = assessment.trace_id
+        for name, value in assessment.values.items():
             try:
-                self._api.assess(one.trace_id, _body(one.trace_id, name, value))
+                self._api.assess(trace_id, _body(trace_id, name, value))
             except NotThere as error:
-                if not self._is_given_up(one.trace_id):
-                    sent.reason = "traces have not arrived that feedback belongs to"
+                if not self._is_overdue(trace_id):
+                    sent.reason = "the traces of some feedback have not arrived"
                     return
-                sent.lost, sent.reason = sent.lost + len(one.values), f"no such trace: {error}"
+                sent.lost, sent.reason = sent.lost + len(assessment.values), f"no such trace: {error}"
                 break
             except Refused as error:
-                sent.lost, sent.reason = sent.lost + 1, f"feedback {name} for trace {one.trace_id}: {error}"
-        self._missing_since.pop(one.trace_id, None)
-        sent.left.remove(one)
+                sent.lost, sent.reason = sent.lost + 1, f"feedback {name} for trace {trace_id}: {error}"
+        self._missing_since.pop(trace_id, None)
+        sent.left.remove(assessment)
 
-    def _is_given_up(self, trace_id: str) -> bool:
+    def _is_overdue(self, trace_id: str) -> bool:
         now = time.monotonic()
-        return now - self._missing_since.setdefault(trace_id, now) >= self._patience_s
+        return now - self._missing_since.setdefault(trace_id, now) >= self._deadline_s
 
 
 def _body(trace_id: str, name: str, value: Value) -> dict[str, JsonValue]:

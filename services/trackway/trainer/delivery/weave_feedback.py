@@ -1,6 +1,6 @@
-"""Feedback on Weave calls, over the trace server's own HTTP route.
+"""Feedback on Weave calls, over the trace server's HTTP API.
 
-A call's id is its span's id, so the reference needs no look-up. weave's client is not used: `weave.init` sets the
+A call's id is its span's id, so no look-up is needed. weave's client is not used because `weave.init` sets the
 process's global OpenTelemetry provider and patches LLM libraries.
 """
 
@@ -22,41 +22,41 @@ ITEMS_PER_CALL = 1000
 TIMEOUT_S = 30.0
 NAME = "weave"
 AWAY = (401, 403, 429, 502, 503, 504)
-"""Statuses of an answer after which the same request may succeed later; 502 and 504 come from a gateway."""
+"""HTTP statuses after which a retry may succeed; 502 and 504 come from a gateway."""
 
 
 class WeaveState(BaseModel):
-    """What was lost, and whether a post is open; `weave.json` beside the queue."""
+    """The losses so far, and whether a post is unconfirmed; `weave.json` beside the queue."""
 
     lost: int = 0
     lost_because: str = ""
     waits_for: str = ""
     is_sending: bool = False
-    """The oldest file may have been posted already: its answer was lost, or the process was killed before it came."""
+    """The oldest file may already be posted: the answer was lost, or the process was killed before it arrived."""
 
 
 class FeedbackId(BaseModel):
-    """A row that Weave keeps."""
+    """A row stored by Weave."""
 
     id: str
 
 
 class QueryAnswer(BaseModel):
-    """What `/feedback/query` answers when it is asked for ids."""
+    """The answer of `/feedback/query` to a query for ids."""
 
     result: list[FeedbackId]
 
 
 class WeaveFeedback:
-    """Feedback of one run for one Weave project; one request holds a whole step.
+    """Feedback of one run for one Weave project; one request carries a whole step.
 
-    Weave keeps two rows of the same id, so a retry first asks which ids are there and posts the others.
+    Weave stores a second row for a repeated id, so a retry first queries the stored ids and posts only the others.
     """
 
     name = NAME
 
     def __init__(self, folder: Path, url: str, project: str, key: SecretStr) -> None:
-        """`folder` is where the run keeps what waits for its backends."""
+        """`folder` holds the run's queues for its backends."""
         self.queue = FeedbackQueue(folder / f"{NAME}_feedback")
         self._folder = folder
         self._project = project
@@ -64,7 +64,7 @@ class WeaveFeedback:
         self._http = httpx.Client(auth=("api", key.get_secret_value()), timeout=TIMEOUT_S)
 
     def advance(self) -> bool:
-        """Send one file of the queue. Raises Later while Weave cannot be reached, or is busy."""
+        """Send one file of the queue. Raises Later while Weave is unreachable or busy."""
         with only_sender(self._folder / f"{NAME}.lock"):
             before = read_state(self._folder)
             state = before.model_copy()
@@ -83,7 +83,7 @@ class WeaveFeedback:
         return sent is not None
 
     def summary(self) -> BackendSummary:
-        """What waits, and what was lost."""
+        """The counts of queued and lost values."""
         return weave_summary(self._folder)
 
     def close(self) -> None:
@@ -119,12 +119,12 @@ class WeaveFeedback:
         return Sent([], lost, reason)
 
     def _missing(self, items: list[dict[str, JsonValue]]) -> list[dict[str, JsonValue]]:
-        """The items whose ids Weave does not have."""
+        """The items whose ids are not stored in Weave."""
         ids = [{"$literal": item["id"]} for item in items]
         query = {"$expr": {"$in": [{"$getField": "id"}, ids]}}
         answer = self._post("query", {"project_id": self._project, "fields": ["id"], "query": query})
-        kept = {row.id for row in QueryAnswer.model_validate_json(answer.content).result}
-        return [item for item in items if item["id"] not in kept]
+        stored = {row.id for row in QueryAnswer.model_validate_json(answer.content).result}
+        return [item for item in items if item["id"] not in stored]
 
     def _post(self, route: str, body: Mapping[str, object]) -> httpx.Response:
         return self._http.post(f"{self._url}/{route}", json=body).raise_for_status()
@@ -147,7 +147,7 @@ class WeaveFeedback:
 
 
 def weave_summary(folder: Path) -> BackendSummary:
-    """What waits for Weave in a run's folder of such things, and what was lost."""
+    """The counts of queued and lost values for Weave in a run's tracking folder."""
     state = read_state(folder)
     waiting = FeedbackQueue(folder / f"{NAME}_feedback").waiting
     return BackendSummary(
@@ -160,7 +160,7 @@ def weave_summary(folder: Path) -> BackendSummary:
 
 
 def read_state(folder: Path) -> WeaveState:
-    """What was lost so far; nothing where the file is missing or damaged."""
+    """The stored state; the default state when the file is missing or damaged."""
     try:
         return WeaveState.model_validate_json((folder / f"{NAME}.json").read_text())
     except (OSError, ValueError):
@@ -168,12 +168,12 @@ def read_state(folder: Path) -> WeaveState:
 
 
 def _first(assessments: Sequence[Assessment], values: int) -> Sequence[Assessment]:
-    """As many as have this many values together, and one at least."""
-    taken = 0
-    for number, one in enumerate(assessments):
-        taken += len(one.values)
-        if taken > values and number:
-            return assessments[:number]
+    """The longest prefix with at most `values` values, but at least one assessment."""
+    count = 0
+    for position, assessment in enumerate(assessments):
+        count += len(assessment.values)
+        if count > values and position:
+            return assessments[:position]
     return assessments
 
 

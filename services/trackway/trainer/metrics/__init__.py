@@ -1,1 +1,1 @@
-"""Metrics of a step as pure functions of trajectories and times, under verl's names."""
+"""Metrics of a step as pure functions of trajectories and timings, under verl's names."""

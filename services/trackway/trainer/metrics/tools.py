@@ -1,6 +1,6 @@
-"""What the tools did in a step, tool by tool, as metrics.
+"""Metrics of the tool calls of a step, by tool.
 
-Every trajectory counts, also one that failed later on, such as at its scoring: its calls were made.
+All trajectories count, including those that failed after their calls, for example at scoring.
 """
 
 import re
@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 from trackway.wire.trajectory import ToolCallRecord, Trajectory
 
 MOST_KEYS = 64
-"""Metrics of one tool that are shown, the first by name: a tool may measure under ever new names."""
+"""Most metrics reported for one tool, the first by name: a tool may create new names without limit."""
 _LONGEST_PART = 64
 _COMPONENT = "tool/"
-"""Prefix of a reward's components that are tools' rewards."""
+"""Prefix of the reward components that are tool rewards."""
 
 
 def tool_metrics(trajectories: Sequence[Trajectory], prefix: str = "tools") -> dict[str, float]:
-    """`<prefix>/<tool>/*`: calls, errors and their codes, seconds, rewards by call and by instance, its own metrics."""
+    """`<prefix>/<tool>/*`: calls, errors by code, seconds, rewards per call and instance, the tool's own metrics."""
     calls: dict[str, list[ToolCallRecord]] = defaultdict(list)
     rewards: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
@@ -51,7 +51,7 @@ def _of_calls(records: Sequence[ToolCallRecord]) -> dict[str, float]:
 
 
 def _measured(records: Iterable[ToolCallRecord]) -> dict[str, float]:
-    """Means of what the tool measured, over the calls that measured it."""
+    """Means of the tool's own metrics, each over the calls that reported it."""
     values: dict[str, list[float]] = defaultdict(list)
     for record in records:
         for key, value in record.metrics.items():
@@ -60,7 +60,7 @@ def _measured(records: Iterable[ToolCallRecord]) -> dict[str, float]:
 
 
 def _part(name: str) -> str:
-    """A name as one part of a metric's name: MLflow takes letters, digits, `_`, `-` and `.`, but no `.` or `..`."""
+    """A name as one part of a metric name. MLflow accepts letters, digits, `_`, `-` and `.`, but not `.` or `..`."""
     part = re.sub(r"[^A-Za-z0-9_.-]", "_", name)[:_LONGEST_PART]
     return part if part.strip(".") else "_"
 

@@ -1,8 +1,8 @@
-"""Metrics of a validation under verl's names (`process_validation_metrics` in verl/trainer/ppo/metric_utils.py).
+"""Validation metrics under verl's names (`process_validation_metrics` in verl/trainer/ppo/metric_utils.py).
 
-`val-core/<data_source>/` has what runs are compared by, `val-aux/<data_source>/` the rest. With n > 1 rollouts of each
-row, `best@k` and `worst@k` are what the best and the worst of k draws with replacement give: the expectation itself,
-which verl estimates from 1,000 draws.
+`val-core/<data_source>/` has the metrics for comparing runs, `val-aux/<data_source>/` the others. With n > 1 rollouts
+per row, `best@k` and `worst@k` are the exact expectations of the best and worst of k draws with replacement; verl
+estimates them from 1,000 draws.
 """
 
 import math
@@ -14,35 +14,35 @@ from trackway.trainer.metrics.tools import tool_metrics
 from trackway.wire.trajectory import Trajectory
 
 CORE = "acc"
-"""The variable in `val-core`, beside the reward, which dashboards of older releases look for there."""
+"""The variable in `val-core`. The reward is repeated there because dashboards of older releases expect it."""
 
 
 def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
-    """Metrics of each data source over the trajectories that did not fail; `val-aux/tools/*` is over all.
+    """Metrics of each data source over the successful trajectories; `val-aux/tools/*` covers all trajectories.
 
-    acc is the reward's component of that name, or the score when the scorer gives none; other components have names of
-    their own.
+    `acc` is the reward component of that name, or the score when the scorer returns none. Other components keep their
+    own names.
     """
-    good = [trajectory for trajectory in trajectories if trajectory.error is None]
+    successful = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics: Metrics = {}
-    for source in dict.fromkeys(trajectory.data_source for trajectory in good):
-        members = [trajectory for trajectory in good if trajectory.data_source == source]
+    for source in dict.fromkeys(trajectory.data_source for trajectory in successful):
+        members = [trajectory for trajectory in successful if trajectory.data_source == source]
         for variable, groups in _variables(members).items():
             for name, value in _group_metrics(groups, n).items():
                 core = variable == CORE and name.startswith(("mean@", f"best@{n}/"))
                 metrics[f"val-{'core' if core else 'aux'}/{source}/{variable}/{name}"] = value
         metrics[f"val-core/{source}/reward/mean@{n}"] = metrics[f"val-aux/{source}/reward/mean@{n}"]
-    metrics |= spread("val-aux/num_turns", [trajectory.num_turns for trajectory in good])
-    metrics["val-aux/failed_trajectories"] = float(len(trajectories) - len(good))
+    metrics |= spread("val-aux/num_turns", [trajectory.num_turns for trajectory in successful])
+    metrics["val-aux/failed_trajectories"] = float(len(trajectories) - len(successful))
     return metrics | tool_metrics(trajectories, "val-aux/tools")
 
 
 def _variables(members: Sequence[Trajectory]) -> Mapping[str, list[list[float]]]:
-    """Variable -> its values, in a list for each row. What lies below a name of its own is `tool_metrics`' matter."""
+    """Variable -> its values, one list per row. Components with a `/` in their name are left to `tool_metrics`."""
     values: dict[str, dict[int | str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trajectory in members:
-        given = {} if trajectory.reward is None else trajectory.reward.components
-        components = {name: value for name, value in given.items() if "/" not in name}
+        all_components = {} if trajectory.reward is None else trajectory.reward.components
+        components = {name: value for name, value in all_components.items() if "/" not in name}
         total = score(trajectory)
         for name, value in {CORE: total, **components, "reward": total}.items():
             values[name][trajectory.tags.sample_index].append(value)
@@ -50,7 +50,7 @@ def _variables(members: Sequence[Trajectory]) -> Mapping[str, list[list[float]]]
 
 
 def _group_metrics(groups: Sequence[Sequence[float]], n: int) -> Metrics:
-    """Over all values: the mean. Averaged over the rows: spread, best and worst of k."""
+    """The mean over all values; standard deviation, best and worst of k averaged over the rows."""
     flat = [value for group in groups for value in group]
     metrics = {f"mean@{n}": sum(flat) / len(flat)}
     if n == 1:
@@ -72,7 +72,7 @@ def _draws(n: int) -> list[int]:
 def _best_of(k: int, values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation of the largest of k draws with replacement."""
     size = len(values)
-    weights = [(place / size) ** k - ((place - 1) / size) ** k for place in range(1, size + 1)]
+    weights = [(rank / size) ** k - ((rank - 1) / size) ** k for rank in range(1, size + 1)]
     ordered = sorted(values)
     mean = sum(weight * value for weight, value in zip(weights, ordered, strict=True))
     square = sum(weight * _squared(value - mean) for weight, value in zip(weights, ordered, strict=True))
@@ -85,7 +85,7 @@ def _std(values: Sequence[float]) -> float:
 
 
 def _squared(value: float) -> float:
-    return value * value  # infinity where ** raises OverflowError
+    return value * value  # returns infinity where ** raises OverflowError
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""A run on disk: its folder, who owns it, its heartbeat, its checkpoints. The service and the worker meet here.
+"""A run on disk: its folder, owner, heartbeat and checkpoints, which the service and the worker share.
 
-It knows no HTTP and no backend.
+It contains no HTTP and no tracking backends.
 """

@@ -1,14 +1,14 @@
-"""Checkpoints in verl's layout; a crash at any moment leaves the newest complete one to be found.
+"""Checkpoints in verl's layout. After a crash at any moment, the newest complete checkpoint can be found.
 
 <root>/global_step_<N>/actor/              Learner.save
                        actor/huggingface/  Learner.export: usable by transformers and any engine
                        state.json          the loop's state: position in the data, counters
                        manifest.json       sha256 of every other file
 <root>/latest_checkpointed_iteration.txt   N, written last
-<root>/damaged_global_step_<N>/            one that was left out, kept for a person to look at
+<root>/damaged_global_step_<N>/            a damaged checkpoint, kept for inspection
 
-A checkpoint is made in a hidden folder and renamed when everything in it is on the disk, so a folder that is called
-`global_step_<N>` is complete. Its digests are checked when it is loaded; one of an earlier version has none.
+A checkpoint is written to a hidden folder and renamed once its contents are on disk, so every folder named
+`global_step_<N>` is complete. Its digests are verified on load; checkpoints of earlier versions have no digests.
 """
 
 import errno
@@ -44,13 +44,13 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class Manifest(BaseModel):
-    """What a checkpoint consists of."""
+    """The files of a checkpoint, with their digests."""
 
     files: list[FileDigest]
 
 
 class Checkpointable(Protocol):
-    """What a checkpoint needs of a learner."""
+    """The methods of a learner that a checkpoint uses."""
 
     def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
@@ -60,9 +60,9 @@ class Checkpointable(Protocol):
 def save_checkpoint(
     root: Path, step: int, learner: Checkpointable, state: dict[str, JsonValue], keep: int | None = None
 ) -> Path:
-    """Writes `global_step_<step>`, names it the latest, then removes all but the newest `keep`; returns its folder.
+    """Write `global_step_<step>`, mark it as the latest, remove all but the newest `keep`; return its folder.
 
-    Raises StorageError, with nothing of the new one left, when the disk is full or cannot be written.
+    Raises StorageError when the disk is full or cannot be written; the partial checkpoint is removed.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"expected to keep at least 1 checkpoint, got {keep}; use None to keep all")
@@ -76,7 +76,7 @@ def save_checkpoint(
             learner.save(making / "actor")
             learner.export(making / "actor" / "huggingface")
             (making / STATE).write_bytes(to_json(state, inf_nan_mode=NON_FINITE))
-            with ThreadPoolExecutor(1) as pool:  # the disk writes while the processor hashes
+            with ThreadPoolExecutor(1) as pool:  # sync to disk and hash in parallel
                 syncing = pool.submit(_sync, making)
                 manifest = _manifest(making)
                 syncing.result()
@@ -95,12 +95,12 @@ def save_checkpoint(
 
 
 def find_latest(root: Path) -> Path | None:
-    """The newest complete checkpoint: the named latest one, else the highest step, else None."""
+    """The checkpoint marked as the latest, else the one with the highest step, else None."""
     return next(iter(find_all(root)), None)
 
 
 def find_all(root: Path) -> list[Path]:
-    """Every complete checkpoint in the order to go on from: the named latest one, then the highest step first."""
+    """All complete checkpoints in order of preference: the one marked as the latest, then by descending step."""
     folders = [root / f"{PREFIX}{step}" for step in reversed(_steps(root))]
     file = root / LATEST
     if not file.exists():
@@ -111,7 +111,7 @@ def find_all(root: Path) -> list[Path]:
 
 
 def named_checkpoint(config: RunConfig) -> Path | None:
-    """The checkpoint of `trainer.resume_from_path`; None unless `resume_mode` asks for it.
+    """The checkpoint of `trainer.resume_from_path`; None unless `resume_mode` is `resume_path`.
 
     Raises TrackwayError(INVALID_REQUEST) when the key is missing or names no checkpoint.
     """
@@ -123,23 +123,26 @@ def named_checkpoint(config: RunConfig) -> Path | None:
     path = Path(trainer.resume_from_path).expanduser()
     if (path / STATE).is_file():
         return path
-    near = sorted(one.name for place in (path, path.parent) for one in place.glob(f"{PREFIX}*") if one.is_dir())
-    found = f"; near it are {', '.join(near)}" if near else ""
-    raise _refused(f"expected a checkpoint, .../global_step_<n> with a state.json, got {path}{found}")
+    nearby = (match for folder in (path, path.parent) for match in folder.glob(f"{PREFIX}*"))
+    names = sorted(match.name for match in nearby if match.is_dir())
+    hint = f"; near it are {', '.join(names)}" if names else ""
+    raise _refused(f"expected a checkpoint, .../global_step_<n> with a state.json, got {path}{hint}")
 
 
 def load_checkpoint(path: Path, learner: Checkpointable) -> dict[str, JsonValue]:
-    """Puts the learner back to a checkpoint folder and returns the loop's state.
+    """Restore the learner from a checkpoint folder and return the loop's state.
 
-    Raises CHECKPOINT_CORRUPT when its files are not those that were saved, and INVALID_REQUEST when they are, but of
-    another model.
+    Raises CHECKPOINT_CORRUPT when its files differ from those that were saved, and INVALID_REQUEST when they are intact
+    but belong to another model.
     """
     damage = find_damage(path)
     if damage is not None:
         raise _corrupt(path, damage)
     is_checked = (path / MANIFEST).is_file()
     if not is_checked:
-        logger.warning("the checkpoint %s has no digests (an earlier version saved it): it is loaded unchecked", path)
+        logger.warning(
+            "the checkpoint %s has no digests (it was saved by an earlier version): it is loaded unverified", path
+        )
     try:
         state = json.loads((path / STATE).read_text())
         learner.load(path / "actor")
@@ -154,9 +157,7 @@ def load_checkpoint(path: Path, learner: Checkpointable) -> dict[str, JsonValue]
 
 
 def find_damage(path: Path) -> str | None:
-    """The first way in which a checkpoint's files are not those that were saved; None when they are, or are too old to
-    have digests.
-    """
+    """The first difference between a checkpoint's files and its digests; None without a difference or digests."""
     if not (path / STATE).is_file():
         return f"{STATE}: expected a file, got none"
     try:
@@ -168,7 +169,7 @@ def find_damage(path: Path) -> str | None:
     try:
         difference = find_difference(path, manifest.files)
     except OSError as error:
-        if error.errno != errno.EIO:  # a bad block; anything else may pass
+        if error.errno != errno.EIO:  # a bad block; other errors may be transient
             raise
         return f"{error.filename}: {error.strerror}"
     if difference is None:
@@ -177,10 +178,10 @@ def find_damage(path: Path) -> str | None:
 
 
 def set_aside_damaged(path: Path) -> Path:
-    """Rename a checkpoint so that it is no longer one, and keep it; its new path. Raises StorageError."""
+    """Rename a damaged checkpoint so that it is no longer found, and return its new path. Raises StorageError."""
     name = f"{DAMAGED}{path.name.removeprefix(REPLACED)}"
     names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    aside = next(folder for each in names if not (folder := path.with_name(each)).exists())
+    aside = next(folder for candidate in names if not (folder := path.with_name(candidate)).exists())
     with writing(aside, f"the new name of {path.name}"):
         path.rename(aside)
         _sync_one(aside.parent)
@@ -200,7 +201,7 @@ def _refused(reason: str) -> TrackwayError:
 
 
 def _put(making: Path, folder: Path) -> None:
-    """Renames into place; an older checkpoint of the same step stays findable until then."""
+    """Rename into place; an older checkpoint of the same step can be found until then."""
     if folder.exists():
         _set_aside(folder)
     making.rename(folder)
@@ -230,7 +231,7 @@ def _prune(root: Path, latest: int, keep: int) -> None:
 
 
 def _set_aside(folder: Path) -> None:
-    """To be removed: half of it must not go by its name."""
+    """Rename a folder before its removal, so that a partly removed checkpoint is never found."""
     aside = folder.with_name(f"{REPLACED}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     folder.rename(aside)
@@ -245,7 +246,7 @@ def _clear(root: Path, prefix: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Everything under a folder is on the disk when this returns."""
+    """Flush everything under a folder to disk."""
     for parent, _, files in os.walk(folder):
         for name in files:
             _sync_one(Path(parent) / name)

@@ -1,17 +1,17 @@
-"""A run on disk: `outputs/<run>/`, the one place where the service and the run's own process meet.
+"""A run on disk: `outputs/<run>/`, shared by the service and the run's process.
 
-    config.json     the resolved configuration          state.json      where it stands (RunInfo)
+    config.json     the resolved configuration          state.json      the run's status (RunInfo)
     services.json   URLs of the services                metrics.jsonl   one MetricsRow per line
-    worker.json     the process that has the run        heartbeat.json  its newest sign of life
+    worker.json     the process that owns the run       heartbeat.json  its newest beat
     worker.log      its output and traceback            checkpoints/    to resume from
     trajectories/   step_<n>.parquet, val_step_<n>.parquet
-    wandb/          what W&B keeps here                 tensorboard/    event files
+    wandb/          W&B's local files                   tensorboard/    event files
 
-Every file is replaced whole (`metrics.jsonl` is appended to). state.json has one writer at a time: the run's process
-while it lives, else the service. RUN_TRANSITIONS says which state may follow which.
+Files are replaced as a whole, except `metrics.jsonl`, which is appended to. state.json has one writer at a time: the
+run's process while it is alive, else the service. RUN_TRANSITIONS lists the allowed transitions.
 
-Any of them may be damaged or another version's. Who reads one goes on with what it knows itself, and otherwise gets
-RunState.UNREADABLE, or an error that says how to go on; what cannot be read is kept as `<name>.unreadable`.
+A file may be damaged or of another version. A reader falls back to its last known value, then to RunState.UNREADABLE or
+an error that says how to continue. An unreadable file is kept as `<name>.unreadable`.
 """
 
 import logging
@@ -48,7 +48,7 @@ class RunFolder:
 
     path: Path
     _known: RunInfo | None = field(default=None, init=False, repr=False, compare=False)
-    """Where the run stood when it was last read or written here."""
+    """The status that this object last read or wrote."""
     _known_owner: Owner | None = field(default=None, init=False, repr=False, compare=False)
     _state_is_damaged: bool = field(default=False, init=False, repr=False, compare=False)
 
@@ -74,7 +74,7 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether a run was ever started here, even if its state file is gone."""
+        """Whether a run was ever started here, even if its state file is missing."""
         if os.path.lexists(self.path / STATE):
             return True
         with suppress(OSError):
@@ -82,15 +82,15 @@ class RunFolder:
         return False
 
     def create(self, config: RunConfig, services: ServiceUrls, total_steps: int = 0) -> RunInfo:
-        """Write a new run's files; it is this process's.
+        """Write a new run's files, with this process as its owner.
 
-        Raises TrackwayError(CONFLICT) when the name is taken, and StorageError, with no folder left that was not there,
-        when they cannot be written.
+        Raises TrackwayError(CONFLICT) when the name is taken, and StorageError when the files cannot be written; a
+        folder that was created here is then removed.
         """
         if self.exists:
             message = f"run {self.name!r} exists; resume it, or start under another name"
             raise TrackwayError(ErrorCode.CONFLICT, message, run=self.name)
-        was_there = self.path.exists()
+        existed = self.path.exists()
         try:
             with writing(self.path, f"run {self.name!r}"):
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class RunFolder:
             )
             return self._write(info)
         except OSError:
-            if not was_there:
+            if not existed:
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
 
@@ -119,14 +119,14 @@ class RunFolder:
         return self._required("services.json", ServiceUrls)
 
     def write_services(self, services: ServiceUrls) -> None:
-        """Replace the URLs: they may have changed since the run was started first."""
+        """Replace the URLs, which may have changed since the run's first start."""
         self._replace("services.json", services.model_dump_json(indent=2))
 
     def info(self) -> RunInfo:
-        """Where the run stands.
+        """The run's status.
 
-        When state.json cannot be read: where it stood when this object last read or wrote it, else UNREADABLE, with
-        whatever of the file can be read and the way to go on.
+        When state.json cannot be read: the status that this object last read or wrote, else UNREADABLE with the fields
+        that can be read and a message that says how to continue.
         """
         path = self.path / STATE
         try:
@@ -139,7 +139,7 @@ class RunFolder:
         return self._known
 
     def move(self, state: RunState, message: str = "", **changes: object) -> RunInfo:
-        """Enter a state and change fields with it. CONFLICT when RUN_TRANSITIONS does not allow it."""
+        """Enter a state and change other fields with it. CONFLICT when RUN_TRANSITIONS does not allow it."""
         info = self.info()
         if state not in RUN_TRANSITIONS[info.state]:
             allowed = ", ".join(sorted(RUN_TRANSITIONS[info.state])) or "nothing, start a new run"
@@ -148,7 +148,7 @@ class RunFolder:
         return self._write(info.model_copy(update={**changes, "state": state, "message": message}))
 
     def update(self, **changes: object) -> RunInfo:
-        """Change fields of the state other than `state` itself, which `move` changes."""
+        """Change fields other than `state`, which `move` changes."""
         assert "state" not in changes, "move() changes the state"
         return self._write(self.info().model_copy(update=changes))
 
@@ -157,11 +157,11 @@ class RunFolder:
         append_line(self.metrics_file, row.model_dump_json(), what=f"the metrics of step {row.step}")
 
     def rows(self) -> list[MetricsRow]:
-        """Every row; a last line that is cut off is left out, and so is one that cannot be read."""
+        """The rows, without a truncated last line and without unreadable lines."""
         return self._rows()[0]
 
     def _rows(self) -> tuple[list[MetricsRow], int]:
-        """The rows, and how many lines cannot be read."""
+        """The rows, and the number of unreadable lines."""
         if not self.metrics_file.is_file():
             return [], 0
         rows: list[MetricsRow] = []
@@ -172,9 +172,9 @@ class RunFolder:
         return rows, len(lines) - len(rows)
 
     def rewind(self, row: MetricsRow | None) -> None:
-        """Make `row`, the newest one of a checkpoint, the last one; None removes all rows.
+        """Remove the rows after `row`, the newest row of a checkpoint; None removes all rows.
 
-        A row that was lost is added, if it says anything: a checkpoint is written before its step's row.
+        A missing `row` with data is added, because a checkpoint is written before the row of its step.
         """
         rows, damaged = self._rows()
         if damaged:
@@ -183,17 +183,17 @@ class RunFolder:
         kept = [] if row is None else [old for old in rows if old.step <= row.step]
         if row is not None and row.data and all(old.step != row.step for old in kept):
             kept.append(row)
-        self._replace(METRICS, "".join(one.model_dump_json() + "\n" for one in kept))
+        self._replace(METRICS, "".join(kept_row.model_dump_json() + "\n" for kept_row in kept))
 
     def write_owner(self, owner: Owner) -> None:
-        """Say which process has the run."""
+        """Record the process that owns the run."""
         self._replace(OWNER, owner.model_dump_json())
         self._known_owner = owner
 
     def owner(self) -> Owner | None:
-        """The process that has the run, or had it last.
+        """The process that owns the run, or owned it last; None before the first.
 
-        When worker.json cannot be read: the one that this object last read or wrote, else that of the newest beat.
+        When worker.json cannot be read: the owner that this object last read or wrote, else that of the newest beat.
         """
         try:
             self._known_owner = Owner.model_validate_json((self.path / OWNER).read_bytes())
@@ -205,27 +205,27 @@ class RunFolder:
         return self._known_owner
 
     def write_beat(self, beat: Beat) -> None:
-        """Say that a process lives; whose run this is stays as it is."""
+        """Write a process's beat; this does not change the owner."""
         self._replace("heartbeat.json", beat.model_dump_json())
 
     def beats(self, owner: Owner) -> int:
-        """The newest beat of this process; 0 before the first one."""
+        """The count of the newest beat of a process; 0 before its first beat."""
         beat = self._beat()
         return beat.count if beat is not None and beat.owner == owner else 0
 
     def _beat(self) -> Beat | None:
-        """None before the first one, and when it cannot be read."""
+        """The newest beat; None before the first one and when it cannot be read."""
         try:
             return Beat.model_validate_json((self.path / "heartbeat.json").read_bytes())
         except (OSError, ValidationError):
             return None
 
     def disown(self) -> None:
-        """Nobody has the run any more; a process that still believes it does sees that and ends."""
+        """Remove the owner; a process that still runs as the owner notices and exits."""
         (self.path / "worker.json").unlink(missing_ok=True)
 
     def ended(self) -> bool:
-        """Whether nothing more will be written."""
+        """Whether the run has ended, so that nothing more is written."""
         return self.info().state in ENDED - {RunState.UNREADABLE}
 
     def _required(self, name: str, model: type[Model]) -> Model:
@@ -235,7 +235,7 @@ class RunFolder:
         except (OSError, ValidationError) as error:
             message = (
                 f"expected {name} of run {self.name!r} at {path}, got a file that cannot be read ({_reason(error)}); "
-                "mend it, or start a new run from this one's newest checkpoint: trainer.resume_mode=resume_path "
+                "repair it, or start a new run from this run's newest checkpoint: trainer.resume_mode=resume_path "
                 f"trainer.resume_from_path={self.checkpoints}/global_step_<n>"
             )
             raise TrackwayError(ErrorCode.CONFLICT, message, run=self.name) from error
@@ -263,24 +263,24 @@ def _aside(name: str) -> str:
 
 
 def _unreadable(path: Path, error: OSError | ValidationError) -> RunInfo:
-    """What can still be said of a run whose state file cannot be read: each field that is there and valid by itself."""
+    """The status of a run whose state file cannot be read, with each field that is present and valid by itself."""
     name = path.parent.name
     message = (
-        f"{path} cannot be read ({_reason(error)}); resume the run: it goes on from its newest checkpoint, or from the "
-        f"model when there is none, and keeps the file as {_aside(path.name)}"
+        f"{path} cannot be read ({_reason(error)}); resume the run: it continues from its newest checkpoint, or from "
+        f"the model without one, and the file is kept as {_aside(path.name)}"
     )
-    lost = {"run": name, "state": RunState.UNREADABLE, "message": message}
+    required = {"run": name, "state": RunState.UNREADABLE, "message": message}
     kept = {"folder": str(path.parent.resolve())}
     for key, value in _fields(path).items():
-        if key in RunInfo.model_fields and key not in (*lost, "interrupted"):
+        if key in RunInfo.model_fields and key not in (*required, "interrupted"):
             with suppress(ValidationError):
-                RunInfo.model_validate({**lost, key: value})
+                RunInfo.model_validate({**required, key: value})
                 kept[key] = value
-    return RunInfo.model_validate({**kept, **lost})
+    return RunInfo.model_validate({**kept, **required})
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """Those of a JSON object that may end too early."""
+    """The fields of a JSON object that may be truncated."""
     try:
         tree = from_json(path.read_bytes(), allow_partial=True)
     except (OSError, ValueError):

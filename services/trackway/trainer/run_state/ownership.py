@@ -1,4 +1,4 @@
-"""Who has a run: one process, whichever machine it is on. A service decides that under a lock of the outputs folder."""
+"""Ownership of a run by one process on any machine, decided by a service under a lock of the outputs folder."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 
 class Machine(BaseModel):
-    """Where a pid means something; of two containers with one host name each has processes of its own."""
+    """The scope of a pid. Two containers with the same host name have separate processes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -28,14 +28,14 @@ class Machine(BaseModel):
 
 
 class Owner(BaseModel):
-    """A process, told apart from every other one on any machine; `worker.json` in the run's folder."""
+    """A process, identified uniquely across machines; `worker.json` in the run's folder."""
 
     model_config = ConfigDict(frozen=True)
 
     machine: Machine
     pid: int
     started: int
-    """Clock ticks between the machine's start and the process's: pids are used again."""
+    """Clock ticks from the machine's boot to the process's start, since pids are reused."""
 
     @classmethod
     def of(cls, pid: int, machine: Machine | None = None) -> Self:
@@ -44,19 +44,19 @@ class Owner(BaseModel):
 
     @property
     def lives_here(self) -> bool:
-        """Whether this machine has the process; for an owner of this machine."""
+        """Whether the process is running; only for an owner on this machine."""
         return _started(self.pid) == self.started
 
 
 class Beat(BaseModel):
-    """A sign of life; `heartbeat.json` in the run's folder."""
+    """A heartbeat of a process; `heartbeat.json` in the run's folder."""
 
     model_config = ConfigDict(frozen=True)
 
     owner: Owner
-    """Who lives: one that has lost the run may beat once more."""
+    """The process that wrote the beat; after losing the run it may write one more."""
     count: int
-    """Grows every few seconds."""
+    """Increases every few seconds."""
 
 
 @cache
@@ -67,7 +67,7 @@ def this_machine() -> Machine:
 
 
 class OutputsLock:
-    """Held by the one service that starts, resumes or gives up a run, for moments; a service may enter it twice."""
+    """Lock held briefly by the service that starts, resumes or marks a run; reentrant within a service."""
 
     def __init__(self, outputs: Path) -> None:
         self._outputs = outputs
@@ -75,7 +75,10 @@ class OutputsLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Raises TrackwayError(CONFLICT) while another service has it, StorageError where it cannot be written."""
+        """Hold the lock.
+
+        Raises TrackwayError(CONFLICT) while another service holds it, StorageError when it cannot be written.
+        """
         if self._is_held:
             yield
             return
@@ -87,7 +90,7 @@ class OutputsLock:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                message = f"another trainer service is starting a run in {self._outputs}; ask again"
+                message = f"another trainer service is starting a run in {self._outputs}; try again"
                 raise TrackwayError(ErrorCode.CONFLICT, message) from None
             self._is_held = True
             try:
@@ -97,7 +100,7 @@ class OutputsLock:
 
 
 def _started(pid: int) -> int | None:
-    """None when there is no such process, or only its exit status is left."""
+    """Start time of a process in clock ticks since boot; None when it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

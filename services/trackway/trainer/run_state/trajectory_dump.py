@@ -1,6 +1,6 @@
-"""Trajectories of a step as parquet: what was trained on, to be looked at and compared afterwards.
+"""Trajectories of a step as parquet, for inspection and comparison after training.
 
-Scalars and token arrays are columns of their own; nested values (turns, messages, spans) are JSON text.
+Scalars and token arrays are columns; nested values (turns, messages, spans) are JSON text.
 """
 
 from collections.abc import Sequence
@@ -52,10 +52,10 @@ _SCHEMA = pa.schema(
 
 _INDEX = _SCHEMA.get_field_index("sample_index")
 _WITH_TEXT_INDEX = _SCHEMA.set(_INDEX, pa.field("sample_index", pa.string()))
-"""Of a file in which a row's index is text; then all of them are."""
+"""Schema of a file in which any row's index is text; all indices are then stored as text."""
 
 _VIEWS = {"step", "sample_index", "rollout_n", "score"}
-"""Columns that repeat a nested value, to filter by."""
+"""Columns that repeat a nested value so that it can be filtered on."""
 
 
 def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -73,19 +73,19 @@ def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
 
 
 def read_trajectories(path: Path) -> list[Trajectory]:
-    """The trajectories of a file that `write_trajectories` wrote; an older one lacks columns, which get defaults."""
+    """The trajectories of a file written by `write_trajectories`; columns that an older file lacks get defaults."""
     return [_trajectory(record) for record in pq.read_table(path).to_pylist()]
 
 
-def _record(one: Trajectory) -> dict[str, object]:
-    record: dict[str, object] = one.model_dump(exclude=set(_NESTED))
-    nested = {name: kind.dump_json(getattr(one, name)).decode() for name, kind in _NESTED.items()}
-    score = None if one.reward is None else one.reward.score
-    views = {name: getattr(one.tags, name) for name in ("step", "sample_index", "rollout_n")}
+def _record(trajectory: Trajectory) -> dict[str, object]:
+    record: dict[str, object] = trajectory.model_dump(exclude=set(_NESTED))
+    nested = {name: adapter.dump_json(getattr(trajectory, name)).decode() for name, adapter in _NESTED.items()}
+    score = None if trajectory.reward is None else trajectory.reward.score
+    views = {name: getattr(trajectory.tags, name) for name in ("step", "sample_index", "rollout_n")}
     return record | nested | views | {"score": score}
 
 
 def _trajectory(record: dict[str, str]) -> Trajectory:
-    nested = {name: kind.validate_json(record[name]) for name, kind in _NESTED.items()}
+    nested = {name: adapter.validate_json(record[name]) for name, adapter in _NESTED.items()}
     plain = {name: value for name, value in record.items() if name not in _NESTED and name not in _VIEWS}
     return Trajectory.model_validate(plain | nested)

@@ -1,4 +1,4 @@
-"""The runs of an outputs folder as the service manages them: start, watch, restart, stop, resume.
+"""Management of the runs in an outputs folder: start, monitor, restart, stop, resume.
 
-Imported by `trainer.app` and by checks before a run. It never computes a step.
+Imported by `trainer.app` and by the checks before a run. Training steps run elsewhere, in the worker process.
 """

@@ -1,4 +1,4 @@
-"""Going on by itself with a run whose service or machine went away under it; only when `resume_interrupted` says so."""
+"""Auto-resume of runs whose service or machine was lost; off unless the setting `resume_interrupted` is true."""
 
 import asyncio
 import logging
@@ -11,54 +11,56 @@ from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunInfo
 
-LOOK_S = 3.0
-"""Pause between two looks for an interrupted run."""
+CHECK_INTERVAL_S = 3.0
+"""Interval between checks for an interrupted run."""
 
-_ASK = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=1)
+_READY_POLICY = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=1)
 
 logger = logging.getLogger("trackway.trainer")
 
 
-async def resume_for_ever(runs: RunManager, token: SecretStr | None = None, every_s: float = LOOK_S) -> None:
-    """Look for an interrupted run at once and every `every_s` seconds; why one cannot go on yet is logged once."""
-    said = ""
+async def resume_periodically(
+    runs: RunManager, token: SecretStr | None = None, every_s: float = CHECK_INTERVAL_S
+) -> None:
+    """Check for an interrupted run now and every `every_s` seconds; each reason for waiting is logged once."""
+    last_logged = ""
     while True:
         try:
             await resume_interrupted(runs, token)
-            said = ""
+            last_logged = ""
         except TrackwayError as error:
-            if error.message != said:
-                logger.warning("an interrupted run waits: %s", error)
-            said = error.message
+            if error.message != last_logged:
+                logger.warning("an interrupted run cannot be resumed yet: %s", error)
+            last_logged = error.message
         except Exception:
-            logger.exception("looking for interrupted runs failed; next look in %s s", every_s)
+            logger.exception("the check for interrupted runs failed; next check in %s s", every_s)
         await asyncio.sleep(every_s)
 
 
 async def resume_interrupted(runs: RunManager, token: SecretStr | None = None) -> RunInfo | None:
-    """Resume the newest run that may go on and can; None when no run may.
+    """Resume the newest interrupted run that can be resumed; None when there is no such run.
 
-    TrackwayError while the services are not ready; the newest run's own error when none of them can.
+    Raises TrackwayError while the services are not ready, and the newest run's error when no run can be resumed.
     """
     names = runs.interrupted()
     if not names:
         return None
     await _services_ready(runs.services, token)
-    refused: dict[str, Exception] = {}
+    failures: dict[str, Exception] = {}
     for name in names:
         try:
             info = await runs.resume(name, by_itself=True)
         except Exception as error:
-            refused[name] = error
+            failures[name] = error
         else:
-            for newer, error in refused.items():
-                logger.warning("run %s was interrupted and cannot go on: %s", newer, error)
-            logger.warning("run %s was interrupted and goes on by itself (restart %s)", name, info.restarts)
+            for newer, error in failures.items():
+                logger.warning("run %s was interrupted and cannot be resumed: %s", newer, error)
+            logger.warning("run %s was interrupted and is resumed automatically (restart %s)", name, info.restarts)
             return info
-    raise refused[names[0]]
+    raise failures[names[0]]
 
 
 async def _services_ready(services: ServiceUrls, token: SecretStr | None) -> None:
-    """A run whose services are not there would fail at its first step."""
+    """Raise TrackwayError unless all services are ready: without them the run would fail at its first step."""
     for url in services.traced.values():
-        await ServiceClient(url, policy=_ASK, token=token).send("GET", "/ready")
+        await ServiceClient(url, policy=_READY_POLICY, token=token).send("GET", "/ready")

@@ -1,4 +1,4 @@
-"""What `/metrics` says of the run that is active, or was last: where it stands, its newest step in a few numbers."""
+"""Prometheus gauges of the active or most recent run: its state and key metrics of its newest step."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -16,18 +16,18 @@ OF_A_STEP = {
     "tokens_per_second_per_gpu": ("perf/throughput", "Prompt and response tokens per second and GPU, newest step"),
     "failed_trajectories": ("training/rollout_failure/failed_trajectories", "Failed trajectories of the newest step"),
 }
-"""By name after `trackway_run_`: the step's metric that is shown, and its description."""
+"""Gauge name after `trackway_run_` -> the step's metric and the gauge's description."""
 _ACCURACY = re.compile("val-core/(.+)/acc/mean@[0-9]+")
 
 
 class RunGauges(Collector):
-    """`newest` says which run it is; None before the first one."""
+    """Gauges of the run that `newest` returns; it returns None before the first run."""
 
     def __init__(self, newest: Callable[[], RunInfo | None]) -> None:
         self._newest = newest
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus wants it."""
+        """The gauges, in Prometheus's form."""
         info = self._newest()
         if info is None:
             return
@@ -55,8 +55,8 @@ def _accuracy(info: RunInfo) -> Metric:
     name, description = "trackway_run_accuracy", "Mean accuracy of the newest validation"
     family = GaugeMetricFamily(name, description, labels=["run", "data_source"])
     for key, value in info.metrics.items():
-        if found := _ACCURACY.fullmatch(key):
-            family.add_metric([info.run, found[1]], value)
+        if match := _ACCURACY.fullmatch(key):
+            family.add_metric([info.run, match[1]], value)
     return family
 
 
@@ -67,9 +67,9 @@ def _tracking(info: RunInfo) -> Iterator[Metric]:
     lost = GaugeMetricFamily(
         "trackway_run_tracking_lost", "Values of metrics and feedback that a backend will never get", labels=labels
     )
-    for one in info.tracking:
-        place = [info.run, one.backend]
-        rows.add_metric(place, one.rows_waiting)
-        feedback.add_metric(place, one.feedback_waiting)
-        lost.add_metric(place, one.lost)
+    for summary in info.tracking:
+        label_values = [info.run, summary.backend]
+        rows.add_metric(label_values, summary.rows_waiting)
+        feedback.add_metric(label_values, summary.feedback_waiting)
+        lost.add_metric(label_values, summary.lost)
     yield from (rows, feedback, lost)

@@ -1,10 +1,10 @@
-"""The runs of an outputs folder: who may start, resume and stop one.
+"""Starts, stops and resumes the runs of an outputs folder.
 
-    start, resume -> STARTING -> (the process: RUNNING ...) -> its end, as supervision.py settles it
-    stop          -> SIGTERM, a deadline, SIGKILL -> STOPPED
-    the service goes -> SIGUSR1, a deadline, SIGKILL -> STOPPED, interrupted -> goes on by itself, or FAILED
+    start, resume     -> STARTING -> (the process: RUNNING ...) -> its final state, settled by process.py
+    stop              -> SIGTERM, a deadline, SIGKILL -> STOPPED
+    service shutdown  -> SIGUSR1, a deadline, SIGKILL -> STOPPED, interrupted -> auto-resumed, or FAILED
 
-Where a run stands says known_runs.py.
+registry.py reports the state of each run.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 
 logger = logging.getLogger("trackway.trainer")
 
-GONE_S = 10.0
-"""Longest wait for the end of a process whose run has ended, or is another's: it knows after a beat."""
+EXIT_WAIT_S = 10.0
+"""Longest wait for the exit of a process whose run has ended or has a new owner, which it learns at its next beat."""
 
 
 class RunManager(RunRegistry):
-    """Every run under one outputs folder, of which one is active at a time. Methods raise TrackwayError."""
+    """The runs of one outputs folder, at most one of them active. Methods raise TrackwayError."""
 
     def __init__(
         self,
@@ -44,28 +44,28 @@ class RunManager(RunRegistry):
         stop_deadline_s: float = 120.0,
         tracing: TracingSettings | None = None,
         token: SecretStr | None = None,
-        sightings: LivenessMonitor | None = None,
+        liveness: LivenessMonitor | None = None,
     ) -> None:
-        super().__init__(outputs, sightings)
+        super().__init__(outputs, liveness)
         self.services = services
-        """Around every run that starts or is resumed here."""
+        """Services for every run that is started or resumed here."""
         self._tracing = tracing or TracingSettings()
         self._token = token
         self._stop_deadline_s = stop_deadline_s
         self._lock = asyncio.Lock()
 
     async def start(self, request: RunRequest) -> RunInfo:
-        """Begin a new run; CONFLICT while another is active or when the name is taken.
+        """Start a new run; CONFLICT while another run is active or when the name is taken.
 
-        INVALID_REQUEST when it names a checkpoint that is not there, a logger that cannot log, or a backend of traces
-        that a service cannot send to. StorageError, with no run begun, when its folder cannot be written.
+        INVALID_REQUEST when the configuration names a missing checkpoint, a logger that cannot log, or a trace backend
+        that a service cannot send to. StorageError, and no run is started, when its folder cannot be written.
         """
         config = runnable(resolve(request.config))
         named_checkpoint(config)
         await self._check_tracking(config)
         folder = self._folder(request.run or config.trainer.experiment_name)
         async with self._lock:
-            with self._ours.held():
+            with self._outputs_lock.held():
                 self._require_idle()
                 folder.create(config, self.services)
                 await self._supervise(folder)
@@ -73,19 +73,20 @@ class RunManager(RunRegistry):
         return self.info(folder.name)
 
     async def resume(self, name: str, *, by_itself: bool = False, skip_damaged: bool = False) -> RunInfo:
-        """Go on from the run's last checkpoint, or the last one that is whole; CONFLICT unless it is stopped or failed.
+        """Resume a run from its last checkpoint, or its last intact one; CONFLICT unless it is stopped or failed.
 
-        `by_itself`: nobody asks for it. That counts as a restart, and is a CONFLICT once somebody has stopped the run.
+        `by_itself` marks an automatic resume. It counts as a restart, and is a CONFLICT once a user has stopped the
+        run.
         """
         folder = self._existing(name)
         await self._check_tracking(folder.config())
         async with self._lock:
             await self._gone(folder)
-            with self._ours.held():
+            with self._outputs_lock.held():
                 self._require_idle()
                 before = folder.info()
                 if by_itself and not before.interrupted:
-                    message = f"expected an interrupted run to go on with, got run {name!r}, which is {before.state}"
+                    message = f"expected an interrupted run to resume, got run {name!r}, which is {before.state}"
                     raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
                 folder.write_owner(Owner.of(os.getpid()))
                 restarts = before.restarts + 1 if by_itself else 0
@@ -96,11 +97,11 @@ class RunManager(RunRegistry):
         return self.info(name)
 
     def interrupted(self) -> list[str]:
-        """The runs to go on with, newest first, whose service or machine went; none while a run is active.
+        """The runs to resume, newest first, whose service or machine was lost; none while a run is active.
 
-        One that went on by itself as often as `trackway.max_restarts` allows is failed, and left to whoever resumes it.
+        A run that was auto-resumed as often as `trackway.max_restarts` allows is marked FAILED; a user may resume it.
         """
-        found: list[str] = []
+        names: list[str] = []
         for info in self._newest_first():
             if info.state not in ENDED:
                 return []
@@ -109,10 +110,11 @@ class RunManager(RunRegistry):
             with self._reading(info.run):
                 folder = self._folder(info.run)
                 if info.restarts < folder.config().trackway.max_restarts:
-                    found.append(info.run)
+                    names.append(info.run)
                 else:
-                    self._fail(folder, f"it went on by itself {info.restarts} times and does so no more: resume it")
-        return found
+                    message = f"it was resumed automatically {info.restarts} times, the most allowed; resume it by hand"
+                    self._fail(folder, message)
+        return names
 
     async def stop(self, name: str) -> RunInfo:
         """Ask the run's process to checkpoint and exit, and return at once. It is not auto-resumed.
@@ -122,9 +124,9 @@ class RunManager(RunRegistry):
         info = self.info(name)
         active = self._active.get(name)
         if info.state in ENDED and info.interrupted:
-            if active is not None:  # given up by another service while this one stood still
+            if active is not None:  # marked dead by another service while this one was suspended
                 active[0].stop()
-            with self._ours.held():
+            with self._outputs_lock.held():
                 folder = self._folder(name)
                 info = folder.info()
                 if info.state in ENDED:
@@ -138,7 +140,7 @@ class RunManager(RunRegistry):
         return self.info(name)
 
     async def close(self) -> None:
-        """Interrupt every run of ours and wait until its process is gone."""
+        """Interrupt the runs of this service and wait until their processes have exited."""
         while self._active:
             for supervised, _ in self._active.values():
                 supervised.stop(is_interrupted=True)
@@ -149,7 +151,11 @@ class RunManager(RunRegistry):
         await check_backends(config, self.services.traced, self._tracing, self._token)
 
     async def _supervise(self, folder: RunFolder, interrupted: bool = False, skip_damaged: bool = False) -> None:
-        """Without a process it has failed; when not even that can be written, nobody has it, and a look gives it up."""
+        """Start the run's process and watch it.
+
+        If it cannot start, the run is marked FAILED. If even that write fails, ownership is dropped so that the next
+        status check marks the run.
+        """
         secrets = handed_over(self._tracing, self._token)
         supervised = Supervised(folder, secrets, self._stop_deadline_s, skip_damaged)
         try:
@@ -169,7 +175,7 @@ class RunManager(RunRegistry):
             await supervised.run()
         except Exception:
             # Any error from the run's folder: the next status check finds the process dead and marks the run.
-            logger.exception("run %s is watched no more", name)
+            logger.exception("run %s is no longer supervised", name)
         finally:
             del self._active[name]
 
@@ -177,15 +183,15 @@ class RunManager(RunRegistry):
         if folder.name not in self._active or not folder.ended():
             return
         supervised, task = self._active[folder.name]
-        await asyncio.wait([task], timeout=GONE_S)
+        await asyncio.wait([task], timeout=EXIT_WAIT_S)
         if not task.done():
-            supervised.stop(is_interrupted=True)  # which kills one that stands still
-            message = f"the last process of run {folder.name!r} has not ended yet; ask again"
+            supervised.stop(is_interrupted=True)  # kills a suspended process after the deadline
+            message = f"the last process of run {folder.name!r} has not exited yet; try again"
             raise TrackwayError(ErrorCode.CONFLICT, message, run=folder.name)
 
     def _fail(self, folder: RunFolder, reason: str) -> None:
         """An interrupted run goes on by itself no more, though nobody has stopped it."""
-        with self._ours.held():
+        with self._outputs_lock.held():
             info = folder.info()
             if info.state in ENDED and info.interrupted:
                 folder.move(RunState.FAILED, f"{info.message}; {reason}", interrupted=False)
@@ -194,7 +200,7 @@ class RunManager(RunRegistry):
         """Whoever starts a run does not want an interrupted one to begin, unasked, after it."""
         for info in self.list():
             if info.state in ENDED and info.interrupted:
-                self._fail(self._folder(info.run), f"run {name!r} was started instead of it: resume it")
+                self._fail(self._folder(info.run), f"run {name!r} was started instead; resume this run by hand")
 
     def _require_idle(self) -> None:
         busy = [info for info in self.list() if info.state not in ENDED]
@@ -205,10 +211,10 @@ class RunManager(RunRegistry):
 
 
 def runnable(config: RunConfig) -> RunConfig:
-    """The configuration, if it names a model and what to do with it; else raises TrackwayError(INVALID_REQUEST)."""
+    """The configuration, checked to name a model and rows. Raises TrackwayError(INVALID_REQUEST)."""
     model, rows = config.actor_rollout_ref.model.path, config.data.train_files
-    given = {"actor_rollout_ref.model.path": model, "data.train_files": rows}
-    missing = [key for key, value in given.items() if not value]
+    required = {"actor_rollout_ref.model.path": model, "data.train_files": rows}
+    missing = [key for key, value in required.items() if not value]
     if missing:
         message = f"expected a value for {' and '.join(missing)}, got none; a run needs a model and rows"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message)

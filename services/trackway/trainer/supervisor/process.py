@@ -1,12 +1,12 @@
-"""A run's own process: started, watched, started again when it dies, and its run's state settled when it has ended.
+"""Supervision of a run's process: start, wait, restart after a crash, and settle the run's state after its exit.
 
-    exit 0: as the process says                     exit 3: FAILED, as the process says
-    died:   RESTARTING from the last checkpoint, then FAILED
-    exit 4: the run was given up as dead, or another service's process has it: it is no longer ours
-    exit 5: FAILED, which the process could not write: the disk is full. The state is written once the disk takes it
+    exit 0: the state that the process wrote        exit 3: FAILED, written by the process
+    crash:  RESTARTING from the last checkpoint, then FAILED
+    exit 4: the run was marked dead, or a process of another service owns it
+    exit 5: FAILED, which the process could not write on a full disk; it is written once the disk accepts it
 
-The process holds a pipe from this one as its standard input: when the service goes, however it goes, the pipe closes,
-and the process saves and ends.
+The process's standard input is a pipe from the service. When the service exits, for whatever reason, the pipe closes,
+and the process saves a checkpoint and exits.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 
 STORAGE_RETRY_S = 1.0
-"""Pause before a state that the disk refused is written again."""
+"""Pause before another attempt to write a state that the disk refused."""
 
 T = TypeVar("T")
 
@@ -36,13 +36,13 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class Supervised:
-    """One run's process, and the next one when it dies."""
+    """The process of one run, and its replacements after crashes."""
 
     def __init__(
         self, folder: RunFolder, secrets: Mapping[str, str], stop_deadline_s: float, skip_damaged: bool = False
     ) -> None:
         self.stopping = False
-        """It was asked to end."""
+        """Whether a stop was requested."""
         self._is_interrupted = False
         self._folder = folder
         self._secrets = secrets
@@ -51,10 +51,10 @@ class Supervised:
         self._process: Process | None = None
         self._closing = asyncio.Event()
         self.unwritten: StorageError | None = None
-        """Why the state after the process's end cannot be written; it is tried again until it can."""
+        """Why the final state cannot be written; the write is repeated until it succeeds."""
 
     async def run(self) -> None:
-        """Until the run has ended or is another's; `start` comes first."""
+        """Supervise until the run has ended or has another owner. Call `start` first."""
         while self._process is not None:
             status = await self._process.wait()
             if not await self._written(partial(self._settle, status)):
@@ -62,14 +62,15 @@ class Supervised:
             try:
                 await self.start()
             except (OSError, TrackwayError) as error:
-                message = f"its process could not be started again: {error}; resume it"
+                message = f"its process could not be restarted: {error}; resume it"
                 await self._written(partial(self._folder.move, RunState.FAILED, message))
                 return
 
     async def start(self) -> None:
-        """Start the process, which has the run from now on.
+        """Start the process and make it the run's owner.
 
-        Raises OSError when there is no room for one, and TrackwayError when the run's configuration cannot be read.
+        Raises OSError when the system cannot start a process, and TrackwayError when the run's configuration cannot be
+        read.
         """
         folder = self._folder
         variables = {"OMP_NUM_THREADS": str(folder.config().trackway.threads), "TOKENIZERS_PARALLELISM": "false"}
@@ -91,7 +92,7 @@ class Supervised:
         except OSError:
             self._process.kill()
             raise
-        if self.stopping:  # asked for while nothing was there to be stopped
+        if self.stopping:  # requested before there was a process
             self._signal(self._process)
 
     def stop(self, is_interrupted: bool = False) -> None:
@@ -114,9 +115,9 @@ class Supervised:
         asyncio.get_running_loop().call_later(self._stop_deadline_s, _kill, process)
 
     async def _written(self, write: Callable[[], T]) -> T | None:
-        """What a write of the run's state returns, tried again until the disk takes it.
+        """The result of a write of the run's state, repeated until the disk accepts it.
 
-        None when the service closes first: the next one finds a run whose process is gone.
+        None when the service closes first: the next service finds a run whose process has exited.
         """
         while True:
             try:
@@ -134,18 +135,18 @@ class Supervised:
                 await asyncio.wait_for(self._closing.wait(), STORAGE_RETRY_S)
 
     def _settle(self, status: int) -> bool:
-        """Say how the run stands after its process has ended; whether to start the next one. May be repeated."""
+        """Write the run's state after its process has exited; True to start the next process. Idempotent."""
         folder = self._folder
         if folder.owner() != self._owner:
-            logger.warning("run %s: its process ended with %s; another one has the run", folder.name, status)
+            logger.warning("run %s: its process exited with %s; another process owns the run", folder.name, status)
         elif folder.ended():
-            pass  # the process said how; what it died of afterwards, a SIGTERM at its very end for example, is nothing
+            pass  # the process wrote its final state; a later cause of death, such as a last SIGTERM, does not matter
         elif status in (0, EXIT_FAILED):
-            folder.move(RunState.FAILED, f"its process ended with {status} and left no final state; see {folder.log}")
+            folder.move(RunState.FAILED, f"its process exited with {status} and wrote no final state; see {folder.log}")
         elif status == EXIT_STORAGE:
             why = f": {self.unwritten.message}" if self.unwritten else ""
             remedy = f"see {folder.log}, then `trackway train --resume {folder.name}`"
-            folder.move(RunState.FAILED, f"its disk did not take its files{why}; {remedy}")
+            folder.move(RunState.FAILED, f"its files could not be written to its disk{why}; {remedy}")
         elif self.stopping or folder.info().state is RunState.STOPPING:
             self._settle_killed(status)
         else:
@@ -170,10 +171,10 @@ class Supervised:
         if info.restarts >= allowed:
             folder.move(RunState.FAILED, f"{died} after {info.restarts} restarts; see {folder.log}, then resume")
             return False
-        logger.warning("run %s: %s; starting it again", folder.name, died)
+        logger.warning("run %s: %s; restarting it", folder.name, died)
         message = f"{died}; restart {info.restarts + 1} of {allowed} from the last checkpoint"
         folder.move(RunState.RESTARTING, message, restarts=info.restarts + 1)
-        self._skip_damaged = True  # no person is asked during a restart
+        self._skip_damaged = True  # an automatic restart cannot ask the user
         return True
 
 

@@ -1,4 +1,4 @@
-"""A run's traces: how many trajectories are traced, the trainer's own spans, feedback, counts of spans.
+"""A run's traces: the trace budget, the trainer's own spans, feedback, span counts.
 
 Sending is in `delivery` and in `trackway.tracing.export`.
 """

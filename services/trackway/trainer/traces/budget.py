@@ -1,7 +1,7 @@
-"""How much may be traced: a budget of bytes per day that lowers the sampling instead of bursting a plan.
+"""The trace budget: a daily limit in bytes that lowers the sampling rate before a backend's quota is exceeded.
 
-The bytes are those that the trajectories themselves report: all spans of all services, before compression. Every run of
-one outputs folder writes into one ledger, so that the budget is the plan's and not a run's.
+The sizes are those reported by the trajectories: all spans of all services, before compression. All runs of an outputs
+folder share one count, so the budget applies to the backend's plan rather than to each run.
 """
 
 import fcntl
@@ -21,15 +21,15 @@ from trackway.trainer.metrics.rollout import Metrics
 logger = logging.getLogger("trackway.trainer")
 
 STEP_SHARE = 1 / 20
-"""Of what is left of the day, that one step may use: sampling sinks as the budget does, and never stops at once."""
+"""Share of the remaining daily budget that one step may use, so that sampling decreases gradually."""
 LOCK_DEADLINE_S = 1.0
-"""Longest wait for another process that writes the ledger; it needs less than a millisecond."""
+"""Longest wait for another process that updates the count, which takes less than a millisecond."""
 
 
 def affordable(wanted: int, left: int, bytes_each: float) -> int:
-    """How many of `wanted` prompts a step may trace with `left` bytes left of the day.
+    """The number of `wanted` prompts that a step may trace with `left` bytes remaining today.
 
-    `bytes_each` is what a prompt costs with all its rollouts; 0, as long as that is not known, allows one.
+    `bytes_each` is the size of a prompt's traces with all its rollouts. While it is unknown (0), one prompt is allowed.
     """
     if left <= 0:
         return 0
@@ -37,40 +37,40 @@ def affordable(wanted: int, left: int, bytes_each: float) -> int:
 
 
 class DailyTraceBytes:
-    """Bytes traced today, in a file that several processes may share. A file that is lost begins at 0."""
+    """Bytes traced today, counted in a file that processes share. A missing or damaged file counts as 0."""
 
     def __init__(self, path: Path, today: Callable[[], date] = lambda: datetime.now(UTC).date()) -> None:
         self._path = path
         self._today = today
 
     def add(self, size: int) -> int:
-        """Count `size` bytes; the total of this day (UTC). Raises OSError when the file cannot be written."""
+        """Add `size` bytes and return today's total (UTC). Raises OSError when the file cannot be written."""
         with self._locked():
             today = self._today().isoformat()
-            page = self._read()
-            page = _Page(day=today, bytes=(page.bytes if page.day == today else 0) + size)
-            atomic_write(self._path, page.model_dump_json())
-            return page.bytes
+            count = self._read()
+            count = _DayCount(day=today, bytes=(count.bytes if count.day == today else 0) + size)
+            atomic_write(self._path, count.model_dump_json())
+            return count.bytes
 
-    def _read(self) -> "_Page":
+    def _read(self) -> "_DayCount":
         try:
-            return _Page.model_validate_json(self._path.read_text())
+            return _DayCount.model_validate_json(self._path.read_text())
         except (FileNotFoundError, ValidationError):
-            return _Page()
+            return _DayCount()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.with_suffix(".lock").open("w") as lock:
             end = time.monotonic() + LOCK_DEADLINE_S
-            while not _got(lock):
+            while not _try_lock(lock):
                 if time.monotonic() > end:
                     raise TimeoutError(f"{self._path} stayed locked for {LOCK_DEADLINE_S:g} s")
                 time.sleep(0.01)
             yield
 
 
-def _got(lock: IO[str]) -> bool:
+def _try_lock(lock: IO[str]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -78,38 +78,38 @@ def _got(lock: IO[str]) -> bool:
     return True
 
 
-class _Page(BaseModel):
+class _DayCount(BaseModel):
     day: str = ""
     bytes: int = 0
 
 
 class TraceBudget:
-    """Decides before each step how many prompts are traced, and counts what they cost."""
+    """Decides before each step how many prompts are traced, and counts the bytes of their traces."""
 
-    def __init__(self, ledger: DailyTraceBytes, bytes_per_day: int | None) -> None:
-        self._ledger = ledger
+    def __init__(self, daily_bytes: DailyTraceBytes, bytes_per_day: int | None) -> None:
+        self._daily_bytes = daily_bytes
         self._bytes_per_day = bytes_per_day
-        self._told: int | None = None
+        self._last_logged: int | None = None
         self._traced = 0
         self._traced_bytes = 0
         self._step: Metrics = {}
         self.trajectories = 0
-        """Traced by this process."""
+        """Trajectories traced by this process."""
         self.bytes = 0
-        """Of all their spans, and of the trainer's own."""
+        """Size of their spans and of the trainer's own."""
 
     def prompts(self, wanted: int, rollouts: int) -> int:
-        """How many of `wanted` prompts, each with so many rollouts, are traced now."""
+        """The number of `wanted` prompts, with `rollouts` trajectories each, to trace in this step."""
         count = wanted
         if self._bytes_per_day is not None and wanted:
-            each = self._traced_bytes / self._traced * rollouts if self._traced else 0.0
-            count = affordable(wanted, self._bytes_per_day - self._today(0), each)
-            self._tell(wanted, count)
+            bytes_each = self._traced_bytes / self._traced * rollouts if self._traced else 0.0
+            count = affordable(wanted, self._bytes_per_day - self._today(0), bytes_each)
+            self._log_reduction(wanted, count)
         self._step["trace/prompts_traced"] = self._step.get("trace/prompts_traced", 0.0) + count
         return count
 
     def spend(self, size: int, trajectories: int = 0) -> None:
-        """Count the bytes of so many traced trajectories, or of spans that belong to none."""
+        """Count `size` bytes, of `trajectories` traced trajectories or of spans that belong to none."""
         if not size and not trajectories:
             return
         if trajectories:
@@ -121,19 +121,19 @@ class TraceBudget:
         self._step["trace/bytes_today"] = float(self._today(size))
 
     def take(self) -> Metrics:
-        """What was traced since the last `take`."""
-        taken, self._step = self._step, {}
-        return taken
+        """The trace metrics since the last `take`."""
+        metrics, self._step = self._step, {}
+        return metrics
 
     def _today(self, size: int) -> int:
         try:
-            return self._ledger.add(size)
+            return self._daily_bytes.add(size)
         except OSError as error:
-            logger.warning("trace bytes are not counted beyond this run: %s", error)
+            logger.warning("trace bytes are counted for this run only: %s", error)
             return self.bytes
 
-    def _tell(self, wanted: int, count: int) -> None:
-        if count < wanted and count != self._told:
+    def _log_reduction(self, wanted: int, count: int) -> None:
+        if count < wanted and count != self._last_logged:
             message = "trackway.trace_bytes_per_day=%d: %d of %d prompts are traced, with %d bytes used today"
             logger.info(message, self._bytes_per_day, count, wanted, self._today(0))
-        self._told = count
+        self._last_logged = count

@@ -1,7 +1,7 @@
-"""Feedback on traces: the reward, the advantage, and whether the trajectory was trained on.
+"""Feedback on traces: reward, advantage and training status, which only the trainer knows.
 
-It waits on disk (feedback_queue.py) and is sent in the background, by another process if need be. MLflow takes feedback
-only for a trace that has arrived, a second or two after the trajectory ended; Weave takes it at any time.
+Feedback is queued on disk (feedback_queue.py) and sent in the background, by another process if necessary. MLflow
+accepts it only once the trace has arrived, a second or two after the trajectory ended; Weave accepts it at any time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,15 +14,15 @@ from trackway.wire.trajectory import Trajectory
 
 
 class TraceFeedback(Protocol):
-    """A trace backend that keeps feedback."""
+    """A trace backend that stores feedback."""
 
     def submit(self, assessments: Sequence[Assessment]) -> None:
-        """Put the values on disk, to be sent; never raises."""
+        """Queue the values on disk; never raises."""
         ...
 
 
 def training_feedback(batch: FilteredBatch, advantages: Sequence[float]) -> list[Assessment]:
-    """Reward, advantage and fate of the trajectories that have a trace; `advantages` are those of `batch.used`."""
+    """Reward, advantage and `fate` of the traced trajectories; `advantages` are those of `batch.used`."""
     remaining = iter(advantages)
     by_position = [next(remaining) if status is TrainStatus.USED else None for status in batch.statuses]
     return [
@@ -34,11 +34,8 @@ def training_feedback(batch: FilteredBatch, advantages: Sequence[float]) -> list
 
 def validation_feedback(trajectories: Sequence[Trajectory]) -> list[Assessment]:
     """The reward of each trajectory that has a trace and a reward."""
-    return [
-        _assessment(trajectory, _reward(trajectory))
-        for trajectory in trajectories
-        if trajectory.trace_id is not None and trajectory.reward
-    ]
+    scored = [trajectory for trajectory in trajectories if trajectory.trace_id is not None and trajectory.reward]
+    return [_assessment(trajectory, _reward(trajectory)) for trajectory in scored]
 
 
 def _assessment(trajectory: Trajectory, values: Mapping[str, Value]) -> Assessment:

@@ -1,4 +1,4 @@
-"""Everything a run does about traces: how many, the trainer's own, feedback, and what became of the spans."""
+"""A run's tracing as one object: the budget, the trainer's own trace, feedback, and span counts."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from trackway.wire.trajectory import Trajectory
 
 @dataclass
 class RunTraces:
-    """Without `tracing` the run records nothing of its own and reports nothing."""
+    """The parts of a run's tracing. With `tracing` None the trainer records no spans and reports no counts."""
 
     target: TraceTarget
     own: StepTrace
@@ -28,16 +28,16 @@ class RunTraces:
     tracing: Tracing | None = None
     feedback: Sequence[TraceFeedback] = ()
     links: TraceFeedback | None = None
-    """What links traces to the run in MLflow; None when their spans say the run themselves."""
+    """Links traces to the run in MLflow; None when the spans themselves carry the run's id."""
 
     async def open(self) -> None:
-        """Take the counts that the run starts from."""
+        """Record the span counts at the run's start."""
         if self.tracing is not None:
             await self.accounts.open()
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Trace what happens inside as the trainer's step `number`."""
+        """Trace the block as the trainer's step `number`."""
         with self.own.step(number) as root:
             yield
         self.budget.spend(root.ledger.bytes)
@@ -45,47 +45,50 @@ class RunTraces:
             self._link([Assessment(root.trace_id, root.span_id or "", {}, link=True)])
 
     def received(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count what was asked for in the step, and what it cost."""
+        """Count the trajectories requested in the step and the bytes of their traces."""
         traced = [trajectory for trajectory in trajectories if trajectory.trace_id is not None]
         self.own.received(traced)
         self.budget.spend(sum(trajectory.trace_bytes for trajectory in traced), len(traced))
-        self._link([Assessment(t.trace_id or "", t.span_id or "", {}, link=True) for t in traced])
+        links = [
+            Assessment(trajectory.trace_id or "", trajectory.span_id or "", {}, link=True) for trajectory in traced
+        ]
+        self._link(links)
 
     def assess(self, batch: FilteredBatch, advantages: Sequence[float]) -> None:
-        """Queue the training feedback of each trace; `advantages` are those of `batch.used`. Returns at once."""
+        """Queue the training feedback of each trace; `advantages` are those of `batch.used`. Returns immediately."""
         assessments = training_feedback(batch, advantages)
         for backend in self.feedback:
             backend.submit(assessments)
 
     def assess_validation(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record the rewards of a validation; returns at once."""
+        """Record the rewards of a validation; returns immediately."""
         assessments = validation_feedback(trajectories)
         for backend in self.feedback:
             backend.submit(assessments)
 
     def metrics(self) -> Metrics:
-        """What was traced since the last call; nothing for a run that traces nothing."""
-        taken = self.budget.take()
-        return {} if self.tracing is None else taken
+        """The trace metrics since the last call; empty for a run without tracing."""
+        metrics = self.budget.take()
+        return {} if self.tracing is None else metrics
 
     def summary(self) -> TraceSummary | None:
-        """The run's sums so far, as of the last look at the services, which this may start again."""
+        """The run's totals as of the last query of the services; may start another query."""
         if self.tracing is None:
             return None
         self.accounts.refresh()
-        return self._sums()
+        return self._totals()
 
     async def close(self, deadline_s: float) -> TraceSummary | None:
-        """Send what waits here, look what waits elsewhere, each at most until the deadline; the run's sums."""
+        """Flush this process's spans, then wait for the services' queues, each until the deadline; the run's totals."""
         if self.tracing is None:
             return None
         await asyncio.to_thread(self.tracing.shutdown, deadline_s)
         await self.accounts.settle(deadline_s)
-        return self._sums()
+        return self._totals()
 
     def _link(self, traces: Sequence[Assessment]) -> None:
         if self.links is not None:
             self.links.submit(traces)
 
-    def _sums(self) -> TraceSummary:
+    def _totals(self) -> TraceSummary:
         return self.accounts.summary(self.budget.trajectories, self.budget.bytes)

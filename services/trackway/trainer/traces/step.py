@@ -1,11 +1,11 @@
-"""The trainer's own traces: one per step, and below it what the step did.
+"""The trainer's own traces: one per step, with a span for each phase.
 
     train step 3 > rollout | update_actor > optimizer_step 0 ... | update_weights | testing | save_checkpoint
 
 and, where engines share the learner's GPUs, `sleep` before `update_actor` and `wake_up` after `update_weights`.
 
-A trajectory is a trace of its own that links to the `rollout` (or `testing`) which asked for it; an `optimizer_step`
-links to the trajectories that it learned from. Without an active tracing nothing here is recorded or costs anything.
+Each trajectory has its own trace, which links to the `rollout` (or `testing`) span that requested it. An
+`optimizer_step` links to the trajectories it trained on. Without active tracing nothing is recorded, at no cost.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,13 +18,13 @@ from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory
 
 SHOWN_TRAJECTORIES = 64
-"""Traced trajectories that a step's outputs list; the links of its optimiser steps are complete."""
+"""Most traced trajectories listed in a step's outputs; the links of its optimizer steps are complete."""
 
 _SHOWN_METRICS = {"actor/lr": "lr", "actor/grad_norm": "grad_norm", "actor/pg_loss": "loss"}
 
 
 class StepTrace:
-    """The trace of the step that runs now; the same object serves one step after another."""
+    """The trace of the current step; one object serves all steps in turn."""
 
     def __init__(self, experiment_name: str, target: TraceTarget) -> None:
         self._experiment_name = experiment_name
@@ -35,7 +35,7 @@ class StepTrace:
 
     @contextmanager
     def step(self, number: int) -> Iterator[SpanHandle]:
-        """Trace what happens inside as step `number`."""
+        """Trace the block as step `number`."""
         self._traced, self._optimizer_steps = [], 0
         with train_step_span(number, self._experiment_name, self._target) as root:
             self._root = root
@@ -47,22 +47,22 @@ class StepTrace:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Trace a part of the step; parts outside any step are not recorded."""
+        """Trace a phase of the step; phases outside a step are not recorded."""
         with operation_span(name):
             yield
 
     def note(self, **values: float) -> None:
-        """Put numbers on the step."""
+        """Set numeric attributes on the step's span."""
         if self._root is not None:
             _measure(self._root, values)
 
     def received(self, trajectories: Sequence[Trajectory]) -> None:
-        """The step asked for these."""
+        """Record the trajectories that the step requested."""
         self._traced += [trajectory for trajectory in trajectories if trajectory.trace_id is not None]
 
     @contextmanager
     def optimizer_step(self, used: Sequence[Trajectory]) -> Iterator[Callable[[Mapping[str, float]], None]]:
-        """Trace one optimiser step, linked to the traced ones of the trajectories it uses; takes its metrics."""
+        """Trace one optimizer step with links to the traced trajectories in `used`; yields a setter for its metrics."""
         ids = [(trajectory.trace_id, trajectory.span_id) for trajectory in used]
         consumed = [(trace_id, span_id) for trace_id, span_id in ids if trace_id and span_id]
         number = self._optimizer_steps
@@ -78,7 +78,7 @@ class StepTrace:
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """lr, grad_norm and loss, of those metrics that are there."""
+    """`lr`, `grad_norm` and `loss`, as far as the metrics have them."""
     return {name: metrics[key] for key, name in _SHOWN_METRICS.items() if key in metrics}
 
 

@@ -1,14 +1,14 @@
-"""Where metrics go: the console and metrics.jsonl here, and MLflow, W&B and TensorBoard in threads of their own.
+"""Metrics logging: console and metrics.jsonl in the run's thread; MLflow, W&B and TensorBoard in their own threads.
 
-sinks        what takes a row, and the queue between the run and a backend
-loggers      `trainer.logger` before a run starts: is everything there that it names?
-mlflow_run   the run in MLflow, from what is on disk
+sinks        the interface of a backend, and the queue in front of it
+loggers      check of `trainer.logger` before a run starts
+mlflow_run   the run in MLflow, sent from the files on disk
 wandb_run, tensorboard_run   one backend each; the only modules of a service that import it
-opening      everything of one run
-leftovers    what ended runs left unsent, for MLflow and Weave
-summary      what backends do not have
+opening      sets up the tracking of a run
+leftovers    unsent data of ended runs, for MLflow and Weave
+summary      counts of data that backends have not received
 
-A backend that is slow or away costs no training step, and of MLflow and Weave no data.
+A slow or unreachable backend delays no training step. For MLflow and Weave, no data is lost either.
 """
 
 from trackway.trainer.tracking.leftovers import Leftovers, weave_feedback

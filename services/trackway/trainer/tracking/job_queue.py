@@ -1,4 +1,4 @@
-"""Jobs that must neither block nor fail training: one thread, a bounded queue, failures counted."""
+"""A background queue for jobs that must neither block training nor make it fail."""
 
 import contextlib
 import logging
@@ -11,29 +11,29 @@ logger = logging.getLogger("trackway.trainer")
 
 
 class JobQueue:
-    """Runs jobs one after another in a thread of its own."""
+    """Runs jobs in order in its own thread, from a bounded queue; failures are counted."""
 
     def __init__(self, name: str, capacity: int = 8192) -> None:
         self.name = name
         self.failed = 0
         """Jobs that raised."""
         self.dropped = 0
-        """Jobs that found the queue full, or were left when the deadline of `close` passed."""
+        """Jobs that did not fit in the queue, or were left at the deadline of `close`."""
         self.reason = ""
-        """Why the last job that failed did."""
+        """Error of the last failed job."""
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(capacity)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, run: Callable[[], object]) -> None:
-        """Queue a job; counts it as dropped when the queue is full."""
+        """Queue a job, or count it as dropped when the queue is full."""
         try:
             self._jobs.put_nowait(run)
         except queue.Full:
             self.dropped += 1
 
     def close(self, deadline_s: float) -> None:
-        """Finish what is queued, at most until the deadline, and say what was lost."""
+        """Run the queued jobs until the deadline, and log how many were lost."""
         end = time.monotonic() + deadline_s
         with contextlib.suppress(queue.Full):
             self._jobs.put(None, timeout=deadline_s)
@@ -48,7 +48,7 @@ class JobQueue:
             try:
                 job()
             except Exception as error:
-                # Whatever it is: a tracking backend's trouble must not become the training's.
+                # Any error: the failure of a tracking backend must not stop training.
                 self.failed += 1
                 self.reason = f"{type(error).__name__}: {error}"
                 if self.failed == 1:

@@ -1,6 +1,6 @@
-"""Sending what runs that have ended left unsent: MLflow or Weave was away, or their process was killed.
+"""Sends the unsent data of ended runs, left because MLflow or Weave was unreachable or the process was killed.
 
-The trainer service does it, whichever one it is: the one that had the run, or a later one for the same outputs folder.
+Any trainer service can do this: the service that owned the run, or a later one for the same outputs folder.
 """
 
 import logging
@@ -19,14 +19,14 @@ from trackway.trainer.tracking.mlflow_run import STATUS, MlflowRun, mlflow_summa
 from trackway.wire.trainer import RunInfo
 
 FIRST_PAUSE_S = 5.0
-"""Before a run is tried again whose backend took nothing; doubled each time."""
+"""Pause before the first retry of a run whose backend accepts nothing; doubled for each further one."""
 LONGEST_PAUSE_S = 300.0
 
 logger = logging.getLogger("trackway.trainer")
 
 
 class Leftovers:
-    """A thread that sends what ended runs left; `offer` gives it the runs to look at."""
+    """A thread that sends the unsent data of ended runs; `offer` passes the runs to check."""
 
     def __init__(self, outputs: Path, settings: TracingSettings) -> None:
         self._outputs = outputs
@@ -35,11 +35,11 @@ class Leftovers:
         self._changed = threading.Condition()
         self._is_stopping = False
         self._due: dict[str, tuple[float, float]] = {}
-        """By the run's name: when it is tried again (time.monotonic), and the last pause."""
+        """Run name -> the time of the next attempt (time.monotonic), and the last pause."""
         self._thread: threading.Thread | None = None
 
     def offer(self, runs: Sequence[RunInfo]) -> None:
-        """Look at these runs; returns at once."""
+        """Check these runs for unsent data; returns immediately."""
         with self._changed:
             self._offered = [info for info in runs if info.state in STATUS]
             if self._thread is None and self._offered:
@@ -48,7 +48,7 @@ class Leftovers:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Send nothing more after the request that is under way."""
+        """Stop after the current request."""
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()
@@ -76,33 +76,33 @@ class Leftovers:
                     delivery.close()
             self._due.pop(info.run, None)
         except Exception as error:
-            # Whatever it is: one run's trouble must not keep the others' from being sent.
+            # Any error: the failure of one run must not block the other runs.
             if not isinstance(error, Later) or not pause:
-                logger.warning("run %s: what it left unsent waits: %s: %s", info.run, type(error).__name__, error)
+                logger.warning("run %s: its unsent data stays on disk: %s: %s", info.run, type(error).__name__, error)
             pause = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, pause * 2))
             self._due[info.run] = (time.monotonic() + pause, pause)
 
 
 def left_by(folder: RunFolder, info: RunInfo, settings: TracingSettings) -> Iterator[Delivery]:
-    """What a run that has ended left unsent, if anything."""
-    kept = tracking_folder(folder)
-    if not kept.is_dir():
+    """The deliveries of an ended run that still have unsent data."""
+    queues = tracking_folder(folder)
+    if not queues.is_dir():
         return
     state = read_state(folder)
     status = STATUS[info.state]
-    if (kept / f"{MLFLOW}.json").is_file() and (mlflow_summary(folder, status).waiting or state.doubtful_creates):
+    if (queues / f"{MLFLOW}.json").is_file() and (mlflow_summary(folder, status).waiting or state.doubtful_creates):
         config = folder.config()
         run = MlflowRun(folder, config, config.trackway.mlflow_uri or settings.mlflow_uri or state.uri)
         run.end(status, int((folder.path / "state.json").stat().st_mtime * 1000))
         yield run
-    if weave_summary(kept).waiting:
+    if weave_summary(queues).waiting:
         weave = weave_feedback(folder, weave_project(folder.config(), settings.weave_api_key), settings)
         if weave is not None:
             yield weave
 
 
 def weave_feedback(folder: RunFolder, project: str | None, settings: TracingSettings) -> WeaveFeedback | None:
-    """What waits for Weave, of a run whose traces are in `project`; None without one, or without a key."""
+    """The feedback delivery of a run whose traces are in Weave's `project`; None without a project or an API key."""
     key = settings.weave_api_key
     if key is None or project is None:
         return None

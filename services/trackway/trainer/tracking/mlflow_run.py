@@ -1,15 +1,15 @@
-"""The run in MLflow: metrics, params, how it stands, and feedback on its traces; spans go there as plain OTLP.
+"""The run in MLflow: metrics, params, status, and feedback on its traces. Spans are sent separately, as OTLP.
 
-What MLflow does not have yet follows from the run's folder, so any process can send it, at any time:
+The unsent data is determined by the run's folder, so any process can send it at any time:
 
-    metrics.jsonl                  rows after the step that `mlflow.json` names
-    tracking/mlflow.json           MLflow's ids of the run, and what it has
+    metrics.jsonl                  rows after the step recorded in `mlflow.json`
+    tracking/mlflow.json           MLflow's ids of the run, and the data MLflow has received
     tracking/mlflow_feedback/      feedback and links to traces (feedback_queue.py)
     tracking/mlflow.lock           held while a part is sent
 
-MLflow keeps a metric of the same name, step, timestamp and value once, an assessment of the same id once, and a link
-once. It has no such key for runs: a run is found again by its tag, and one made twice, because the answer to the first
-request was late, is deleted.
+MLflow stores a metric with the same name, step, timestamp and value once, an assessment with the same id once, and a
+link once. Runs have no such key: a run is found again by its tag, and a duplicate, created when the answer to the first
+request was lost, is deleted.
 """
 
 import logging
@@ -38,48 +38,48 @@ logger = logging.getLogger("trackway.trainer")
 
 NAME = "mlflow"
 PARAMS_PER_CALL = 100
-"""MLflow refuses more params in one batch."""
+"""MLflow's limit on params per batch."""
 METRICS_PER_CALL = 1000
-"""MLflow refuses more metrics in one batch."""
+"""MLflow's limit on metrics per batch."""
 MAX_PARAM_CHARS = 6000
 MAX_NAME_CHARS = 250
-DOUBT_S = 600.0
-"""A run that a request made which got no answer is looked for so long."""
-LOOK_FOR_DOUBLES_S = 20.0
+DUPLICATE_SEARCH_S = 600.0
+"""How long to look for a duplicate run created by a request that got no answer."""
+DUPLICATE_SEARCH_INTERVAL_S = 20.0
 
 STATUS = {RunState.FINISHED: "FINISHED", RunState.FAILED: "FAILED", RunState.STOPPED: "KILLED"}
-"""MLflow's word for a run that has ended; any other is RUNNING."""
+"""MLflow's status of an ended run; any other run is RUNNING."""
 
 _NOT_ALLOWED = re.compile(r"[^/\w.\- :]")
 
 
 class MlflowState(BaseModel):
-    """What MLflow has of a run; `mlflow.json`."""
+    """The data of a run that MLflow has received; `mlflow.json`."""
 
     uri: str = ""
     experiment_id: str | None = None
     run_id: str | None = None
     is_deleted: bool = False
-    """The run was deleted in MLflow: from then on only feedback is sent there."""
+    """The run was deleted in MLflow; from then on only feedback is sent."""
     status: str = ""
-    """As MLflow has it."""
+    """The run's status in MLflow."""
     has_params: bool = False
     step: int = -1
     """MLflow has the rows up to this step."""
     metrics_lost: int = 0
     feedback_lost: int = 0
     doubtful_creates: int = 0
-    """Requests for a new run that got no answer, and whose run was not found yet."""
+    """Requests to create a run that got no answer, whose run has not been found yet."""
     doubted_at: float = 0.0
-    """Seconds since 1970: the last of them."""
+    """Time of the last such request, in seconds since 1970."""
     waits_for: str = ""
-    """Why values wait; empty when nothing prevents sending them."""
+    """Why data cannot be sent; empty when it can."""
     lost_because: str = ""
     """Why the most recent loss happened."""
 
 
 class MlflowRun:
-    """What waits for MLflow, of one run. A local database is spoken to through the one server that traces go to."""
+    """Delivery of one run to MLflow. A local database is accessed through the server that also receives traces."""
 
     name = NAME
 
@@ -87,9 +87,9 @@ class MlflowRun:
         self.uri = uri
         self.queue = FeedbackQueue(feedback_folder(folder))
         self.status = "RUNNING"
-        """What MLflow is to say of the run."""
+        """The status to set in MLflow."""
         self.ended_at: int | None = None
-        """Milliseconds since 1970, of a run that has ended."""
+        """End of the run in milliseconds since 1970; None while it is active."""
         self._folder = folder
         self._config = config
         self._api = MlflowApi(uri)
@@ -97,33 +97,33 @@ class MlflowRun:
         self._rows = RowReader(folder.metrics_file)
         self._rewound_to: int | None = None
         self._is_known = False
-        self._next_look = 0.0
+        self._next_duplicate_search = 0.0
 
     @property
     def experiment_id(self) -> str | None:
-        """MLflow's id of the experiment; None until it has told it."""
+        """MLflow's id of the experiment; None until MLflow has returned it."""
         return read_state(self._folder).experiment_id
 
     @property
     def run_id(self) -> str | None:
-        """MLflow's id of the run; None until it has told it."""
+        """MLflow's id of the run; None until MLflow has returned it."""
         return read_state(self._folder).run_id
 
     @property
     def ids(self) -> dict[str, str | None]:
-        """What the run's state says of it."""
+        """The fields for the run's state."""
         return {"mlflow_uri": self.uri, "experiment_id": self.experiment_id, "run_id": self.run_id}
 
     def end(self, status: str, ended_at: int | None = None) -> None:
-        """The run has ended: FINISHED, FAILED, or KILLED for one that was stopped."""
+        """End the run with FINISHED, FAILED, or KILLED for a stopped run; sent by `advance`."""
         self.status, self.ended_at = status, ended_at or int(time.time() * 1000)
 
     def rewind(self, rows: Sequence[MetricsRow]) -> None:
-        """The run goes on after these rows: later ones are made again, and sent again."""
+        """Continue after these rows: later rows are computed and sent again."""
         self._rewound_to = rows[-1].step if rows else -1
 
     def advance(self) -> bool:
-        """Send the next part; the run's end goes before its metrics, these before feedback."""
+        """Send the next part, in the order status, params, metrics, feedback."""
         with only_sender(tracking_folder(self._folder) / f"{NAME}.lock"):
             state = read_state(self._folder)
             before = state.model_copy()
@@ -137,7 +137,7 @@ class MlflowRun:
                     write_state(self._folder, state)
 
     def summary(self) -> BackendSummary:
-        """What waits, and what was lost."""
+        """The counts of queued and lost data."""
         return mlflow_summary(self._folder, self.status)
 
     def close(self) -> None:
@@ -149,18 +149,18 @@ class MlflowRun:
             state.step, self._rewound_to = min(state.step, self._rewound_to), None
         if not self._is_known:
             self._ensure_run(state)
-            return True  # by itself, as the start of a run waits for the ids
+            return True  # nothing more in this step: the start of a run waits for the ids
         run_id = None if state.is_deleted else state.run_id
-        if run_id is not None and self._send_of_run(state, run_id):
+        if run_id is not None and self._send_run_data(state, run_id):
             state.waits_for = ""
             return True
         return self._send_feedback(state, run_id)
 
-    def _send_of_run(self, state: MlflowState, run_id: str) -> bool:
+    def _send_run_data(self, state: MlflowState, run_id: str) -> bool:
         try:
             return (
                 self._send_status(state, run_id)
-                or self._delete_doubles(state, run_id)
+                or self._delete_duplicates(state, run_id)
                 or self._send_params(state, run_id)
                 or self._send_rows(state, run_id)
             )
@@ -169,15 +169,15 @@ class MlflowRun:
             raise Later(str(error)) from error
 
     def _ensure_run(self, state: MlflowState) -> None:
-        """Make the run, or find it: by its id, or by its tag where the answer to its making was lost."""
+        """Create the run, or find it by its id, or by its tag when the answer to its creation was lost."""
         state.uri = self.uri
         if state.run_id is None:
             self._adopt_earlier(state)
         if state.run_id is not None:
             try:
                 stored = self._api.run(state.run_id)
-            except NotThere:  # another database stands behind the address now
-                logger.warning("MLflow at %s has no run %s; it gets the run from its start", self.uri, state.run_id)
+            except NotThere:  # the address now serves another database
+                logger.warning("MLflow at %s has no run %s; the run is sent from its start", self.uri, state.run_id)
                 state.experiment_id = state.run_id = None
                 state.step, state.has_params, state.doubtful_creates = -1, False, 0
             else:
@@ -187,7 +187,7 @@ class MlflowRun:
         self._is_known = True
 
     def _adopt_earlier(self, state: MlflowState) -> None:
-        """A run that an earlier version began: its rows have no timestamps, and all but the last were surely sent."""
+        """Adopt a run started by an earlier version: its rows have no timestamps, and all but the last were sent."""
         info, first = self._folder.info(), self._rows.after(-1, 1)
         if info.run_id is not None and first and not first[0].timestamp:
             state.run_id, state.experiment_id, state.has_params = info.run_id, info.experiment_id, True
@@ -196,12 +196,12 @@ class MlflowRun:
     def _find_or_create(self, state: MlflowState) -> None:
         trainer, uid = self._config.trainer, self._folder.info().uid
         state.experiment_id = self._api.experiment(trainer.project_name)
-        found = self._api.runs_of(state.experiment_id, uid)
-        if found:
-            state.run_id, state.status = found[0], self._api.run(found[0]).status
+        run_ids = self._api.runs_of(state.experiment_id, uid)
+        if run_ids:
+            state.run_id, state.status = run_ids[0], self._api.run(run_ids[0]).status
             return
         state.doubtful_creates, state.doubted_at = state.doubtful_creates + 1, time.time()
-        write_state(self._folder, state)  # this process may be killed before it has the answer
+        write_state(self._folder, state)  # this process may be killed before the answer arrives
         try:
             state.run_id = self._api.create_run(
                 state.experiment_id, trainer.experiment_name, uid, _created_at(self._folder)
@@ -217,21 +217,21 @@ class MlflowRun:
             return False
         self._api.update_run(run_id, self.status, self.ended_at)
         state.status = self.status
-        self._next_look = 0.0
+        self._next_duplicate_search = 0.0
         return True
 
-    def _delete_doubles(self, state: MlflowState, run_id: str) -> bool:
-        """Delete runs that were made by requests of ours which got no answer."""
-        if not state.doubtful_creates or time.monotonic() < self._next_look:
+    def _delete_duplicates(self, state: MlflowState, run_id: str) -> bool:
+        """Delete duplicate runs, created by requests whose answer was lost."""
+        if not state.doubtful_creates or time.monotonic() < self._next_duplicate_search:
             return False
         assert state.experiment_id is not None
         for other in self._api.runs_of(state.experiment_id, self._folder.info().uid):
             if other != run_id:
-                logger.warning("MLflow made a second run, %s, of run %s; it is deleted", other, run_id)
+                logger.warning("MLflow created a duplicate run, %s, of run %s; it is deleted", other, run_id)
                 self._api.delete_run(other)
-        # The first of them may be the run itself: it is found by its tag then. So none is counted off.
-        self._next_look = time.monotonic() + LOOK_FOR_DOUBLES_S
-        if time.time() - state.doubted_at > DOUBT_S:
+        # The run itself may come from a request without an answer, so a deletion does not lower the count.
+        self._next_duplicate_search = time.monotonic() + DUPLICATE_SEARCH_INTERVAL_S
+        if time.time() - state.doubted_at > DUPLICATE_SEARCH_S:
             state.doubtful_creates = 0
         return True
 
@@ -241,7 +241,7 @@ class MlflowRun:
         values = leaves(self._config.model_dump(mode="json"))
         params = [(_name(key), str(value)[:MAX_PARAM_CHARS]) for key, value in values.items()]
         for part in _parts(params, PARAMS_PER_CALL):
-            self._send_split(state, part, lambda some: self._api.log_params(run_id, dict(some)))
+            self._send_split(state, part, lambda batch: self._api.log_params(run_id, dict(batch)))
         state.has_params = True
         return True
 
@@ -256,12 +256,12 @@ class MlflowRun:
             for name, value in row.data.items()
         ]
         for part in _parts(metrics, METRICS_PER_CALL):
-            self._send_split(state, part, lambda some: self._api.log_metrics(run_id, some))
+            self._send_split(state, part, lambda batch: self._api.log_metrics(run_id, batch))
         state.step = rows[-1].step
         return True
 
     def _send_split(self, state: MlflowState, items: Sequence[T], send: Callable[[Sequence[T]], None]) -> None:
-        """Of items that are refused together, send those that are not refused alone."""
+        """Send the items; if MLflow refuses them, bisect to send those that it accepts."""
         try:
             send(items)
         except Refused as error:
@@ -272,18 +272,18 @@ class MlflowRun:
                 self._send_split(state, items[half:], send)
                 return
             if not state.metrics_lost:
-                logger.warning("mlflow: %s is lost: %s; later ones are counted", items[0], error)
+                logger.warning("mlflow: %s is lost: %s; later losses are only counted", items[0], error)
             state.metrics_lost += 1
             state.lost_because = str(error)
 
     def _require_run(self, state: MlflowState, error: Refused) -> None:
-        """Raise Later when the refusal is that of the run: it is deleted, or the database is another one."""
+        """Raise Later when the request was refused because the run is deleted or the database was replaced."""
         if state.run_id is not None:
             try:
-                is_there = not self._api.run(state.run_id).is_deleted
+                exists = not self._api.run(state.run_id).is_deleted
             except NotThere:
-                is_there = False
-            if not is_there:
+                exists = False
+            if not exists:
                 self._is_known = False
                 raise Later(str(error)) from error
 
@@ -301,17 +301,17 @@ class MlflowRun:
 
 
 def tracking_folder(folder: RunFolder) -> Path:
-    """Where a run keeps what its backends do not have yet."""
+    """The folder for data that the run's backends have not received."""
     return folder.path / "tracking"
 
 
 def feedback_folder(folder: RunFolder) -> Path:
-    """Where feedback waits for MLflow."""
+    """The folder of the feedback queue for MLflow."""
     return tracking_folder(folder) / f"{NAME}_feedback"
 
 
 def read_state(folder: RunFolder) -> MlflowState:
-    """What MLflow has of the run; nothing where the file is missing or damaged, as the run is found by its tag."""
+    """The stored state; the default when the file is missing or damaged, since the run is found by its tag."""
     try:
         return MlflowState.model_validate_json(_file(folder).read_text())
     except (OSError, ValueError):
@@ -319,12 +319,12 @@ def read_state(folder: RunFolder) -> MlflowState:
 
 
 def write_state(folder: RunFolder, state: MlflowState) -> None:
-    """Keep what MLflow has of the run. Raises StorageError."""
+    """Store the state. Raises StorageError."""
     atomic_write(_file(folder), state.model_dump_json(indent=2))
 
 
 def mlflow_summary(folder: RunFolder, status: str) -> BackendSummary:
-    """What waits for MLflow, and what was lost, of a run that stands as `status` says in MLflow's words."""
+    """The counts of queued and lost data of a run; `status` is its current status in MLflow's terms."""
     state, queue = read_state(folder), FeedbackQueue(feedback_folder(folder))
     waits = not state.is_deleted
     return BackendSummary(
@@ -348,7 +348,7 @@ def _created_at(folder: RunFolder) -> int:
 
 
 def _name(name: str) -> str:
-    """As MLflow allows it."""
+    """The name with the characters that MLflow does not allow replaced."""
     return _NOT_ALLOWED.sub("_", name.replace("@", "_at_"))[:MAX_NAME_CHARS]
 
 

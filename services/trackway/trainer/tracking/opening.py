@@ -1,4 +1,4 @@
-"""Opens what `trainer.logger` names, once for a run's process."""
+"""Sets up the tracking of a run's process: the loggers in `trainer.logger`, and MLflow."""
 
 import logging
 import threading
@@ -17,11 +17,11 @@ from trackway.wire.trainer import BackendSummary, MetricsRow
 logger = logging.getLogger("trackway.trainer")
 
 FIRST_ANSWER_S = 20.0
-"""Longest wait for MLflow's id of the run, with which its traces are linked to it at once."""
+"""Longest wait for MLflow's id of the run, which lets traces link to the run from the start."""
 
 
 class Tracking:
-    """The run in MLflow, None when that is off, what is delivered to it and to Weave, and the other backends."""
+    """A run's tracking: MLflow (`run`, None when it is off), deliveries to it and to Weave, and the other backends."""
 
     def __init__(self, run: MlflowRun | None = None, others: Sequence[QueuedSink] = ()) -> None:
         self.run = run
@@ -31,25 +31,27 @@ class Tracking:
 
     @property
     def backends(self) -> list[Sink]:
-        """Where metrics go beyond this process and the run's folder."""
-        first: list[Sink] = [] if self._mlflow is None else [MlflowSink(self._mlflow)]
-        return [*first, *self._others]
+        """The sinks outside this process and the run's folder."""
+        mlflow: list[Sink] = [] if self._mlflow is None else [MlflowSink(self._mlflow)]
+        return [*mlflow, *self._others]
 
     def deliver(self, delivery: Delivery) -> Callable[[], None]:
-        """Send what waits for a further backend, until `close`; what is returned says that something new waits."""
+        """Start sending a further backend's queue, until `close`; returns a function that signals new data."""
         return self._deliver(delivery).wake
 
     def wake_mlflow(self) -> None:
-        """Something new waits for MLflow."""
+        """Signal new data for MLflow."""
         if self._mlflow is not None:
             self._mlflow.wake()
 
     def wait_for_ids(self, deadline_s: float = FIRST_ANSWER_S) -> None:
-        """Wait until MLflow has said its ids of the run, or could not be reached."""
+        """Wait until MLflow has returned its ids of the run, or could not be reached."""
         if self._mlflow is not None and self.run is not None:
             self._mlflow.wait_for_first_attempt(deadline_s)
             if self.run.run_id is None:
-                logger.warning("MLflow at %s has not answered yet: what is meant for it waits on disk", self.run.uri)
+                logger.warning(
+                    "MLflow at %s has not answered yet: its data is kept on disk until it does", self.run.uri
+                )
 
     @property
     def ids(self) -> dict[str, str | None]:
@@ -57,7 +59,7 @@ class Tracking:
         return {} if self.run is None else self.run.ids
 
     def catch_up(self, rows: Sequence[MetricsRow]) -> None:
-        """The run goes on after these rows: send what a killed process may have left unsent."""
+        """Send the rows that a killed process may have left unsent; the run continues after the last of them."""
         for row in rows:
             for sink in self._others:
                 sink.log(row)
@@ -66,18 +68,18 @@ class Tracking:
             self.wake_mlflow()
 
     def summaries(self) -> list[BackendSummary]:
-        """What each backend does not have."""
+        """For each backend, the counts of waiting and lost data."""
         return [*(delivery.summary() for delivery, _ in self._threads), *(sink.summary() for sink in self._others)]
 
     def close(self, status: str, deadline_s: float) -> list[BackendSummary]:
-        """End each backend's run with a status and send what waits, within the deadline; what they do not have then."""
+        """End each backend's run with a status and send the queued data until the deadline; the final summaries."""
         if self.run is not None:
             self.run.end(status)
         endings: list[Callable[[], None]] = [
             *(lambda thread=thread: thread.close(deadline_s) for _, thread in self._threads),
             *(lambda sink=sink: sink.close(status, deadline_s) for sink in self._others),
         ]
-        # Side by side: a backend that is away must not take the others' time.
+        # In parallel, so that an unreachable backend does not use up the others' time.
         threads = [threading.Thread(target=ending) for ending in endings]
         for thread in threads:
             thread.start()
@@ -96,7 +98,7 @@ class Tracking:
 
 
 def open_tracking(folder: RunFolder, config: RunConfig, default_uri: str | None) -> Tracking:
-    """The run's tracking, whose MLflow ids stand in the run's folder as soon as MLflow says them. Blocking."""
+    """The run's tracking, with MLflow's ids written to the run's folder once they are known. Blocking."""
     trainer = config.trainer
     uri = config.trackway.mlflow_uri or default_uri
     if not uri:

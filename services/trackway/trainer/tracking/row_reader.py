@@ -1,4 +1,4 @@
-"""Reading the rows of metrics.jsonl that a backend does not have yet, without reading those that it has."""
+"""Reads the new rows of metrics.jsonl from the end of the file, without reading the rows already sent."""
 
 import os
 import re
@@ -11,45 +11,45 @@ _STEP = re.compile(rb'\{"step":\s*(-?\d+)')
 
 
 class RowReader:
-    """Rows in the order of the file, in which steps grow; what is cut off or damaged is left out."""
+    """Rows in file order, by increasing step; truncated and damaged lines are skipped."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     def after(self, step: int, values: int) -> list[MetricsRow]:
-        """The first rows after the step: as many as have `values` values together, and one at least."""
-        found: list[MetricsRow] = []
-        taken = 0
+        """The first rows after the step, with at most `values` values in total, but at least one row."""
+        rows: list[MetricsRow] = []
+        count = 0
         for line in self._lines_after(step):
             try:
                 row = MetricsRow.model_validate_json(line)
             except ValueError:
                 continue
-            taken += len(row.data)
-            if found and taken > values:
+            count += len(row.data)
+            if rows and count > values:
                 break
-            found.append(row)
-        return found
+            rows.append(row)
+        return rows
 
     def count_after(self, step: int) -> int:
-        """How many rows there are after the step."""
+        """The number of rows after the step."""
         return len(self._lines_after(step))
 
     def _lines_after(self, step: int) -> list[bytes]:
-        """Read from the end, block by block, until a row of the step or an earlier one."""
+        """Read backwards in blocks until a row of the step or an earlier one."""
         try:
             with self._file.open("rb") as file:
-                place = file.seek(0, os.SEEK_END)
+                offset = file.seek(0, os.SEEK_END)
                 tail = b""
-                while place > 0:
-                    size = min(max(_BLOCK, len(tail)), place)
-                    place -= size
-                    file.seek(place)
+                while offset > 0:
+                    size = min(max(_BLOCK, len(tail)), offset)
+                    offset -= size
+                    file.seek(offset)
                     tail = file.read(size) + tail
-                    first = tail.find(b"\n") + 1 if place else 0  # what is before it is the end of a line
+                    first = tail.find(b"\n") + 1 if offset else 0  # skip the partial line at the block's start
                     if (earliest := _STEP.match(tail, first)) and int(earliest[1]) <= step:
                         break
         except FileNotFoundError:
             return []
-        lines = tail.split(b"\n")[:-1]  # after the last line end nothing is complete
-        return [line for line in lines if (found := _STEP.match(line)) and int(found[1]) > step]
+        lines = tail.split(b"\n")[:-1]  # without the incomplete last line
+        return [line for line in lines if (match := _STEP.match(line)) and int(match[1]) > step]

@@ -1,4 +1,4 @@
-"""What takes the rows of a run, and the queue between the run and a backend."""
+"""Sinks for the metrics rows of a run, and the queue between the run and a backend."""
 
 import contextlib
 from typing import Protocol
@@ -10,10 +10,10 @@ from trackway.wire.trainer import BackendSummary, MetricsRow
 
 
 class Sink(Protocol):
-    """Takes the metrics of each step."""
+    """A destination for the metrics of each step."""
 
     def log(self, row: MetricsRow) -> None:
-        """Record one row; must not raise for trouble outside this process."""
+        """Record one row; must not raise for failures outside this process."""
         ...
 
 
@@ -23,7 +23,7 @@ class ConsoleSink:
     def log(self, row: MetricsRow) -> None:
         """Print the row."""
         values = [f"{name}:{value:.6g}" for name, value in sorted(row.data.items())]
-        with contextlib.suppress(OSError):  # worker.log lies on a disk that may be full
+        with contextlib.suppress(OSError):  # worker.log may be on a full disk
             print(" - ".join([f"step:{row.step}", *values]), flush=True)
 
 
@@ -39,18 +39,18 @@ class FileSink:
 
 
 class MlflowSink:
-    """Metrics of the MLflow run, which are read from metrics.jsonl: FileSink comes first."""
+    """Signals new rows to the MLflow delivery, which reads them from metrics.jsonl. Must follow FileSink."""
 
     def __init__(self, delivery: DeliveryThread) -> None:
         self._delivery = delivery
 
     def log(self, row: MetricsRow) -> None:
-        """Say that there is a row to send."""
+        """Wake the delivery."""
         self._delivery.wake()
 
 
 class MetricsRun(Protocol):
-    """A run in a backend of metrics. The methods block and may raise; one thread calls them, in this order."""
+    """A run in a metrics backend. The methods block and may raise; a single thread calls them, in this order."""
 
     def open(self) -> None: ...
     def log(self, row: MetricsRow) -> None: ...
@@ -60,30 +60,30 @@ class MetricsRun(Protocol):
 
 
 class QueuedSink:
-    """A backend's run in a thread of its own."""
+    """A backend's run in its own thread."""
 
     def __init__(self, name: str, run: MetricsRun) -> None:
         self._run = run
-        self._background = JobQueue(name)
-        self._background.submit(run.open)
-        self._given = 0
-        self._taken = 0
+        self._jobs = JobQueue(name)
+        self._jobs.submit(run.open)
+        self._queued = 0
+        self._recorded = 0
 
     def log(self, row: MetricsRow) -> None:
         """Queue the row."""
-        self._given += len(row.data)
-        self._background.submit(lambda: self._log(row))
+        self._queued += len(row.data)
+        self._jobs.submit(lambda: self._log(row))
 
     def close(self, status: str, deadline_s: float) -> None:
-        """Send what is queued and end the run with a status, within the deadline."""
-        self._background.submit(lambda: self._run.finish(status))
-        self._background.close(deadline_s)
+        """Send the queued rows and end the run with a status, within the deadline."""
+        self._jobs.submit(lambda: self._run.finish(status))
+        self._jobs.close(deadline_s)
 
     def summary(self) -> BackendSummary:
-        """What was lost; before `close` also what still is in the queue."""
-        lost = self._given - self._taken
-        return BackendSummary(backend=self._background.name, metrics_lost=lost, lost_because=self._background.reason)
+        """The number of lost values; before `close` it includes queued ones."""
+        lost = self._queued - self._recorded
+        return BackendSummary(backend=self._jobs.name, metrics_lost=lost, lost_because=self._jobs.reason)
 
     def _log(self, row: MetricsRow) -> None:
         self._run.log(row)
-        self._taken += len(row.data)
+        self._recorded += len(row.data)

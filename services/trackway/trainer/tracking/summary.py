@@ -1,4 +1,4 @@
-"""What the backends of a run do not have yet, or will never have: for `/runs`, for people, for `/metrics`."""
+"""Counts of a run's data that backends have not received or have lost, for `/runs`, `/metrics` and log messages."""
 
 import logging
 
@@ -15,46 +15,46 @@ _NAMES = {"mlflow": "MLflow", "weave": "Weave", "wandb": "W&B", "tensorboard": "
 
 
 def with_tracking(info: RunInfo, folder: RunFolder) -> RunInfo:
-    """The run with what its backends have by now, which may be sent long after its end."""
+    """The run with the current state of its backends, which may receive data long after the run's end."""
     try:
         return _with_tracking(info, folder)
     except OSError as error:
-        logger.warning("run %s: what its backends lack cannot be read: %s", info.run, error)
+        logger.warning("run %s: the state of its backends cannot be read: %s", info.run, error)
         return info
 
 
 def _with_tracking(info: RunInfo, folder: RunFolder) -> RunInfo:
-    kept = tracking_folder(folder)
-    now = {one.backend: one for one in info.tracking}
+    queues = tracking_folder(folder)
+    summaries = {summary.backend: summary for summary in info.tracking}
     changes: dict[str, object] = {}
-    if (kept / f"{MLFLOW}.json").is_file():
+    if (queues / f"{MLFLOW}.json").is_file():
         state = read_state(folder)
         changes = {"mlflow_uri": state.uri, "experiment_id": state.experiment_id, "run_id": state.run_id}
-        now[MLFLOW] = mlflow_summary(folder, STATUS.get(info.state, "RUNNING"))
-    if (kept / f"{WEAVE}_feedback").is_dir():
-        now[WEAVE] = weave_summary(kept)
-    return info.model_copy(update={**changes, "tracking": list(now.values())})
+        summaries[MLFLOW] = mlflow_summary(folder, STATUS.get(info.state, "RUNNING"))
+    if (queues / f"{WEAVE}_feedback").is_dir():
+        summaries[WEAVE] = weave_summary(queues)
+    return info.model_copy(update={**changes, "tracking": list(summaries.values())})
 
 
 def sentences(summary: BackendSummary) -> list[str]:
-    """A sentence for what waits and one for what was lost; none when the backend has everything."""
-    name, said = _NAMES.get(summary.backend, summary.backend), []
+    """A sentence about waiting data and one about lost data; empty when the backend has everything."""
+    name, messages = _NAMES.get(summary.backend, summary.backend), []
     if summary.waiting:
         parts = [
             _count(summary.rows_waiting, "row", "of metrics"),
             _count(summary.feedback_waiting, "value", "of feedback"),
-            "how the run ended" if summary.end_waiting else "",
+            "the run's final status" if summary.end_waiting else "",
         ]
         why = f" ({summary.waits_for})" if summary.waits_for else ""
-        said.append(f"{' and '.join(filter(None, parts))} not yet in {name}{why}: kept on disk and sent later")
+        messages.append(f"{' and '.join(filter(None, parts))} not yet in {name}{why}: kept on disk and sent later")
     if summary.lost:
         parts = [
             _count(summary.metrics_lost, "value", "of metrics"),
             _count(summary.feedback_lost, "value", "of feedback"),
         ]
         why = f": {summary.lost_because}" if summary.lost_because else ""
-        said.append(f"{' and '.join(filter(None, parts))} lost for {name}{why}")
-    return said
+        messages.append(f"{' and '.join(filter(None, parts))} lost for {name}{why}")
+    return messages
 
 
 def _count(number: int, noun: str, of: str) -> str:

@@ -1,4 +1,4 @@
-"""The run as TensorBoard's event files, in the run's folder or where TENSORBOARD_DIR says."""
+"""The run as TensorBoard event files, in the run's folder or in TENSORBOARD_DIR."""
 
 import os
 from pathlib import Path
@@ -13,17 +13,17 @@ DIR = "TENSORBOARD_DIR"
 
 
 class TensorboardRun:
-    """Each process of a run adds a file; its first row supersedes what earlier ones say of that step and later ones."""
+    """Each process of a run adds an event file; its first row supersedes earlier files from that step on."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = Path(os.environ.get(DIR) or folder / "tensorboard")
         self._writer: SummaryWriter | None = None
 
     def open(self) -> None:
-        """Nothing: the file begins with its first row."""
+        """Do nothing: the file is created with its first row."""
 
     def log(self, row: MetricsRow) -> None:
-        """Write the row to the disk: a killed process leaves nothing in a buffer."""
+        """Write the row and flush it, so that a killed process loses none."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

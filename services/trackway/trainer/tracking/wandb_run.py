@@ -1,4 +1,4 @@
-"""The run in W&B, or in files that `wandb sync` sends there."""
+"""The run in W&B, or in offline files for `wandb sync`."""
 
 import logging
 import os
@@ -15,14 +15,14 @@ logger = logging.getLogger("trackway.trainer")
 
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 45.0
-"""Less than a run's process waits for its tracking at the end. What is unsent then stays in the run's folder."""
+"""Shorter than the worker's wait for tracking at the end. Unsent data stays in the run's folder."""
 
 
 class WandbRun:
-    """A W&B run whose id is the run's own, so that a resumed run goes on in it.
+    """A W&B run with the id of the Trackway run, so that a resumed run continues in it.
 
-    WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and the like are W&B's own. Without a key, or when W&B does not answer,
-    the run is an offline one in the run's folder.
+    W&B itself reads WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL and similar variables. Without an API key, or when W&B
+    does not answer, the run is recorded offline in the run's folder.
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig) -> None:
@@ -32,7 +32,7 @@ class WandbRun:
         self._run: Run | None = None
 
     def open(self) -> None:
-        """Begin the run, or go on with it."""
+        """Start or resume the W&B run."""
         import wandb
 
         mode = os.environ.get("WANDB_MODE")
@@ -44,19 +44,19 @@ class WandbRun:
                 raise
             offline = True
             logger.warning("W&B: %s: %s; its metrics stay in the run's folder", type(error).__name__, error)
-            wandb.teardown()  # else the id stays in use
+            wandb.teardown()  # otherwise the id stays in use
             self._run = self._begin(offline)
         if offline:
             logger.info("W&B is offline: `wandb sync %s/wandb/offline-run-*` sends the metrics", self._folder.path)
 
     def log(self, row: MetricsRow) -> None:
-        """Add the row, unless W&B has it; it is complete, so W&B need not wait for more of its step."""
+        """Add the row unless W&B has it; committed at once, since a row is complete."""
         run = self._started()
         if row.step >= run.starting_step:
             run.log(dict(row.data), step=row.step, commit=True)
 
     def finish(self, status: str) -> None:
-        """End the run; a stopped one is no failed one."""
+        """End the W&B run; a stopped run does not count as failed."""
         self._started().finish(exit_code=1 if status == "FAILED" else 0)
 
     def _begin(self, offline: bool) -> "Run":
@@ -77,5 +77,5 @@ class WandbRun:
 
     def _started(self) -> "Run":
         if self._run is None:
-            raise RuntimeError("the W&B run did not begin")
+            raise RuntimeError("the W&B run did not start")
         return self._run

@@ -13,16 +13,14 @@ from trackway.wire.errors import ErrorCode, TrackwayError
     [
         (
             "data.train_batch_size",
-            Explanation(
-                "data.train_batch_size", "Prompts per step, each of which gets `rollout.n` rollouts.", 1024, "verl's"
-            ),
+            Explanation("data.train_batch_size", "Prompts per step, each with `rollout.n` rollouts.", 1024, "verl's"),
         ),
         (
             "trackway.seed",
             Explanation(
                 "trackway.seed",
-                "Seed of the learner, the row order, the choice of traced prompts, and of every generation (with its "
-                "place).",
+                "Seed of the learner, the row order, the choice of traced prompts, and, with its position, of each "
+                "generation.",
                 42,
                 "ours",
             ),
@@ -49,12 +47,14 @@ def test_a_key_says_what_it_means_and_where_it_is_from(key: str, expected: Expla
 
 
 def test_a_section_lists_all_its_keys_and_nothing_lists_every_one() -> None:
-    section = [one.key for one in explain("actor_rollout_ref.rollout.val_kwargs")]
+    section = [explanation.key for explanation in explain("actor_rollout_ref.rollout.val_kwargs")]
 
-    assert [one.key for one in explain("actor_rollout_ref.rollout.n")] == ["actor_rollout_ref.rollout.n"]  # not name
+    assert [explanation.key for explanation in explain("actor_rollout_ref.rollout.n")] == [
+        "actor_rollout_ref.rollout.n"
+    ]  # not name
     names = ("do_sample", "temperature", "top_p", "top_k", "n")
     assert section == [f"actor_rollout_ref.rollout.val_kwargs.{name}" for name in names]
-    assert [one.key for one in explain()] == [*known_keys(), *MOVED, *NO_EFFECT]
+    assert [explanation.key for explanation in explain()] == [*known_keys(), *MOVED, *NO_EFFECT]
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,7 @@ def test_a_typo_names_the_nearest_key_first(word: str, nearest: str) -> None:
 def test_the_keys_of_the_deployment_are_known_and_say_nothing_by_default() -> None:
     found = {key: explain(key)[0] for key in DEPLOYMENT}
 
-    assert {one.source for one in found.values()} == {"verl's; decides how main_ppo deploys the services"}
-    assert [one.default for one in found.values() if one.default is not None] == []
+    assert {explanation.source for explanation in found.values()} == {
+        "verl's; decides how main_ppo deploys the services"
+    }
+    assert [explanation.default for explanation in found.values() if explanation.default is not None] == []

@@ -36,7 +36,7 @@ def test_a_folder_is_made_and_an_older_copy_is_replaced(file: Path, scheme: str)
 
 @pytest.mark.parametrize("url", ["nothing://bucket/gsm8k", "abfs://bucket/gsm8k"])
 def test_a_protocol_that_nothing_here_speaks_is_an_error_that_says_what_to_install(url: str) -> None:
-    with pytest.raises(TrackwayError, match=f"got {url} .*install the package of its protocol") as caught:
+    with pytest.raises(TrackwayError, match=f"got {url} .*install the package for its protocol") as caught:
         RemoteFolder(url)
 
     assert caught.value.code is ErrorCode.INVALID_REQUEST
@@ -45,7 +45,9 @@ def test_a_protocol_that_nothing_here_speaks_is_an_error_that_says_what_to_insta
 def test_a_copy_that_fails_says_that_the_file_itself_is_whole(file: Path, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
 
-    with pytest.raises(TrackwayError, match=r"expected to write train\.parquet to .*taken.*itself is whole") as caught:
+    with pytest.raises(
+        TrackwayError, match=r"expected to write train\.parquet to .*taken.*itself is complete"
+    ) as caught:
         RemoteFolder(str(tmp_path / "taken")).put(file)
 
     assert caught.value.code is ErrorCode.UNAVAILABLE

@@ -49,11 +49,11 @@ def test_an_epoch_gives_whole_batches_without_repeating_a_row(sample: Make):
 
 def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides(sample: Make):
     rows = [sample(index) for index in range(20)]
-    one, same, other = (Prompts(rows, 5, seed, shuffle=True) for seed in (1, 1, 2))
+    prompts, same, other = (Prompts(rows, 5, seed, shuffle=True) for seed in (1, 1, 2))
 
-    assert epoch(one, 0) == epoch(same, 0)
-    assert epoch(one, 0) != epoch(one, 1)
-    assert epoch(one, 0) != epoch(other, 0)
+    assert epoch(prompts, 0) == epoch(same, 0)
+    assert epoch(prompts, 0) != epoch(prompts, 1)
+    assert epoch(prompts, 0) != epoch(other, 0)
 
 
 def test_without_shuffle_rows_come_in_file_order_and_the_rest_is_dropped(sample: Make):
@@ -121,7 +121,7 @@ def test_steps_of_an_epoch(rows: int, drop_last: bool, steps: int):
 
 
 def test_no_rows_is_an_error_even_when_nothing_is_dropped():
-    with pytest.raises(TrackwayError, match=r"expected rows to train on, got 0; look at data\.train_files"):
+    with pytest.raises(TrackwayError, match=r"expected rows to train on, got 0; check data\.train_files"):
         steps_per_epoch(0, 256, drop_last=False)
 
 
@@ -146,7 +146,7 @@ def test_rows_that_do_not_fit_are_dropped_before_the_count_is_bounded(sample: Ma
     rows = load_rows([str(file)], max_samples=2, keep=lambda rows, name: [row for row in rows if row.index % 2 == 1])
 
     assert indices(rows.samples) == [1, 3]
-    assert rows.places == [(str(file), 2), (str(file), 4)]
+    assert rows.locations == [(str(file), 2), (str(file), 4)]
 
 
 def test_rows_are_told_by_file_and_number_the_first_few_and_how_many_more(sample: Make, tmp_path: Path):
@@ -156,8 +156,8 @@ def test_rows_are_told_by_file_and_number_the_first_few_and_how_many_more(sample
 
     rows = load_rows([str(first), str(second)])
 
-    assert rows.told([1]) == f"{first} row 2"
-    assert rows.told([0, 2, 3, 5, 7, 9, 11]) == f"{first} rows 1, 3; {second} rows 1, 3, 5 and 2 more"
+    assert rows.describe([1]) == f"{first} row 2"
+    assert rows.describe([0, 2, 3, 5, 7, 9, 11]) == f"{first} rows 1, 3; {second} rows 1, 3, 5 and 2 more"
 
 
 def write_data(folder: Path, sample: Make) -> list[str]:

@@ -70,7 +70,7 @@ def test_an_answer_without_a_number_after_the_hashes_is_refused(answer: str) -> 
     [
         ({"answer": "#### 1"}, "expected the field 'question', got only ['answer']"),
         ({"question": "q", "answer": 5}, "expected text in 'answer', got int"),
-        ({"question": " ", "answer": "#### 1"}, "expected text in 'question', got an empty one"),
+        ({"question": " ", "answer": "#### 1"}, "expected text in 'question', got an empty string"),
         (
             {"question": "q", "answer": "one"},
             "expected an answer ending in '#### <number>', got one ending in 'one'",

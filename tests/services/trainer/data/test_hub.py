@@ -126,5 +126,5 @@ def test_a_hub_that_never_answers_is_given_up_and_the_option_for_a_local_copy_is
 
     assert time.monotonic() - started < 60
     assert "expected openai/gsm8k on the Hugging Face hub or in its cache, got ReadTimeout" in made.stderr
-    assert "give the folder of a local copy as --local-dataset-path" in made.stderr
+    assert "pass the folder of a local copy as --local-dataset-path" in made.stderr
     assert not (tmp_path / "out").exists()

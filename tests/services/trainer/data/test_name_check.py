@@ -10,7 +10,7 @@ from trackway.reward.app import create_app as create_reward
 from trackway.tools.app import create_app as create_tools
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.trainer.config import compose
-from trackway.trainer.data.dataset import Place, Rows
+from trackway.trainer.data.dataset import RowLocation, Rows
 from trackway.trainer.data.name_check import Served, ask_services, check_names, unserved
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import Sample
@@ -31,7 +31,7 @@ LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 def rows_of(sample: Make, count: int, changed: dict[int, dict[str, object]]) -> Rows:
     """Rows that are all served, but for those whose fields are changed."""
     rows = [sample(index).model_copy(update=changed.get(index, {})) for index in range(count)]
-    return Rows(rows, [Place("t.parquet", index + 1) for index in range(count)])
+    return Rows(rows, [RowLocation("t.parquet", index + 1) for index in range(count)])
 
 
 def problems(rows: Rows, *words: str, served: Served = SERVED) -> list[str]:
@@ -60,7 +60,7 @@ def test_every_unknown_name_is_told_at_once_and_many_are_counted(sample: Make) -
 
     told = problems(rows_of(sample, 9, changed))
 
-    assert [one.partition(",")[0].partition(" out of")[0] for one in told] == [
+    assert [message.partition(",")[0].partition(" out of")[0] for message in told] == [
         "data.train_files: expected agent_name",
         *["data.train_files: expected data_source"] * 6,
         "data.train_files: expected tool_selection",
@@ -80,7 +80,7 @@ def test_a_selection_of_tools_counts_only_where_the_agent_offers_tools(sample: M
 def test_an_unknown_default_loop_or_tool_of_the_configuration_is_told(sample: Make) -> None:
     [loop, tools] = problems(rows_of(sample, 3, {}), f"{LOOP}=mine", "trackway.tools=[calculator,abacus]")
 
-    assert loop.startswith(f"{LOOP}: expected one of single_turn_agent, tool_agent, got 'mine', as which 3 rows")
+    assert loop.startswith(f"{LOOP}: expected one of single_turn_agent, tool_agent, got 'mine', the loop of 3 rows")
     assert tools.startswith("trackway.tools: expected tools out of calculator, got 'abacus';")
 
 
@@ -123,7 +123,7 @@ async def test_a_service_that_does_not_answer_is_named_and_no_obstacle(
 
     await check_names(compose([]), {"data.train_files": rows_of(sample, 1, {0: {"agent_name": "nobody"}})}, urls)
 
-    asked = {message.partition(" service could not be asked")[0] for message in caplog.messages}
-    assert asked == {"the agent", "the reward"}  # no row selects tools
+    asked = {message.partition(" service knows cannot be checked")[0] for message in caplog.messages}
+    assert asked == {"the names that the agent", "the names that the reward"}  # no row selects tools
     served, errors = await ask_services(urls)
     assert (served, sorted(errors)) == (Served(), ["agent", "reward", "tools"])

@@ -134,9 +134,9 @@ def test_a_json_list_that_ends_early_or_holds_another_thing_is_refused(tmp_path:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("data/train.parqet", "data/train.parqet, found none; {data} has test.jsonl, train.parquet"),
-        ("data", "data, found a folder; {data} has test.jsonl, train.parquet"),
-        ("nowhere/train.parquet", "found none; make one with `trackway data`"),
+        ("data/train.parqet", "data/train.parqet, got none; {data} has test.jsonl, train.parquet"),
+        ("data", "data, got a folder; {data} has test.jsonl, train.parquet"),
+        ("nowhere/train.parquet", "got none; make one with `trackway data`"),
     ],
 )
 def test_a_file_that_is_not_there_is_met_with_those_that_are(tmp_path: Path, name: str, message: str) -> None:
@@ -154,7 +154,10 @@ def test_a_file_that_is_not_there_is_met_with_those_that_are(tmp_path: Path, nam
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("rows.parquet", "could not read it"), ("rows.csv", r"expected a file ending in \.parquet or \.jsonl or \.json")],
+    [
+        ("rows.parquet", "got one that cannot be read"),
+        ("rows.csv", r"expected a file ending in \.parquet or \.jsonl or \.json"),
+    ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("a,b\n")

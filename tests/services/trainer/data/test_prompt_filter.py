@@ -92,9 +92,7 @@ def test_the_log_says_how_many_of_how_many_rows_were_dropped(
         kept = filter_of(tokenizer, 1003)(rows, "a.parquet, b.jsonl")
 
     assert kept == rows[:1000]
-    assert caplog.messages == [
-        "a.parquet, b.jsonl: dropped 100 of 1100 rows as longer than data.max_prompt_length=1003"
-    ]
+    assert caplog.messages == ["a.parquet, b.jsonl: dropped 100 of 1100 rows longer than data.max_prompt_length=1003"]
 
 
 def test_a_long_measuring_says_how_far_it_is(
@@ -115,7 +113,7 @@ def test_no_row_left_is_an_error_with_the_shortest_length(tokenizer: PreTrainedT
 
     assert caught.value.message == (
         "rows.parquet: expected prompts of at most data.max_prompt_length=5 tokens, tool schemas included, got none in "
-        "2 rows, the shortest has 10; raise it, or set data.filter_overlong_prompts=false"
+        "2 rows, the shortest has 10; raise the limit, or set data.filter_overlong_prompts=false"
     )
 
 

@@ -11,7 +11,7 @@ from trackway.wire.agent import Sample
 
 ENABLE = "actor_rollout_ref.rollout.multi_turn.enable"
 DEFAULT = "actor_rollout_ref.rollout.agent.default_agent_loop"
-REMEDY = f"write the column agent_name to choose otherwise, or set {ENABLE}=true to give them tools"
+REMEDY = f"add the column agent_name to choose another, or set {ENABLE}=true to give them tools"
 
 
 @pytest.mark.parametrize(
@@ -21,12 +21,12 @@ REMEDY = f"write the column agent_name to choose otherwise, or set {ENABLE}=true
         (
             [f"{ENABLE}=true"],
             f"tool_agent, in several turns with all tools of the tool server ({ENABLE}=true); "
-            "write the column agent_name to choose otherwise",
+            "add the column agent_name to choose another",
         ),
         (
             [f"{DEFAULT}=tool_agent", "trackway.tools=[calculator,search]"],
             f"tool_agent, in several turns with the tools calculator, search ({DEFAULT}=tool_agent); "
-            "write the column agent_name to choose otherwise",
+            "add the column agent_name to choose another",
         ),
         ([f"{DEFAULT}=my_agent"], f"my_agent ({DEFAULT}=my_agent); {REMEDY}"),
     ],

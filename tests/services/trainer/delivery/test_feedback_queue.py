@@ -60,7 +60,7 @@ def test_what_is_not_possible_yet_does_not_keep_the_rest(folder: Path):
 
     def not_the_first(assessments: list[Assessment]) -> Sent:
         seen.extend(assessments)
-        left = [one for one in assessments if one == FIRST]
+        left = [assessment for assessment in assessments if assessment == FIRST]
         return Sent(left, reason="its trace has not arrived" if left else "")
 
     assert queue.send(not_the_first) and queue.send(not_the_first)
@@ -71,8 +71,8 @@ def test_what_is_not_possible_yet_does_not_keep_the_rest(folder: Path):
 
 def test_what_finds_no_room_is_counted(folder: Path):
     queue = FeedbackQueue(folder, max_bytes=150)
-    for one in (SECOND, FIRST, FIRST):
-        queue.push([one])
+    for assessment in (SECOND, FIRST, FIRST):
+        queue.push([assessment])
 
     assert (queue.take_dropped(), queue.take_dropped()) == (4, 0)
     assert sent_by(queue) == [[SECOND]]
@@ -96,5 +96,5 @@ def test_a_damaged_line_is_lost_alone(folder: Path):
 
     sent = queue.send(lambda assessments: Sent())
 
-    assert sent is not None and (sent.lost, sent.reason) == (2, f"{file} was damaged")
+    assert sent is not None and (sent.lost, sent.reason) == (2, f"{file} is damaged")
     assert queue.is_empty

@@ -42,7 +42,7 @@ class Counted:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(jobs, "LONGEST_PAUSE_S", 0.4)
-    monkeypatch.setattr(jobs, "CLOSING_PATIENCE_S", 0.3)
+    monkeypatch.setattr(jobs, "CLOSING_RETRY_S", 0.3)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -76,8 +76,8 @@ def test_a_backend_that_is_away_is_asked_again_after_growing_pauses_and_told_onc
     pauses = [later - earlier for earlier, later in zip(counted.tries, counted.tries[1:], strict=False)][:5]
     assert all(pause >= least for pause, least in zip(pauses, (0.05, 0.1, 0.2, 0.4, 0.4), strict=True))
     assert [record.getMessage() for record in caplog.records] == [
-        "counted: what is meant for it waits on disk: away",
-        "counted: goes on",
+        "counted: its data is kept on disk: away",
+        "counted: available again, sending continues",
     ]
 
 
@@ -114,7 +114,7 @@ def test_whatever_an_advance_raises_is_trouble_and_not_the_end(caplog):
     until(lambda: counted.parts == 0)
     thread.close(10)
 
-    assert "counted: what is meant for it waits on disk: ZeroDivisionError: oops" in caplog.text
+    assert "counted: its data is kept on disk: ZeroDivisionError: oops" in caplog.text
 
 
 def test_one_process_sends_at_a_time(tmp_path: Path):

@@ -52,10 +52,10 @@ def queue(tmp_path: Path) -> FeedbackQueue:
     return FeedbackQueue(tmp_path / "feedback")
 
 
-def send(queue: FeedbackQueue, uri: str, patience_s: float = 30.0) -> list[str]:
+def send(queue: FeedbackQueue, uri: str, deadline_s: float = 30.0) -> list[str]:
     """Until nothing waits; why something was lost."""
     api, lost = MlflowApi(uri), list[str]()
-    feedback = MlflowFeedback(api, patience_s)
+    feedback = MlflowFeedback(api, deadline_s)
     end = time.monotonic() + 60
     while not queue.is_empty:
         assert time.monotonic() < end, "something still waits"
@@ -75,11 +75,11 @@ def test_each_value_is_an_assessment_of_the_trace(serving, queue: FeedbackQueue)
     with serving(server.app()) as uri:
         lost = send(queue, uri)
 
-    assert [(trace, one["assessment_name"], one["feedback"]) for trace, one in server.received] == [
+    assert [(trace, body["assessment_name"], body["feedback"]) for trace, body in server.received] == [
         (f"tr-{'t' * 32}", "reward", {"value": 1.0}),
         (f"tr-{'t' * 32}", "fate", {"value": "used"}),
     ]
-    assert {one["source"]["source_id"] for _, one in server.received} == {"trackway.trainer"}
+    assert {body["source"]["source_id"] for _, body in server.received} == {"trackway.trainer"}
     assert lost == []
 
 
@@ -92,7 +92,7 @@ def test_what_may_succeed_later_is_sent_again_under_the_same_id(serving, queue: 
     with serving(server.app()) as uri:
         lost = send(queue, uri)
 
-    sent = [(one["assessment_name"], one["assessment_id"]) for _, one in server.received]
+    sent = [(body["assessment_name"], body["assessment_id"]) for _, body in server.received]
     assert [name for name, _ in sent] == ["reward", "fate", "reward", "fate"]
     assert sent[:2] == sent[2:] and sent[0] != sent[1]
     assert lost == []
@@ -104,7 +104,7 @@ def test_a_value_that_is_refused_is_lost_alone_and_not_sent_again(serving, queue
     with serving(server.app()) as uri:
         lost = send(queue, uri)
 
-    assert [one["assessment_name"] for _, one in server.received] == ["reward", "fate"]
+    assert [body["assessment_name"] for _, body in server.received] == ["reward", "fate"]
     assert lost == [f'feedback reward for trace {"t" * 32}: MLflow answered HTTP 400: {{"message":"no"}}']
 
 
@@ -114,7 +114,7 @@ def test_a_value_that_is_not_finite_is_said_in_words(serving, queue: FeedbackQue
     with serving(server.app()) as uri:
         send(queue, uri)
 
-    assert [one["feedback"]["value"].lower() for _, one in server.received] == ["nan", "-infinity"]
+    assert [body["feedback"]["value"].lower() for _, body in server.received] == ["nan", "-infinity"]
 
 
 @pytest.mark.slow
@@ -137,10 +137,10 @@ def test_a_real_server_keeps_each_value_once_and_finds_traces_by_it(
         traces = client.search_traces(locations=[experiment], filter_string=filter_string)
         return {trace.info.trace_id.removeprefix("tr-") for trace in traces}
 
-    ids = [one.trace_id for one in made]
+    ids = [trajectory.trace_id for trajectory in made]
     stored = client.get_trace(f"tr-{ids[0]}").info.assessments or []
     assert lost == []
-    assert sorted((one.name, one.feedback.value) for one in stored if one.feedback) == [
+    assert sorted((assessment.name, assessment.feedback.value) for assessment in stored if assessment.feedback) == [
         ("advantage", 0.7),
         ("fate", "used"),
         ("reward", 1.0),
@@ -163,7 +163,7 @@ def test_a_trace_that_never_arrives_costs_its_feedback_and_nothing_else(
     values = {"reward": 1.0, "fate": "used"}
     queue.push([Assessment(os.urandom(16).hex(), "", values), Assessment(arrived.trace_id or "", "", values)])
 
-    lost = send(queue, mlflow_server, patience_s=0.5)
+    lost = send(queue, mlflow_server, deadline_s=0.5)
 
     stored = client.get_trace(f"tr-{arrived.trace_id}").info.assessments or []
     assert (len(lost), len(stored)) == (2, 2)

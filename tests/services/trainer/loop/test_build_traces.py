@@ -41,7 +41,7 @@ def kept_by(traces: RunTraces) -> list[str]:
 @pytest.fixture
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """Builds the traces of a run; what it opened is closed after the test."""
-    monkeypatch.setattr("trackway.trainer.delivery.jobs.CLOSING_PATIENCE_S", 0.1)
+    monkeypatch.setattr("trackway.trainer.delivery.jobs.CLOSING_RETRY_S", 0.1)
     made: list[tuple[RunTraces, Tracking]] = []
 
     def build(config: RunConfig, mlflow: str | None = None, settings: TracingSettings = SETTINGS) -> RunTraces:

@@ -116,7 +116,7 @@ def test_a_weave_project_without_an_entity_is_refused_with_the_remedy(monkeypatc
     assert caught.value.code is ErrorCode.INVALID_REQUEST
     assert caught.value.message == (
         f"{TRACE}.project_name: expected entity/project for Weave, got {project!r}; "
-        "write it so, or set WANDB_ENTITY in the environment of the trainer service"
+        "add the entity, or set WANDB_ENTITY in the environment of the trainer service"
     )
 
 

@@ -84,7 +84,7 @@ def test_incidents_are_counted_by_the_trajectories_they_happened_to():
 
 def test_how_old_the_weights_were_is_told_of_the_newest_and_the_oldest_of_each_trajectory():
     spans = [[WeightSpan(version=v, start=0, end=1) for v in versions] for versions in ((7,), (4, 6), ())]
-    rows = [trajectory().model_copy(update={"weight_versions": one}) for one in spans]
+    rows = [trajectory().model_copy(update={"weight_versions": versions}) for versions in spans]
 
     metrics = update_metrics(rows, version=7, max_prompt_length=9)
 

@@ -109,7 +109,7 @@ def test_every_name_is_one_that_mlflow_takes(name: str):
 def test_no_metric_is_the_folder_of_another():
     names = tool_metrics(STEP)
 
-    assert [(one, other) for one in names for other in names if other.startswith(f"{one}/")] == []
+    assert [(name, other) for name in names for other in names if other.startswith(f"{name}/")] == []
 
 
 def test_a_tool_that_measures_under_ever_new_names_is_bounded():

@@ -213,7 +213,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_unchecked_and_that_is_logg
 
     assert load_checkpoint(saved, learner) == {"step": 1}
     assert learner.count == 1
-    assert f"the checkpoint {saved} has no digests (an earlier version saved it)" in caplog.text
+    assert f"the checkpoint {saved} has no digests (it was saved by an earlier version)" in caplog.text
 
 
 def test_damaged_checkpoints_are_kept_under_names_of_their_own(tmp_path: Path):

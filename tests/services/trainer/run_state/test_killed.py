@@ -49,14 +49,14 @@ class Run(NamedTuple):
         """Each step and the rows it was trained on, one for each rollout."""
         folder = self.folder.path / "trajectories"
         files = {step: read_trajectories(folder / f"step_{step}.parquet") for step in range(1, STEPS + 1)}
-        return [(step, [one.tags.sample_index for one in trained]) for step, trained in files.items()]
+        return [(step, [trajectory.tags.sample_index for trajectory in trained]) for step, trained in files.items()]
 
     @property
     def asked(self) -> dict[tuple[int, bool], set[int | str]]:
         """What the agents were asked for in each step, again and again or once."""
         asked: dict[tuple[int, bool], set[int | str]] = {}
-        for one in self.requests:
-            asked.setdefault((one.step, one.validation), set()).add(one.sample.index)
+        for request in self.requests:
+            asked.setdefault((request.step, request.validation), set()).add(request.sample.index)
         return asked
 
     def learned(self, name: str) -> bytes:
@@ -134,7 +134,9 @@ def test_tensorboard_shows_every_row_of_a_killed_run_once(killed: Run):
     for row in killed.folder.rows():
         for name, value in row.data.items():
             written.setdefault(name, []).append((row.step, struct.unpack("f", struct.pack("f", value))[0]))
-    shown = {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    shown = {
+        name: [(scalar.step, scalar.value) for scalar in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
     assert shown == written
 
 

@@ -38,7 +38,7 @@ def test_rows_whose_index_is_text_read_back_and_are_filtered_by_it(sample, scrip
     write_trajectories(path, written)
 
     assert read_trajectories(path) == written
-    assert [one.tags.sample_index for one in read_trajectories(path)] == [7, "django__django-11099"]
+    assert [trajectory.tags.sample_index for trajectory in read_trajectories(path)] == [7, "django__django-11099"]
     assert pq.read_table(path)["sample_index"].to_pylist() == ["7", "django__django-11099"]
 
 

@@ -107,7 +107,10 @@ async def test_a_run_that_went_on_too_often_says_so_and_is_left_alone(runs: RunM
 
     assert await resume_interrupted(runs) is None
     assert (folder.info().state, folder.info().interrupted) == (RunState.FAILED, False)
-    assert folder.info().message == "interrupted; it went on by itself 2 times and does so no more: resume it"
+    assert (
+        folder.info().message
+        == "interrupted; it was resumed automatically 2 times, the most allowed; resume it by hand"
+    )
 
 
 async def test_an_interrupted_run_that_somebody_stops_does_not_go_on(runs: RunManager, tmp_path: Path):
@@ -140,9 +143,9 @@ async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_g
     closed = runs.info("moved")
 
     third = RunManager(tmp_path / "outputs", runs.services)
-    found = await asyncio.gather(*(resume_interrupted(one) for one in (pod.runs, third)), return_exceptions=True)
-    [resumed] = [one for one in found if isinstance(one, RunInfo)]
-    [refused] = [one for one in found if isinstance(one, TrackwayError)]
+    results = await asyncio.gather(*(resume_interrupted(runs) for runs in (pod.runs, third)), return_exceptions=True)
+    [resumed] = [result for result in results if isinstance(result, RunInfo)]
+    [refused] = [result for result in results if isinstance(result, TrackwayError)]
     agent.released.set()
     await until(lambda: RunFolder(Path(closed.folder)).ended())
     await third.close()
@@ -164,8 +167,8 @@ async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(
     await until(lambda: held_at(agent, 0))
     folder = RunFolder(Path(runs.info("live").folder))
     standing = (
-        f"running in another trainer service, on {this_machine().host} (stop it there; should that be gone, it shows "
-        "after 30 s without a sign of life: ask again then)"
+        f"running in another trainer service, on {this_machine().host} (stop it there; if that host is lost, try again "
+        "after 30 s without a heartbeat)"
     )
 
     for calls in (pod.runs.resume("live"), pod.runs.start(request_of("second"))):

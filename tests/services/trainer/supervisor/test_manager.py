@@ -113,7 +113,7 @@ async def test_a_run_trains_validates_publishes_and_writes_everything_down(basel
     assert "val-core/openai/gsm8k/acc/mean@1" in rows[4].data
     assert [row.data["training/epoch"] for row in rows[1:]] == [0, 0, 0, 1]
     assert latest is not None and (latest.version, latest.run) == (5, "plain")
-    assert {span.version for one in trained for span in one.weight_versions} == {3}
+    assert {span.version for trajectory in trained for span in trajectory.weight_versions} == {3}
 
 
 async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(
@@ -302,7 +302,7 @@ async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: RunManager,
     info = await ended(runs, "orphan")
 
     assert found.state is RunState.FAILED
-    assert found.message.startswith("the trainer service went away")
+    assert found.message.startswith("the trainer service was lost")
     assert info.state is RunState.FINISHED
 
 
@@ -333,14 +333,14 @@ async def test_a_run_and_its_traces_are_tracked_in_mlflow(
     assert run.data.params["actor_rollout_ref.rollout.n"] == "4"
 
     files = sorted((Path(info.folder) / "trajectories").glob("*.parquet"))
-    made = [one for file in files for one in read_trajectories(file) if one.trace_id]
+    traced = [trajectory for file in files for trajectory in read_trajectories(file) if trajectory.trace_id]
     assert info.experiment_id is not None and info.traces is not None
     found = client.search_traces(locations=[info.experiment_id], run_id=info.run_id, max_results=100)
     by_name = {trace.info.tags["mlflow.traceName"]: trace for trace in found}
     steps = {name: trace for name, trace in by_name.items() if name.startswith("train step")}
-    assert len(made) == 4 * 4 + 3  # one prompt of each step, one sample of each validation
-    assert {one.info.trace_id for one in found} - {one.info.trace_id for one in steps.values()} == {
-        f"tr-{one.trace_id}" for one in made
+    assert len(traced) == 4 * 4 + 3  # one prompt of each step, one sample of each validation
+    assert {trace.info.trace_id for trace in found} - {trace.info.trace_id for trace in steps.values()} == {
+        f"tr-{trajectory.trace_id}" for trajectory in traced
     }
     assert set(steps) == {f"train step {step}" for step in range(STEPS + 1)}
     assert {span.name for span in steps["train step 2"].data.spans} == {
@@ -348,26 +348,27 @@ async def test_a_run_and_its_traces_are_tracked_in_mlflow(
         *("testing", "save_checkpoint"),
     }
     consumed = [link.trace_id for span in steps["train step 2"].data.spans for link in span.links]
-    asked = [one for one in made if one.tags.step == 2 and not one.tags.validation]
-    assert sorted(consumed) == sorted(f"tr-{one.trace_id}" for one in asked)
-    for one in made:
-        [root] = [span for span in by_id(found)[f"tr-{one.trace_id}"].data.spans if span.parent_id is None]
-        assert [link.trace_id for link in root.links] == [steps[f"train step {one.tags.step}"].info.trace_id]
+    asked = [trajectory for trajectory in traced if trajectory.tags.step == 2 and not trajectory.tags.validation]
+    assert sorted(consumed) == sorted(f"tr-{trajectory.trace_id}" for trajectory in asked)
+    for trajectory in traced:
+        [root] = [span for span in by_id(found)[f"tr-{trajectory.trace_id}"].data.spans if span.parent_id is None]
+        assert [link.trace_id for link in root.links] == [steps[f"train step {trajectory.tags.step}"].info.trace_id]
     root = steps["train step 2"].data.spans[0]
     numbers = {key: root.get_attribute(f"agentic.{key}") for key in ("weights_before", "weights_after", "used", "lr")}
     assert numbers == {"weights_before": 2, "weights_after": 3, "used": 8, "lr": 1e-3}
     assert root.outputs["traced"] == 5
 
     def feedback(of: str) -> dict[str, object]:
-        return {one.name: one.feedback.value for one in by_id(found)[of].info.assessments or [] if one.feedback}
+        assessments = by_id(found)[of].info.assessments or []
+        return {assessment.name: assessment.feedback.value for assessment in assessments if assessment.feedback}
 
-    advantages = [feedback(f"tr-{one.trace_id}")["advantage"] for one in asked]
-    assert [feedback(f"tr-{one.trace_id}")["fate"] for one in asked] == ["used"] * 4
+    advantages = [feedback(f"tr-{trajectory.trace_id}")["advantage"] for trajectory in asked]
+    assert [feedback(f"tr-{trajectory.trace_id}")["fate"] for trajectory in asked] == ["used"] * 4
     assert advantages == pytest.approx([-0.866, 0.866, -0.866, 0.866], abs=1e-3)
-    validated = next(one for one in made if one.tags.validation)
+    validated = next(trajectory for trajectory in traced if trajectory.tags.validation)
     assert feedback(f"tr-{validated.trace_id}") == {"reward": 0.0}
 
-    size = sum(one.trace_bytes for one in made)
+    size = sum(trajectory.trace_bytes for trajectory in traced)
     assert info.traces.trajectories == 19 and size < info.traces.bytes < 4 * size
     lost = info.traces.model_dump(exclude={"trajectories", "bytes"})
     assert lost == {"spans_dropped": 0, "spans_refused": 0, "spans_waiting": 0, "spool_bytes": 0, "unknown": ["tools"]}

@@ -109,7 +109,7 @@ async def test_a_learner_that_wakes_up_after_its_run_was_given_up_writes_nothing
     info = await ended(runs, "frozen")
 
     assert (lost.state, lost.interrupted, after, rows) == (RunState.FAILED, True, lost, [0, 1])
-    assert "this process was taken for dead and has the run no more" in folder.log.read_text()
+    assert "this process was marked dead and lost ownership of the run" in folder.log.read_text()
     assert (info.state, info.restarts) == (RunState.FINISHED, 1)
     assert [row.step for row in folder.rows()] == [0, 1, 2, 3, 4]
 
@@ -120,8 +120,8 @@ async def test_a_resume_waits_for_a_learner_that_stands_still_only_so_long_and_t
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await runs.resume("frozen")
-    monkeypatch.setattr("trackway.trainer.supervisor.manager.GONE_S", 0.2)
-    with pytest.raises(TrackwayError, match="the last process of run 'frozen' has not ended yet; ask again") as caught:
+    monkeypatch.setattr("trackway.trainer.supervisor.manager.EXIT_WAIT_S", 0.2)
+    with pytest.raises(TrackwayError, match="the last process of run 'frozen' has not exited yet; try again") as caught:
         await runs.resume("frozen")
     await until(lambda: not lives(frozen), 30)
     agent.released.set()
@@ -220,7 +220,7 @@ async def test_a_start_that_is_given_up_leaves_no_run_starting(
         resuming.cancel()
         await asyncio.wait({resuming})
 
-    said = "its process could not be started: CancelledError" if is_writable else "the trainer service went away"
+    said = "its process could not be started: CancelledError" if is_writable else "the trainer service was lost"
     assert resuming.cancelled()
     assert runs.info("old").state is RunState.FAILED
     assert runs.info("old").message.startswith(said)
@@ -247,7 +247,7 @@ async def test_a_learner_that_cannot_be_started_again_fails_the_run_with_the_rea
 
     assert (info.state, info.interrupted) == (RunState.FAILED, False)
     said = "[Errno 28] No space left on device" if is_started else "[Errno 21] Is a directory"
-    assert info.message.startswith(f"its process could not be started again: {said}")
+    assert info.message.startswith(f"its process could not be restarted: {said}")
     assert runs.info("dying") == info
 
 
@@ -266,7 +266,7 @@ async def test_the_newest_interrupted_run_goes_on_and_when_it_cannot_the_next(
     assert before == ["b", "a"]
     assert resumed is not None and (resumed.run, resumed.restarts) == ("a", 1)
     assert runs.info("b").interrupted
-    assert "run b was interrupted and cannot go on: [Errno 21] Is a directory" in caplog.text
+    assert "run b was interrupted and cannot be resumed: [Errno 21] Is a directory" in caplog.text
 
 
 async def test_whoever_starts_a_run_fails_an_interrupted_one_which_nobody_has_stopped(
@@ -281,7 +281,7 @@ async def test_whoever_starts_a_run_fails_an_interrupted_one_which_nobody_has_st
     await runs.start(request_of("new"))
     by_start = runs.info("old")
 
-    left = "interrupted after step 2; run 'old' was started instead of it: resume it"
+    left = "interrupted after step 2; run 'old' was started instead; resume this run by hand"
     assert (by_resume.state, by_resume.interrupted, by_resume.message) == (RunState.FAILED, False, left)
     assert (by_start.state, by_start.interrupted) == (RunState.FAILED, False)
 
@@ -298,7 +298,7 @@ async def test_one_state_that_cannot_be_read_hides_no_run_and_stands_in_the_way_
     assert newest == runs.info("good")
     assert [(info.run, info.state) for info in listed] == [("bad", RunState.UNREADABLE), ("good", RunState.STOPPED)]
     assert going_on == ["good"]
-    assert [one.getMessage().partition(": ")[0] for one in caplog.records] == ["run no run's name is left out"]
+    assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["run no run's name is left out"]
 
 
 async def test_nothing_starts_beside_a_living_process_whose_state_cannot_be_read(runs: RunManager, agent, request_of):
@@ -365,8 +365,8 @@ async def test_numbers_that_are_not_finite_leave_a_run_readable_and_cost_only_th
 
     assert (info.state, info.step, info.restarts) == (RunState.FINISHED, 4, 0)
     assert [row.data.get("training/left_out/error") for row in rows] == [None, 0.0, 6.0, 0.0, 0.0]
-    assert [one.error.code for one in second if one.error] == [ErrorCode.NOT_FINITE] * 6
-    assert [repr(one.reward.score) for one in second[:3] if one.reward] == ["nan", "1e+308", "0.0"]
+    assert [trajectory.error.code for trajectory in second if trajectory.error] == [ErrorCode.NOT_FINITE] * 6
+    assert [repr(trajectory.reward.score) for trajectory in second[:3] if trajectory.reward] == ["nan", "1e+308", "0.0"]
     assert math.isnan(rows[0].data["val-aux/openai/gsm8k/extra/mean@1"])
     assert repr(info.metrics["val-aux/openai/gsm8k/extra/mean@1"]) == "nan"
 

@@ -42,7 +42,7 @@ async def test_a_service_without_the_backend_is_named_with_the_remedy(service):
     assert caught.value.code is ErrorCode.INVALID_REQUEST
     assert caught.value.message == (
         "trace backend weave needs W&B's API key: set WANDB_API_KEY in the environment of the tools service, "
-        "and start that again"
+        "and restart it"
     )
 
 
@@ -67,7 +67,7 @@ async def test_a_service_that_cannot_be_asked_is_no_obstacle_and_is_told(caplog)
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage().startswith(
-        "the agent service could not be asked where it can send traces: GET http://127"
+        "the trace backends of the agent service are unknown, as it did not answer: GET http://127"
     )
 
 

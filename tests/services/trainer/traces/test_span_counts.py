@@ -36,7 +36,7 @@ class Replicas:
         async def replicas() -> ReplicaList:
             self.asked += 1
             if self.settles_after is not None and self.asked > self.settles_after:
-                self.counts = {name: one.model_copy(update={"waiting": 0}) for name, one in self.counts.items()}
+                self.counts = {name: counts.model_copy(update={"waiting": 0}) for name, counts in self.counts.items()}
             return ReplicaList(replicas=[replica(name, spans) for name, spans in self.counts.items()])
 
         return app
@@ -110,7 +110,7 @@ async def test_looks_during_a_run_are_rare_and_nobody_waits_for_them(serving, mo
             made.refresh()
         await made.settle(0)
         often = service.asked
-        monkeypatch.setattr(span_counts, "ASK_EVERY_S", 0.0)
+        monkeypatch.setattr(span_counts, "QUERY_INTERVAL_S", 0.0)
         service.counts["a"] = SpanCounts(dropped=1)
         made.refresh()
         before = made.summary().spans_dropped

@@ -72,11 +72,11 @@ async def test_each_trajectory_is_a_trace_of_its_own_that_links_back_to_its_step
 
     [root], [part] = trainer.spans("train step 3"), trainer.spans("rollout")
     roots = recorded.spans("trajectory")
-    assert [one.trace_id is not None for one in got] == [True, True, False, False]
-    assert {place(span) for span in roots} == {(one.trace_id, one.span_id) for one in got[:2]}
+    assert [trajectory.trace_id is not None for trajectory in got] == [True, True, False, False]
+    assert {place(span) for span in roots} == {(trajectory.trace_id, trajectory.span_id) for trajectory in got[:2]}
     assert [links(span) for span in roots] == [[place(part)]] * 2
     assert [span.parent for span in roots] == [None, None]
-    assert place(part)[0] == place(root)[0] and place(root)[0] not in {one.trace_id for one in got}
+    assert place(part)[0] == place(root)[0] and place(root)[0] not in {trajectory.trace_id for trajectory in got}
     assert len(recorded.spans("execute_tool calculator")) == 2
 
 

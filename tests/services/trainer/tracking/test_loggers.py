@@ -19,9 +19,7 @@ VALUE = "val-core/openai/gsm8k/acc/mean@1"
 
 
 def test_an_unknown_logger_is_an_error_that_names_the_known_ones():
-    with pytest.raises(
-        TrackwayError, match="expected loggers out of console, file, mlflow, tensorboard, wandb, got wb"
-    ):
+    with pytest.raises(TrackwayError, match="expected loggers from console, file, mlflow, tensorboard, wandb, got wb"):
         compose(["trainer.logger=[console,wb]"])
 
 

@@ -65,7 +65,7 @@ def free_port() -> int:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(jobs, "LONGEST_PAUSE_S", 0.2)
-    monkeypatch.setattr(jobs, "CLOSING_PATIENCE_S", 0.5)
+    monkeypatch.setattr(jobs, "CLOSING_RETRY_S", 0.5)
 
 
 def row(step: int, **values: float) -> MetricsRow:
@@ -73,9 +73,9 @@ def row(step: int, **values: float) -> MetricsRow:
 
 
 def log(folder: RunFolder, tracking: Tracking, *rows: MetricsRow) -> None:
-    for one in rows:
+    for row in rows:
         for sink in [FileSink(folder), *tracking.backends]:
-            sink.log(one)
+            sink.log(row)
 
 
 def end(folder: RunFolder, tracking: Tracking, status: str, deadline_s: float = 30.0) -> list[BackendSummary]:
@@ -106,7 +106,7 @@ def runs_of(client: MlflowClient, config: RunConfig) -> list:
 
 
 def history(client: MlflowClient, run_id: str, name: str = SCORE) -> list[tuple[int, float, int]]:
-    return [(one.step, one.value, one.timestamp) for one in client.get_metric_history(run_id, name)]
+    return [(metric.step, metric.value, metric.timestamp) for metric in client.get_metric_history(run_id, name)]
 
 
 def the_run(client: MlflowClient, config: RunConfig):
@@ -116,7 +116,7 @@ def the_run(client: MlflowClient, config: RunConfig):
 
 def feedback_of(client: MlflowClient, trace_id: str | None) -> dict[str, object]:
     stored = client.get_trace(f"tr-{trace_id}").info.assessments or []
-    return {one.name: one.feedback.value for one in stored if one.feedback}
+    return {assessment.name: assessment.feedback.value for assessment in stored if assessment.feedback}
 
 
 def test_without_a_uri_mlflow_is_off_and_says_so(folder: RunFolder, config: RunConfig, caplog):
@@ -194,7 +194,8 @@ def test_a_run_that_mlflow_makes_long_after_the_request_was_given_up_is_deleted(
 def traces(services, count: int) -> list[Assessment]:
     """Trajectories that are traced now, with what is recorded of each."""
     made = [services.trajectory(1, n) for n in range(count)]
-    return [Assessment(one.trace_id or "", one.span_id or "", {"reward": 1.0, "fate": "used"}) for one in made]
+    values = {"reward": 1.0, "fate": "used"}
+    return [Assessment(trajectory.trace_id or "", trajectory.span_id or "", values) for trajectory in made]
 
 
 def test_what_was_not_sent_while_mlflow_was_away_is_sent_by_a_later_service(
@@ -214,14 +215,14 @@ def test_what_was_not_sent_while_mlflow_was_away_is_sent_by_a_later_service(
     services = traced_services(mlflow_server, elsewhere)
     made = traces(services, 3)
     services.close()
-    tracking.run.queue.push([Assessment(one.trace_id, one.span_id, {}, link=True) for one in made])
+    tracking.run.queue.push([Assessment(trajectory.trace_id, trajectory.span_id, {}, link=True) for trajectory in made])
     tracking.run.queue.push(made)
     [left] = end(folder, tracking, "FINISHED", 5.0)
 
     assert (left.rows_waiting, left.feedback_waiting, left.end_waiting, left.lost) == (6, 6, True, 0)
     assert sentences(left) == [
-        f"6 rows of metrics and 6 values of feedback and how the run ended not yet in MLflow (MLflow at {uri} cannot "
-        "be reached: [Errno 111] Connection refused): kept on disk and sent later"
+        f"6 rows of metrics and 6 values of feedback and the run's final status not yet in MLflow (MLflow at {uri} "
+        "cannot be reached: [Errno 111] Connection refused): kept on disk and sent later"
     ]
     with serving(Proxy(mlflow_server).app(), free_port):
         leftovers = Leftovers(folder.path.parent, TracingSettings(mlflow_uri=uri))
@@ -233,9 +234,9 @@ def test_what_was_not_sent_while_mlflow_was_away_is_sent_by_a_later_service(
     assert (info.run_id, info.experiment_id) == (run.info.run_id, run.info.experiment_id)
     assert (run.info.status, len(run.data.params) > 100) == ("FINISHED", True)
     assert history(client, run.info.run_id) == [(step, step / 2, 1_700_000_000_000 + step) for step in range(6)]
-    assert [feedback_of(client, one.trace_id) for one in made] == [{"reward": 1.0, "fate": "used"}] * 3
+    assert [feedback_of(client, trajectory.trace_id) for trajectory in made] == [{"reward": 1.0, "fate": "used"}] * 3
     linked = client.search_traces(locations=[elsewhere, run.info.experiment_id], run_id=run.info.run_id)
-    assert {one.info.trace_id for one in linked} == {f"tr-{one.trace_id}" for one in made}
+    assert {trace.info.trace_id for trace in linked} == {f"tr-{trajectory.trace_id}" for trajectory in made}
 
 
 def test_the_end_of_a_run_does_not_wait_for_the_feedback_of_a_slow_mlflow(
@@ -267,7 +268,7 @@ def test_the_end_of_a_run_does_not_wait_for_the_feedback_of_a_slow_mlflow(
         proxy.feedback_delay_s = 0.0
         until(lambda: is_sent(folder, uri))
 
-    assert [feedback_of(client, one.trace_id) for one in made] == [{"reward": 1.0, "fate": "used"}] * 10
+    assert [feedback_of(client, trajectory.trace_id) for trajectory in made] == [{"reward": 1.0, "fate": "used"}] * 10
 
 
 def is_sent(folder: RunFolder, uri: str) -> bool:
@@ -454,7 +455,7 @@ async def test_a_service_sends_what_a_run_left_and_says_what_waits_until_then(
     before = await told("http://127.0.0.1:9", until_sent=False)
     after = await told(mlflow_server, until_sent=True)
 
-    assert [(one["backend"], one["rows_waiting"]) for one in before["tracking"]] == [("mlflow", 2)]
+    assert [(backend["backend"], backend["rows_waiting"]) for backend in before["tracking"]] == [("mlflow", 2)]
     assert (before["run_id"], after["run_id"]) == (None, the_run(client, config).info.run_id)
     assert the_run(client, config).info.status == "FINISHED"
 
@@ -478,7 +479,7 @@ def test_traces_of_several_processes_belong_to_the_run_by_the_header_alone(
 
     linked = client.search_traces(locations=[experiment], run_id=run_id, max_results=200)
 
-    assert {trace.info.trace_id for trace in linked} == {f"tr-{one.trace_id}" for one in made}
+    assert {trace.info.trace_id for trace in linked} == {f"tr-{trajectory.trace_id}" for trajectory in made}
     [tree] = [trace for trace in linked if trace.info.trace_id == f"tr-{made[0].trace_id}"]
     assert sorted((span.name, str(span.get_attribute("agentic.service"))) for span in tree.data.spans) == [
         ("chat tiny", "rollout"),
@@ -499,4 +500,4 @@ def test_traces_in_an_experiment_of_their_own_still_belong_to_the_run(
 
     linked = client.search_traces(locations=[experiment, other], run_id=run_id)
 
-    assert [(one.info.trace_id, one.info.experiment_id) for one in linked] == [(f"tr-{made.trace_id}", other)]
+    assert [(trace.info.trace_id, trace.info.experiment_id) for trace in linked] == [(f"tr-{made.trace_id}", other)]
