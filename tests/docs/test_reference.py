@@ -55,7 +55,7 @@ def test_every_error_code_has_a_row(error: ErrorCode) -> None:
 def test_a_setting_has_its_variable_its_default_and_its_sentence() -> None:
     assert row(settings_page(), "`body_timeout_s`<br>`TRACKWAY_BODY_TIMEOUT_S`")[1:] == [
         "`60.0`",
-        "Seconds in which a request's body must be complete; a slower one is answered 422.",
+        "Seconds for a request's body to be complete; a slower one is answered 422.",
     ]
 
 
@@ -97,8 +97,7 @@ def test_a_metric_of_a_run_is_there_though_no_run_is() -> None:
 
 def test_a_route_has_its_models_and_the_scope_it_needs() -> None:
     assert row(http_api(), "POST", "`/abort_requests`")[2:] == [
-        "Abort generations by request id, or all; each answers with its tokens so far and finish_reason `abort`. "
-        "*(admin)*",
+        "Abort generations by request id, or all; each returns its tokens so far with finish_reason `abort`. *(admin)*",
         "[AbortRequest](wire.md#abortrequest)",
         "[AbortReply](wire.md#abortreply)",
     ]
