@@ -47,4 +47,4 @@ def test_a_drain_where_no_ray_runs_says_so() -> None:
     alone = ["unshare", "--pid", "--fork", "--mount-proc"]
     ended = subprocess.run([*alone, sys.executable, "-m", "trackway.deploy.drain"], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == "drain: expected one Ray node on this machine, got 0; nothing is drained\n"
+    assert ended.stderr == "drain: expected one Ray node on this machine, got 0; run this on a machine with one node\n"

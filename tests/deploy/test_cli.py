@@ -16,7 +16,7 @@ def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["status"], "nothing runs for outputs; start it with `trackway up`"),
+        (["status"], "no services are running for outputs; start them with `trackway up`"),
         (["train", "data.trian_batch_size=4"], "unknown key 'data.trian_batch_size'"),
         (["config", "explain", "data.trian_batch_size"], "unknown key 'data.trian_batch_size': did you mean"),
         (["train", "--config", "nowhere.yaml"], "expected a file nowhere.yaml"),
@@ -25,8 +25,8 @@ def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["traces", "list"], "no MLflow database in outputs"),
         (["ui"], "no MLflow database in outputs/demo"),
         (["attach", "--base-url", "here"], "--base-url: expected an address like http://127.0.0.1:8000, got 'here'"),
-        (["demo", "--attached"], "expected outputs to be attached to running services, and it is not"),
-        (["demo", "--wait", "9"], "--data-dir and --wait: expected with --attached"),
+        (["demo", "--attached"], "expected outputs to be attached to running services, got no attachment"),
+        (["demo", "--wait", "9"], "--data-dir and --wait: expected --attached with them"),
         (["tools", "call", "calculator", "{broken"], "ARGUMENTS: expected JSON"),
         (["data", "gsm8k", "--local-dataset-path", "nowhere"], "nowhere"),
     ],
@@ -77,7 +77,7 @@ def test_a_dry_run_on_running_services_needs_none(tmp_path: Path) -> None:
     told = trackway("train", "--dry-run", "trainer.total_training_steps=7", *words, cwd=tmp_path)
 
     assert told.returncode == 0, told.stderr
-    assert "services: nothing runs for outputs; start them with `trackway up`" in told.stdout
-    assert {"steps 7 in all", "rollout as the running services are"} <= {
+    assert "services: expected running services for outputs, got none; start them with `trackway up`" in told.stdout
+    assert {"steps 7 in all", "rollout unchanged, as deployed"} <= {
         " ".join(line.split()) for line in told.stdout.splitlines()
     }

@@ -131,7 +131,7 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
     there = load_running(attached)
     first = demo_attached.AttachedDemo(there, 7, tmp_path, MODEL, small)  # a pod that is evicted at once
     info, started = first.start()
-    assert (started, first.start()[1]) == ("run seed7 starts", f"run seed7 is {info.state} already: following it")
+    assert (started, first.start()[1]) == ("run seed7 starts", f"run seed7 is {info.state} already; following it")
     launch.stop_run(there, info.run, lambda info: None)
 
     told = json.loads(trackway("demo", "--attached", *words, *small))
@@ -146,6 +146,6 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
     assert newest is not None and (newest.run, free, newest.uid) == ("seed7", "seed7-2", info.uid)  # it went on
     hidden = newest.model_copy(update={"folder": "/nowhere/seed7"})
     summary, [note] = demo_attached.summarise(there, hidden, Clock(0.0))
-    assert "/nowhere/seed7 is not visible from here" in note
+    assert "/nowhere/seed7 cannot be read from here" in note
     assert (summary.trajectories, summary.traced, summary.complete_traces) == (32, 24, None)
     assert (summary.accuracy_before, summary.accuracy_after) == (told["accuracy_before"], told["accuracy_after"])

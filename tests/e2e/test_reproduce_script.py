@@ -135,8 +135,8 @@ def test_on_services_that_run_it_uses_them_and_the_same_command_goes_on_after_ct
     assert (first.returncode, stopped.state) == (130, RunState.STOPPED) and 1 <= stopped.step < 15
     seen = [" ".join(line.split()) for line in told.splitlines()]
     assert "actor_rollout_ref.rollout.name vllm as it runs decided by the running deployment" in seen
-    assert "saved; the same command goes on with it" in seen
-    assert "goes on with run by-main-ppo and its own data.seed=None" in again.stderr
+    assert "checkpoint saved; repeat this command to resume" in seen
+    assert "resuming run by-main-ppo with its original data.seed=None" in again.stderr
     assert again.returncode == 0 and "run by-main-ppo finished at step 15" in again.stdout, again.stderr
     assert [row.step for row in RunFolder(deployment.outputs / "by-main-ppo").rows()] == list(range(16))
     assert all(process.find() for process in deployment.processes)  # they are not its own to take down

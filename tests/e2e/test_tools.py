@@ -22,7 +22,7 @@ from test_training import until
 from tool_callers import GROUP, GROUPS, TOOL, Sessions, Trajectories
 
 from trackway.clients import ToolsClient, run
-from trackway.clients.token import authorization, token_or_environments
+from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment import status
@@ -103,7 +103,7 @@ def test_an_mcp_session_with_a_name_meets_one_replica_behind_the_proxy(deploymen
     meta: RequestParamsMeta = {"trackway/create_kwargs": {"ground_truth": "72"}}  # pyright: ignore[reportAssignmentType]
 
     async def session(name: str) -> list[object]:
-        headers = {"x-session-id": name, **authorization(token_or_environments())}
+        headers = {"x-session-id": name, **authorization(resolve_token())}
         async with (
             httpx2.AsyncClient(headers=headers) as http,
             Client(streamable_http_client(f"{url(deployment)}/mcp", http_client=http), mode="legacy") as client,

@@ -14,7 +14,7 @@ from test_training import until
 
 from trackway import traces
 from trackway.clients import AgentClient, run
-from trackway.clients.token import authorization, token_or_environments
+from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.wire.agent import GroupRequest, Limits, RewardModel, Sample
@@ -61,7 +61,7 @@ def long_group(experiment: str) -> GroupRequest:
 async def generating(deployment: Deployment, requests: int) -> None:
     """Return when the rollout service works on so many requests at once."""
     async with (
-        httpx.AsyncClient(timeout=30.0, headers=authorization(token_or_environments())) as http,
+        httpx.AsyncClient(timeout=30.0, headers=authorization(resolve_token())) as http,
         asyncio.timeout(120),
     ):
         while True:
@@ -150,7 +150,7 @@ def test_a_callers_trace_goes_through_the_proxy_and_a_call_without_one_leaves_no
 ) -> None:
     def calculate(expression: str, **headers: str) -> None:
         url = f"{deployment.base_url}/tools/tools/calculator/execute"
-        headers |= authorization(token_or_environments())
+        headers |= authorization(resolve_token())
         answer = httpx.post(url, json={"arguments": {"expression": expression}}, headers=headers, timeout=60.0)
         assert answer.status_code == 200
 

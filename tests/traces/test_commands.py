@@ -20,7 +20,7 @@ def test_each_commands_help_has_an_example(command: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["list"], "no MLflow database in .*; give --outputs the folder of a deployment or a demo, or --mlflow-uri"),
+        (["list"], "no MLflow database in .*; set --outputs to the folder of a deployment or demo, or --mlflow-uri"),
         (["list", "--step", "7-3"], "--step: expected a range that goes up, got '7-3'"),
         (["list", "--tag", "step"], "--tag: expected key=value, got 'step'"),
         (["list", "--backend", "weave"], "--backend weave: expected --project entity/project, got none"),

@@ -193,7 +193,7 @@ def test_a_verification_lists_gaps_and_what_waits_on_disk() -> None:
         "trajectory  trace                             what is wrong",
         f"s3/i17/n2   {'ab' * 16}  the trace is absent",
         "                                              [x]",
-        "999 bytes in 2 files still wait on disk: the backend was down, or is; they are sent when it is back",
+        "999 bytes in 2 files wait on disk because the backend was or is down; they are sent once it is back",
         "run tiny: 3 of 4 traced trajectories are whole trees (8 trajectories in 1 files)",
     ]
 

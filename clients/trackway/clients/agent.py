@@ -8,10 +8,10 @@ from trackway.wire.trajectory import Trajectory
 
 
 class AgentClient(ServiceClient):
-    """Asks for trajectories; every method raises TrackwayError."""
+    """Requests trajectories; every method raises TrackwayError."""
 
     async def group(self, request: GroupRequest, deadline: Deadline | None = None) -> AsyncIterator[Trajectory]:
-        """Trajectories of a group as each one ends; after a broken stream, ask for the missing `rollouts`."""
+        """Yields each trajectory of a group as it ends; after a broken stream, request the missing `rollouts`."""
         async with self.stream("POST", "/groups", body=request, deadline=deadline) as lines:
             async for line in lines:
                 if line:

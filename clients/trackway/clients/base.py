@@ -1,10 +1,10 @@
-"""How a service is called: one client factory, one retry policy, one place that turns answers into errors.
+"""Base of the service clients: requests with deadlines, retries, and conversion of answers into errors.
 
-Every call has a deadline, which is passed on as `x-request-deadline`; every POST has an `Idempotency-Key`, so that
-asking again is safe. Retried are failures of the transport, errors whose code says retryable, and answers of Ray Serve
-itself: 5xx when a replica dies, 404 while its proxy has no routes yet. How often and how soon is in patience.py. A
-retry is an incident: an event on the current span, and in the ledger. The bearer token is that of TRACKWAY_TOKEN unless
-one is given; redirects are not followed, so that it goes to no other host.
+Every call has a deadline, sent as `x-request-deadline`. Every POST has an `Idempotency-Key`, which makes retries safe.
+Calls are retried after transport failures, after errors whose code is retryable, and after answers of Ray Serve itself:
+5xx when a replica dies, 404 while its proxy has no routes yet. retry.py decides when. Each retry is recorded as an
+incident, on the current span and in the trace stats. The bearer token comes from TRACKWAY_TOKEN unless one is passed;
+redirects are not followed, so that the token reaches no other host.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from pydantic import BaseModel, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
 from trackway.clients.failures import ForeignServerError, error_of, incident_of, reason_of, worth_retrying
-from trackway.clients.patience import RetryState
+from trackway.clients.retry import RetryState
 from trackway.clients.shared_http import shared_http
-from trackway.clients.token import authorization, token_or_environments
+from trackway.clients.token import authorization, resolve_token
 from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT, header_text
@@ -33,7 +33,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Deadline:
-    """The time at which a caller gives up; Unix time, so that it can be sent to other processes."""
+    """The time at which a caller stops waiting; Unix time in seconds, so that it can be sent to other processes."""
 
     at: float
 
@@ -62,15 +62,15 @@ class CallPolicy:
     """Bounds of one logical call, its retries included."""
 
     connect_s: float = 5.0
-    """Time limit for opening a connection."""
+    """Seconds to open a connection."""
     read_s: float = 120.0
-    """Time limit for the next bytes of an answer."""
+    """Seconds to wait for the next bytes of an answer."""
     total_s: float = 300.0
-    """Time limit of the whole call when the caller gives no deadline."""
+    """Seconds for the whole call when the caller gives no deadline."""
     attempts: int = 5
     """Attempts of one call, the first included; a 429 answer does not count."""
     outage_s: float = 0.0
-    """Seconds during which attempts that reach no service do not count: nothing listens, or Serve has no replica."""
+    """Seconds during which attempts that reach no service (nothing listens, or Serve has no replica) do not count."""
     backoff_s: float = 0.2
     """First pause before a retry; doubled each time, with full jitter."""
     max_backoff_s: float = 5.0
@@ -80,7 +80,7 @@ class CallPolicy:
 
 
 class ServiceClient:
-    """Calls one service by base URL; subclasses name its routes."""
+    """Client of the service at a base URL; subclasses add its routes."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class ServiceClient:
         token: SecretStr | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self._token = token_or_environments(token)
+        self._token = resolve_token(token)
         self.policy = policy or CallPolicy()
         self._http = http
         self._slots = asyncio.Semaphore(self.policy.max_in_flight)
 
     @property
     def http(self) -> httpx.AsyncClient:
-        """The client given, or the process's shared one."""
+        """The HTTP client passed in, or the process's shared one."""
         return self._http or shared_http()
 
     async def call(
@@ -111,10 +111,10 @@ class ServiceClient:
         idempotency_key: str | None = None,
         deadline: Deadline | None = None,
     ) -> M:
-        """Send one request, with retries where they can help, and parse the answer.
+        """Send one request, with retries, and parse the answer.
 
         Raises:
-            TrackwayError: the service's own error; `unavailable` when every try failed on the way; `deadline_exceeded`.
+            TrackwayError: the service's own error; `unavailable` when no attempt got an answer; `deadline_exceeded`.
         """
         response = await self.send(
             method, path, body=body, session_id=session_id, idempotency_key=idempotency_key, deadline=deadline
@@ -122,7 +122,7 @@ class ServiceClient:
         try:
             return reply.model_validate_json(response.content)
         except ValidationError as error:
-            message = f"{method} {self.base_url}{path}: the answer is no {reply.__name__}: {error}"
+            message = f"{method} {self.base_url}{path}: the answer is not a valid {reply.__name__}: {error}"
             raise TrackwayError(ErrorCode.INTERNAL, message) from error
 
     async def send(
@@ -135,7 +135,7 @@ class ServiceClient:
         idempotency_key: str | None = None,
         deadline: Deadline | None = None,
     ) -> httpx.Response:
-        """As `call`, without parsing the answer."""
+        """Like `call`, without parsing the answer."""
         deadline = deadline or Deadline.after(self.policy.total_s)
         key = idempotency_key or (uuid.uuid4().hex if method == "POST" else None)
         content = None if body is None else body.model_dump_json().encode()
@@ -167,7 +167,7 @@ class ServiceClient:
     async def _exchange(
         self, base_url: str, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: Deadline
     ) -> httpx.Response:
-        """One request and its answer, whatever it says."""
+        """Send one request; returns the answer with any status."""
         return await self.http.request(
             method,
             base_url + path,
@@ -181,7 +181,7 @@ class ServiceClient:
     async def stream(
         self, method: str, path: str, *, body: BaseModel | None = None, deadline: Deadline | None = None
     ) -> AsyncIterator[AsyncIterator[str]]:
-        """The lines of a streamed answer; not retried, since the caller knows which lines it still wants.
+        """The lines of a streamed answer. Not retried, because only the caller knows which lines are missing.
 
         Raises:
             TrackwayError: the service's own error; `unavailable` when the stream breaks; `deadline_exceeded`.
@@ -213,13 +213,13 @@ class ServiceClient:
             raise self._unavailable(method, path, error) from error
 
     def _headers(self, session_id: str | None, key: str | None, deadline: Deadline) -> dict[str, str]:
-        given: Mapping[str, str | None] = {
+        values: Mapping[str, str | None] = {
             "content-type": "application/json",
             SESSION_ID: None if session_id is None else header_text(session_id),
             IDEMPOTENCY_KEY: None if key is None else header_text(key),
             REQUEST_DEADLINE: f"{deadline.at:.3f}",
         }
-        headers = {name: value for name, value in given.items() if value is not None} | authorization(self._token)
+        headers = {name: value for name, value in values.items() if value is not None} | authorization(self._token)
         inject(headers)
         return headers
 
@@ -229,37 +229,39 @@ class ServiceClient:
 
     def _retrying(self, path: str, deadline: Deadline) -> AsyncRetrying:
         policy = self.policy
-        patience = RetryState(
+        retry_state = RetryState(
             policy.attempts, policy.backoff_s, policy.max_backoff_s, deadline.remaining, policy.outage_s
         )
         return AsyncRetrying(
-            stop=patience.stop,
-            wait=patience.wait,
+            stop=retry_state.stop,
+            wait=retry_state.wait,
             retry=retry_if_exception(worth_retrying),
-            before_sleep=partial(self._tell, self.base_url + path),
+            before_sleep=partial(self._record_incident, self.base_url + path),
             reraise=True,
         )
 
-    def _tell(self, url: str, state: RetryCallState) -> None:
-        """Say it after the tries 1, 2, 4, 8, ...: a call that is put off for long must not fill its span."""
+    def _record_incident(self, url: str, state: RetryCallState) -> None:
+        """Record attempts 1, 2, 4, 8, ... only, so that a call with many retries does not fill its span."""
         error = state.outcome.exception() if state.outcome else None
         if state.attempt_number.bit_count() == 1:
             add_incident(incident_of(error), url=url, attempt=state.attempt_number, reason=reason_of(error))
 
     def _unavailable(self, method: str, path: str, error: Exception) -> TrackwayError:
         if isinstance(error, ForeignServerError) and error.status == 429:
-            message = f"{method} {self.base_url}{path}: refused until the deadline for lack of room ({error})"
+            message = (
+                f"{method} {self.base_url}{path}: refused until the deadline because the service is full ({error})"
+            )
             return TrackwayError(ErrorCode.OVERLOADED, f"{message}; allow more time or add replicas")
         message = (
-            f"{method} {self.base_url}{path}: no answer after {self.policy.attempts} tries "
-            f"({type(error).__name__}: {error}); is the service up? `trackway status` says"
+            f"{method} {self.base_url}{path}: no answer after {self.policy.attempts} attempts "
+            f"({type(error).__name__}: {error}); check the service with `trackway status`"
         )
         return TrackwayError(ErrorCode.UNAVAILABLE, message)
 
 
 def _take_receipt(response: httpx.Response) -> None:
-    """What the service added to the trace counts for the trajectory that called it."""
-    opened = current_trace_stats()
+    """Add the service's trace stats, sent with the answer, to those of the current piece of work."""
+    stats = current_trace_stats()
     receipt = response.headers.get(TRACE_RECEIPT)
-    if opened is not None and receipt is not None:
-        opened.add_receipt(receipt)
+    if stats is not None and receipt is not None:
+        stats.add_receipt(receipt)

@@ -1,10 +1,12 @@
-"""The way to a service's replicas past Ray Serve's proxy, which costs many times a small call's own work.
+"""Direct routes to a service's replicas without Ray Serve's proxy, which costs many times the work of a small call.
 
-`GET /replicas` names each replica's own address. An address is used once the replica has answered there under its own
-name; so no call waits for one that cannot be reached from here, and none meets a stranger. Calls of an instance go to
-the replica in its id, calls of a session all to the same one, others in turn. What has no address goes by the proxy.
+`GET /replicas` lists each replica's address. An address is used only after the replica has answered there under its
+own name, so no call waits for an unreachable address or reaches another process. Calls of an instance go to the replica
+in its id, calls of a session to the same replica each time, and other calls round-robin. Replicas without an address
+are called through the proxy.
 
-No token goes to such an address, as another process may have it by then; a pass does, which opens that replica alone.
+The token is never sent to such an address, because another process may have taken it over. A pass, which is valid for
+that replica only, is sent instead.
 """
 
 import asyncio
@@ -28,13 +30,13 @@ logger = logging.getLogger("trackway.clients")
 PROBE_S = 2.0
 """Longest wait for a replica to answer under its address for the first time."""
 MAX_REPLICAS = 1024
-"""Addresses that are kept, those of leaving replicas included."""
-_VAIN_LOOKS = 3
+"""Most addresses that are kept, including those of stopping replicas."""
+_MAX_FAILED_REFRESHES = 3
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where one replica answers by itself."""
+    """The direct address of one replica."""
 
     replica: str
     url: str
@@ -47,10 +49,10 @@ NameAt = Callable[[Address], Awaitable[str]]
 
 
 class DirectRoutes:
-    """The addresses of one service's replicas.
+    """The direct addresses of one service's replicas.
 
-    list_replicas: asks the service for them; TrackwayError when it cannot be asked.
-    name_at: the name of the replica that answers there; TrackwayError when none does.
+    list_replicas: lists the service's replicas; raises TrackwayError when the service does not answer.
+    name_at: the name of the replica at an address; raises TrackwayError when none answers.
     """
 
     def __init__(
@@ -69,69 +71,71 @@ class DirectRoutes:
         self._known: dict[str, Address] = {}
         self._ring: list[Address] = []
         self._turn = count()
-        self._looked_at: float | None = None
-        self._looking: asyncio.Task[None] | None = None
-        self._looked = False
-        self._vain_looks = 0
-        self.given_up = False
-        """Nothing can be reached from here, or there is nothing to reach; the proxy is taken for good."""
+        self._refreshed_at: float | None = None
+        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshed = False
+        self._failed_refreshes = 0
+        self.proxy_only = False
+        """Whether all further calls use the proxy, because no replica can be reached directly."""
 
     async def address(self, session_id: str | None, replica: str | None) -> Address | None:
-        """Where to send a call; None for the proxy. `replica` is the one that made the instance of the call."""
-        if self.given_up:
+        """The address for a call; None for the proxy. `replica` is the replica that created the call's instance."""
+        if self.proxy_only:
             return None
-        await self._look_if_due(waiting=replica is not None and replica not in self._known)
+        await self._refresh_if_due(waiting=replica is not None and replica not in self._known)
         if replica is not None:
-            # A leaving replica is no longer listed, but answers until its instances are released.
+            # A stopping replica is no longer listed, but answers until its instances are released.
             return self._known.get(replica)
         if session_id is not None:
-            return max(self._ring, key=lambda one: _weight(session_id, one.replica), default=None)
+            return max(self._ring, key=lambda address: _weight(session_id, address.replica), default=None)
         return self._ring[next(self._turn) % len(self._ring)] if self._ring else None
 
     def failed(self, address: Address) -> None:
-        """Leave it out from now on; the service is asked again."""
+        """Stop using the address; the next call refreshes the list of replicas."""
         if self._known.get(address.replica) == address:
             del self._known[address.replica]
-            self._ring = [one for one in self._ring if one != address]
-            self._looked_at = None
+            self._ring = [known for known in self._ring if known != address]
+            self._refreshed_at = None
 
-    async def _look_if_due(self, waiting: bool) -> None:
-        """Look again from time to time, beside the calls; they wait only for the first look and for a lost replica."""
+    async def _refresh_if_due(self, waiting: bool) -> None:
+        """Refresh the list periodically in the background; calls wait only for the first refresh or a lost replica."""
         now = self._clock()
-        if self._looking is None and (self._looked_at is None or now - self._looked_at >= self._refresh_s):
-            self._looked_at = now
-            self._looking = asyncio.create_task(self._look())
-        if self._looking is not None and (waiting or not self._looked):
-            await asyncio.shield(self._looking)
+        if self._refreshing is None and (self._refreshed_at is None or now - self._refreshed_at >= self._refresh_s):
+            self._refreshed_at = now
+            self._refreshing = asyncio.create_task(self._refresh())
+        if self._refreshing is not None and (waiting or not self._refreshed):
+            await asyncio.shield(self._refreshing)
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         try:
             await self._take(await self._list_replicas())
         except TrackwayError as error:
-            # A process without Serve has no such route.
-            self.given_up = error.code in (ErrorCode.NOT_FOUND, ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN)
+            # A service without Ray Serve has no such route.
+            self.proxy_only = error.code in (ErrorCode.NOT_FOUND, ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN)
         finally:
-            self._looked = True
-            self._looking = None
+            self._refreshed = True
+            self._refreshing = None
 
     async def _take(self, listed: ReplicaList) -> None:
-        ready = {one.health.replica: one.url for one in listed.replicas if one.ready.ready}
+        ready = {replica.health.replica: replica.url for replica in listed.replicas if replica.ready.ready}
         passes = {name: SecretStr(listed.passes.get(name, "")) for name in ready}
         offered = [Address(name, url, passes[name]) for name, url in ready.items() if url][:MAX_REPLICAS]
         answers = await asyncio.gather(*map(self._answers, offered))
-        found = {one.replica: one for one, there in zip(offered, answers, strict=True) if there}
-        leaving = {name: one for name, one in self._known.items() if name not in found}
-        self._ring = [found[name] for name in sorted(found)]
-        self._known = dict([*found.items(), *leaving.items()][:MAX_REPLICAS])
-        self._vain_looks = 0 if self._known or not ready else self._vain_looks + 1
-        if self._vain_looks == _VAIN_LOOKS:
+        reached = {address.replica: address for address, there in zip(offered, answers, strict=True) if there}
+        leaving = {name: address for name, address in self._known.items() if name not in reached}
+        self._ring = [reached[name] for name in sorted(reached)]
+        self._known = dict([*reached.items(), *leaving.items()][:MAX_REPLICAS])
+        self._failed_refreshes = 0 if self._known or not ready else self._failed_refreshes + 1
+        if self._failed_refreshes == _MAX_FAILED_REFRESHES:
             self._give_up(offered)
 
     def _give_up(self, offered: list[Address]) -> None:
-        self.given_up = True
+        self.proxy_only = True
         if offered:
-            there = ", ".join(one.url for one in offered)
-            logger.warning("%s: its replicas cannot be reached at %s; all calls take the proxy", self._base_url, there)
+            there = ", ".join(address.url for address in offered)
+            logger.warning(
+                "%s: replicas cannot be reached directly at %s; all calls use the proxy", self._base_url, there
+            )
 
     async def _answers(self, address: Address) -> bool:
         if self._known.get(address.replica) == address:
@@ -145,15 +149,15 @@ class DirectRoutes:
             return False
 
     def _may_use(self, url: str) -> bool:
-        """No pass leaves TLS, and nobody else's loopback address is taken for the replica's."""
-        base, own = urlsplit(self._base_url), urlsplit(url)
-        if base.scheme == "https" and own.scheme != "https":
+        """Whether the address is safe: never a pass over plain HTTP, and no loopback address of another host."""
+        base, target = urlsplit(self._base_url), urlsplit(url)
+        if base.scheme == "https" and target.scheme != "https":
             return False
-        return not _is_loopback(own.hostname) or _is_loopback(base.hostname)
+        return not _is_loopback(target.hostname) or _is_loopback(base.hostname)
 
 
 def _weight(session_id: str, replica: str) -> bytes:
-    """Rendezvous hashing: each session ranks the replicas, so that one more or less moves only its own share."""
+    """Rendezvous hashing: each session ranks the replicas, so adding or removing one moves only its share."""
     return blake2b(f"{replica} {session_id}".encode(), digest_size=8).digest()
 
 

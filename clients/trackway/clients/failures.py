@@ -1,4 +1,4 @@
-"""What a failed try means: an error of ours or somebody else's, worth another try or not, and which incident it is."""
+"""Classification of failed attempts: the error, whether a retry can succeed, and the incident to record."""
 
 import math
 
@@ -17,7 +17,7 @@ _NO_SUCH_ROUTE = "/-/routes"
 
 
 class ForeignServerError(Exception):
-    """A 5xx, a 408 or a 429 that no service of ours made, or a 404 of Serve's proxy."""
+    """A 5xx, 408 or 429 that does not come from a Trackway service, or a 404 of Serve's proxy."""
 
     def __init__(self, status: int, text: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"HTTP {status}: {text}")
@@ -26,21 +26,21 @@ class ForeignServerError(Exception):
 
 
 def worth_retrying(error: BaseException) -> bool:
-    """Whether the same request may succeed when it is sent again."""
+    """Whether the same request may succeed on a retry."""
     if isinstance(error, TrackwayError):
         return error.retryable
     return isinstance(error, httpx.TransportError | ForeignServerError)
 
 
 def unreached(error: BaseException | None) -> bool:
-    """Whether no service got the request: nothing listens, or Serve's proxy has no route or no replica for it."""
+    """Whether the request reached no service: nothing listens, or Serve's proxy has no route or replica for it."""
     if isinstance(error, ForeignServerError):
         return error.status in (404, 503)
     return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
 def retry_after_of(error: BaseException | None) -> float | None:
-    """Seconds after which the service wants to be asked again; None when it did not say."""
+    """Seconds after which the service asks for a retry; None when it does not say."""
     if isinstance(error, ForeignServerError):
         return error.retry_after_s
     asked = error.detail.get("retry_after_s") if isinstance(error, TrackwayError) else None
@@ -48,16 +48,16 @@ def retry_after_of(error: BaseException | None) -> float | None:
 
 
 def is_backpressure(error: BaseException | None) -> bool:
-    """Whether the service lives and put the call off, for it is full or says when it can."""
+    """Whether the service answered that the call should be retried later, because it is full or busy."""
     full = isinstance(error, ForeignServerError) and error.status == 429
     full = full or (isinstance(error, TrackwayError) and error.code is ErrorCode.OVERLOADED)
     return full or retry_after_of(error) is not None
 
 
 def incident_of(error: BaseException | None) -> Incident:
-    """What a try that failed says about the service: its process went away, it lacks weights, or it could not just now.
+    """The incident of a failed attempt: a lost replica, missing weights, or a plain retry.
 
-    A silence is no sign of a process that died, so a timeout is a plain retry.
+    A timeout does not show that a process died, so it counts as a plain retry.
     """
     if isinstance(error, TrackwayError):
         return Incident.WEIGHTS_BEHIND if error.code is ErrorCode.WEIGHTS_BEHIND else Incident.RETRIED
@@ -71,7 +71,7 @@ def incident_of(error: BaseException | None) -> Incident:
 
 
 def reason_of(error: BaseException | None) -> str:
-    """The error in one line, its code or kind first."""
+    """The error as one line that begins with its code or type."""
     if isinstance(error, ForeignServerError):
         return str(error)
     kind = error.code.value if isinstance(error, TrackwayError) else type(error).__name__
@@ -79,14 +79,14 @@ def reason_of(error: BaseException | None) -> str:
 
 
 def error_of(response: httpx.Response) -> Exception:
-    """The error that a non-2xx answer means."""
+    """The error for a non-2xx answer."""
     try:
         ours = TrackwayError.from_reply(ErrorReply.model_validate_json(response.content))
     except ValidationError:
         text = response.text[:200]
     else:
         return _with_remedy(response, ours) if response.status_code in _REFUSED else ours
-    # A new proxy of Serve listens before it knows its routes.
+    # A new Serve proxy listens before it has its routes.
     without_routes = response.status_code == 404 and _NO_SUCH_ROUTE in text
     if response.status_code >= 500 or response.status_code in (408, 429) or without_routes:
         return ForeignServerError(response.status_code, text, _retry_after(response))
@@ -99,11 +99,11 @@ def error_of(response: httpx.Response) -> Exception:
 
 def _with_remedy(response: httpx.Response, error: TrackwayError) -> TrackwayError:
     request = response.request
-    message = f"{request.method} {request.url}: {error.message} (Trackway's clients take it from {TOKEN})"
+    message = f"{request.method} {request.url}: {error.message} (set the token in {TOKEN})"
     return TrackwayError(error.code, message, **error.detail)
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """The header in seconds; its other form, a date, is left to the usual pause."""
+    """The Retry-After header in seconds; None for its date form."""
     value = response.headers.get("retry-after", "")
     return float(value) if value.isdecimal() and len(value) < 8 else None

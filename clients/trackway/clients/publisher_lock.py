@@ -1,9 +1,9 @@
-"""Who may publish into a weight store: one process at a time, since replicas follow whatever is newest.
+"""Locks that let one process at a time publish into a weight store, because replicas load the newest version.
 
-In a folder the claim is a lock of the kernel, which lets go when its holder dies however it dies. Elsewhere it is a
-lease in a file, renewed with each version; such stores offer no atomic compare, so two that claim within the same
-moment are told apart by reading back, not by a lock. A lease outlives a holder that was killed, so its owner may claim
-it anew at once; should the holder live after all, its next renewal fails.
+In a local folder the lock is a kernel file lock, which is released when its holder exits for any reason. Elsewhere it
+is a lease in a file, renewed with each version. Such stores have no atomic compare-and-set, so a conflict is detected
+by reading the lease back. A lease outlives a killed holder, so its owner may take it again at once; if the
+old holder is still running, its next renewal fails.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from trackway.system import writing
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 LEASE_S = 1800.0
-"""A publisher elsewhere than in a folder that has not published for so long is taken for dead."""
+"""Seconds without a new version after which a lease expires."""
 
 
 class PublisherLock(Protocol):
     """The right to publish, until it is closed."""
 
     def renew(self) -> None:
-        """Before each version; raises CONFLICT when another publisher has the claim by now."""
+        """Renew the lock before each version; raises CONFLICT when another publisher holds it."""
         ...
 
     def close(self) -> None:
-        """Let others publish."""
+        """Release the lock."""
         ...
 
 
-class FolderClaim:
-    """A lock on `<store>/publisher.lock`, whose text says who holds it."""
+class FlockPublisherLock:
+    """A file lock on `<store>/publisher.lock`; the file's text names the holder."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         with writing(folder, "the publisher's lock"):
@@ -50,16 +50,16 @@ class FolderClaim:
             holder = self._file.read().strip()
             self._file.close()
             raise _taken(str(folder), holder, owner) from None
-        with contextlib.suppress(OSError):  # a lock without a name on a full disk is one all the same
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
             self._file.truncate(0)
             self._file.write(f"{owner} (process {os.getpid()})")
             self._file.flush()
 
     def renew(self) -> None:
-        """A lock needs no renewal."""
+        """Does nothing: a file lock needs no renewal."""
 
     def close(self) -> None:
-        """Closing the file lets go of the lock."""
+        """Close the file, which releases the lock."""
         self._file.close()
 
 
@@ -70,26 +70,26 @@ class _Lease(BaseModel):
     """Unix time."""
 
 
-class LeaseClaim:
+class LeasePublisherLock:
     """A lease in `<store>/publisher.json`."""
 
     def __init__(self, fs: AbstractFileSystem, root: str, owner: str, lease_s: float = LEASE_S) -> None:
         self._fs, self._path, self._owner, self._lease_s = fs, f"{root}/publisher.json", owner, lease_s
         self._token = uuid.uuid4().hex
-        found = self._read()
-        if found is not None and found.owner != owner and found.until > time.time():
-            raise self._lost_to(found)
+        lease = self._read()
+        if lease is not None and lease.owner != owner and lease.until > time.time():
+            raise self._lost_to(lease)
         self._write()
 
     def renew(self) -> None:
-        """Keep the lease; one that was lost is not taken back, even if it is free again."""
+        """Extend the lease; raises CONFLICT for a lost lease, even if it is free again."""
         self._require_ours()
         self._write()
 
     def close(self) -> None:
-        """Give the lease back if it is still ours."""
-        found = self._read()
-        if found is not None and found.token == self._token:
+        """Release the lease if this object still holds it."""
+        lease = self._read()
+        if lease is not None and lease.token == self._token:
             self._fs.rm_file(self._path)
 
     def _write(self) -> None:
@@ -98,15 +98,15 @@ class LeaseClaim:
         self._require_ours()
 
     def _require_ours(self) -> None:
-        found = self._read()
-        if found is None or found.token != self._token:
-            raise self._lost_to(found)
+        lease = self._read()
+        if lease is None or lease.token != self._token:
+            raise self._lost_to(lease)
 
-    def _lost_to(self, found: _Lease | None) -> TrackwayError:
-        if found is None:
+    def _lost_to(self, lease: _Lease | None) -> TrackwayError:
+        if lease is None:
             return _taken(self._path, "one that removed its lease", self._owner)
-        name = f"{found.owner}, resumed since" if found.owner == self._owner else found.owner
-        return _taken(self._path, f"{name} (for {max(0.0, found.until - time.time()):.0f} s more)", self._owner)
+        name = f"{lease.owner}, resumed since" if lease.owner == self._owner else lease.owner
+        return _taken(self._path, f"{name} (for {max(0.0, lease.until - time.time()):.0f} s more)", self._owner)
 
     def _read(self) -> _Lease | None:
         try:
@@ -118,7 +118,7 @@ class LeaseClaim:
 def _taken(where: str, holder: str, owner: str) -> TrackwayError:
     return TrackwayError(
         ErrorCode.CONFLICT,
-        f"expected one publisher of weights, got {owner} beside {holder} in {where}; "
-        "stop the other run, or give this one a weight store and replicas of its own",
+        f"expected one publisher of weights in {where}, got {owner} besides {holder}; "
+        "stop the other run, or give this one a separate weight store and replicas",
         holder=holder,
     )

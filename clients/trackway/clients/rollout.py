@@ -1,4 +1,4 @@
-"""Client of the rollout service; generation asks by vLLM's route, so a plain vLLM server can stand in for it."""
+"""Client of the rollout service. Generation uses vLLM's route, so a plain vLLM server can replace the service."""
 
 import uuid
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class RolloutClient(ServiceClient):
         return await self.call("GET", "/weights", reply=WeightsReply)
 
     async def sleeping(self, deadline: Deadline | None = None) -> SleepReplies:
-        """Which replicas can release memory, and what they have released."""
+        """Which replicas can release memory, and which parts they have released."""
         return await self._each("GET", "/is_sleeping", deadline)
 
     async def sleep(self, mode: PauseMode = "wait", deadline: Deadline | None = None) -> SleepReplies:
@@ -48,13 +48,12 @@ class RolloutClient(ServiceClient):
     async def wake_up(
         self, parts: Sequence[MemoryPart] = (), min_weight_version: int = 0, deadline: Deadline | None = None
     ) -> SleepReplies:
-        """Allocate these parts of every replica's memory again, all by default, and load these weights or newer
-        ones."""
+        """Reallocate these parts of every replica's memory (default all), and load at least this weight version."""
         tags = "".join(f"&tags={part}" for part in parts)
         return await self._each("POST", f"/wake_up?min_weight_version={min_weight_version}{tags}", deadline)
 
     async def _each(self, method: str, path: str, deadline: Deadline | None) -> SleepReplies:
-        """All replicas behind the URL; a service without Ray Serve is the only one of its kind."""
+        """The answers of all replicas behind the URL; a service without Ray Serve is a single replica."""
         try:
             return await self.call(method, f"/replicas{path}", reply=SleepReplies, deadline=deadline)
         except TrackwayError as error:

@@ -1,4 +1,4 @@
-"""The process's one HTTP client, and how a program ends with it."""
+"""The process's shared HTTP client, and `run` for programs that use it."""
 
 import asyncio
 import socket
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 _SILENCE_S = 120.0
 _GONE_S = 20
-"""A connection breaks after so long without a sign of life from the other machine. A silent service breaks none, unless
-it reads nothing for so long and the body is larger than what the two systems keep for it: some megabytes at most."""
+"""Seconds without acknowledgement from the other machine after which a connection breaks. A slow service does not break
+it, unless it stops reading a body larger than both socket buffers, a few megabytes."""
 _ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": _GONE_S * 1000}
-"""Of each connection, where the system has the option; the last bounds all and is Linux's."""
+"""Socket options of each connection, where the system has them; the last bounds the total and exists on Linux only."""
 
 _shared: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient]" = weakref.WeakKeyDictionary()
 
@@ -45,25 +45,25 @@ def _session(tls: ssl.SSLContext) -> aiohttp.ClientSession:
 
 
 def _watched(address: AddrInfoType) -> socket.socket:
-    """A socket that notices when the other machine is gone: a cut link says nothing by itself."""
+    """A socket with keepalive, which detects a lost machine or a cut link."""
     family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection = socket.socket(family, kind, protocol)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _ALIVE.items():
         if option := getattr(socket, name, None):
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
 
 
 async def close_shared_http() -> None:
-    """Close this event loop's shared client; a later call makes a new one."""
+    """Close this event loop's shared client; a later call creates a new one."""
     client = _shared.pop(asyncio.get_running_loop(), None)
     if client is not None:
         await client.aclose()
 
 
 def run(work: Coroutine[object, object, T]) -> T:
-    """`asyncio.run` for programs that call services: the shared client is closed at the end."""
+    """Like `asyncio.run`, and closes the shared HTTP client at the end."""
 
     async def main() -> T:
         try:

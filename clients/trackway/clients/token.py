@@ -1,4 +1,4 @@
-"""The bearer token that calls carry: the one given, else that of TRACKWAY_TOKEN."""
+"""The bearer token of calls: an explicit one, else TRACKWAY_TOKEN."""
 
 import os
 import re
@@ -11,11 +11,11 @@ TOKEN = "TRACKWAY_TOKEN"
 """Environment variable with the token for all services."""
 
 
-def token_or_environments(given: SecretStr | None = None) -> SecretStr | None:
-    """The token to send, if any; none when an empty one is given. TrackwayError when no header can carry it."""
-    token = (os.environ.get(TOKEN, "") if given is None else given.get_secret_value()).strip()
+def resolve_token(explicit: SecretStr | None = None) -> SecretStr | None:
+    """The token to send, or None; an empty explicit token means none. Raises TrackwayError for an invalid token."""
+    token = (os.environ.get(TOKEN, "") if explicit is None else explicit.get_secret_value()).strip()
     if token and re.fullmatch(r"[!-~]+", token) is None:
-        message = f"{TOKEN}: expected printable ASCII without spaces, got something else; copy the token anew"
+        message = f"{TOKEN}: expected printable ASCII without spaces, got other characters; copy the token again"
         raise TrackwayError(ErrorCode.UNAUTHORIZED, message)
     return SecretStr(token) if token else None
 

@@ -32,7 +32,7 @@ _ASK = CallPolicy(connect_s=PROBE_S, read_s=10.0, total_s=10.0, attempts=1)
 class ToolsClient(ServiceClient):
     """Create, execute, reward, release; every method raises TrackwayError.
 
-    With `direct` calls go to the replicas' own addresses where these can be reached, else through Serve's proxy.
+    With `direct`, calls go to the replicas' own addresses if these are reachable, else through Serve's proxy.
     """
 
     def __init__(
@@ -52,10 +52,12 @@ class ToolsClient(ServiceClient):
         address = self._routes and await self._routes.address(headers.get(SESSION_ID), _replica_in(path))
         if self._routes is None or address is None:
             return await super()._exchange(base_url, method, path, content, headers, deadline)
-        own = {name: value for name, value in headers.items() if name != "authorization"} | authorization(address.token)
+        direct_headers = {name: value for name, value in headers.items() if name != "authorization"} | authorization(
+            address.token
+        )
         try:
-            response = await super()._exchange(address.url, method, path, content, own, deadline)
-        except (httpx.ConnectError, httpx.ConnectTimeout):  # nobody has seen the request
+            response = await super()._exchange(address.url, method, path, content, direct_headers, deadline)
+        except (httpx.ConnectError, httpx.ConnectTimeout):  # the request was not sent
             self._routes.failed(address)
             return await super()._exchange(base_url, method, path, content, headers, deadline)
         except httpx.TransportError:
@@ -102,7 +104,7 @@ class ToolsClient(ServiceClient):
         session_id: str | None = None,
         deadline: Deadline | None = None,
     ) -> ToolResult:
-        """One call of an instance."""
+        """Run one call of an instance."""
         path = f"/instances/{instance_id}/execute"
         return await self.call("POST", path, reply=ToolResult, body=request, session_id=session_id, deadline=deadline)
 
@@ -113,7 +115,7 @@ class ToolsClient(ServiceClient):
         deadline: Deadline | None = None,
         calc_reward_kwargs: dict[str, JsonValue] | None = None,
     ) -> float:
-        """The reward of an instance over its whole life."""
+        """The reward of an instance for all its calls."""
         path = f"/instances/{instance_id}/reward"
         body = RewardRequest(calc_reward_kwargs=calc_reward_kwargs) if calc_reward_kwargs else None
         reply = await self.call("POST", path, reply=ToolReward, body=body, session_id=session_id, deadline=deadline)
@@ -126,7 +128,7 @@ class ToolsClient(ServiceClient):
         deadline: Deadline | None = None,
         release_kwargs: dict[str, JsonValue] | None = None,
     ) -> None:
-        """Forget an instance."""
+        """Release an instance."""
         body = ReleaseRequest(release_kwargs=release_kwargs) if release_kwargs else None
         await self.send("DELETE", f"/instances/{instance_id}", body=body, session_id=session_id, deadline=deadline)
 
@@ -142,11 +144,11 @@ class ToolsClient(ServiceClient):
 
     async def one_shot(self, tool: str, request: OneShotRequest, deadline: Deadline | None = None) -> ToolResult:
         """Create, execute, reward and release in one request."""
-        path, session_id = f"/tools/{tool}/execute", uuid.uuid4().hex  # so that a retry meets the first try's replica
+        path, session_id = f"/tools/{tool}/execute", uuid.uuid4().hex  # routes a retry to the same replica
         return await self.call("POST", path, reply=ToolResult, body=request, session_id=session_id, deadline=deadline)
 
 
 def _replica_in(path: str) -> str | None:
-    """The replica that made the instance which a path names; its id begins with it."""
+    """The replica that created the instance in a path; instance ids begin with its name."""
     _, _, instance_id = path.partition("/instances/")
     return instance_id.partition("-")[0] or None

@@ -10,7 +10,7 @@ class TrainerClient(ServiceClient):
     """Starts, watches and stops runs; every method raises TrackwayError."""
 
     async def start(self, request: RunRequest) -> RunInfo:
-        """Start a run; returns without waiting for it."""
+        """Start a run and return at once."""
         return await self.call("POST", "/runs", reply=RunInfo, body=request)
 
     async def runs(self) -> list[RunInfo]:
@@ -18,11 +18,11 @@ class TrainerClient(ServiceClient):
         return (await self.call("GET", "/runs", reply=RunList)).runs
 
     async def run(self, name: str) -> RunInfo:
-        """Where a run stands."""
+        """The state of a run."""
         return await self.call("GET", f"/runs/{name}", reply=RunInfo)
 
     async def stop(self, name: str) -> RunInfo:
-        """Ask a run to save a checkpoint and end."""
+        """Ask a run to save a checkpoint and stop."""
         return await self.call("POST", f"/runs/{name}/stop", reply=RunInfo)
 
     async def resume(self, name: str, skip_damaged: bool = False) -> RunInfo:

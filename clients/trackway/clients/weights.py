@@ -1,9 +1,9 @@
-"""The weight store: one folder per version on any fsspec URL, and `latest.json` which names the newest.
+"""The weight store: one folder per version on any fsspec URL, and `latest.json` with the newest version.
 
-A version becomes visible by one atomic step, the replacement of `latest.json`; before it lie the copied files and
-then `manifest.json`. So a publisher that dies at any moment leaves readers at the old version, and publishing again
-is safe. A folder above the latest version is a leftover of such a death and may be overwritten. Versions are
-store-wide and only grow, over all runs.
+Publishing copies the files, writes `manifest.json`, and then makes the version visible in one atomic step, the
+replacement of `latest.json`. If a publisher dies at any point, readers stay at the old version, and publishing again is
+safe. A folder above the latest version is left over from such a publisher and may be overwritten. Version numbers are
+store-wide and increase over all runs.
 
     <url>/latest.json
     <url>/<version>/manifest.json, model.safetensors, ...
@@ -18,7 +18,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ValidationError
 
-from trackway.clients.publisher_lock import FolderClaim, LeaseClaim, PublisherLock
+from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLock, PublisherLock
 from trackway.system import atomic_write, digests, find_difference, remove_drafts
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -30,7 +30,7 @@ LATEST = "latest.json"
 
 
 class WeightStore:
-    """Published weights under one URL. Blocking: call it from a thread when on an event loop."""
+    """Published weights under one URL. Methods block; call them from a thread in asynchronous code."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -38,12 +38,12 @@ class WeightStore:
         self._root = str(root).rstrip("/")
 
     def claim(self, owner: str) -> PublisherLock:
-        """The right to publish here, for one process at a time; raises CONFLICT with the holder's name."""
+        """Lock the store for one publisher; raises CONFLICT with the holder's name when it is locked."""
         if isinstance(self._fs, LocalFileSystem):
-            claim = FolderClaim(Path(self._root), owner)
+            lock = FlockPublisherLock(Path(self._root), owner)
             remove_drafts(Path(self._root))
-            return claim
-        return LeaseClaim(self._fs, self._root, owner)
+            return lock
+        return LeasePublisherLock(self._fs, self._root, owner)
 
     def publish(
         self,
@@ -55,9 +55,9 @@ class WeightStore:
     ) -> WeightManifest:
         """Make the files directly inside `folder` the newest version.
 
-        The same version with the same digests is a no-op. Raises CONFLICT when a visible version has other digests or
-        when `version` is not greater than the latest, and DISK_FULL or NOT_WRITABLE, with readers at the old version
-        and nothing left of the new one, when it cannot be written.
+        Publishing the same version with the same digests again does nothing. Raises CONFLICT when the version exists
+        with other digests or is not greater than the latest. Raises DISK_FULL or NOT_WRITABLE when it cannot be
+        written; readers then stay at the old version, and the new one is removed.
         """
         manifest = WeightManifest(version=version, run=run, files=describe(folder), canary=canary, proof=proof)
         latest = self.latest()
@@ -71,21 +71,21 @@ class WeightStore:
         return manifest
 
     def latest(self) -> LatestWeights | None:
-        """The newest complete version, or None when nothing is published; WEIGHTS_CORRUPT when that cannot be read."""
+        """The newest version, or None when nothing is published; raises WEIGHTS_CORRUPT if `latest.json` is invalid."""
         path = f"{self._root}/{LATEST}"
         try:
             return LatestWeights.model_validate_json(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            remedy = "restore it, or remove it and let the next version be published"
+            remedy = "restore it, or remove it and publish the next version"
             raise _unreadable(path, error, remedy) from error
 
     def manifest(self, version: int) -> WeightManifest:
         """The manifest of a version.
 
-        Raises NOT_FOUND when it is not there (never published, or pruned), and WEIGHTS_CORRUPT when it cannot be read:
-        earlier versions published weights of NaN with a proof of nulls.
+        Raises NOT_FOUND when the version was pruned or never published, and WEIGHTS_CORRUPT when its manifest is
+        invalid: earlier releases published NaN weights with a proof of nulls.
         """
         path = f"{self._path(version)}/{MANIFEST}"
         try:
@@ -102,7 +102,7 @@ class WeightStore:
     def fetch(self, version: int, into: Path) -> Path:
         """A local folder with the version's files, each verified by size and sha256.
 
-        A local store is verified in place and its own folder returned; from elsewhere the files are copied to
+        For a local store, this is the verified folder of the version itself; from other stores, files are copied to
         `into/<version>`. Raises NOT_FOUND without a manifest and WEIGHTS_CORRUPT when a file is missing or differs.
         """
         manifest = self.manifest(version)
@@ -122,7 +122,7 @@ class WeightStore:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def prune(self, keep: int) -> list[int]:
-        """Remove all but the newest `keep` (at least 1) visible versions; returns what was removed."""
+        """Remove all but the newest `keep` (at least 1) visible versions; returns the removed versions."""
         if keep < 1:
             raise ValueError(f"expected keep >= 1 (readers load the latest version), got {keep}")
         latest = self.latest()
@@ -141,7 +141,7 @@ class WeightStore:
         self._replace(f"{target}/{MANIFEST}", manifest)
 
     def _unwritten(self, manifest: WeightManifest, error: OSError) -> Exception:
-        """The error to raise for one of the file system; what was copied is removed when the storage refuses more."""
+        """The error to raise for a file system error; removes the copied files if the storage is full or read-only."""
         number = error_number(error)
         if number not in FULL | NOT_WRITABLE:
             return error
@@ -153,7 +153,7 @@ class WeightStore:
             remedy = "free space there, or keep fewer versions (trackway.keep_weights)" if number in FULL else None
             return storage_error(number, Path(self._path(manifest.version)), what, remedy)
         code = ErrorCode.DISK_FULL if number in FULL else ErrorCode.NOT_WRITABLE
-        message = f"expected to write {what} to {self.url}, got '{error.strerror}'; free space or grant the right there"
+        message = f"expected to write {what} to {self.url}, got '{error.strerror}'; free space or grant write access"
         return TrackwayError(code, message, version=manifest.version, bytes=size)
 
     def _published(self, manifest: WeightManifest, latest: LatestWeights) -> WeightManifest:
@@ -216,7 +216,7 @@ def _unreadable(path: str, error: ValidationError, remedy: str) -> TrackwayError
 
 
 def version_of(folder: Path) -> int | None:
-    """The version whose files a cache's folder holds, complete (`7`) or not (`.7.5f0e...`); None for anything else."""
+    """The version in a cache folder, complete (`7`) or partial (`.7.5f0e...`); None for any other folder."""
     number = folder.name.removeprefix(".").split(".")[0]
     return int(number) if number.isdecimal() else None
 
@@ -230,7 +230,7 @@ def describe(folder: Path) -> list[FileDigest]:
 
 
 def verify(folder: Path, manifest: WeightManifest) -> Path:
-    """The folder, when each file of the manifest is there with its digest; else raises WEIGHTS_CORRUPT."""
+    """The folder, if each file of the manifest exists with its digest; else raises WEIGHTS_CORRUPT."""
     difference = find_difference(folder, manifest.files)
     if difference is None:
         return folder

@@ -47,8 +47,8 @@ def error_number(error: BaseException) -> int | None:
     """The errno of an error, None when it has none."""
     if isinstance(error, OSError):
         return error.errno
-    found = _OS_ERROR.search(str(error))
-    return int(found[1]) if found else None
+    match = _OS_ERROR.search(str(error))
+    return int(match[1]) if match else None
 
 
 def storage_error(number: int, path: Path, what: str, remedy: str | None = None) -> StorageError:

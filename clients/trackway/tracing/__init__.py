@@ -2,7 +2,7 @@
 
 The agent opens `trajectory_span` as a new root; `turn_span`, `chat_span`, `tool_span` and `reward_span` join it from
 their own processes through the W3C headers that `inject` writes and `extracted` reads. `RolloutTraceConfig`,
-`rollout_trace_attr` and `rollout_trace_op` are the same in verl's spelling, for people's own agent loops.
+`rollout_trace_attr` and `rollout_trace_op` are verl's API for the same, used by custom agent loops.
 """
 
 from trackway.tracing.active import activated, install, token2text
@@ -21,7 +21,7 @@ from trackway.tracing.spans import (
     trajectory_span,
     turn_span,
 )
-from trackway.tracing.trace_stats import TraceStats, current_trace_stats, ledger
+from trackway.tracing.trace_stats import TraceStats, collect_trace_stats, current_trace_stats
 from trackway.tracing.verl.config import RolloutTraceConfig
 from trackway.tracing.verl.decorators import rollout_trace_attr, rollout_trace_op
 
@@ -37,11 +37,11 @@ __all__ = [
     "add_event",
     "add_incident",
     "chat_span",
+    "collect_trace_stats",
     "current_trace_stats",
     "extracted",
     "inject",
     "install",
-    "ledger",
     "optimizer_step_span",
     "reward_span",
     "rollout_trace_attr",

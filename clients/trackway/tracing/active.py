@@ -1,6 +1,6 @@
 """The active `Tracing`: of this context, else of the process.
 
-It is a context variable, so that several services can live in one process (tests do), each with a name of its own.
+It is a context variable, so that several services can run in one process, as in tests, each with its own name.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def activated(tracing: Tracing) -> Iterator[None]:
 
 
 def install(tracing: Tracing | None) -> None:
-    """Make `tracing` the process's default; None takes the default away."""
+    """Make `tracing` the process's default; None removes the default."""
     _installed[:] = [] if tracing is None else [tracing]
 
 
 def uninstall(tracing: Tracing) -> None:
-    """Take the process's default away if it is still this one."""
+    """Remove the process's default if it is `tracing`."""
     if tracing in _installed:
         install(None)
 

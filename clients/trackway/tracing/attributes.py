@@ -1,4 +1,4 @@
-"""The one place that knows how MLflow, Weave and the GenAI conventions spell things.
+"""Attribute and header names of MLflow, Weave and the GenAI conventions; no other module spells them out.
 
 MLflow reads `mlflow.*` and `gen_ai.*`; Weave reads `weave.span.kind`, `wandb.*`, `gen_ai.*` and
 `mlflow.spanInputs/Outputs`. Keys must form a tree (no key a prefix of another): Weave rejects a span otherwise.
@@ -46,7 +46,7 @@ EVALUATION_NAME = "gen_ai.evaluation.name"
 EVALUATION_SCORE = "gen_ai.evaluation.score.value"
 
 SERVICE = "agentic.service"
-"""Which service made the span; the resource's `service.name` would become a flipping tag in MLflow."""
+"""Service that made the span; as the resource's `service.name` it would be an MLflow tag that services overwrite."""
 PROCESS = "agentic.process"
 """Operating-system pid of the process that made the span."""
 TRAJECTORY_ID = "agentic.trajectory"
@@ -55,11 +55,11 @@ WEIGHT_VERSION = "agentic.weight_version"
 STOP_REASON = "agentic.stop_reason"
 ERROR_CODE = "agentic.error"
 OUTCOME = "outcome"
-"""Tag: `ok`, the gravest incident that was survived, `aborted`, or `error:<code>`."""
+"""Tag: `ok`, the gravest incident that was recovered from, `aborted`, or `error:<code>`."""
 INCIDENTS = "incidents"
 """Tag: every incident, comma-separated; only when there was one."""
 TRAIN_STEP = "train_step"
-"""Tag of the trainer's own traces; they have no `step`, so that `tags.step = '1'` finds trajectories only."""
+"""Tag of the trainer's own traces. They have no `step`, so `tags.step = '1'` matches trajectories only."""
 
 
 class SpanKind(Enum):
@@ -76,7 +76,7 @@ class SpanKind(Enum):
 
     @property
     def attributes(self) -> dict[str, str]:
-        """The attributes by which each backend draws this kind."""
+        """The attributes by which each backend recognizes this kind."""
         mlflow, weave, operation = self.value
         kind = {MLFLOW_SPAN_TYPE: mlflow, WEAVE_KIND: weave}
         return kind if operation is None else {**kind, OPERATION: operation}
@@ -93,7 +93,7 @@ def tag_attributes(tags: Mapping[str, Tag]) -> dict[str, Tag]:
 
 
 def measures(values: Mapping[str, float]) -> dict[str, float]:
-    """Numbers of the trainer's spans, such as `agentic.lr`; Weave filters by them too."""
+    """Numeric attributes of the trainer's spans, such as `agentic.lr`, also as filterable Weave attributes."""
     shown = {f"agentic.{name}": value for name, value in values.items()}
     return {**shown, **{WEAVE_ATTRIBUTE + name: value for name, value in values.items()}}
 
@@ -111,5 +111,5 @@ def display_name(tags: Tags) -> str:
 
 
 def gravest(incidents: Collection[Incident]) -> Incident | None:
-    """The last one in the order of the enumeration, which runs from mild to grave."""
+    """The gravest incident, which is the last in the enumeration's order; None without incidents."""
     return max(incidents, key=list(Incident).index, default=None)

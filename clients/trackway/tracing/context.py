@@ -1,7 +1,7 @@
 """W3C context over HTTP headers, and the target of the current trace.
 
-`inject` and `extracted` are all that crosses a process: traceparent, tracestate and baggage. The target travels as
-baggage, since services outlive the runs that choose it.
+`inject` and `extracted` carry traceparent, tracestate and baggage between processes. The target is sent as baggage,
+because services outlive the runs that choose it.
 """
 
 import logging
@@ -34,11 +34,11 @@ def inject(headers: dict[str, str]) -> None:
 @contextmanager
 def extracted(headers: Mapping[str, str]) -> Iterator[None]:
     """Continue the trace in the headers; without one, nothing inside is traced."""
-    found = _with_baggage(headers.get("baggage", ""))
+    incoming = _with_baggage(headers.get("baggage", ""))
     if (traceparent := headers.get("traceparent")) is not None:
         carried = {"traceparent": traceparent, "tracestate": headers.get("tracestate", "")}
-        found = _TRACE.extract(carried, context=found)
-    token = context.attach(found)
+        incoming = _TRACE.extract(carried, context=incoming)
+    token = context.attach(incoming)
     try:
         yield
     finally:
@@ -47,17 +47,17 @@ def extracted(headers: Mapping[str, str]) -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def _with_baggage(header: str) -> Context:
-    """The same for all requests of a run."""
+    """The context with this baggage, cached because all requests of a run send the same."""
     return _BAGGAGE.extract({"baggage": header}, context=Context()) if header else Context()
 
 
 def current_target() -> TraceTarget:
-    """Where the current trace goes."""
+    """The target of the current trace."""
     return _parsed(str(baggage.get_baggage(_TARGET) or ""))
 
 
 def kept_root(target: TraceTarget | None = None) -> Context:
-    """An empty context in which a root span is kept; any other root is dropped. `target` goes with the trace."""
+    """An empty context in which a root span is sampled; other roots are dropped. `target` is added as baggage."""
     fresh = context.set_value(_KEPT_ROOT, True, Context())
     if target is None or target == TraceTarget():
         return fresh
@@ -76,5 +76,5 @@ def _parsed(text: str) -> TraceTarget:
     try:
         return TraceTarget.model_validate_json(text)
     except ValidationError as error:
-        logger.warning("baggage %s is not a trace target, the service's own is taken: %s", _TARGET, error)
+        logger.warning("baggage %s is not a valid trace target; using the service's own settings: %s", _TARGET, error)
         return TraceTarget()

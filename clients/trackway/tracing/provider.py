@@ -1,7 +1,7 @@
-"""The OpenTelemetry set-up of one service: sampler, ids, limits, backends, counts.
+"""The OpenTelemetry setup of one service: sampler, ids, limits, backends, counts.
 
-A root is kept only when `kept_root` made its context, as trajectories do; everything else follows its parent, so health
-checks and direct REST calls leave no junk traces, and a caller's own sampled trace is continued.
+A root span is sampled only in a context from `kept_root`, as for trajectories. Other spans follow their parent, so
+health checks and direct REST calls create no traces, and a caller's sampled trace is continued.
 """
 
 import os
@@ -29,27 +29,27 @@ from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend
 
 MAX_LINKS = 8192
-"""Trajectories that a step's span may link to; OpenTelemetry's default is 128."""
+"""Most trajectories that a step's span links to; OpenTelemetry's default is 128."""
 MAX_EVENTS = 1024
 
 
 @dataclass(frozen=True)
 class SpanStats:
-    """What happened to the recorded spans since the process began."""
+    """Counts of recorded spans since the process started."""
 
     ended: int = 0
     dropped: int = 0
-    """Lost before any backend's queue: the span queue was full, or the backend is not known here."""
+    """Lost before reaching a backend's queue: the span queue was full, or the backend is not configured here."""
     backends: dict[str, BackendStats] = field(default_factory=dict)
 
     @property
     def lost(self) -> int:
-        """Spans that some backend will never have."""
-        return self.dropped + sum(one.dropped + one.refused for one in self.backends.values())
+        """Spans that some backend will never receive."""
+        return self.dropped + sum(backend.dropped + backend.refused for backend in self.backends.values())
 
 
 class RandomIds(IdGenerator):
-    """Ids from the operating system: `random.seed` in a trainer must not repeat span ids across workers."""
+    """Ids from the operating system, because `random.seed` in a trainer would repeat span ids across workers."""
 
     def generate_span_id(self) -> int:
         return int.from_bytes(os.urandom(8)) or 1
@@ -62,7 +62,7 @@ class RandomIds(IdGenerator):
 
 
 class KeptRoots(Sampler):
-    """Keeps the roots that were meant to be traces; drops any other root."""
+    """Samples root spans whose context is from `kept_root`, and drops other roots."""
 
     def should_sample(
         self,
@@ -84,11 +84,11 @@ class KeptRoots(Sampler):
 class Tracing:
     """The tracing of one service in one process.
 
-    `exporter` gets every span beside the configured backends. `redact` replaces the function that the settings name.
-    `root_operations` keeps traced functions that run outside any trajectory, as verl does.
+    `exporter` receives every span in addition to the configured backends. `redact` replaces the function named in the
+    settings. `root_operations` also traces functions that run outside any trajectory, as verl does.
 
     Raises:
-        ValueError: `settings.redact` names no function.
+        ValueError: `settings.redact` does not name a function.
     """
 
     def __init__(
@@ -102,45 +102,46 @@ class Tracing:
         self.settings = settings
         self.redact: Redact | None = redact or load_redaction(settings.redact)
         self.root_operations = root_operations
-        self._senders = {backend: _sender(backend, service, settings) for backend in settings.sent_to(settings.usable)}
-        self._pipeline = ExportSpanProcessor(service, settings, self._senders, exporter)
+        self._backend_queues = {
+            backend: _backend_queue(backend, service, settings) for backend in settings.sent_to(settings.usable)
+        }
+        self._processor = ExportSpanProcessor(service, settings, self._backend_queues, exporter)
         self._provider = TracerProvider(
             sampler=ParentBased(root=KeptRoots()),
             id_generator=RandomIds(),
-            # The resource becomes MLflow tags and the last service to report wins: say only what all share.
+            # The resource becomes MLflow tags, which each service overwrites, so it has only what all services share.
             resource=Resource({"service.name": "trackway"}),
             span_limits=SpanLimits(max_links=MAX_LINKS, max_events=MAX_EVENTS),
             shutdown_on_exit=False,
         )
-        self._provider.add_span_processor(self._pipeline)
+        self._provider.add_span_processor(self._processor)
         self.tracer: Tracer = self._provider.get_tracer("trackway")
 
     def stats(self) -> SpanStats:
-        """Counts since the start."""
-        backends = {backend.value: sender.stats() for backend, sender in self._senders.items()}
-        return SpanStats(self._pipeline.ended, self._pipeline.dropped, backends)
+        """Counts since the process started."""
+        backends = {backend.value: queue.stats() for backend, queue in self._backend_queues.items()}
+        return SpanStats(self._processor.ended, self._processor.dropped, backends)
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until every span is exported; False when that took longer than `deadline_s` seconds."""
         deadline = monotonic_deadline(deadline_s)
-        encoded = self._pipeline.force_flush(int(deadline_s * 1000))
-        emptied = [sender.wait_empty(deadline) for sender in self._senders.values()]
+        encoded = self._processor.force_flush(int(deadline_s * 1000))
+        emptied = [queue.wait_empty(deadline) for queue in self._backend_queues.values()]
         return encoded and all(emptied)
 
     def shutdown(self, deadline_s: float = 5.0) -> bool:
-        """Export waiting spans and stop; those left after `deadline_s` seconds stay on disk. False if any were left."""
+        """Export waiting spans and stop. Spans left after `deadline_s` seconds stay on disk; False if there are any."""
         deadline = monotonic_deadline(deadline_s)
-        encoded = self._pipeline.force_flush(int(deadline_s * 1000))
+        encoded = self._processor.force_flush(int(deadline_s * 1000))
         self._provider.shutdown()
-        # One after the other, as each goes on sending until it is closed; no threads, which Python 3.12 does not start
-        # while the interpreter ends.
-        closed = [sender.close(deadline) for sender in self._senders.values()]
+        # Sequentially, as each queue sends until it is closed; Python 3.12 starts no threads at interpreter shutdown.
+        closed = [queue.close(deadline) for queue in self._backend_queues.values()]
         return encoded and all(closed)
 
 
-def _sender(backend: TraceBackend, service: str, settings: TracingSettings) -> BackendQueue:
-    spool = None
+def _backend_queue(backend: TraceBackend, service: str, settings: TracingSettings) -> BackendQueue:
+    disk_queue = None
     if settings.spool_dir is not None:
-        spool = DiskQueue(Path(settings.spool_dir) / backend.value, service, settings.max_spool_bytes)
+        disk_queue = DiskQueue(Path(settings.spool_dir) / backend.value, service, settings.max_spool_bytes)
     by_name = settings.mlflow_uri and backend in settings.sent_to([TraceBackend.MLFLOW])
-    return BackendQueue(backend.value, MlflowEndpoint(settings) if by_name else endpoint(backend, settings), spool)
+    return BackendQueue(backend.value, MlflowEndpoint(settings) if by_name else endpoint(backend, settings), disk_queue)

@@ -1,4 +1,4 @@
-"""The hook by which people keep secrets out of traces: one function from text to text, applied to every text."""
+"""The redaction hook, which keeps secrets out of traces: a function from text to text, applied to every text."""
 
 import importlib
 import logging
@@ -12,7 +12,7 @@ FAILED = "[redaction failed]"
 
 
 def load_redaction(path: str | None) -> Redact | None:
-    """The function that `package.module:function` names. Raises ValueError when there is none."""
+    """The function named by `package.module:function`; None for None. Raises ValueError when it does not exist."""
     if path is None:
         return None
     module, _, name = path.partition(":")
@@ -26,11 +26,11 @@ def load_redaction(path: str | None) -> Redact | None:
 
 
 def redacted(text: str, redact: Redact | None) -> str:
-    """The text as it may be stored; a function that fails must not leak what it was to hide."""
+    """The redacted text; if the function fails, a placeholder, so that nothing leaks."""
     if redact is None:
         return text
     try:
         return str(redact(text))
-    except BaseException as error:  # the hook's `sys.exit` is its failure, and must not end the service
-        logger.warning("the redaction raised %s: %s", type(error).__name__, error)
+    except BaseException as error:  # even a `sys.exit` of the hook must not end the service
+        logger.warning("the redaction function raised %s: %s", type(error).__name__, error)
         return FAILED

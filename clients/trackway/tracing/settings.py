@@ -1,4 +1,4 @@
-"""Where spans may go and how much they carry; the usual variables of MLflow, W&B and OpenTelemetry are defaults."""
+"""Settings of backends and span contents; defaults come from the usual MLflow, W&B and OpenTelemetry variables."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -14,7 +14,7 @@ HOSTED_WEAVE = "https://trace.wandb.ai"
 
 
 def _env(*names: str) -> Callable[[], str | None]:
-    """The first of these environment variables that is set and not empty."""
+    """A default factory: the first of these environment variables that is set and not empty."""
     return lambda: next((value for name in names if (value := os.environ.get(name))), None)
 
 
@@ -29,18 +29,18 @@ def _project_in_env() -> str | None:
 
 
 def _otlp_in_env() -> str | None:
-    """OpenTelemetry's rule: the traces' own variable is a full URL, the general one gets `/v1/traces`."""
-    own, common = _env("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")(), _env("OTEL_EXPORTER_OTLP_ENDPOINT")()
-    return own or (f"{common.rstrip('/')}/v1/traces" if common else None)
+    """The OTLP URL by OpenTelemetry's rule: the traces variable is a full URL, the general one gets `/v1/traces`."""
+    traces_url, base_url = _env("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")(), _env("OTEL_EXPORTER_OTLP_ENDPOINT")()
+    return traces_url or (f"{base_url.rstrip('/')}/v1/traces" if base_url else None)
 
 
 def _headers_in_env() -> dict[str, str]:
-    given = _env("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")()
-    return dict(parse_env_headers(given, liberal=True)) if given else {}
+    headers = _env("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "OTEL_EXPORTER_OTLP_HEADERS")()
+    return dict(parse_env_headers(headers, liberal=True)) if headers else {}
 
 
 SPOOL_FOLDER = "spool"
-"""In the outputs folder: traces that their backend did not take yet."""
+"""Subfolder of the outputs folder for traces that a backend has not accepted yet."""
 
 
 class TracingSettings(BaseModel):
@@ -90,7 +90,7 @@ class TracingSettings(BaseModel):
         return value
 
     def missing(self, backend: TraceBackend) -> str | None:
-        """What this backend lacks to be exported to, as a sentence with its remedy; None when it lacks nothing."""
+        """What is missing to export to this backend, as a sentence with the remedy; None when nothing is."""
         wants = {
             TraceBackend.MLFLOW: (self.mlflow_uri, "an MLflow server: set MLFLOW_TRACKING_URI"),
             TraceBackend.WEAVE: (self.weave_api_key, "W&B's API key: set WANDB_API_KEY"),
@@ -101,11 +101,11 @@ class TracingSettings(BaseModel):
         return None if present else f"trace backend {backend.value} needs {sentence}"
 
     def sent_to(self, backends: Iterable[TraceBackend]) -> tuple[TraceBackend, ...]:
-        """The backends to export to for these: the OTLP collector in place of those behind it."""
-        return tuple(dict.fromkeys(TraceBackend.OTLP if one in self.collected else one for one in backends))
+        """The backends to export to: the OTLP collector replaces those it forwards to."""
+        return tuple(dict.fromkeys(TraceBackend.OTLP if backend in self.collected else backend for backend in backends))
 
     def kept_by(self, backends: Iterable[TraceBackend]) -> set[TraceBackend]:
-        """These backends, and those behind the OTLP collector when it is one of them."""
+        """These backends, and those the OTLP collector forwards to if it is one of them."""
         named = set(backends)
         return named | set(self.collected) if TraceBackend.OTLP in named else named
 
@@ -119,5 +119,5 @@ class TracingSettings(BaseModel):
         """Backends of runs that name none; a W&B key alone does not enable Weave."""
         if self.backends is not None:
             return tuple(self.backends)
-        known = [one for one in self.usable if one is not TraceBackend.WEAVE]
+        known = [backend for backend in self.usable if backend is not TraceBackend.WEAVE]
         return tuple(known[:1])

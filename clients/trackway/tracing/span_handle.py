@@ -1,7 +1,7 @@
-"""A span in our own words: what may be said about a piece of work.
+"""`SpanHandle`, the methods that set a span's attributes, events and status.
 
-Nothing here raises, whatever is passed in: a value that cannot be shown must not cost a rollout. Every text goes
-through the redaction and the cut, in this order.
+Nothing here raises for any value, because a value that cannot be shown must not fail a rollout. Every text is redacted
+and then truncated.
 """
 
 import json
@@ -30,11 +30,11 @@ LONGEST_MESSAGE = 4096
 class SpanHandle:
     """A span; every method does nothing when it is not recorded."""
 
-    def __init__(self, span: Span, ledger: TraceStats | None = None) -> None:
+    def __init__(self, span: Span, trace_stats: TraceStats | None = None) -> None:
         self._span = span
         self._recorded = span.is_recording()
-        self.ledger = ledger or TraceStats()
-        """Of a trajectory's root: bytes of all spans and incidents so far, in every process."""
+        self.trace_stats = trace_stats or TraceStats()
+        """For a trajectory's root: bytes of all spans and incidents so far, in every process."""
 
     @property
     def trace_id(self) -> str | None:
@@ -52,20 +52,20 @@ class SpanHandle:
         return self._span.is_recording()
 
     def set(self, key: str, value: Scalar) -> None:
-        """One attribute, as it is; a number that is not finite by its name, as backends store attributes as JSON."""
+        """Set an attribute. Non-finite numbers are set by name, because backends store attributes as JSON."""
         self._span.set_attribute(key, _scalar(value))
 
     def tag(self, key: str, value: names.Tag) -> None:
-        """A tag of the trace in every backend; on a root only."""
+        """Set a tag of the trace in every backend; call it on a root only."""
         for name, spelled in names.tag_attributes({key: value}).items():
             self._span.set_attribute(name, spelled)
 
     def inputs(self, value: object) -> None:
-        """The input, as JSON of bounded size; MLflow and Weave show it."""
+        """Set the input, as JSON of bounded size; MLflow and Weave show it."""
         self._set_json(names.MLFLOW_INPUTS, value)
 
     def outputs(self, value: object) -> None:
-        """The output, as JSON of bounded size; MLflow and Weave show it."""
+        """Set the output, as JSON of bounded size; MLflow and Weave show it."""
         self._set_json(names.MLFLOW_OUTPUTS, value)
 
     def _set_json(self, key: str, value: object) -> None:
@@ -73,26 +73,26 @@ class SpanHandle:
             self._span.set_attribute(key, shown(value))
 
     def usage(self, prompt_tokens: int, completion_tokens: int) -> None:
-        """Token counts in the GenAI names; MLflow sums them over the tree."""
+        """Set token counts under the GenAI names; MLflow sums them over the tree."""
         self._span.set_attribute(names.INPUT_TOKENS, prompt_tokens)
         self._span.set_attribute(names.OUTPUT_TOKENS, completion_tokens)
 
     def finish_reasons(self, reasons: Sequence[str]) -> None:
-        """Why generation ended."""
+        """Set the reasons why generation ended."""
         self._span.set_attribute(names.FINISH_REASONS, list(reasons))
 
     def weight_versions(self, spans: Sequence[WeightSpan]) -> None:
-        """The weight version that generated the text, or `3,4` when weights changed meanwhile."""
+        """Set the weight version that generated the text, or `3,4` when weights changed during generation."""
         versions = ",".join(str(span.version) for span in spans)
         self._span.set_attribute(names.WEIGHT_VERSION, versions)
         self._span.set_attribute(names.WEAVE_ATTRIBUTE + "weight_version", versions)
 
     def score(self, value: float) -> None:
-        """The score of an evaluation."""
+        """Set the score of an evaluation."""
         self._span.set_attribute(names.EVALUATION_SCORE, named_number(value))
 
     def error(self, message: str, code: str) -> None:
-        """Mark the span failed."""
+        """Mark the span as failed."""
         if self.recording:
             self._span.set_status(Status(StatusCode.ERROR, _text(message)))
             self._span.set_attribute(names.ERROR_CODE, code)
@@ -108,7 +108,7 @@ def add_event(name: str, **attributes: Scalar) -> None:
 
 
 def add_incident(incident: Incident, **attributes: Scalar) -> None:
-    """Record a problem that was recovered from: an event of that name and, traced or not, part of the trajectory."""
+    """Record a recovered problem: as an event on the span, and in the trace stats even without a trace."""
     note(incident)
     add_event(incident.value, **attributes)
 
@@ -128,11 +128,11 @@ def _scalar(value: Scalar) -> Scalar:
 
 
 def shown(value: object) -> str:
-    """JSON of `value` as a span may hold it; when it is too long its texts are cut, so that the rest stays readable."""
+    """JSON of `value` for a span; if it is too long, its texts are truncated and the structure stays readable."""
     try:
         return _json(value)
     except Exception as error:
-        # A repr that raises, a circle, keys of any kind: the span says so, the rollout goes on.
+        # A repr that raises, a cycle, or invalid keys must not fail the rollout.
         return json.dumps(f"[not shown: {type(error).__name__}]")
 
 
@@ -140,9 +140,9 @@ def _json(value: object) -> str:
     tracing = active_tracing()
     max_bytes = 16384 if tracing is None else tracing.settings.max_text_bytes
     if (tracing is None or tracing.redact is None) and _longest_text(value) > max_bytes:
-        return _within(max_bytes, _tree(value))  # without a JSON text of it all
+        return _within(max_bytes, _tree(value))  # avoids encoding the whole value
     text = _ENCODER.encode(value)
-    if "NaN" in text or "Infinity" in text:  # perhaps bare ones, which are no JSON; within a text they stay
+    if "NaN" in text or "Infinity" in text:  # bare NaN is invalid JSON; inside a text it stays
         text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
     if tracing is not None and tracing.redact is not None:
         redact = tracing.redact
@@ -153,9 +153,9 @@ def _json(value: object) -> str:
 
 
 def _within(max_bytes: int, plain: object) -> str:
-    """JSON in which each text has its share of the bytes."""
+    """JSON in which each text is truncated to its share of the bytes."""
     fair_share = max(64, max_bytes // max(1, _count_texts(plain)))
-    cut = json.dumps(_each_text(plain, lambda one: truncate(one, fair_share)), ensure_ascii=False)
+    cut = json.dumps(_each_text(plain, lambda text: truncate(text, fair_share)), ensure_ascii=False)
     return cut if len(cut.encode()) <= 2 * max_bytes else json.dumps(truncate(cut, max_bytes), ensure_ascii=False)
 
 
@@ -168,14 +168,14 @@ def _parts(value: object) -> Iterable[object]:
 
 
 def _longest_text(value: object, levels: int = 64) -> int:
-    """Characters of the longest text; a circle is left to the encoder, which says so."""
+    """Characters of the longest text, down to `levels`; the encoder reports cycles."""
     if isinstance(value, str):
         return len(value)
     return max((_longest_text(part, levels - 1) for part in _parts(value)), default=0) if levels else 0
 
 
 def _tree(value: object) -> object:
-    """The value as JSON would be read, its texts not copied."""
+    """The value as parsed JSON would be, without copying its texts."""
     if isinstance(value, BaseModel):
         value = {name: item for name, item in vars(value).items() if item is not None}
     if isinstance(value, dict):
@@ -188,7 +188,7 @@ def _tree(value: object) -> object:
 
 
 def _hidden(value: object, redact: Redact, keys: bool = False) -> object:
-    """Texts and numbers, and the names inside of what was passed in: a secret may be any of them."""
+    """The value with texts, numbers and nested keys redacted, because a secret may be any of them."""
     if isinstance(value, dict):
         return {redacted(key, redact) if keys else key: _hidden(item, redact, True) for key, item in value.items()}
     if isinstance(value, list):
@@ -228,7 +228,7 @@ def truncate(text: str, max_bytes: int) -> str:
 
 
 def utf8_size(text: str) -> int:
-    """Bytes of the text in UTF-8, found without a copy of a long one."""
+    """Bytes of the text in UTF-8, counted without copying a long text."""
     if text.isascii():
         return len(text)
     parts = (text[start : start + _PART_CHARS] for start in range(0, len(text), _PART_CHARS))

@@ -13,7 +13,7 @@ from trackway.tracing.active import active_tracing, tracer
 from trackway.tracing.attributes import SpanKind
 from trackway.tracing.context import current_target, kept_root
 from trackway.tracing.span_handle import Scalar, SpanHandle
-from trackway.tracing.trace_stats import ledger
+from trackway.tracing.trace_stats import collect_trace_stats
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
@@ -34,9 +34,9 @@ def trajectory_span(
 ) -> Iterator[SpanHandle]:
     """The root of a trajectory's trace, linked to the caller's span instead of being its child.
 
-    MLflow takes name, tags, state and previews from the span without a parent: so the root must be a true one.
-    With `record` False nothing below it is recorded either, in any process. With None the caller decides: the
-    trajectory continues the caller's trace when that is recorded, and is not recorded otherwise.
+    The span has no parent, because MLflow takes name, tags, state and previews from such a span. With `record` False,
+    nothing below it is recorded in any process. With None, the trajectory continues the caller's trace if that is
+    recorded, and is not recorded otherwise.
     """
     attributes: dict[str, Scalar] = {
         names.TRAJECTORY_ID: trajectory_id,
@@ -60,13 +60,13 @@ def root_span(
     target: TraceTarget | None = None,
     kind: SpanKind = SpanKind.TRAJECTORY,
 ) -> Iterator[SpanHandle]:
-    """A span with tags that begins a trace, as `trajectory_span` says for `record`; it counts what its trace weighs."""
-    with ledger() as sums:
+    """A span with tags that begins a trace and collects trace stats; `record` is that of `trajectory_span`."""
+    with collect_trace_stats() as sums:
         caller = trace.get_current_span().get_span_context()
         continues = record is None and caller.is_valid and caller.trace_flags.sampled
         if not (record or continues):
             with EnteredSpan(_UNSAMPLED, Context()) as handle:
-                handle.ledger = sums
+                handle.trace_stats = sums
                 yield handle
             return
         parent = get_current() if continues else kept_root(target)
@@ -83,7 +83,7 @@ def root_span(
             },
         )
         with EnteredSpan(span, parent) as handle:
-            handle.ledger = sums
+            handle.trace_stats = sums
             yield handle
 
 
@@ -134,7 +134,7 @@ def reward_span(name: str) -> Iterator[SpanHandle]:
 
 @contextmanager
 def operation_span(name: str, target: TraceTarget | None = None) -> Iterator[SpanHandle]:
-    """One traced function of a user's own agent loop; a trace of its own where the tracing keeps such roots."""
+    """One traced function of a custom agent loop; a separate trace outside of one if `root_operations` is set."""
     tracing = active_tracing()
     alone = not trace.get_current_span().get_span_context().is_valid
     if alone and tracing is not None and tracing.root_operations:
@@ -147,7 +147,7 @@ def operation_span(name: str, target: TraceTarget | None = None) -> Iterator[Spa
 
 @contextmanager
 def train_step_span(step: int, experiment_name: str, target: TraceTarget) -> Iterator[SpanHandle]:
-    """One step of the trainer: a trace of its own, named `train step <step>`."""
+    """One training step: a separate trace named `train step <step>`."""
     tags = {names.TRAIN_STEP: step, "experiment_name": experiment_name}
     title = f"train step {step}"
     shown = {names.MLFLOW_TRACE_NAME: title, names.WEAVE_DISPLAY_NAME: title}
@@ -157,7 +157,7 @@ def train_step_span(step: int, experiment_name: str, target: TraceTarget) -> Ite
 
 @contextmanager
 def optimizer_step_span(index: int, consumed: Sequence[tuple[str, str]]) -> Iterator[SpanHandle]:
-    """One optimiser step; `consumed` are the (trace id, root span id) in hex of the trajectories that moved it."""
+    """One optimizer step; `consumed` has the (trace id, root span id) in hex of the trajectories it trained on."""
     links = [
         Link(SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(1)))
         for trace_id, span_id in consumed
@@ -167,11 +167,11 @@ def optimizer_step_span(index: int, consumed: Sequence[tuple[str, str]]) -> Iter
 
 
 def set_outcome(span: SpanHandle, failure: str | None = None) -> None:
-    """Tag the trace with how the trajectory ended; call it on the root, last.
+    """Tag the trace with the trajectory's outcome; call it last, on the root.
 
-    `failure` is `aborted` or `error:<code>`; None is `ok`, or the gravest incident that was survived.
+    `failure` is `aborted` or `error:<code>`; None is `ok`, or the gravest incident that was recovered from.
     """
-    incidents = span.ledger.incidents
+    incidents = span.trace_stats.incidents
     gravest = names.gravest(incidents)
     span.tag(names.OUTCOME, failure or (gravest.value if gravest else "ok"))
     if incidents:
@@ -181,13 +181,13 @@ def set_outcome(span: SpanHandle, failure: str | None = None) -> None:
 def child_span(
     name: str, kind: SpanKind, attributes: Mapping[str, Scalar], links: Sequence[Link] = ()
 ) -> "EnteredSpan":
-    """A span below the current one; recorded when that is."""
+    """A child of the current span; recorded if the current span is."""
     span = tracer().start_span(name, attributes={**kind.attributes, **attributes}, links=links)
     return EnteredSpan(span, get_current())
 
 
 class EnteredSpan:
-    """Makes a span current inside the block, marks it ERROR when an exception passes, ends it."""
+    """Makes a span current inside the block, marks it ERROR if the block raises, and ends it."""
 
     def __init__(self, span: Span, parent: Context) -> None:
         self.handle = SpanHandle(span)
@@ -201,7 +201,7 @@ class EnteredSpan:
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if error is not None:
             self._failed(error)
-        self._span.end()  # while its context is current: the target is read from there
+        self._span.end()  # before detaching: the processor reads the target from the current context
         detach(self._token)
 
     def _failed(self, error: BaseException) -> None:

@@ -1,7 +1,7 @@
-"""What a piece of work adds to its trace: bytes of spans, and problems that it recovered from.
+"""Trace stats: the bytes of spans that a piece of work adds to its trace, and the problems it recovered from.
 
-A service opens a ledger for each request and sends its sum back in one header of the answer; the caller adds it to its
-own. So the agent knows, when a trajectory ends, what its trace weighs in all processes and what happened in them.
+A service collects them for each request and returns them in a header of the answer; the caller adds them to its own.
+When a trajectory ends, the agent therefore has the size of its trace and its incidents in all processes.
 """
 
 from collections.abc import Iterator
@@ -19,45 +19,45 @@ class TraceStats:
     """Sums of one request, or of one trajectory."""
 
     bytes: int = 0
-    """Of the spans that ended, before compression."""
+    """Bytes of the ended spans, before compression."""
     incidents: set[Incident] = field(default_factory=set)
 
     def receipt(self) -> str:
-        """The value of the header `x-trackway-trace`; empty when there is nothing to tell."""
+        """The value of the header `x-trackway-trace`; empty without spans and incidents."""
         parts = [f"bytes={self.bytes}"] if self.bytes else []
         if self.incidents:
             parts.append("incidents=" + "+".join(sorted(self.incidents)))
         return ",".join(parts)
 
     def add_receipt(self, receipt: str) -> None:
-        """Add another process's sums; what is not understood is left out, as a newer service may say more."""
+        """Add another process's sums; unknown fields, as of a newer service, are ignored."""
         parts = (part.partition("=") for part in receipt.split(","))
         fields = {name: value for name, _, value in parts}
         size = fields.get("bytes", "")
         self.bytes += int(size) if size.isdecimal() else 0
-        known = {one.value for one in Incident}
+        known = {incident.value for incident in Incident}
         self.incidents |= {Incident(name) for name in fields.get("incidents", "").split("+") if name in known}
 
 
 @contextmanager
-def ledger() -> Iterator[TraceStats]:
-    """Collect in a ledger of its own what happens inside the block, in tasks that it starts too."""
+def collect_trace_stats() -> Iterator[TraceStats]:
+    """Collect the trace stats of the block and of the tasks it starts, separately from the enclosing ones."""
     token = _current.set(TraceStats())
     try:
-        opened = _current.get()
-        assert opened is not None
-        yield opened
+        stats = _current.get()
+        assert stats is not None
+        yield stats
     finally:
         _current.reset(token)
 
 
 def current_trace_stats() -> TraceStats | None:
-    """The innermost open ledger."""
+    """The stats of the innermost `collect_trace_stats` block; None outside of one."""
     return _current.get()
 
 
 def note(incident: Incident) -> None:
-    """Record a problem that was recovered from in the ledger of this piece of work."""
-    opened = current_trace_stats()
-    if opened is not None:
-        opened.incidents.add(incident)
+    """Record a recovered problem in the current trace stats."""
+    stats = current_trace_stats()
+    if stats is not None:
+        stats.incidents.add(incident)

@@ -37,8 +37,8 @@ class ObservationRequest(BaseModel):
 
     @model_validator(mode="after")
     def _of_one_length(self) -> Self:
-        given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
-        lengths = {name: len(value) for name, value in given.items()}
+        lists = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        lengths = {name: len(value) for name, value in lists.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"expected lists of one length, got {lengths}")
         return self

@@ -36,12 +36,12 @@ class RetrievedDocument(WireReply):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_title_and_text(cls, given: JsonValue) -> JsonValue:
+    def _from_title_and_text(cls, document: JsonValue) -> JsonValue:
         """Corpora come with `contents`, or with `text` and mostly a `title`."""
-        if not isinstance(given, dict) or "contents" in given or "text" not in given:
-            return given
-        title = given.get("title", given.get("id", ""))
-        return {**given, "contents": f'"{title}"\n{given["text"]}'}
+        if not isinstance(document, dict) or "contents" in document or "text" not in document:
+            return document
+        title = document.get("title", document.get("id", ""))
+        return {**document, "contents": f'"{title}"\n{document["text"]}'}
 
 
 class ScoredDocument(WireReply):

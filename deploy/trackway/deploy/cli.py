@@ -1,4 +1,4 @@
-"""The `trackway` command: five services that train a tool-using agent, every trajectory one trace."""
+"""Train tool-using agents with five microservices, and trace every trajectory."""
 
 import typer
 

@@ -1,13 +1,13 @@
-"""Emptying this Ray node before it stops: `python -m trackway.deploy.drain --timeout 660`, preStop of a worker pod.
+"""Drain this Ray node before it stops: `python -m trackway.deploy.drain --timeout 660`, preStop of a worker pod.
 
-The node is marked as draining, as `ray drain-node` does: Serve starts replacements of its replicas on other nodes, and
-those here end what they have begun. Where there is no room for a replacement a replica is stopped all the same, when
-no more than its `graceful_shutdown_timeout_s` is left of the timeout; so the timeout is to be the longer of the two.
+The node is marked as draining, as `ray drain-node` does: Serve starts replacement replicas on other nodes, and replicas
+here finish their requests. If no node has room for a replacement, the replica is stopped once only its
+`graceful_shutdown_timeout_s` is left of the timeout, so the timeout must be the longer of the two.
 
-Not waited for: what another node answers to a request that came in by this node's proxy. Its client asks again, under
-the same key.
+Requests that entered by this node's proxy and run on another node are not waited for. Their clients retry under the
+same idempotency key.
 
-This process is no Ray worker and stays small. Its exit status is 0 also when replicas are left: the pod stops anyway.
+This process is not a Ray worker and stays small. Its exit status is 0 even if replicas remain, as the pod stops anyway.
 """
 
 import argparse
@@ -29,19 +29,19 @@ from trackway.system.user_error import UserError
 _PREEMPTION = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 _POLL_S = 1.0
 _ANSWER_S = 10.0
-"""Longest wait for one answer of the cluster's control store."""
+"""Longest wait for one answer from the cluster's control store."""
 _SILENCE_S = 180.0
-"""So long a lost head may take to come back; when all pods of a cluster are deleted, it does not."""
+"""Longest wait for a lost head to return; it does not when all pods of a cluster are deleted."""
 _SILENT = "the cluster does not answer"
 _REPLICA = "SERVE_REPLICA::"
-"""How the names of Serve's replicas begin."""
+"""Prefix of the actor names of Serve's replicas."""
 
 
 def drain(node: str, cluster: str, timeout_s: float) -> list[str]:
-    """Drain a node and wait until no replica of Serve runs on it; those that still do when the time is up.
+    """Drain a node and wait until no Serve replica runs on it; returns the replicas that remain at the timeout.
 
-    The control store may be away, with the cluster's head on its way back: it is asked again, until it was silent for
-    `_SILENCE_S` or the time is up. No answer is waited for longer than `_ANSWER_S` beyond that time.
+    If the control store does not answer, for example while the head restarts, it is polled until it has been silent for
+    `_SILENCE_S` or the timeout has passed. The call returns at most `_ANSWER_S` after the timeout.
 
     Args:
         node: the node's id, hexadecimal.
@@ -59,7 +59,7 @@ def drain(node: str, cluster: str, timeout_s: float) -> list[str]:
         except BaseException as error:
             ended.set_exception(error)
 
-    # A daemon, since what waits in Ray's client for a silent store cannot be ended: it takes 40 s to be made.
+    # A daemon thread: creating Ray's client takes 40 s when the store is silent and cannot be interrupted.
     threading.Thread(target=work, daemon=True).start()
     try:
         return ended.result(timeout_s + _ANSWER_S)
@@ -86,16 +86,16 @@ async def _drain(node: str, cluster: str, timeout_s: float) -> list[str]:
 
 
 def _draining(node: str, cluster: str, until_ms: int) -> GcsClient:
-    """The control store, which has heard that the node is to be drained."""
+    """Start draining the node; returns the client of the control store."""
     store = GcsClient(address=cluster)
     accepted, reason = store.drain_node(node, _PREEMPTION, "its pod stops", until_ms, timeout=_ANSWER_S)
     if not accepted:
-        raise UserError(f"Ray does not drain node {node}: {reason}")
+        raise UserError(f"Ray refused to drain node {node}: {reason}")
     return store
 
 
 def replicas_on(node: str, actors: Iterable[ActorTableData]) -> list[str]:
-    """Names of the node's living replicas."""
+    """Names of the node's running replicas."""
     return sorted(
         actor.name
         for actor in actors
@@ -106,21 +106,21 @@ def replicas_on(node: str, actors: Iterable[ActorTableData]) -> list[str]:
 
 
 def _this_node() -> str:
-    found = find_node_ids()
-    if len(found) != 1:
-        raise UserError(f"expected one Ray node on this machine, got {len(found)}; nothing is drained")
-    return found.pop()
+    nodes = find_node_ids()
+    if len(nodes) != 1:
+        raise UserError(f"expected one Ray node on this machine, got {len(nodes)}; run this on a machine with one node")
+    return nodes.pop()
 
 
 def _cluster() -> str:
     try:
         return canonicalize_bootstrap_address_or_die("auto")
     except ConnectionError as error:
-        raise UserError(f"no Ray cluster to be asked: {error}; set RAY_ADDRESS") from error
+        raise UserError(f"expected a Ray cluster, got none: {error}; set RAY_ADDRESS") from error
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Drain this node and say how it went."""
+    """Drain this node and print the result."""
     parser = argparse.ArgumentParser(prog="trackway.deploy.drain", description="Empty this Ray node before it stops.")
     parser.add_argument("--timeout", type=float, default=660.0, help="longest wait, in seconds (default: 660)")
     timeout_s, began = parser.parse_args(arguments).timeout, time.monotonic()

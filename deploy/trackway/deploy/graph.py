@@ -1,7 +1,7 @@
 """The five services as Ray Serve applications: `import_path: trackway.deploy.graph:tools`, `args`: its settings.
 
-A service is a plain FastAPI factory; the one class below hosts any of them on a replica and lets all replicas be asked
-at once. Heavy imports (torch, transformers) happen on the replica, never where the graph is built.
+A service is a plain FastAPI factory. The class below hosts any of them on a replica and adds routes that call every
+replica. Heavy imports (torch, transformers) happen on the replica, never where the graph is built.
 """
 
 import os
@@ -74,7 +74,7 @@ def trainer(args: TrainerSettings) -> Application:
 
 
 class Replica:
-    """Hosts one service's FastAPI app; beside its routes, `/replicas` asks every replica of the deployment."""
+    """Hosts one service's FastAPI app, and adds `/replicas`, which calls every replica of the deployment."""
 
     def __init__(self, service: ServiceName, settings: ServiceSettings) -> None:
         end_at_sigterm()
@@ -93,40 +93,41 @@ class Replica:
         return self._app
 
     async def describe(self) -> ReplicaInfo:
-        """What this replica is, asked through its own routes."""
+        """The description of this replica, read from its own routes."""
         ready = await self._ask("/ready", Ready)
         weights = await self._ask("/weights", WeightsReply) if self._service == "rollout" and ready.ready else None
         url = self._direct.url if self._direct else ""
         return ReplicaInfo(health=await self._ask("/health", Health), ready=ready, weights=weights, url=url or None)
 
     async def exposition(self) -> ReplicaMetrics:
-        """What this replica shows Prometheus."""
+        """This replica's metrics in Prometheus' text format."""
         answer = await self._request("GET", "/metrics")
         if not answer.is_success:  # not httpx's own error, which cannot travel between processes
             raise RuntimeError(f"/metrics answered {answer.status_code}: {answer.text}")
         return ReplicaMetrics(self._app.state.settings.replica, answer.text)
 
     async def admit(self, digest: bytes) -> ReplicaPass:
-        """What whoever has the token with this sha256 may send to this replica's own port instead of it."""
+        """The pass that replaces the token with this sha256 digest at this replica's direct port."""
         tokens: TokenTable | None = self._app.state.tokens
         opens = tokens.pass_for(digest) if tokens and self._direct else None
         return ReplicaPass(self._app.state.settings.replica, opens)
 
     async def steer(self, method: str, path: str, deadline: float) -> SleepReply | Refusal:
-        """Sleep or wake up by this replica's own routes, or say why not; until `deadline`, Unix time."""
+        """Sleep or wake up through this replica's routes; returns the refusal on failure. `deadline` is Unix time."""
         answer = await self._request(method, path, {REQUEST_DEADLINE: f"{deadline:.3f}"})
         if answer.is_success:
             return SleepReply.model_validate_json(answer.content)
         return Refusal(replica=answer.headers[REPLICA], error=ErrorReply.model_validate_json(answer.content).error)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For policies that count what Serve does not see."""
+        """Metrics for autoscaling policies: requests that Serve does not count."""
         return {DIRECT_REQUESTS: self._direct.load() if self._direct else 0.0}
 
     async def check_health(self) -> None:
-        """Raises when only a new replica helps, as when the engine is stuck; a replica that loads or pauses is healthy.
+        """Raise RuntimeError when the replica must be replaced, for example when the engine is stuck. A replica that
+        is loading or paused is healthy.
 
-        Runs on the loop that answers requests: a blocked loop fails the check, Serve's default one would pass.
+        Runs on the event loop that answers requests, so a blocked loop fails the check; Serve's default would pass.
         """
         ready = await self._ask("/ready", Ready)
         if ready.broken:
@@ -146,7 +147,7 @@ def _application(service: ServiceName, settings: ServiceSettings) -> Application
 
 
 def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:
-    """A port for callers who go past the proxy, of a service whose calls are shorter than the way through it."""
+    """The port for direct calls, for services whose calls are shorter than the detour through the proxy."""
     if not isinstance(settings, ToolsSettings) or settings.direct_host == "":
         return None
     host = settings.direct_host
@@ -159,6 +160,6 @@ def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:
 
 
 def _auth(settings: ServiceSettings) -> AuthSettings:
-    """HAProxy calls the replicas from this machine and does not say for whom."""
+    """The auth settings; loopback is not trusted behind HAProxy, which calls from this machine for any client."""
     hidden = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
     return settings.auth.model_copy(update={"trust_loopback": settings.auth.trust_loopback and not hidden})

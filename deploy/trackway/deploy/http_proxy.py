@@ -1,6 +1,6 @@
-"""Ray Serve's HTTP proxy: a uvicorn server in a process of Ray's, without limits of its connections.
+"""Connection limits for Ray Serve's HTTP proxy, a uvicorn server in a Ray process that has none by default.
 
-Serve calls `bound_connections` in each proxy before it listens, where the environment that Ray was started with has
+Serve calls `bound_connections` in each proxy before it listens, if the environment of the Ray process has
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=trackway.deploy.http_proxy.bound_connections`.
 """
 
@@ -15,11 +15,11 @@ ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "trackway.deploy.http_proxy.bound_connections",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }
-"""What Ray's environment needs. Serve replaces a proxy after three failed checks: 30 s after its death by default."""
+"""Variables for Ray's environment. Serve replaces a proxy after three failed health checks, by default after 30 s."""
 
 
 def bound_connections() -> list[Middleware]:
-    """Have the next uvicorn server of this process keep `ConnectionSettings`; Serve wants a list of middleware."""
+    """Apply `ConnectionSettings` to the next uvicorn server of this process. Returns no middleware."""
     HTTP_PROTOCOLS["auto"] = bounded_protocol(ConnectionSettings())  # pyright: ignore[reportArgumentType]  as Config
     end_at_sigterm()
     return []

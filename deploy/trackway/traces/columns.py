@@ -36,21 +36,21 @@ class Marks:
         return (f"[-{text}-]" if side == LEFT else f"{{+{text}+}}"), ""
 
 
-def draw(found: Comparison, colours: bool) -> RenderableType:
+def draw(comparison: Comparison, colours: bool) -> RenderableType:
     """Head, prompt, turns, scoring."""
     marks = Marks(colours)
-    parts: list[RenderableType] = [_names(found), _head(found.head, colours), _section("prompt")]
-    parts.append(_both(marks, found.prompt))
-    for turn in found.turns:
+    parts: list[RenderableType] = [_names(comparison), _head(comparison.head, colours), _section("prompt")]
+    parts.append(_both(marks, comparison.prompt))
+    for turn in comparison.turns:
         parts += _turn(marks, turn)
-    if not found.scoring.empty:
-        parts += [_section("reward"), _both(marks, found.scoring)]
-    return Group(*parts, Text(), Text(summary(found.turns), style="bold"))
+    if not comparison.scoring.empty:
+        parts += [_section("reward"), _both(marks, comparison.scoring)]
+    return Group(*parts, Text(), Text(summary(comparison.turns), style="bold"))
 
 
-def _names(found: Comparison) -> Table:
+def _names(comparison: Comparison) -> Table:
     table = _two()
-    names = [one_line(tree.name) or tree.trace_id for tree in (found.left, found.right)]
+    names = [one_line(tree.name) or tree.trace_id for tree in (comparison.left, comparison.right)]
     table.add_row(Text(f"A  {names[0]}", style="bold red"), Text(f"B  {names[1]}", style="bold green"))
     return table
 

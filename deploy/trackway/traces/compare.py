@@ -141,7 +141,7 @@ def _facts_of_turn(turn: SpanNode | None) -> list[str] | None:
 
 def errors_of(span: SpanNode) -> list[str]:
     """What went wrong in a span and below it."""
-    return [f"{one.name}: {one.error or 'ERROR'}" for one in span.walk() if one.status == "ERROR"]
+    return [f"{node.name}: {node.error or 'ERROR'}" for node in span.walk() if node.status == "ERROR"]
 
 
 def _call_pair(left: SpanNode | None, right: SpanNode | None) -> CallPair:
@@ -204,8 +204,8 @@ def pretty(value: JsonValue) -> str:
         return ""
     if isinstance(value, str):
         return value
-    if isinstance(value, dict) and not any(isinstance(one, dict | list) for one in value.values()):
-        return "\n".join(f"{key}: {_plain(one)}" for key, one in value.items())
+    if isinstance(value, dict) and not any(isinstance(item, dict | list) for item in value.values()):
+        return "\n".join(f"{key}: {_plain(item)}" for key, item in value.items())
     return json.dumps(value, indent=2, ensure_ascii=False)
 
 

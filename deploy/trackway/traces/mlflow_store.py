@@ -52,22 +52,22 @@ class MlflowStore:
 
     def search(self, wanted: TraceFilter) -> Iterator[TraceTree]:
         """See TraceStore; tags are filtered by MLflow, ranges here."""
-        found = (tree_of(trace) for trace in self.raw(filter_string(wanted)))
-        return (tree for tree in found if wanted.matches(tree))
+        trees = (tree_of(trace) for trace in self.raw(filter_string(wanted)))
+        return (tree for tree in trees if wanted.matches(tree))
 
     def get(self, trace_ids: Sequence[str]) -> dict[str, TraceTree]:
         """See TraceStore."""
-        found: dict[str, TraceTree] = {}
+        trees_by_id: dict[str, TraceTree] = {}
         for start in range(0, len(trace_ids), _IDS_PER_QUERY):
-            ids = ", ".join(f"'tr-{one}'" for one in trace_ids[start : start + _IDS_PER_QUERY])
+            ids = ", ".join(f"'tr-{trace_id}'" for trace_id in trace_ids[start : start + _IDS_PER_QUERY])
             trees = (tree_of(trace) for trace in self.raw(f"request_id IN ({ids})"))
-            found |= {tree.hex_id: tree for tree in trees}
-        return found
+            trees_by_id |= {tree.hex_id: tree for tree in trees}
+        return trees_by_id
 
     def ids_with_prefix(self, prefix: str, limit: int) -> list[str]:
         """See TraceStore."""
-        found = self.raw(f"request_id LIKE 'tr-{prefix}%'", spans=False)
-        return [hex_id(trace.info.trace_id) for trace in itertools.islice(found, limit)]
+        traces = self.raw(f"request_id LIKE 'tr-{prefix}%'", spans=False)
+        return [hex_id(trace.info.trace_id) for trace in itertools.islice(traces, limit)]
 
     def raw(self, filter_string: str = "", spans: bool = True) -> Iterator["Trace"]:
         """MLflow's own objects, newest first, page by page."""
@@ -136,8 +136,17 @@ def _state(value: str) -> State:
 def _feedback(trace: "Trace") -> dict[str, JsonValue]:
     from mlflow.entities import Feedback
 
-    said = [one for one in trace.info.assessments or [] if isinstance(one, Feedback) and one.valid is not False]
-    return _json({one.name: one.value for one in sorted(said, key=lambda one: one.create_time_ms or 0)})
+    feedback = [
+        assessment
+        for assessment in trace.info.assessments or []
+        if isinstance(assessment, Feedback) and assessment.valid is not False
+    ]
+    return _json(
+        {
+            assessment.name: assessment.value
+            for assessment in sorted(feedback, key=lambda assessment: assessment.create_time_ms or 0)
+        }
+    )
 
 
 def _json(values: Mapping[str, object]) -> dict[str, JsonValue]:
@@ -168,7 +177,8 @@ def _node(span: "Span", start_ns: int) -> SpanNode:
         outputs=span.outputs,
         attributes={key: value for key, value in span.attributes.items() if key not in _REPEATED},
         events=[
-            SpanEvent(name=one.name, at_ms=ms(one.timestamp), attributes=_json(one.attributes)) for one in span.events
+            SpanEvent(name=event.name, at_ms=ms(event.timestamp), attributes=_json(event.attributes))
+            for event in span.events
         ],
         links=[SpanLink(trace_id=hex_id(link.trace_id), span_id=link.span_id) for link in span.links],
     )
@@ -178,11 +188,11 @@ def experiment_ids(mlflow_uri: str, project: str | None) -> list[str]:
     """Ids of the experiments to look in: the named one, else all. Raises UserError when there is none."""
     with _answering(mlflow_uri):
         experiments = list(_client(mlflow_uri).search_experiments())
-    found = [one.experiment_id for one in experiments if project in (None, one.name)]
-    if not found:
-        known = ", ".join(one.name for one in experiments)
+    ids = [experiment.experiment_id for experiment in experiments if project in (None, experiment.name)]
+    if not ids:
+        known = ", ".join(experiment.name for experiment in experiments)
         raise UserError(f"no MLflow experiment {project!r}; there are {known}")
-    return found
+    return ids
 
 
 def tag_filter(**tags: str | int | bool | None) -> str:

@@ -14,24 +14,24 @@ from trackway.traces.text import visible
 from trackway.traces.tree import SpanNode, TraceTree
 
 
-def write(path: Path, found: Comparison) -> None:
+def write(path: Path, comparison: Comparison) -> None:
     """Write the page. Raises UserError when the file cannot be written."""
     try:
-        atomic_write(path, render(found), what="the page")
+        atomic_write(path, render(comparison), what="the page")
     except StorageError as error:
         raise UserError(f"--html: {error}") from error
     except OSError as error:
         raise UserError(f"--html: cannot write {path}: {error.strerror}") from error
 
 
-def render(found: Comparison) -> str:
+def render(comparison: Comparison) -> str:
     """The page's HTML; every text of the traces is escaped."""
     # Autoescaping is what keeps a model's text from becoming part of the page.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"visible": visible, "ms": milliseconds, "shown": shown}
     template = environment.from_string(files(__package__ or "").joinpath("compare.html.j2").read_text(encoding="utf-8"))
-    lines = {"A": timeline(found.left), "B": timeline(found.right)}
-    return template.render(found=found, summary=summary(found.turns), timelines=lines)
+    lines = {"A": timeline(comparison.left), "B": timeline(comparison.right)}
+    return template.render(comparison=comparison, summary=summary(comparison.turns), timelines=lines)
 
 
 def shown(piece: Piece) -> str:

@@ -81,8 +81,8 @@ def _index(value: int | str | None) -> int | str:
 
 
 def _two(option: str, text: str) -> tuple[int, int]:
-    numbers = [one.strip() for one in text.split(",")]
-    if len(numbers) != 2 or not all(one.isdecimal() for one in numbers):
+    numbers = [number.strip() for number in text.split(",")]
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
         raise UserError(f"{option}: expected two numbers such as 1,10, got {text!r}")
     return int(numbers[0]), int(numbers[1])
 
@@ -93,10 +93,10 @@ def resolve(store: TraceStore, ref: str, experiment_name: str | None = None) -> 
     Raises:
         UserError: when it is no reference, or means no trace or several.
     """
-    if found := _ID.fullmatch(ref.lower()):
-        return _by_id(store, found[1])
-    if found := _NAME.fullmatch(ref):
-        kind, step, index, rollout_n = found.groups()
+    if match := _ID.fullmatch(ref.lower()):
+        return _by_id(store, match[1])
+    if match := _NAME.fullmatch(ref):
+        kind, step, index, rollout_n = match.groups()
         place = Place(int(step), _index(index), int(rollout_n), kind == "val", experiment_name)
         return at(store, place)
     raise UserError(
@@ -111,16 +111,16 @@ def at(store: TraceStore, place: Place) -> TraceTree:
     Raises:
         UserError: when there is none, or runs of several names have one.
     """
-    found = list(store.search(TraceFilter(tags=place.tags)))
-    runs = sorted({tree.tags.get("experiment_name", "") for tree in found})
+    trees = list(store.search(TraceFilter(tags=place.tags)))
+    runs = sorted({tree.tags.get("experiment_name", "") for tree in trees})
     if len(runs) > 1:
         raise UserError(f"{place.name} exists in several runs: {', '.join(runs)}; add --experiment-name")
-    if not found:
+    if not trees:
         where = f" of run {place.experiment_name!r}" if place.experiment_name else ""
         raise UserError(
             f"no trace of {place.name}{where}; `trackway traces list --step {place.step}` shows what is there"
         )
-    return found[0]
+    return trees[0]
 
 
 def _by_id(store: TraceStore, digits: str) -> TraceTree:
@@ -128,7 +128,7 @@ def _by_id(store: TraceStore, digits: str) -> TraceTree:
     if len(ids) > 1:
         shown = ", ".join(ids[:_SHOWN]) + (", ..." if len(ids) > _SHOWN else "")
         raise UserError(f"{digits!r} begins several trace ids: {shown}; give more digits")
-    found = store.get(ids)
-    if not found:
+    trees = store.get(ids)
+    if not trees:
         raise UserError(f"no trace whose id begins with {digits!r}; `trackway traces list` shows what is there")
-    return found[ids[0]]
+    return trees[ids[0]]

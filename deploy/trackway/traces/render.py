@@ -107,7 +107,7 @@ def _bar(span: SpanNode, tree: TraceTree, width: int) -> str:
 
 def extent(span: SpanNode, tree: TraceTree) -> tuple[float, float]:
     """Where a span begins and how long it is, as parts of the whole trace."""
-    whole = max((one.end_ms or one.start_ms for one in tree.spans()), default=0.0) or 1.0
+    whole = max((node.end_ms or node.start_ms for node in tree.spans()), default=0.0) or 1.0
     end = whole if span.end_ms is None else span.end_ms
     start = min(1.0, max(0.0, span.start_ms / whole))
     return start, max(0.0, min(1.0 - start, (end - span.start_ms) / whole))
@@ -143,16 +143,18 @@ def blocks(span: SpanNode, texts_below: bool) -> dict[str, str]:
         return {key: value for key, value in _of_chat(span).items() if value}
     if span.kind == "execute_tool":
         return _of_tool(span)
-    said = {"inputs": pretty(span.inputs), "outputs": pretty(span.outputs)}
-    return {key: value for key, value in said.items() if value}
+    texts = {"inputs": pretty(span.inputs), "outputs": pretty(span.outputs)}
+    return {key: value for key, value in texts.items() if value}
 
 
 def _of_root(span: SpanNode, texts_below: bool) -> dict[str, str]:
     messages = views.field_of(span.inputs, "messages")
-    said = [f"{one.get('role')}: {one.get('content')}" for one in messages or [] if isinstance(one, dict)]  # pyright: ignore
+    lines = [
+        f"{message.get('role')}: {message.get('content')}" for message in messages or [] if isinstance(message, dict)
+    ]  # pyright: ignore
     texts = {} if texts_below else {"prompt": views.field_of(span.outputs, "prompt_text")}
     texts |= {} if texts_below else {"wrote": views.field_of(span.outputs, "response_text")}
-    blocks = {"messages": "\n".join(said), **{key: pretty(value) for key, value in texts.items()}}
+    blocks = {"messages": "\n".join(lines), **{key: pretty(value) for key, value in texts.items()}}
     return {key: value for key, value in blocks.items() if value}
 
 
@@ -169,9 +171,9 @@ def _of_chat(span: SpanNode) -> dict[str, str]:
 
 def _of_tool(span: SpanNode) -> dict[str, str]:
     reward = views.number(views.field_of(span.outputs, "reward"))
-    said = {
+    texts = {
         "arguments": pretty(span.inputs),
         "result": "" if span.status == "ERROR" else observation(span),
         "reward": f"{reward:.4g}" if reward else "",
     }
-    return {key: value for key, value in said.items() if value}
+    return {key: value for key, value in texts.items() if value}

@@ -92,10 +92,10 @@ def ordered(rows: Iterable[TraceRow], sort: str, limit: int) -> list[TraceRow]:
     key = _KEYS.get(sort.removeprefix("-"))
     if key is None:
         raise UserError(f"--sort: expected one of {SORTS}, or -KEY for the greatest first, got {sort!r}")
-    placed = ((key(one), one) for one in rows)
+    placed = ((key(row), row) for row in rows)
     if sort.startswith("-"):
-        return [one for _, one in heapq.nlargest(limit, placed, key=lambda pair: _greatest_first(pair[0]))]
-    return [one for _, one in heapq.nsmallest(limit, placed, key=lambda pair: _least_first(pair[0]))]
+        return [row for _, row in heapq.nlargest(limit, placed, key=lambda pair: _greatest_first(pair[0]))]
+    return [row for _, row in heapq.nsmallest(limit, placed, key=lambda pair: _least_first(pair[0]))]
 
 
 def _greatest_first(value: Key | None) -> tuple[bool, Key]:

@@ -43,21 +43,26 @@ class Expected:
         return {"turn": self.turns, "chat": self.turns, "execute_tool": self.calls, "reward": self.rewards}
 
 
-def gaps(tree: TraceTree | None, one: Trajectory) -> list[str]:
+def gaps(tree: TraceTree | None, trajectory: Trajectory) -> list[str]:
     """What the trace of a trajectory lacks or says differently; empty for a whole tree.
 
     A trajectory that failed needs a root that says ERROR and no orphan: work that never began has no span.
     """
     if tree is None:
         return ["the trace is absent"]
-    if one.error is not None:
-        return [*_root_gaps(tree), *_wrong_services(tree), *_different_tags(tree, one), *_wrong_status(tree, one)]
-    expected = Expected.of(one.turns, rewards=int(one.reward is not None))
+    if trajectory.error is not None:
+        return [
+            *_root_gaps(tree),
+            *_wrong_services(tree),
+            *_different_tags(tree, trajectory),
+            *_wrong_status(tree, trajectory),
+        ]
+    expected = Expected.of(trajectory.turns, rewards=int(trajectory.reward is not None))
     return [
         *tree_gaps(tree, expected),
-        *_different_tags(tree, one),
-        *_wrong_status(tree, one),
-        *_different_values(tree, one),
+        *_different_tags(tree, trajectory),
+        *_wrong_status(tree, trajectory),
+        *_different_values(tree, trajectory),
     ]
 
 
@@ -71,7 +76,7 @@ def shared_processes(tree: TraceTree) -> list[str]:
     services: dict[str, set[str]] = {}
     for span in tree.spans():
         services.setdefault(str(span.attributes.get(names.PROCESS)), set()).add(span.service)
-    return [f"process {process} served two services" for process, made in services.items() if len(made) > 1]
+    return [f"process {process} served two services" for process, served in services.items() if len(served) > 1]
 
 
 def _root_gaps(tree: TraceTree) -> list[str]:
@@ -94,11 +99,11 @@ def _count_gaps(tree: TraceTree, expected: Expected) -> list[str]:
     died = "; a process died, and with it the spans it had not exported" if Incident.REPLICA_LOST in events else ""
     problems = []
     for kind, wanted in expected.counts().items():
-        found = counts[kind]
-        if found < wanted:
-            problems.append(f"{found} of {wanted} {kind} spans{_where(tree, kind)}{died}")
-        elif found > wanted and not (repeated and kind in _REPEATABLE):
-            problems.append(f"{found} {kind} spans, expected {wanted}")
+        count = counts[kind]
+        if count < wanted:
+            problems.append(f"{count} of {wanted} {kind} spans{_where(tree, kind)}{died}")
+        elif count > wanted and not (repeated and kind in _REPEATABLE):
+            problems.append(f"{count} {kind} spans, expected {wanted}")
     return problems
 
 
@@ -118,10 +123,10 @@ def _wrong_services(tree: TraceTree) -> list[str]:
     ]
 
 
-def _different_tags(tree: TraceTree, one: Trajectory) -> list[str]:
+def _different_tags(tree: TraceTree, trajectory: Trajectory) -> list[str]:
     if tree.root is None:
         return []  # tags come from the root, whose absence is said already
-    expected = {key: str(value) for key, value in one.tags.model_dump().items()}
+    expected = {key: str(value) for key, value in trajectory.tags.model_dump().items()}
     return [
         f"tag {key} is {tree.tags.get(key)!r}, expected {value!r}"
         for key, value in expected.items()
@@ -129,31 +134,33 @@ def _different_tags(tree: TraceTree, one: Trajectory) -> list[str]:
     ]
 
 
-def _wrong_status(tree: TraceTree, one: Trajectory) -> list[str]:
+def _wrong_status(tree: TraceTree, trajectory: Trajectory) -> list[str]:
     root = tree.root
-    if root is None or (root.status == "ERROR") == (one.error is not None):
+    if root is None or (root.status == "ERROR") == (trajectory.error is not None):
         return []
-    how = f"failed with {one.error.code.value}" if one.error else "did not fail"
+    how = f"failed with {trajectory.error.code.value}" if trajectory.error else "did not fail"
     return [f"the root's status is {root.status}, but the trajectory {how}"]
 
 
-def _different_values(tree: TraceTree, one: Trajectory) -> list[str]:
+def _different_values(tree: TraceTree, trajectory: Trajectory) -> list[str]:
     problems = []
     turns = views.number(views.output_of(tree, "num_turns"))
-    if turns is not None and turns != one.num_turns:
-        problems.append(f"num_turns is {turns:g} in the trace, {one.num_turns} in the dump")
-    for place, said in _rewards(tree).items():
-        if one.reward is not None and not math.isclose(said, one.reward.score, rel_tol=1e-6, abs_tol=1e-9):
-            problems.append(f"the reward is {said:g} in {place}, {one.reward.score:g} in the dump")
+    if turns is not None and turns != trajectory.num_turns:
+        problems.append(f"num_turns is {turns:g} in the trace, {trajectory.num_turns} in the dump")
+    for place, reward in _rewards(tree).items():
+        if trajectory.reward is not None and not math.isclose(
+            reward, trajectory.reward.score, rel_tol=1e-6, abs_tol=1e-9
+        ):
+            problems.append(f"the reward is {reward:g} in {place}, {trajectory.reward.score:g} in the dump")
     return problems
 
 
 def _rewards(tree: TraceTree) -> dict[str, float]:
     """Every reward that the trace names, by where it stands."""
     scoring: SpanNode | None = next(iter(reversed(tree.of_kind("reward"))), None)
-    said = {
+    rewards = {
         "the root": views.output_of(tree, "reward"),
         "the reward span": None if scoring is None else views.field_of(scoring.outputs, "score"),
         "the feedback": tree.feedback.get("reward"),
     }
-    return {place: value for place, one in said.items() if (value := views.number(one)) is not None}
+    return {place: value for place, reward in rewards.items() if (value := views.number(reward)) is not None}

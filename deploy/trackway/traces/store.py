@@ -36,8 +36,8 @@ class Steps:
     def parse(cls, text: str) -> "Steps":
         """Of `3`, `3-7`, `3-` or `-7`. Raises UserError for anything else."""
         low, dash, high = text.strip().partition("-")
-        ends = [one for one in (low, high) if one]
-        if not ends or not all(one.isdecimal() for one in ends):
+        ends = [end for end in (low, high) if end]
+        if not ends or not all(end.isdecimal() for end in ends):
             raise UserError(f"--step: expected 3, 3-7 or 3-, got {text!r}")
         first = int(low) if low else 0
         last = first if not dash else int(high) if high else None

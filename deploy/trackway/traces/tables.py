@@ -20,10 +20,10 @@ _ROOM_FOR_IDS = 130
 _SHOWN_GAPS = 50
 
 
-def listing(found: Sequence[TraceRow], width: int) -> Table:
+def listing(rows: Sequence[TraceRow], width: int) -> Table:
     """One row per trace."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    several_runs = len({one.tags.get("experiment_name") for one in found}) > 1
+    several_runs = len({row.tags.get("experiment_name") for row in rows}) > 1
     table.add_column("trace", no_wrap=True)
     for name in ["name", *(["run"] if several_runs else [])]:
         table.add_column(name, no_wrap=True)
@@ -33,58 +33,60 @@ def listing(found: Sequence[TraceRow], width: int) -> Table:
     for name in ("reward", "turns", "tokens", "ms"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("end of the answer", no_wrap=True, overflow="ellipsis")
-    for one in found:
-        run = [Text(one_line(one.tags.get("experiment_name", "")))] if several_runs else []
-        table.add_row(Text(_id(one, width)), Text(one_line(one.name)), *run, *_tags(one), *_numbers(one), _answer(one))
+    for row in rows:
+        run = [Text(one_line(row.tags.get("experiment_name", "")))] if several_runs else []
+        table.add_row(Text(_id(row, width)), Text(one_line(row.name)), *run, *_tags(row), *_numbers(row), _answer(row))
     return table
 
 
-def _id(one: TraceRow, width: int) -> str:
-    return one.trace_id if width >= _ROOM_FOR_IDS else hex_id(one.trace_id)[:12]
+def _id(row: TraceRow, width: int) -> str:
+    return row.trace_id if width >= _ROOM_FOR_IDS else hex_id(row.trace_id)[:12]
 
 
-def _tags(one: TraceRow) -> list[Text]:
-    step = one.tags.get("step", one.tags.get("train_step", ""))
-    places = [step, one.tags.get("sample_index", ""), one.tags.get("rollout_n", "")]
-    outcome = one.tags.get("outcome", one.state)
-    bad = one.state == "ERROR" or outcome.startswith(("error", "aborted"))
+def _tags(row: TraceRow) -> list[Text]:
+    step = row.tags.get("step", row.tags.get("train_step", ""))
+    places = [step, row.tags.get("sample_index", ""), row.tags.get("rollout_n", "")]
+    outcome = row.tags.get("outcome", row.state)
+    bad = row.state == "ERROR" or outcome.startswith(("error", "aborted"))
     style = "red" if bad else "" if outcome.lower() == "ok" else "yellow"
     return [*(Text(one_line(place)) for place in places), Text(one_line(outcome), style)]
 
 
-def _numbers(one: TraceRow) -> list[str]:
-    tokens = "" if one.prompt_tokens is None else f"{one.prompt_tokens}+{one.response_tokens}"
-    reward = "" if one.reward is None else f"{one.reward:.4g}"
-    took = "" if one.duration_ms is None else f"{one.duration_ms:.0f}"
-    return [reward, str(one.turns), tokens, took]
+def _numbers(row: TraceRow) -> list[str]:
+    tokens = "" if row.prompt_tokens is None else f"{row.prompt_tokens}+{row.response_tokens}"
+    reward = "" if row.reward is None else f"{row.reward:.4g}"
+    took = "" if row.duration_ms is None else f"{row.duration_ms:.0f}"
+    return [reward, str(row.turns), tokens, took]
 
 
-def _answer(one: TraceRow) -> Text:
-    return Text(ending(one.answer, 60))
+def _answer(row: TraceRow) -> Text:
+    return Text(ending(row.answer, 60))
 
 
-def verification(found: "Verification") -> RenderableType:
+def verification(result: "Verification") -> RenderableType:
     """The gaps, and one line that sums up."""
     parts: list[RenderableType] = []
-    if found.gaps:
+    if result.gaps:
         table = Table("trajectory", "trace", "what is wrong", box=None, padding=(0, 2, 0, 0))
-        for gap in found.gaps[:_SHOWN_GAPS]:
+        for gap in result.gaps[:_SHOWN_GAPS]:
             table.add_row(
                 Text(one_line(gap.name)), Text(gap.trace_id), Text("\n".join(map(one_line, gap.reasons)), "red")
             )
         parts.append(table)
-    if len(found.gaps) > _SHOWN_GAPS:
-        parts.append(Text(f"and {len(found.gaps) - _SHOWN_GAPS} more, which --json lists"))
-    if found.waiting.files:
+    if len(result.gaps) > _SHOWN_GAPS:
+        parts.append(Text(f"and {len(result.gaps) - _SHOWN_GAPS} more, which --json lists"))
+    if result.waiting.files:
         parts.append(
             Text(
-                f"{found.waiting.bytes} bytes in {found.waiting.files} files still wait on disk: the backend was down, "
-                f"or is; they are sent when it is back",
+                f"{result.waiting.bytes} bytes in {result.waiting.files} files wait on disk because the backend was or "
+                "is down; they are sent once it is back",
                 "yellow",
             )
         )
-    sum_up = f"run {found.run}: {found.complete} of {found.traced} traced trajectories are whole trees"
+    sum_up = f"run {result.run}: {result.complete} of {result.traced} traced trajectories are whole trees"
     parts.append(
-        Text(f"{sum_up} ({found.trajectories} trajectories in {found.dumps} files)", "red" if found.gaps else "green")
+        Text(
+            f"{sum_up} ({result.trajectories} trajectories in {result.dumps} files)", "red" if result.gaps else "green"
+        )
     )
     return Group(*parts)

@@ -9,7 +9,7 @@ _ACTING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def visible(text: str) -> str:
     """The text with what would act on a terminal replaced by a sign for it."""
     encodable = text.encode("utf-8", "backslashreplace").decode("utf-8")
-    return _ACTING.sub(lambda found: _sign(ord(found[0])), encodable)
+    return _ACTING.sub(lambda match: _sign(ord(match[0])), encodable)
 
 
 def _sign(code: int) -> str:

@@ -95,15 +95,15 @@ def dumps(run: RunFolder, steps: Steps | None, validate: bool | None) -> list[Pa
         UserError: when there is none.
     """
     every = [
-        (found, path) for path in (run.path / "trajectories").glob("*.parquet") if (found := _DUMP.fullmatch(path.name))
+        (match, path) for path in (run.path / "trajectories").glob("*.parquet") if (match := _DUMP.fullmatch(path.name))
     ]
     chosen = [
-        (int(found[2]), path)
-        for found, path in every
-        if (steps is None or int(found[2]) in steps) and validate in (None, found[1] is not None)
+        (int(match[2]), path)
+        for match, path in every
+        if (steps is None or int(match[2]) in steps) and validate in (None, match[1] is not None)
     ]
     if not chosen:
-        there = sorted((int(found[2]), found[1] or "") for found, _ in every)
+        there = sorted((int(match[2]), match[1] or "") for match, _ in every)
         known = ", ".join(f"{'validation ' if kind else ''}{step}" for step, kind in there) or "no step yet"
         raise UserError(f"run {run.name!r} has no such trajectories; it has those of {known}")
     return [path for _, path in sorted(chosen)]
@@ -113,20 +113,20 @@ def verify(
     store: TraceStore, run: RunFolder, files: Sequence[Path], wait_s: float, meter: Meter | None = None
 ) -> Verification:
     """Hold each traced trajectory of the files against its trace; late spans are waited for, `wait_s` seconds."""
-    meter, made, traced = meter or Unseen(), 0, 0
+    meter, total, traced = meter or Unseen(), 0, 0
     suspects: list[Trajectory] = []
     for path in files:
         trajectories = read_trajectories(path)
-        recorded = [one for one in trajectories if one.trace_id]
+        recorded = [trajectory for trajectory in trajectories if trajectory.trace_id]
         meter.expect(len(recorded))
-        made, traced = made + len(trajectories), traced + len(recorded)
+        total, traced = total + len(trajectories), traced + len(recorded)
         gaps = look(store, recorded, meter=meter)
-        suspects += [one for one in recorded if one.trace_id in gaps]
+        suspects += [trajectory for trajectory in recorded if trajectory.trace_id in gaps]
     gaps = settle(store, suspects, wait_s)
     return Verification(
         run=run.name,
         dumps=len(files),
-        trajectories=made,
+        trajectories=total,
         traced=traced,
         complete=traced - len(gaps),
         gaps=gaps,
@@ -139,10 +139,10 @@ def settle(store: TraceStore, trajectories: Sequence[Trajectory], wait_s: float,
     deadline = time.monotonic() + wait_s
     while True:
         reasons = look(store, trajectories, rule)
-        trajectories = [one for one in trajectories if one.trace_id in reasons]
+        trajectories = [trajectory for trajectory in trajectories if trajectory.trace_id in reasons]
         left = deadline - time.monotonic()
         if not trajectories or left <= 0:
-            return [_gap(one, reasons[one.trace_id or ""]) for one in trajectories]
+            return [_gap(trajectory, reasons[trajectory.trace_id or ""]) for trajectory in trajectories]
         time.sleep(min(_LOOK_AGAIN_S, left))
 
 
@@ -150,15 +150,15 @@ def look(
     store: TraceStore, trajectories: Sequence[Trajectory], rule: Rule = rules.gaps, meter: Meter | None = None
 ) -> dict[str, list[str]]:
     """The reasons of each trajectory whose trace is not whole now, by trace id."""
-    found: dict[str, list[str]] = {}
+    reasons_by_id: dict[str, list[str]] = {}
     for chunk in _chunks(trajectories):
-        trees = store.get([one.trace_id for one in chunk if one.trace_id])
-        for one in chunk:
-            if one.trace_id and (reasons := rule(trees.get(one.trace_id), one)):
-                found[one.trace_id] = reasons
+        trees = store.get([trajectory.trace_id for trajectory in chunk if trajectory.trace_id])
+        for trajectory in chunk:
+            if trajectory.trace_id and (reasons := rule(trees.get(trajectory.trace_id), trajectory)):
+                reasons_by_id[trajectory.trace_id] = reasons
         if meter is not None:
             meter.advance(len(chunk))
-    return found
+    return reasons_by_id
 
 
 def waiting(outputs: Path) -> Waiting:
@@ -175,8 +175,13 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _gap(one: Trajectory, reasons: list[str]) -> Gap:
-    return Gap(trajectory=one.id, trace_id=one.trace_id or "", name=display_name(one.tags), reasons=reasons)
+def _gap(trajectory: Trajectory, reasons: list[str]) -> Gap:
+    return Gap(
+        trajectory=trajectory.id,
+        trace_id=trajectory.trace_id or "",
+        name=display_name(trajectory.tags),
+        reasons=reasons,
+    )
 
 
 def _chunks(trajectories: Iterable[Trajectory]) -> Iterator[Sequence[Trajectory]]:

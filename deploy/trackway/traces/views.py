@@ -24,10 +24,10 @@ def number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        found = float(value)
+        parsed = float(value)
     except ValueError:
         return None
-    return found if math.isfinite(found) else None
+    return parsed if math.isfinite(parsed) else None
 
 
 def field_of(value: JsonValue, *keys: str) -> JsonValue:
@@ -44,8 +44,8 @@ def output_of(tree: TraceTree, key: str) -> JsonValue:
 
 def reward_of(tree: TraceTree) -> float | None:
     """The trainer's feedback `reward`, else what the root says."""
-    said = number(tree.feedback.get("reward"))
-    return number(output_of(tree, "reward")) if said is None else said
+    feedback = number(tree.feedback.get("reward"))
+    return number(output_of(tree, "reward")) if feedback is None else feedback
 
 
 def prompt_text(span: SpanNode) -> str | None:
@@ -77,9 +77,9 @@ def answer_of(tree: TraceTree) -> str:
 
 def tokens_of(span: SpanNode) -> tuple[int, int] | None:
     """Tokens that a generation was given and wrote."""
-    given = number(span.attributes.get(names.INPUT_TOKENS))
-    written = number(span.attributes.get(names.OUTPUT_TOKENS))
-    return None if given is None or written is None else (int(given), int(written))
+    prompt = number(span.attributes.get(names.INPUT_TOKENS))
+    output = number(span.attributes.get(names.OUTPUT_TOKENS))
+    return None if prompt is None or output is None else (int(prompt), int(output))
 
 
 def tokens_in(tree: TraceTree) -> Tokens | None:
@@ -100,8 +100,8 @@ def weight_version(span: SpanNode) -> str:
 
 def weight_versions(tree: TraceTree) -> str:
     """All weights that wrote a part of the trajectory, in order."""
-    found = [version for chat in tree.of_kind("chat") for version in weight_version(chat).split(",") if version]
-    return ",".join(dict.fromkeys(found))
+    versions = [version for chat in tree.of_kind("chat") for version in weight_version(chat).split(",") if version]
+    return ",".join(dict.fromkeys(versions))
 
 
 def message_texts(tree: TraceTree) -> list[tuple[str, str]]:

@@ -52,23 +52,23 @@ class WeaveStore:
         roots = self._calls(query=query_of(wanted), filter={"trace_roots_only": True}, sort_by=_NEWEST_FIRST)
         ids = (str(call.trace_id) for call in roots)
         while page := list(itertools.islice(ids, _TRACES_PER_QUERY)):
-            found = self.get(page)
-            yield from (tree for one in page if (tree := found.get(one)) and wanted.matches(tree))
+            trees = self.get(page)
+            yield from (tree for trace_id in page if (tree := trees.get(trace_id)) and wanted.matches(tree))
 
     def get(self, trace_ids: Sequence[str]) -> dict[str, TraceTree]:
         """See TraceStore."""
-        found: dict[str, TraceTree] = {}
+        trees: dict[str, TraceTree] = {}
         for start in range(0, len(trace_ids), _TRACES_PER_QUERY):
             page = list(trace_ids[start : start + _TRACES_PER_QUERY])
-            found |= trees_of(self._calls(filter={"trace_ids": page}))
-        return found
+            trees |= trees_of(self._calls(filter={"trace_ids": page}))
+        return trees
 
     def ids_with_prefix(self, prefix: str, limit: int) -> list[str]:
         """See TraceStore."""
         contains = {"$contains": {"input": {"$getField": "trace_id"}, "substr": {"$literal": prefix}}}
         calls = self._calls(query={"$expr": contains}, filter={"trace_roots_only": True})
-        found = (str(call.trace_id) for call in calls)
-        return list(itertools.islice((one for one in found if one.startswith(prefix)), limit))
+        ids = (str(call.trace_id) for call in calls)
+        return list(itertools.islice((trace_id for trace_id in ids if trace_id.startswith(prefix)), limit))
 
     def _calls(self, **arguments: Any) -> Iterator[Any]:
         with _answering():
@@ -114,9 +114,9 @@ def trees_of(calls: Iterable[Any]) -> dict[str, TraceTree]:
 
 
 def _feedback(call: Any) -> dict[str, JsonValue]:
-    said = ((call.summary or {}).get("weave") or {}).get("feedback") or []
-    ordered = sorted(said, key=lambda one: str(one.get("created_at")))
-    return {str(one["feedback_type"]): field_of(dict(one["payload"]), "value") for one in ordered}
+    entries = ((call.summary or {}).get("weave") or {}).get("feedback") or []
+    ordered = sorted(entries, key=lambda entry: str(entry.get("created_at")))
+    return {str(entry["feedback_type"]): field_of(dict(entry["payload"]), "value") for entry in ordered}
 
 
 def _tree(trace_id: str, spans: Sequence[Span], feedback: dict[str, JsonValue]) -> TraceTree:
@@ -161,8 +161,8 @@ def _node(span: Span, start: datetime) -> SpanNode:
         inputs=attributes.pop(names.MLFLOW_INPUTS, None),
         outputs=attributes.pop(names.MLFLOW_OUTPUTS, None),
         attributes=attributes,
-        events=[_event(one, start) for one in span.get("events") or []],
-        links=[_link(one) for one in span.get("links") or []],
+        events=[_event(event, start) for event in span.get("events") or []],
+        links=[_link(link) for link in span.get("links") or []],
     )
 
 

@@ -248,7 +248,7 @@ def _ending(episode: Episode, stop_reason: str) -> dict[str, float | str | None]
 
 def _with_trace(trajectory: Trajectory, root: SpanHandle) -> Trajectory:
     """The trajectory with its trace counts, once the root span has ended."""
-    sums = root.ledger
+    sums = root.trace_stats
     trace = {"trace_id": root.trace_id, "span_id": root.span_id, "trace_bytes": sums.bytes}
     return trajectory.model_copy(update={**trace, "incidents": sorted(sums.incidents)})
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trackway.serving.error_responses import error_response
 from trackway.serving.user_code import described, failure_of
 from trackway.system.storage import FULL, error_number, storage_error
-from trackway.tracing import TraceStats, Tracing, extracted, ledger
+from trackway.tracing import TraceStats, Tracing, collect_trace_stats, extracted
 from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import REPLICA, REQUEST_DEADLINE, TRACE_RECEIPT
@@ -40,8 +40,8 @@ class TraceContext:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        with activated(self.tracing), extracted(_carried(scope)), ledger() as sums:
-            scope["ledger"] = sums
+        with activated(self.tracing), extracted(_carried(scope)), collect_trace_stats() as sums:
+            scope["trace_stats"] = sums
             await self.app(scope, receive, send)
 
 
@@ -107,7 +107,7 @@ def _is_cancelled() -> bool:
 
 
 def _add_receipt(scope: Scope, start: Message) -> None:
-    sums: TraceStats | None = scope.get("ledger")
+    sums: TraceStats | None = scope.get("trace_stats")
     if sums is not None and (receipt := sums.receipt()):
         MutableHeaders(scope=start)[TRACE_RECEIPT] = receipt
 

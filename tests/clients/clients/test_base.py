@@ -10,7 +10,7 @@ from pydantic import BaseModel, JsonValue
 from time_limits import ENDS_SOON
 
 from trackway.clients import CallPolicy, Deadline, ServiceClient
-from trackway.tracing import Tracing, TracingSettings, ledger, trajectory_span
+from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
 from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import Incident, TraceTarget
@@ -128,7 +128,7 @@ async def test_each_call_has_its_own_key() -> None:
 
 async def test_a_service_that_stays_down_is_unavailable_after_the_last_try() -> None:
     script = Script(*[httpx.ConnectError("refused")] * 3)
-    with pytest.raises(TrackwayError, match=r"POST http://s/x/y: no answer after 3 tries") as caught:
+    with pytest.raises(TrackwayError, match=r"POST http://s/x/y: no answer after 3 attempts") as caught:
         await client_of(script).call("POST", "/y", reply=Answer)
     assert caught.value.code is ErrorCode.UNAVAILABLE
 
@@ -253,7 +253,7 @@ async def test_a_retry_is_an_incident_that_says_why_on_the_span_that_waited(
         await client_of(Script(failure, OK)).call("POST", "/y", reply=Answer)
     tracing.flush(5)
     [event] = exporter.get_finished_spans()[0].events
-    assert (event.name, root.ledger.incidents) == (incident.value, {incident})
+    assert (event.name, root.trace_stats.incidents) == (incident.value, {incident})
     assert event.attributes == {"url": "http://s/x/y", "attempt": 1, "reason": reason}
 
 
@@ -268,7 +268,7 @@ async def test_each_further_try_is_an_event_and_the_last_failure_is_the_error() 
 
 
 async def test_a_failure_that_is_not_sent_again_is_no_incident() -> None:
-    with ledger() as sums, pytest.raises(TrackwayError):
+    with collect_trace_stats() as sums, pytest.raises(TrackwayError):
         await client_of(Script(error_answer(ErrorCode.INTERNAL))).call("POST", "/y", reply=Answer)
     assert sums.incidents == set()
 
@@ -277,18 +277,18 @@ async def test_the_receipts_of_all_answers_are_added_errors_included() -> None:
     refused = error_answer(ErrorCode.WEIGHTS_BEHIND)
     refused.headers["x-trackway-trace"] = "bytes=100,incidents=weights_behind"
     answered = httpx.Response(200, json={"value": 7}, headers={"x-trackway-trace": "bytes=23,incidents=tool_timeout"})
-    with ledger() as sums:
+    with collect_trace_stats() as sums:
         await client_of(Script(refused, answered)).call("POST", "/y", reply=Answer)
     assert (sums.bytes, sums.incidents) == (123, {Incident.WEIGHTS_BEHIND, Incident.TOOL_TIMEOUT})
 
 
 async def test_a_receipt_of_somebody_else_is_nothing_to_fail_on() -> None:
     odd = httpx.Response(200, json={"value": 7}, headers={"x-trackway-trace": "bytes=many,incidents=flood,,=;"})
-    with ledger() as sums:
+    with collect_trace_stats() as sums:
         answer = await client_of(Script(odd)).call("POST", "/y", reply=Answer)
     assert (answer.value, sums.bytes, sums.incidents) == (7, 0, set())
 
 
 async def test_an_answer_of_another_shape_names_the_model() -> None:
-    with pytest.raises(TrackwayError, match="is no Answer"):
+    with pytest.raises(TrackwayError, match="not a valid Answer"):
         await client_of(Script(httpx.Response(200, json={"other": 1}))).call("GET", "/y", reply=Answer)

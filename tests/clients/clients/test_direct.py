@@ -53,8 +53,8 @@ class World:
         """Let the refresh interval pass, and the look beside the calls end."""
         self.now += 10.0
         await self.met()
-        if self.routes._looking is not None:
-            await self.routes._looking
+        if self.routes._refreshing is not None:
+            await self.routes._refreshing
 
 
 def info(name: str, url: str | None, ready: bool = True) -> ReplicaInfo:
@@ -137,7 +137,7 @@ async def test_what_cannot_be_reached_is_said_once_and_the_proxy_taken_for_good(
     with caplog.at_level(logging.WARNING):
         for _ in range(6):
             await world.look_again()
-    assert (world.routes.given_up, world.looks) == (True, 3)
+    assert (world.routes.proxy_only, world.looks) == (True, 3)
     [said] = [record.getMessage() for record in caplog.records]
     assert world.url("a") in said and world.url("b") in said
     world.answering[world.url("a")] = "a"
@@ -150,7 +150,7 @@ async def test_a_service_that_lists_no_replicas_is_asked_once(code: ErrorCode) -
     world.refusal = code
     assert [await world.met(), await world.met(replica="a")] == [None, None]
     await world.look_again()
-    assert (world.routes.given_up, world.looks) == (True, 1)
+    assert (world.routes.proxy_only, world.looks) == (True, 1)
 
 
 async def test_a_service_that_cannot_be_asked_now_keeps_the_replicas_it_had() -> None:
@@ -166,7 +166,7 @@ async def test_replicas_without_an_address_of_their_own_are_given_up() -> None:
     world.routes._list_replicas = lambda: listed(info("a", None))
     for _ in range(3):
         await world.look_again()
-    assert world.routes.given_up
+    assert world.routes.proxy_only
 
 
 async def test_a_service_that_still_starts_is_not_given_up() -> None:
@@ -174,7 +174,7 @@ async def test_a_service_that_still_starts_is_not_given_up() -> None:
     world.routes._list_replicas = lambda: listed(info("a", world.url("a"), ready=False))
     for _ in range(5):
         await world.look_again()
-    assert not world.routes.given_up
+    assert not world.routes.proxy_only
 
 
 async def listed(*replicas: ReplicaInfo) -> ReplicaList:

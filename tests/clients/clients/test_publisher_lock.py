@@ -25,13 +25,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightStor
 
 def test_the_second_publisher_is_refused_by_the_firsts_name_until_it_lets_go(store: WeightStore) -> None:
     first = store.claim("run a")
-    with pytest.raises(TrackwayError, match="got run b beside run a") as raised:
+    with pytest.raises(TrackwayError, match="got run b besides run a") as raised:
         store.claim("run b")
     assert raised.value.code is ErrorCode.CONFLICT
     first.renew()
     first.close()
     second = store.claim("run b")
-    with pytest.raises(TrackwayError, match="got run c beside run b"):
+    with pytest.raises(TrackwayError, match="got run c besides run b"):
         store.claim("run c")
     second.close()
 
@@ -53,13 +53,13 @@ def test_the_claim_of_a_killed_publisher_is_free(tmp_path: Path) -> None:
 
 def test_a_lease_that_ran_out_may_be_taken_and_its_first_holder_notices(tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
-    slow = publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
-    taken = publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run b")
-    with pytest.raises(TrackwayError, match="got run a beside run b"):
+    slow = publisher_lock.LeasePublisherLock(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
+    taken = publisher_lock.LeasePublisherLock(fs, f"/{tmp_path.name}", "run b")
+    with pytest.raises(TrackwayError, match="got run a besides run b"):
         slow.renew()
     slow.close()
-    with pytest.raises(TrackwayError, match="got run c beside run b"):
-        publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run c")
+    with pytest.raises(TrackwayError, match="got run c besides run b"):
+        publisher_lock.LeasePublisherLock(fs, f"/{tmp_path.name}", "run c")
     taken.close()
 
 
@@ -67,23 +67,23 @@ def test_a_resumed_run_takes_its_lease_over_and_its_old_process_may_publish_no_m
     store = WeightStore(f"memory://{tmp_path.name}")
     old = store.claim("run a")
     resumed = store.claim("run a")
-    with pytest.raises(TrackwayError, match="got run a beside run a, resumed since") as raised:
+    with pytest.raises(TrackwayError, match="got run a besides run a, resumed since") as raised:
         old.renew()
     assert raised.value.code is ErrorCode.CONFLICT
     old.close()
     resumed.renew()
-    with pytest.raises(TrackwayError, match=r"got run b beside run a \(for "):
+    with pytest.raises(TrackwayError, match=r"got run b besides run a \(for "):
         store.claim("run b")
     resumed.close()
-    with pytest.raises(TrackwayError, match="got run a beside one that removed its lease"):
+    with pytest.raises(TrackwayError, match="got run a besides one that removed its lease"):
         old.renew()
     store.claim("run b").close()
 
 
 def test_a_lost_lease_is_not_taken_back_when_it_runs_out(tmp_path: Path) -> None:
     fs = fsspec.filesystem("memory")
-    old = publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run a")
-    resumed = publisher_lock.LeaseClaim(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
+    old = publisher_lock.LeasePublisherLock(fs, f"/{tmp_path.name}", "run a")
+    resumed = publisher_lock.LeasePublisherLock(fs, f"/{tmp_path.name}", "run a", lease_s=0.0)
     with pytest.raises(TrackwayError, match="resumed since"):
         old.renew()
     resumed.renew()

@@ -99,7 +99,7 @@ async def test_a_refused_token_is_not_sent_again_and_the_error_says_where_it_com
     with pytest.raises(TrackwayError) as caught:
         await service.client(GIVEN).call("POST", "/y", reply=Answer)
     assert (caught.value.code, len(service.requests)) == (code, 1)
-    assert caught.value.message == f"POST http://s/x/y: {message} (Trackway's clients take it from TRACKWAY_TOKEN)"
+    assert caught.value.message == f"POST http://s/x/y: {message} (set the token in TRACKWAY_TOKEN)"
 
 
 @pytest.mark.parametrize("follow_redirects", [False, True])

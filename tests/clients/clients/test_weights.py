@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from trackway.clients import weights as module
-from trackway.clients.publisher_lock import FolderClaim, LeaseClaim
+from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLock
 from trackway.clients.weights import WeightStore, version_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Canary
@@ -165,7 +165,7 @@ def test_pruning_to_nothing_is_refused_and_to_the_latest_version_is_not(store: W
 
 
 def test_a_folder_is_claimed_by_a_lock_and_any_other_storage_by_a_lease(tmp_path: Path) -> None:
-    for url, kind in ((str(tmp_path), FolderClaim), (f"memory://{tmp_path.name}", LeaseClaim)):
+    for url, kind in ((str(tmp_path), FlockPublisherLock), (f"memory://{tmp_path.name}", LeasePublisherLock)):
         with contextlib.closing(WeightStore(url).claim("run-a")) as claim:
             assert type(claim) is kind
 
@@ -246,7 +246,7 @@ def test_a_version_that_cannot_be_written_is_removed_and_the_error_says_what_hel
     assert (caught.value.code, store.versions()) == (code, [1])
     if store.url.startswith("memory"):
         assert caught.value.detail == {"version": 2, "bytes": 5}
-        remedy = "free space or grant the right there"
+        remedy = "free space or grant write access"
         assert caught.value.message.startswith(f"expected to write the 5 bytes of weights version 2 to {store.url}, ")
     assert caught.value.message.endswith(f"; {remedy}")
 

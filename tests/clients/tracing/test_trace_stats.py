@@ -11,8 +11,8 @@ from trackway.tracing import (
     Tracing,
     TracingSettings,
     add_incident,
+    collect_trace_stats,
     current_trace_stats,
-    ledger,
     set_outcome,
     tool_span,
     trajectory_span,
@@ -55,9 +55,9 @@ async def test_work_in_tasks_counts_for_the_ledger_that_was_open_when_they_began
     async def one(incident: Incident) -> None:
         add_incident(incident)
 
-    with ledger() as first:
+    with collect_trace_stats() as first:
         await asyncio.gather(one(Incident.RETRIED), one(Incident.TOOL_FAILED))
-    with ledger() as second:
+    with collect_trace_stats() as second:
         pass
     assert (first.incidents, second.incidents) == ({Incident.RETRIED, Incident.TOOL_FAILED}, set())
     assert current_trace_stats() is None
@@ -76,8 +76,8 @@ def test_the_weight_of_a_span_is_about_its_size_in_otlp() -> None:
     tracing.shutdown(5)
     spans = exporter.get_finished_spans()
     real = len(encode_spans(spans).SerializeToString())
-    assert sum(map(weight, spans)) == root.ledger.bytes
-    assert 0.9 < root.ledger.bytes / real < 1.1
+    assert sum(map(weight, spans)) == root.trace_stats.bytes
+    assert 0.9 < root.trace_stats.bytes / real < 1.1
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ MISSING: list[tuple[list[str], str]] = [
     (["actor_rollout_ref.model.path=/nope"], "expected a model's folder or an id on the Hugging Face Hub, got /nope"),
     (["data.train_files=/nowhere.parquet"], "data.train_files: expected a dataset file at /nowhere.parquet"),
     ([f"{R}.trace.backend=weave"], "needs W&B's API key: set WANDB_API_KEY in the environment of this command"),
-    (["trackway.device=cuda"], "trackway.device=cuda: expected a GPU, found none"),
+    (["trackway.device=cuda"], "trackway.device=cuda: expected a GPU, got none"),
     (["trainer.nnodes=2"], "trainer.nnodes: expected 1 on this machine, got 2"),
     (
         [f"{R}.multi_turn.tool_config_path=/nowhere.yaml"],
@@ -187,7 +187,7 @@ def test_a_run_that_can_start_here_passes_both_and_nothing_is_written(words, tmp
 
     assert (planned.status, checked.status) == (0, 0)
     assert "wrong on any machine" not in checked.text and "not checked" not in checked.text
-    assert "missing here, and done without - actor_rollout_ref.rollout.name: sglang asked, this machine has no GPU" in (
+    assert "missing here, not required - actor_rollout_ref.rollout.name: sglang requested, this machine has no GPU" in (
         checked.text
     )
     assert not (tmp_path / "outputs").exists()
@@ -204,7 +204,7 @@ def test_the_plan_of_verls_script_for_eight_gpus_is_right_on_a_machine_that_has_
     told = command(main_ppo, *words, "--outputs", str(tmp_path / "outputs"), "--dry-run")
 
     assert told.status == 0, told.text
-    missing, _, replaced = told.text.partition("missing here")[2].partition("missing here, and done without")
+    missing, _, replaced = told.text.partition("missing here")[2].partition("missing here, not required")
     for said in ("WANDB_API_KEY", "data/gsm8k/train.parquet", "data/gsm8k/test.parquet", "Qwen/Qwen2.5-3B-Instruct"):
         assert said in missing
     assert "trainer.n_gpus_per_node: 8 asked, this machine has no GPU" in replaced
@@ -218,7 +218,7 @@ def test_a_run_is_refused_with_every_problem_before_anything_starts(words, tmp_p
 
     assert told.status == 2
     reasons = told.text.splitlines()
-    assert reasons[0] == "5 things keep this run from starting"
+    assert reasons[0] == "5 problems prevent this run from starting"
     for said in ("'nobody' in 1 of 48 rows", "val_only", "missing here: actor_rollout_ref.model.path", "WANDB_API_KEY"):
         assert sum(said in reason for reason in reasons) == 1, reasons
     assert not (tmp_path / "outputs").exists()
@@ -285,7 +285,7 @@ def test_an_mcp_server_is_asked_for_its_tools_only_by_a_preflight(words, tmp_pat
     absent = told("/no/such/program", "--preflight")
 
     assert (planned.status, checked.status, absent.status) == (0, 2, 2)
-    assert "a running MCP server names them" in planned.text.partition("not checked")[2]
+    assert "known only to the running MCP server" in planned.text.partition("not checked")[2]
     assert "expected tool_selection out of abacus, got 'slide_rule' in 1 of 48 rows" in checked.text
     assert "tools.yaml, entry 1 does not start: " in absent.text.partition("missing here")[2]
 
@@ -340,7 +340,7 @@ def test_a_service_that_does_not_answer_is_unknown_to_a_plan_and_missing_to_a_pr
 def test_a_plan_of_a_run_to_resume_is_refused_and_resumes_nothing(running: Deployment) -> None:
     told = command(training, "train", "--resume", "plan", "--dry-run", "--outputs", str(running.outputs))
 
-    assert told == (2, "--dry-run and --preflight: expected a new run, got --resume; leave one of them out")
+    assert told == (2, "--dry-run and --preflight: expected a new run, got --resume; remove one of the options")
 
 
 def test_a_name_that_is_taken_or_cannot_be_is_told_before_anything_is_sent(words, running: Deployment) -> None:
@@ -379,5 +379,5 @@ def test_rows_and_model_of_other_machines_are_left_to_the_trainer_there(there: D
     wrong = command(training, "train", *mine, "trackway.tools=[abacus]", "--preflight")
 
     assert (fine.status, wrong.status) == (0, 2)
-    assert "rows: /volume/train.parquet are read where the services run" in fine.text.partition("not checked")[2]
+    assert "rows: /volume/train.parquet are on the services' machines" in fine.text.partition("not checked")[2]
     assert "trackway.tools: expected tools out of calc_gsm8k_reward, calculator, got 'abacus'" in wrong.text

@@ -20,7 +20,7 @@ def no_engine_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             {},
-            "rollout engine sglang: expected an engine_python, got none; install sglang into an environment of its own",
+            "rollout engine sglang: expected an engine_python, got none; install sglang into a separate environment",
         ),
         ({"engine_python": "/nowhere/python"}, "expected an interpreter, got engine_python /nowhere/python; install"),
         ({"engine_python": "/"}, "expected an interpreter, got engine_python /; install"),

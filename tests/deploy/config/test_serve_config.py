@@ -45,7 +45,7 @@ def test_the_shipped_file_has_five_services_each_an_application_of_its_own(shipp
 def test_an_unknown_key_is_refused_by_its_path(tmp_path: Path, text: str, key: str) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(text)
-    with pytest.raises(UserError, match=re.escape(f"unknown key {key!r}; known are ")):
+    with pytest.raises(UserError, match=re.escape(f"unknown key {key!r}; expected one of ")):
         serve_config.load(file)
 
 
@@ -60,7 +60,7 @@ def test_completing_fills_args_and_the_files_own_words_win(shipped: dict) -> Non
     application(shipped, "tools")["args"] = {"ttl": 5, "tracing": {"token2text": False}}
     common = {"base_url": "u", "ttl": 1, "tracing": {"mlflow_uri": "m"}}
     completed = serve_config.complete(
-        shipped, host="127.0.0.1", port=1234, common=common, own={"agent": {"model_path": "m"}}
+        shipped, host="127.0.0.1", port=1234, common=common, per_service={"agent": {"model_path": "m"}}
     )
     assert completed["http_options"] == {"host": "127.0.0.1", "port": 1234}
     assert application(completed, "tools")["args"] == {
@@ -112,5 +112,5 @@ def test_other_words_for_replicas_are_refused(text: str) -> None:
 
 
 def test_scaling_an_unknown_service_names_the_known_ones(shipped: dict) -> None:
-    with pytest.raises(UserError, match="no service 'rolout' in the deployment; it has rollout, tools"):
+    with pytest.raises(UserError, match=r"expected a service of the deployment .rollout, tools"):
         serve_config.with_replicas(shipped, "rolout", Replicas(2, 2))

@@ -18,7 +18,7 @@ from trackway.deploy.deployment.mlflow_uri import store_uri
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import NothingRuns, find_running, load_running, unanswered
-from trackway.deploy.deployment.serve_api import ServeApi, environments_token
+from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.local import preflight
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import standalone
@@ -66,7 +66,9 @@ def test_a_record_of_what_answers_is_enough_for_the_other_commands(elsewhere, ou
 def test_who_does_not_answer_is_named_and_nothing_is_written(elsewhere, outputs: Path) -> None:
     elsewhere.away = {"rollout", "trainer"}
     reasons = r"rollout \(HTTP 503: no rollout here\); trainer \(HTTP 503: no trainer here\)"
-    with pytest.raises(UserError, match=f"{elsewhere.url} to answer /health, got no answer from {reasons}; see to it"):
+    with pytest.raises(
+        UserError, match=f"{elsewhere.url} to answer /health, got no answer from {reasons}; check the services"
+    ):
         attach(elsewhere.url, None, None, outputs, 0.0, quiet)
     assert Deployment.load(outputs) is None
 
@@ -86,7 +88,7 @@ async def stranger(scope: Scope, receive: Receive, send: Send) -> None:
             CatchAllErrors(defect),
             "ValueError: no vocabulary; this is a bug; see the traceback in the service's log",
         ),
-        (stranger, "what answers at {url}/rollout is no service of ours"),
+        (stranger, "the server at {url}/rollout is not a Trackway service"),
     ],
     ids=["a service of ours that fails", "somebody else's"],
 )
@@ -120,11 +122,11 @@ def test_a_service_may_answer_and_not_be_ready(elsewhere, outputs: Path) -> None
 
 def test_a_refused_token_is_told_at_once(elsewhere, outputs: Path, monkeypatch) -> None:
     monkeypatch.setenv(TOKEN, "another-0123456789abcdef")
-    with pytest.raises(TrackwayError, match=f"Trackway's clients take it from {TOKEN}") as refused:
+    with pytest.raises(TrackwayError, match=f"set the token in {TOKEN}") as refused:
         attach(elsewhere.url, None, None, outputs, 600.0, quiet)
     assert refused.value.code is ErrorCode.UNAUTHORIZED
     record(outputs, elsewhere.url)
-    with pytest.raises(TrackwayError, match=f"Trackway's clients take it from {TOKEN}"):
+    with pytest.raises(TrackwayError, match=f"set the token in {TOKEN}"):
         find_running(outputs)
 
 
@@ -155,7 +157,9 @@ def test_ray_must_be_where_it_is_said_to_be(elsewhere, outputs: Path) -> None:
 def test_what_runs_on_this_machine_is_not_overwritten(elsewhere, outputs: Path) -> None:
     began = psutil.Process().create_time()
     record(outputs, attached=False, processes=[process(began)])
-    with pytest.raises(UserError, match=r"run on this machine, at http://127.0.0.1:1; .*--outputs.*`trackway down`"):
+    with pytest.raises(
+        UserError, match=r"are running on this machine, at http://127.0.0.1:1; .*--outputs.*`trackway down`"
+    ):
         attach(elsewhere.url, None, None, outputs, 0.0, quiet)
     record(outputs, attached=False, processes=[process(began - 100)])  # another process with this pid, long ago
     assert attach(elsewhere.url, None, None, outputs, 0.0, quiet).attached
@@ -178,9 +182,9 @@ def test_one_service_that_answers_is_enough_to_be_asked_for_the_others(elsewhere
 
 def test_commands_for_this_machine_leave_attached_services_alone(elsewhere, outputs: Path) -> None:
     record(outputs, elsewhere.url, mlflow_uri="http://mlflow:5000")
-    with pytest.raises(UserError, match=r"is attached to services at .*; forget them with `trackway down`"):
+    with pytest.raises(UserError, match=r"is attached to services at .*; detach with `trackway down`"):
         preflight.check(UpSettings(outputs=outputs))
-    with pytest.raises(UserError, match="which this command does not bring up; train on them with `trackway train`"):
+    with pytest.raises(UserError, match="but this command uses local services; use `trackway train`"):
         standalone.prepare([], None, "tiny_demo", outputs)
     for words, remedy in ((["demo"], "add --attached to run the demo there"), (["ui"], "open http://mlflow:5000")):
         failed = CliRunner().invoke(app, [*words, "--outputs", str(outputs)])
@@ -191,7 +195,7 @@ def test_commands_for_this_machine_leave_attached_services_alone(elsewhere, outp
 def test_down_forgets_them_and_they_run_on(elsewhere, outputs: Path) -> None:
     record(outputs, elsewhere.url)
     told = CliRunner().invoke(app, ["down", "--outputs", str(outputs)])
-    assert told.stdout == f"forgot the services at {elsewhere.url}; they run on\n"
+    assert told.stdout == f"detached from the services at {elsewhere.url}; they keep running\n"
     assert Deployment.load(outputs) is None
     words = ["attach", "--base-url", elsewhere.url, "--outputs", str(outputs), "--json"]
     assert json.loads(CliRunner().invoke(app, words).stdout)["base_url"] == elsewhere.url
@@ -200,7 +204,7 @@ def test_down_forgets_them_and_they_run_on(elsewhere, outputs: Path) -> None:
 def test_runs_are_read_where_the_services_volume_is(elsewhere, outputs: Path) -> None:
     assert runs_folder(outputs) == outputs
     record(outputs, elsewhere.url)
-    with pytest.raises(UserError, match=f"expected to read the runs of {elsewhere.url}, and there is none yet"):
+    with pytest.raises(UserError, match=f"expected to read the runs of {elsewhere.url}, but there is no run"):
         runs_folder(outputs)
 
 
@@ -208,20 +212,20 @@ def test_rays_token_is_found_where_ray_looks(tmp_path: Path, monkeypatch) -> Non
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    found = [environments_token()]
+    found = [ray_token()]
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("of the home\n")
-    found.append(environments_token())
+    found.append(ray_token())
     (tmp_path / "mounted").write_text("of the file\n")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "mounted"))
-    found.append(environments_token())
+    found.append(ray_token())
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of the variable")
-    found.append(environments_token())
+    found.append(ray_token())
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert [*found, environments_token()] == ["", "of the home", "of the file", "of the variable", ""]
+    assert [*found, ray_token()] == ["", "of the home", "of the file", "of the variable", ""]
 
     monkeypatch.delenv("RAY_AUTH_MODE")
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "gone"))
     with pytest.raises(UserError, match=r"RAY_AUTH_TOKEN_PATH: expected a file with Ray's token, got .*/gone"):
-        environments_token()
+        ray_token()

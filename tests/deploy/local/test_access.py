@@ -54,7 +54,7 @@ def test_this_machine_only_needs_no_tokens() -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::"])
 def test_other_machines_are_let_in_with_tokens_only(host: str, tokens_file: Path, monkeypatch) -> None:
-    with pytest.raises(UserError, match=f"http_options.host {host} is reached from other machines.* --tokens-file"):
+    with pytest.raises(UserError, match=f"http_options.host {host} is reachable from other machines.* --tokens-file"):
         check_access(config(host))
     monkeypatch.setenv("TRACKWAY_TOKEN", OPERATOR)
     auth = {"auth": {"tokens_file": str(tokens_file)}}
@@ -73,7 +73,7 @@ def test_tokens_of_the_environment_are_those_of_every_service(monkeypatch) -> No
 def test_services_with_tokens_need_one_for_their_own_calls(token: str | None, tokens_file: Path, monkeypatch) -> None:
     if token is not None:
         monkeypatch.setenv("TRACKWAY_TOKEN", token)
-    with pytest.raises(UserError, match="service rollout has tokens, and TRACKWAY_TOKEN is none of them") as caught:
+    with pytest.raises(UserError, match="service rollout: expected TRACKWAY_TOKEN to be one of its tokens") as caught:
         check_access(config("127.0.0.1", rollout={"auth": {"tokens_file": str(tokens_file)}}))
     assert token is None or token not in str(caught.value)
 

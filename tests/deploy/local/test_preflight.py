@@ -29,7 +29,7 @@ def test_a_taken_port_is_named_with_its_option(tmp_path: Path) -> None:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(UserError, match=rf"port {port} is taken; .* --mlflow-port"):
+        with pytest.raises(UserError, match=rf"port {port} is in use; .* --mlflow-port"):
             preflight.check(settings(tmp_path, mlflow_port=port))
 
 
@@ -56,6 +56,6 @@ def test_a_running_deployment_is_not_started_twice(tmp_path: Path) -> None:
         serve_config={},
     ).save()
     assert Deployment.path(tmp_path / "out").stat().st_mode & 0o077 == 0
-    remedy = rf"run already at http://here; stop them with `trackway down`.* \(ray: process {os.getpid()}\)"
+    remedy = rf"are already running at http://here; stop them with `trackway down`.* \(ray: process {os.getpid()}\)"
     with pytest.raises(UserError, match=remedy):
         preflight.check(settings(tmp_path))

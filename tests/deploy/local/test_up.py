@@ -101,7 +101,7 @@ def test_a_second_start_in_a_folder_names_the_first_and_touches_nothing(tmp_path
     with pytest.raises(UserError, match="the first start ends here"):
         up.bring_up(made, lambda name, state: None)
 
-    first = f"got one under way: process {os.getpid()}; wait until it ends, stop it, or give another --outputs"
+    first = f"got one in progress: process {os.getpid()}; wait until it ends, stop it, or give another --outputs"
     assert refused == [f"expected no other start of services in {made.outputs}, {first}"]
 
 

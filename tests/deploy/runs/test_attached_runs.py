@@ -69,7 +69,9 @@ def test_paths_of_the_services_volume_stay_as_they_are(there: Deployment, tmp_pa
 def test_a_path_of_this_machine_is_refused_by_its_key(word: str, key: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    expected = rf"{key}: expected an absolute path on the services' volume or a URL, got .*; .*: put the file where"
+    expected = (
+        rf"{key}: expected an absolute path on the services' volume or a URL, got .*; .*: copy the file to their volume"
+    )
     with pytest.raises(UserError, match=expected):
         paths_there(compose([word]))
 
@@ -83,21 +85,21 @@ def test_an_interrupted_run_is_waited_for_elsewhere_and_an_error_here(there: Dep
         if info.state is RunState.FAILED:  # the service goes on with it
             advance(folder, RunState.STARTING, RunState.RUNNING, RunState.FINISHED, interrupted=False)
 
-    with pytest.raises(UserError, match=f"`trackway train --resume {folder.name}` goes on with it"):
+    with pytest.raises(UserError, match=f"resume it with `trackway train --resume {folder.name}`"):
         launch.follow(here(there), folder.name, quiet)
     assert launch.follow(there, folder.name, show).state is RunState.FINISHED
     assert seen == [RunState.FAILED, RunState.FINISHED]
 
 
 def test_an_interrupted_run_that_stays_away_is_no_success(there: Deployment, folder: RunFolder, monkeypatch) -> None:
-    monkeypatch.setattr(launch, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(launch, "OUTAGE_DEADLINE_S", 0.0)
     advance(folder, RunState.RUNNING, RunState.STOPPING)
     folder.move(RunState.STOPPED, "interrupted after step 5; it can be resumed", interrupted=True)
     with pytest.raises(UserError) as away:
         launch.follow(there, folder.name, quiet)
     assert str(away.value) == (
-        f"run {folder.name} was interrupted and has not gone on by itself (interrupted after step 5; it can be "
-        f"resumed); `trackway train --resume {folder.name}` goes on with it; its log is {folder.log}"
+        f"run {folder.name} was interrupted and was not resumed automatically (interrupted after step 5; it can be "
+        f"resumed); resume it with `trackway train --resume {folder.name}`; its log is {folder.log}"
     )
     folder.update(interrupted=False)
     assert launch.follow(there, folder.name, quiet).state is RunState.STOPPED
@@ -125,10 +127,10 @@ def test_a_service_that_moves_is_waited_for(elsewhere, there: Deployment, folder
     assert launch.follow(there, folder.name, move).state is RunState.FINISHED
     assert elsewhere.failing == 0
 
-    monkeypatch.setattr(launch, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(launch, "OUTAGE_DEADLINE_S", 0.0)
     elsewhere.away = {"trainer"}
     with pytest.raises(
-        UserError, match=f"no answer after 5 tries .*`trackway train --resume {folder.name}` follows it"
+        UserError, match=f"no answer after 5 attempts .*follow it with `trackway train --resume {folder.name}`"
     ):
         launch.follow(there, folder.name, quiet)
 
@@ -181,10 +183,10 @@ def test_a_run_that_finishes_while_it_stops_is_done(there: Deployment, folder: R
 def test_a_run_that_does_not_end_says_what_helps(there: Deployment, folder: RunFolder, monkeypatch) -> None:
     monkeypatch.setattr(launch, "STOP_DEADLINE_S", -1.0)
     advance(folder, RunState.RUNNING, RunState.STOPPING)
-    again = f"`trackway train --resume {folder.name}` waits again, then goes on with it"
-    with pytest.raises(UserError, match=f"asked to stop and has not ended within .* s; {again}$"):
+    again = f"`trackway train --resume {folder.name}` waits again, then resumes it"
+    with pytest.raises(UserError, match=f"expected it to stop within .* s, got no end; {again}$"):
         launch.resume_run(there, folder.name)
-    with pytest.raises(UserError, match=f"{again}; `trackway down` ends it with its services$"):
+    with pytest.raises(UserError, match=f"{again}; or stop it together with its services: `trackway down`$"):
         launch.resume_run(here(there), folder.name)
 
 

@@ -45,7 +45,7 @@ def test_an_active_demo_is_followed_and_no_rows_are_written(elsewhere, there: De
     ours = wanted(there, 11, tmp_path / "data")
     active = elsewhere.hold("seed11", ours._config("seed11"), RunState.RUNNING)
     info, told = ours.start()
-    assert (info.run, told) == ("seed11", "run seed11 is running already: following it")
+    assert (info.run, told) == ("seed11", "run seed11 is already running; following it")
     assert not (tmp_path / "data").exists()
     active.move(RunState.FINISHED)
 
@@ -68,7 +68,7 @@ def test_a_demo_that_is_being_stopped_is_to_go_on(elsewhere, there: Deployment, 
     ours = wanted(there, 16, None, *words)
     stopping = elsewhere.hold("seed16", ours._config("seed16"), RunState.RUNNING, RunState.STOPPING)
     monkeypatch.setattr(launch, "STOP_DEADLINE_S", -1.0)
-    with pytest.raises(UserError, match="run seed16 was asked to stop and has not ended within"):
+    with pytest.raises(UserError, match="run seed16: expected it to stop within"):
         ours.start()
     stopping.move(RunState.STOPPED)
 
@@ -81,20 +81,22 @@ def test_a_demo_that_somebody_stopped_is_no_success(there: Deployment, folder: R
             folder.move(RunState.STOPPING)
             folder.move(RunState.STOPPED)
 
-    with pytest.raises(UserError, match="was stopped at step 3 of 30; the same command goes on with it"):
+    with pytest.raises(UserError, match="was stopped at step 3 of 30; repeat this command to resume"):
         wanted(there, 15, None).follow(folder.info(), stop)
 
 
 def test_what_the_demo_lacks_is_said_before_anything_is_written(there: Deployment, tmp_path: Path, monkeypatch) -> None:
-    with pytest.raises(UserError, match="--data-dir: expected a folder of the services' volume for the demo's rows"):
+    with pytest.raises(UserError, match="--data-dir: expected a folder on the services' volume for the demo's dataset"):
         wanted(there, 13, None).start()
-    with pytest.raises(UserError, match="--model-path: expected the services' model as they know it, got none"):
+    with pytest.raises(
+        UserError, match="--model-path: expected the model's path or id as the services see it, got none"
+    ):
         AttachedDemo(there, 13, tmp_path, None, []).start()
     with pytest.raises(UserError, match=r"data.train_files: expected an absolute path on the services' volume"):
         wanted(there, 13, Path("data")).start()
     assert list(tmp_path.glob("tiny*")) == []
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"--data-dir: expected a folder .* that can be written from here, got .*/file"):
+    with pytest.raises(UserError, match=r"--data-dir: expected a folder .* that is writable from here, got .*/file"):
         wanted(there, 13, tmp_path / "file").start()
 
 
@@ -144,7 +146,9 @@ def test_the_summary_counts_what_the_volume_or_else_the_trainer_shows(
 
     assert (near.trajectories, near.traced, near.complete_traces, near.failed_trajectories) == (3, 3, None, 0)
     assert (far.trajectories, far.traced, far.complete_traces, far.failed_trajectories) == (8, 0, None, 2)
-    assert "not in an MLflow that is known here" in no_mlflow and "/nowhere is not visible from here" in not_here
+    assert (
+        "the address of their MLflow is unknown here" in no_mlflow and "/nowhere cannot be read from here" in not_here
+    )
     assert {(one.accuracy_before, one.accuracy_after, one.steps) for one in (near, far)} == {(0.25, 0.75, 2)}
     assert demo.sentence(far) == (
         "accuracy on held-out problems 0.25 -> 0.75 in 2 steps; 8 trajectories, 2 failed; 0 traced"
@@ -158,4 +162,4 @@ def test_an_mlflow_that_does_not_answer_costs_the_count_only(there: Deployment, 
     info = made_run(folder).model_copy(update={"experiment_id": "1", "mlflow_uri": "http://127.0.0.1:1"})
     summary, [note] = summarise(there, info, Clock(time.monotonic()))
     assert summary.complete_traces is None
-    assert note.startswith("no trace was looked at: MLflow at http://127.0.0.1:1 refused, or did not answer")
+    assert note.startswith("traces were not checked: MLflow at http://127.0.0.1:1 refused, or did not answer")

@@ -28,27 +28,27 @@ def test_nothing_is_said_when_every_span_arrived(summary: TraceSummary | None) -
 @pytest.mark.parametrize(
     ("dropped", "refused", "reasons"),
     [
-        (12, 0, "12 spans lost: 12 found no room"),
-        (0, 3, "3 spans lost: 3 were refused by a backend"),
-        (12, 3, "15 spans lost: 12 found no room, 3 were refused by a backend"),
+        (12, 0, "12 spans lost: 12 dropped for lack of space"),
+        (0, 3, "3 spans lost: 3 refused by a backend"),
+        (12, 3, "15 spans lost: 12 dropped for lack of space, 3 refused by a backend"),
     ],
 )
 def test_lost_spans_are_counted_by_reason(dropped: int, refused: int, reasons: str) -> None:
     [said] = losses(TraceSummary(spans_dropped=dropped, spans_refused=refused))
-    assert said == f"{reasons}; the services' logs say why"
+    assert said == f"{reasons}; see the services' logs"
 
 
 @pytest.mark.parametrize(("spool_bytes", "size"), [(3_140_000, "3.1 MB"), (100_000, "0.1 MB"), (999, "999 bytes")])
 def test_what_waits_on_disk_is_said_with_its_place(spool_bytes: int, size: str) -> None:
     [said] = losses(TraceSummary(spans_waiting=400, spool_bytes=spool_bytes))
     assert said == (
-        f"{size} of traces wait on disk in outputs/spool and are sent when the backend is back and services run"
+        f"{size} of traces wait on disk in outputs/spool; running services send them once the backend is back"
     )
 
 
 def test_what_was_on_its_way_and_who_did_not_answer_is_said() -> None:
     assert losses(TraceSummary(spans_waiting=4, unknown=["agent", "tools"])) == [
-        "4 spans were still on their way when the run ended",
+        "4 spans were still being sent when the run ended",
         "span counts are unavailable for: agent, tools",
     ]
 

@@ -83,13 +83,13 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(rows: Path, tmp_path: Path
         "steps 29 an epoch x 15 = 435",
         "a step 256 prompts x 16 = 4096 trajectories",
         "optimiser 1 update a step, each of 4096 trajectories in 1 pass of at most 4096",
-        "rollout engine torch, one replica; on the GPUs that were asked for 8 GPUs / 2 each = 4",
+        "rollout engine torch, one replica; with the requested GPUs 8 GPUs / 2 each = 4",
         "validation after steps 0, 20, 40, 60, ... 435 (23 in all)",
         "checkpoints after step 435",
     ]
     rest = " ".join(lines(plan)[10:])
     assert "traces 4096 a step to mlflow, each 4 to 16 spans and 2.8 kB to 11.2 kB: 11.5 MB to 45.9 MB a step" in rest
-    assert "Some/Model is neither a folder nor in this machine's Hugging Face cache; a start downloads it" in found
+    assert "Some/Model is not in this machine's Hugging Face cache; it is downloaded when the run starts" in found
     assert not (tmp_path / "outputs").exists()
 
 

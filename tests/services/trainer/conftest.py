@@ -136,7 +136,7 @@ class ScriptedAgent:
             with turn_span(0), tool_span("calculator", {"expression": "1+1"}, None) as tool:
                 tool.outputs({"text": "2"})
             set_outcome(root)
-        trace = {"trace_id": root.trace_id, "span_id": root.span_id, "trace_bytes": root.ledger.bytes}
+        trace = {"trace_id": root.trace_id, "span_id": root.span_id, "trace_bytes": root.trace_stats.bytes}
         return made.model_copy(update=trace)
 
 

@@ -1,4 +1,4 @@
-"""Ended spans to trace backends: encoding, bounded queues, the disk queue, OTLP over HTTP.
+"""Export of ended spans to trace backends: encoding, bounded queues, the disk queue, OTLP over HTTP.
 
-Imported by `tracing.provider`. Nothing here knows what a span means; names of attributes stay in `tracing.attributes`.
+Imported by `tracing.provider`. Independent of what spans mean; attribute names are in `tracing.attributes`.
 """

@@ -1,7 +1,6 @@
-"""One backend's queue and the thread that empties it: straight from memory while the backend keeps up, over the disk
-while it does not.
+"""The queue of one backend and the thread that sends from it: from memory while the backend keeps up, else from disk.
 
-Each backend has its own, so that a slow one does not hold up the others, and no caller ever waits for any of them.
+Each backend has its own queue, so a slow backend does not delay others, and no caller waits.
 """
 
 import logging
@@ -19,25 +18,25 @@ from trackway.tracing.export.otlp_http import Answer, Endpoint, Verdict
 logger = logging.getLogger("trackway.tracing")
 
 MEMORY_BATCHES = 64
-"""Batches (of up to 512 spans) that wait in memory where there is no disk; further ones are dropped."""
+"""Batches (of up to 512 spans) that wait in memory without a disk queue; further ones are dropped."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
 LOOK_FOR_ORPHANS_S = 30.0
-PATIENCE = 3
-"""Answers that say later to one stored batch before the others get their turn."""
-DOUBTS = 3
-"""Doubtful answers to one batch before it counts as refused; no more than PATIENCE, so that they are of one batch."""
+POSTPONE_AFTER = 3
+"""Retryable answers to one stored batch before it moves behind the others."""
+REFUSED_AFTER = 3
+"""Doubtful answers to one batch before it counts as refused; at most POSTPONE_AFTER, so that all are for one batch."""
 
 
 @dataclass(frozen=True)
 class BackendStats:
-    """What happened to the spans for one backend since the process began; `waiting` is the current number."""
+    """Counts of spans for one backend since the process started; `waiting` is the current number."""
 
     exported: int = 0
     refused: int = 0
     """The backend rejected them permanently."""
     dropped: int = 0
-    """There was no room in memory and on disk, the process ended without a disk, or a file on it was unreadable."""
+    """Memory and disk were full, the process ended without a disk queue, or a file on disk was unreadable."""
     waiting: int = 0
     """In memory and on disk."""
     spool_bytes: int = 0
@@ -46,10 +45,10 @@ class BackendStats:
 class BackendQueue:
     """Sends batches in the order they came."""
 
-    def __init__(self, name: str, endpoint: Endpoint, spool: DiskQueue | None) -> None:
+    def __init__(self, name: str, endpoint: Endpoint, disk_queue: DiskQueue | None) -> None:
         self.name = name
         self._endpoint = endpoint
-        self._spool = spool
+        self._disk_queue = disk_queue
         self._memory: deque[Batch] = deque()
         self._sending: Batch | None = None
         self._exported = self._refused = self._dropped = 0
@@ -60,11 +59,11 @@ class BackendQueue:
         self._put_off = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        if spool is not None:  # what another process left there goes out without a span of our own
+        if disk_queue is not None:  # sends files left by another process even without new spans
             self._ensure_thread()
 
     def put(self, batch: Batch) -> None:
-        """Queue a batch; never waits."""
+        """Queue a batch without blocking."""
         with self._changed:
             self._ensure_thread()
             if self._closing_at is None and not self._down and self._has_room():
@@ -76,16 +75,16 @@ class BackendQueue:
     def stats(self) -> BackendStats:
         """Counts so far."""
         with self._changed:
-            dropped = self._dropped + (self._spool.broken_spans if self._spool else 0)
-            return BackendStats(self._exported, self._refused, dropped, self._waiting(), self._spool_bytes())
+            dropped = self._dropped + (self._disk_queue.broken_spans if self._disk_queue else 0)
+            return BackendStats(self._exported, self._refused, dropped, self._waiting(), self._disk_bytes())
 
     def wait_empty(self, deadline: float) -> bool:
-        """Wait until nothing waits here, at most until `deadline` (time.monotonic)."""
+        """Wait until the queue is empty, at most until `deadline` (time.monotonic); False if it is not."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting(), max(0.0, deadline - time.monotonic()))
 
     def close(self, deadline: float) -> bool:
-        """Send until `deadline` (time.monotonic), then keep the rest on disk; False when something was left."""
+        """Send until `deadline` (time.monotonic), then move the rest to disk; False if something was left."""
         with self._changed:
             self._closing_at = deadline
             self._changed.notify_all()
@@ -93,12 +92,12 @@ class BackendQueue:
             self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
         with self._changed:
             left = self._waiting()
-            if self._sending is not None:  # nobody will hear how that ends; a second copy does no harm
+            if self._sending is not None:  # its answer will not be seen; a duplicate is harmless
                 self._memory.appendleft(self._sending)
                 self._sending = None
             self._spill()
-        if self._spool is not None:
-            self._spool.close()
+        if self._disk_queue is not None:
+            self._disk_queue.close()
         return not left
 
     def _ensure_thread(self) -> None:
@@ -107,33 +106,33 @@ class BackendQueue:
             self._thread.start()
 
     def _waiting(self) -> int:
-        on_disk = self._spool.spans if self._spool else 0
-        # A batch that is sent from disk is still counted there.
+        on_disk = self._disk_queue.spans if self._disk_queue else 0
+        # A batch being sent from disk still counts as on disk.
         in_flight = self._sending.spans if self._sending else 0
         return in_flight + sum(batch.spans for batch in self._memory) + on_disk
 
-    def _spool_bytes(self) -> int:
-        return self._spool.bytes if self._spool else 0
+    def _disk_bytes(self) -> int:
+        return self._disk_queue.bytes if self._disk_queue else 0
 
     def _has_room(self) -> bool:
-        """Whether a batch may wait in memory: behind none where there is a disk, as a killed process loses it."""
-        if self._spool is None:
+        """Whether a batch may wait in memory. With a disk queue only one may, because a killed process loses it."""
+        if self._disk_queue is None:
             return len(self._memory) < MEMORY_BATCHES
         return not self._memory and self._sending is None
 
     def _store(self, batch: Batch) -> None:
-        """To disk; without one to memory while there is room, as the backend may come back."""
-        if self._spool is not None and self._spool.push(batch):
+        """Store a batch on disk, or in memory without a disk queue, until the backend is back; else drop it."""
+        if self._disk_queue is not None and self._disk_queue.push(batch):
             return
-        if self._spool is None and len(self._memory) < MEMORY_BATCHES and self._closing_at is None:
+        if self._disk_queue is None and len(self._memory) < MEMORY_BATCHES and self._closing_at is None:
             self._memory.append(batch)
             return
         if self._dropped == 0:
-            logger.warning("%s: no room for %d spans; they and later ones are counted", self.name, batch.spans)
+            logger.warning("%s: queue full, dropped %d spans; later drops are only counted", self.name, batch.spans)
         self._dropped += batch.spans
 
     def _spill(self) -> None:
-        if self._spool is None and self._closing_at is None:
+        if self._disk_queue is None and self._closing_at is None:
             return
         while self._memory:
             self._store(self._memory.popleft())
@@ -146,22 +145,22 @@ class BackendQueue:
         self._endpoint.close()
 
     def _wait_for_work(self, pause: float) -> bool:
-        """Pause, then wait for a batch; False when the work ends."""
+        """Pause, then wait for a batch; False when the thread should exit."""
         with self._changed:
             if pause:
                 self._changed.wait_for(lambda: self._closing_at is not None, pause)
             while self._closing_at is None and not self._waiting():
-                if not self._changed.wait(LOOK_FOR_ORPHANS_S) and self._spool is not None:
-                    self._spool.adopt()
+                if not self._changed.wait(LOOK_FOR_ORPHANS_S) and self._disk_queue is not None:
+                    self._disk_queue.adopt()
             if self._closing_at is None:
                 return True
-            # A backend that was away gets one more chance: it may be back since.
+            # A backend that was down gets one more attempt.
             hopeless, self._last_try = self._down and self._last_try, True
             return bool(self._waiting()) and not hopeless and time.monotonic() < self._closing_at
 
     def _send_next(self) -> Answer | None:
-        """Send the oldest batch; what the answer was, None when there was nothing to send."""
-        stored = self._spool.oldest() if self._spool else None
+        """Send the oldest batch; returns the answer, or None when there is nothing to send."""
+        stored = self._disk_queue.oldest() if self._disk_queue else None
         if stored is not None:
             answer = self._judged(self._endpoint.post(stored[1]))
             self._settle_stored(*stored, answer)
@@ -180,44 +179,46 @@ class BackendQueue:
         return answer
 
     def _judged(self, answer: Answer) -> Answer:
-        """A doubtful answer means later at first, and never when it stays the same."""
+        """The answer with DOUBTFUL resolved: LATER at first, REFUSED after `REFUSED_AFTER` in a row."""
         if answer.verdict is not Verdict.DOUBTFUL:
             self._doubts = 0
             return answer
         self._doubts += 1
-        certain = self._doubts >= DOUBTS
+        certain = self._doubts >= REFUSED_AFTER
         self._doubts = 0 if certain else self._doubts
         return replace(answer, verdict=Verdict.REFUSED if certain else Verdict.LATER)
 
     def _settle_stored(self, path: Path, batch: Batch, answer: Answer) -> None:
         with self._changed:
-            if self._spool is not None:
-                self._settle_file(self._spool, path, answer)
+            if self._disk_queue is not None:
+                self._settle_file(self._disk_queue, path, answer)
             self._settle(batch, answer)
 
-    def _settle_file(self, spool: DiskQueue, path: Path, answer: Answer) -> None:
+    def _settle_file(self, disk_queue: DiskQueue, path: Path, answer: Answer) -> None:
         if answer.verdict is not Verdict.LATER:
             self._put_off = 0
-            spool.remove(path)
+            disk_queue.remove(path)
         elif answer.answered:
             self._put_off += 1
-            if self._put_off >= PATIENCE:
-                self._put_off = self._doubts = 0  # both are the next batch's now
-                spool.postpone(path)
+            if self._put_off >= POSTPONE_AFTER:
+                self._put_off = self._doubts = 0  # the next batch starts at zero
+                disk_queue.postpone(path)
 
     def _settle(self, batch: Batch, answer: Answer) -> None:
         if answer.verdict is Verdict.LATER:
             if not self._down:
-                logger.warning("traces for %s wait: %s", self.name, answer.reason)
+                logger.warning("traces for %s are delayed: %s", self.name, answer.reason)
             self._down = True
             self._spill()
         else:
             if self._down:
-                logger.warning("traces for %s go on", self.name)
+                logger.warning("traces for %s are being sent again", self.name)
             self._down = False
             refused = batch.spans if answer.verdict is Verdict.REFUSED else answer.refused_spans
             if refused and not self._refused:
-                logger.warning("%s refused %d spans: %s; later ones are counted", self.name, refused, answer.reason)
+                logger.warning(
+                    "%s refused %d spans: %s; later refusals are only counted", self.name, refused, answer.reason
+                )
             self._refused += refused
             self._exported += batch.spans - refused
         self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Spans as they leave this process: encoded once per destination, addressed by headers, ready to send or to store."""
+"""Batches of spans, encoded and addressed by headers, ready to be sent or stored."""
 
 import gzip
 import json
@@ -14,18 +14,18 @@ from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
 MAX_ROOTS = 100
-"""In one request: MLflow 3.17 links none of the traces to the run when there are more, and answers 200."""
+"""Most root spans per request: with more, MLflow 3.17 links no trace to the run and still answers 200."""
 
 DEFAULT_EXPERIMENT = "0"
-"""MLflow's own default experiment; its endpoint refuses a request that names none."""
+"""MLflow's default experiment; its endpoint refuses a request without one."""
 
 _SPAN, _LINK_OR_EVENT, _VALUE = 100, 40, 8
-"""Bytes that OTLP spends on each beside its texts, roughly."""
+"""Approximate bytes of each in OTLP, without its texts."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One export request: what it carries and where it goes; credentials are added when it is sent."""
+    """One export request: payload and routing headers. Credentials are added on sending."""
 
     headers: Mapping[str, str]
     payload: bytes
@@ -39,29 +39,29 @@ class Batch:
     @classmethod
     def from_bytes(cls, data: bytes, spans: int) -> "Batch":
         """The batch that `to_bytes` wrote. Raises ValueError for anything else."""
-        head, found, payload = data.partition(b"\n")
+        head, separator, payload = data.partition(b"\n")
         headers = json.loads(head)
-        if not found or not isinstance(headers, dict):
+        if not separator or not isinstance(headers, dict):
             raise ValueError("expected a line of JSON headers and a payload")
         return cls(headers, payload, spans)
 
 
 def joined(first: Batch, second: Batch) -> Batch:
-    """Both in one request; their headers are the same. Protobuf of two requests is that of both, one after the other.
+    """One request with the spans of both, whose headers must be equal. Concatenated protobuf messages are merged.
 
-    Packed again, since not every receiver reads a second gzip member.
+    Compressed again, because not every receiver reads a second gzip member.
     """
     whole = gzip.decompress(first.payload) + gzip.decompress(second.payload)
     return Batch(first.headers, gzip.compress(whole, compresslevel=1), first.spans + second.spans)
 
 
 def encoded(spans: Sequence[ReadableSpan]) -> bytes:
-    """OTLP protobuf of the spans, gzip; the fast level, as most of it is read on the same machine."""
+    """OTLP protobuf of the spans, gzip at the fastest level, as most receivers are on the same machine."""
     return gzip.compress(serialized(spans), compresslevel=1)
 
 
 def routing(backend: TraceBackend, target: TraceTarget, settings: TracingSettings) -> dict[str, str]:
-    """The headers by which a backend, or a collector in front of several, knows where a trace belongs."""
+    """The headers that tell a backend, or a collector, the destination of a trace."""
     experiment = target.mlflow_experiment_id or settings.experiment_id
     project = target.weave_project or settings.weave_project
     mlflow = {names.MLFLOW_EXPERIMENT_HEADER: experiment, names.MLFLOW_RUN_HEADER: target.mlflow_run_id}
@@ -76,7 +76,7 @@ def routing(backend: TraceBackend, target: TraceTarget, settings: TracingSetting
 
 
 def with_few_roots(spans: Sequence[ReadableSpan]) -> list[list[ReadableSpan]]:
-    """The spans in as few requests as `MAX_ROOTS` allows, in their order."""
+    """The spans, in order, split into as few requests as `MAX_ROOTS` allows."""
     parts: list[list[ReadableSpan]] = [[]]
     roots = 0
     for span in spans:
@@ -90,7 +90,7 @@ def with_few_roots(spans: Sequence[ReadableSpan]) -> list[list[ReadableSpan]]:
 
 
 def weight(span: ReadableSpan) -> int:
-    """About the bytes of the span in OTLP before compression, without the cost of encoding it."""
+    """The approximate bytes of the span in uncompressed OTLP, without encoding it."""
     events = sum(_LINK_OR_EVENT + len(event.name) + _attributes_weight(event.attributes) for event in span.events)
     return _SPAN + len(span.name) + _attributes_weight(span.attributes) + events + _LINK_OR_EVENT * len(span.links)
 

@@ -1,12 +1,12 @@
-"""What a backend does not take now, kept on disk until it does: one file per batch, bounded in bytes.
+"""The disk queue: batches that a backend cannot accept now, one file per batch, bounded in bytes.
 
-    <spool_dir>/<backend>/<service>-<pid>-<random>/00000001-512.otlp    the number of spans stands in the name
+    <spool_dir>/<backend>/<service>-<pid>-<random>/00000001-512.otlp    the name has the number of spans
 
-While a backend is away for long, small batches for the same address become one file, so that hours of them stay few.
-A folder that is deleted under the process is made again: what lay in it is lost and counted.
+During a long outage, small batches for the same address are merged into one file, which keeps the number of files low.
+If the folder is deleted, it is created again; the lost spans are counted.
 
-Each process holds a lock on its own folder. A folder without its holder was left by a process that died, and whichever
-process looks next adopts its files: a killed replica loses nothing that lay on disk.
+Each process locks its own folder. An unlocked folder belongs to a process that died, and the next process adopts its
+files, so a killed replica loses nothing that was on disk.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from trackway.system import atomic_write, writing
 from trackway.tracing.export.batch import MAX_ROOTS, Batch, joined
 
 JOINED_FROM = 64
-"""Files; a later batch joins the newest one where it can. Not before: a backend that refuses one batch refuses all of
-its file."""
+"""Number of files from which a new batch is merged into the newest file if possible. Not earlier, because a backend
+refuses all batches of a file together."""
 
 _LOCK = "lock"
 
@@ -44,16 +44,16 @@ class DiskQueue:
         """Bytes of each file, oldest first."""
         self._bytes = self._spans = 0
         self._newest: tuple[Path, Batch] | None = None
-        """The file that the next batch may join; none once it was given out to be sent."""
+        """The file that the next batch may be merged into; None once it is being sent."""
         self.broken_spans = 0
-        """Of files that could not be read, which lie aside as `.broken`, or were deleted by another hand."""
+        """Spans of unreadable files, which are renamed to `.broken`, and of files deleted by others."""
         self._folder, self._lock = self._made()
         self.adopt()
 
     def _made(self) -> tuple[Path, int | None]:
-        """A folder of this process's own, and its lock. Raises StorageError, with nothing left of it."""
+        """Create and lock a folder for this process. Raises StorageError; the folder is then removed."""
         name = f"{self._owner}-{os.getpid()}-{os.urandom(3).hex()}"
-        # Hidden until it is locked, or another process would take it for one without a holder.
+        # Hidden until it is locked, because another process would adopt an unlocked folder.
         hidden = self._siblings / f".{name}"
         with writing(self._siblings, "traces that wait"):
             try:
@@ -66,16 +66,16 @@ class DiskQueue:
 
     @property
     def bytes(self) -> int:
-        """Bytes that wait here."""
+        """Bytes in the queue."""
         return self._bytes
 
     @property
     def spans(self) -> int:
-        """Spans that wait here."""
+        """Spans in the queue."""
         return self._spans
 
     def push(self, batch: Batch) -> bool:
-        """Keep a batch; False when that would exceed the bound, or the disk is full."""
+        """Store a batch; False when the bound would be exceeded or the disk is full."""
         with self._guard:
             if not self._folder.is_dir() and not self._begin_again():
                 return False
@@ -96,13 +96,13 @@ class DiskQueue:
             if replaced is not None:
                 self._forget(replaced)
                 with contextlib.suppress(OSError):
-                    replaced.unlink(missing_ok=True)  # after the new one lies there: a second copy does no harm
+                    replaced.unlink(missing_ok=True)  # after the new file exists: a duplicate is harmless
             self._add(path, len(data))
             self._newest = path, whole
             return True
 
     def _begin_again(self) -> bool:
-        """A new folder in place of one that was deleted; False when none can be made."""
+        """Replace a deleted folder; False when a new one cannot be created."""
         try:
             folder, lock = self._made()
         except OSError:
@@ -117,12 +117,12 @@ class DiskQueue:
         return True
 
     def oldest(self) -> tuple[Path, Batch] | None:
-        """The batch to send next, which stays until `remove`; a file that is not one of ours is set aside."""
+        """The batch to send next, which stays in the queue until `remove`; unreadable files are set aside."""
         while True:
             with self._guard:
                 path = next(iter(self._sizes), None)
                 if self._newest is not None and self._newest[0] == path:
-                    self._newest = None  # it is on its way
+                    self._newest = None  # it is being sent
             if path is None:
                 return None
             try:
@@ -135,14 +135,14 @@ class DiskQueue:
                     path.rename(path.with_suffix(".broken"))
 
     def remove(self, path: Path) -> None:
-        """The batch was sent, or never will be. A file that a read-only disk keeps is sent again later."""
+        """Remove a batch that was sent or refused. If the disk is read-only, the file is sent again later."""
         with self._guard:
             self._forget(path)
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
     def postpone(self, path: Path) -> None:
-        """Put a batch behind all others: one that a backend cannot digest must not keep the rest from it."""
+        """Move a batch behind all others, so that a batch the backend cannot process does not block the rest."""
         with self._guard:
             last = self._name(_spans(path))
             size = self._sizes.get(path)
@@ -154,39 +154,39 @@ class DiskQueue:
                     self._newest = None
 
     def adopt(self) -> int:
-        """Take over what processes left that are gone; how many batches that was."""
-        found = 0
-        with contextlib.suppress(FileNotFoundError):  # deleted, and made again with the next batch
+        """Take over the files of processes that have exited; returns the number of batches."""
+        adopted = 0
+        with contextlib.suppress(FileNotFoundError):  # deleted; the next batch creates it again
             for folder in sorted(self._siblings.iterdir()):
                 if folder != self._folder and folder.is_dir() and not folder.name.startswith("."):
-                    found += self._take_over(folder)
-        return found
+                    adopted += self._take_over(folder)
+        return adopted
 
     def _take_over(self, folder: Path) -> int:
         lock = _locked(folder)
         if lock is None:
             return 0
-        found = 0
+        adopted = 0
         with self._guard:
             try:
                 for path in sorted(folder.glob("*.otlp")):
-                    own = self._name(_spans(path))
+                    destination = self._name(_spans(path))
                     size = path.stat().st_size
-                    path.rename(own)
-                    self._add(own, size)
+                    path.rename(destination)
+                    self._add(destination, size)
                     self._newest = None
-                    found += 1
-            except OSError as error:  # a disk that takes nothing: the rest waits for a later look
+                    adopted += 1
+            except OSError as error:  # the disk is not writable; the rest is adopted later
                 logger.warning("traces in %s cannot be taken over: %s", folder, error)
                 os.close(lock)
-                return found
+                return adopted
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
         _remove_empty(folder, lock)
-        return found
+        return adopted
 
     def _name(self, spans: int) -> Path:
-        """A new file's, behind all others."""
+        """The path of a new file, which sorts behind all others."""
         path = self._folder / f"{self._next:08d}-{spans}.otlp"
         self._next += 1
         return path
@@ -197,7 +197,7 @@ class DiskQueue:
         self._spans += _spans(path)
 
     def _forget(self, path: Path) -> bool:
-        """Whether it was still there."""
+        """Remove a file from the counts; False when it was not in the queue."""
         size = self._sizes.pop(path, None)
         if size is None:
             return False
@@ -206,7 +206,7 @@ class DiskQueue:
         return True
 
     def close(self) -> None:
-        """Let go of the folder; what waits in it is adopted by whoever comes next."""
+        """Unlock the folder; another process adopts the remaining files."""
         if self._lock is None:
             return
         if self._sizes:

@@ -1,6 +1,6 @@
-"""MLflow's address, with experiments by name: a name becomes an id when a batch is sent, not when a run begins.
+"""The MLflow endpoint, which resolves experiment names to ids when a batch is sent, not when a run starts.
 
-So nobody waits for a server that is down or still starting, and a batch that lay on disk goes where it was meant to.
+A run therefore never waits for a server that is down or starting, and a batch from disk keeps its destination.
 """
 
 import base64
@@ -27,14 +27,14 @@ class DeletedExperiment(Exception):
 
 
 def experiment_by_name(name: str) -> str:
-    """What settings and targets say instead of an experiment's id, which exists only once a server was asked."""
+    """A placeholder for an experiment's id in settings and targets, resolved by name on sending."""
     return _BY_NAME + quote(name, safe="")  # it travels in headers, which take ASCII only
 
 
 class MlflowEndpoint(Endpoint):
-    """Sends batches to the server behind `settings.mlflow_uri`; makes the experiments that they name.
+    """Sends batches to the server at `settings.mlflow_uri`, and creates the experiments they name.
 
-    Where MLflow is `settings.collected` the batches themselves go to the OTLP receiver.
+    If MLflow is in `settings.collected`, the batches are sent to the OTLP collector instead.
     """
 
     def __init__(self, settings: TracingSettings) -> None:
@@ -56,7 +56,7 @@ class MlflowEndpoint(Endpoint):
         known = wanted in self._experiments
         answer = self._post_to(wanted, batch)
         if known and answer.reason.startswith("HTTP 404"):
-            del self._experiments[wanted]  # another database stands behind the address now
+            del self._experiments[wanted]  # the address now serves another database
             return self._post_to(wanted, batch)
         return answer
 
@@ -67,7 +67,7 @@ class MlflowEndpoint(Endpoint):
         except httpx.HTTPStatusError as error:
             return answer_of(error.response, batch.spans)
         except Exception as error:
-            # Whatever it is, a server that does not start included: it must not end the sender.
+            # Any error, including a server that does not start, must not end the sending thread.
             answered = isinstance(error, DeletedExperiment)
             return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=answered)
         addressed = {**batch.headers, names.MLFLOW_EXPERIMENT_HEADER: self._experiments[wanted]}
@@ -79,20 +79,20 @@ class MlflowEndpoint(Endpoint):
 
 
 def experiment_id(ask: Callable[..., httpx.Response], name: str) -> str:
-    """The id of the experiment of that name; of many that make it at once one succeeds, and the others find it.
+    """The id of the experiment with this name, which is created if needed; safe for concurrent callers.
 
-    `ask(method, call, **content)` sends a request to MLflow's REST API. Raises what it raises, httpx.HTTPStatusError
-    for another answer than expected, and DeletedExperiment.
+    `ask(method, call, **content)` sends a request to MLflow's REST API. Raises httpx.HTTPStatusError for an unexpected
+    answer, DeletedExperiment, and whatever `ask` raises.
     """
-    found = _experiment(ask, name)
-    if found is None:
-        made = ask("POST", "experiments/create", json={"name": name})
-        if "RESOURCE_ALREADY_EXISTS" not in made.text:
-            return str(made.raise_for_status().json()["experiment_id"])
-        found = _experiment(ask, name)
-    if found is None or found["lifecycle_stage"] != "active":
+    experiment = _experiment(ask, name)
+    if experiment is None:
+        reply = ask("POST", "experiments/create", json={"name": name})
+        if "RESOURCE_ALREADY_EXISTS" not in reply.text:
+            return str(reply.raise_for_status().json()["experiment_id"])
+        experiment = _experiment(ask, name)
+    if experiment is None or experiment["lifecycle_stage"] != "active":
         raise DeletedExperiment(f"{name!r}; restore it, or choose another project_name")
-    return str(found["experiment_id"])
+    return str(experiment["experiment_id"])
 
 
 def _experiment(ask: Callable[..., httpx.Response], name: str) -> dict[str, object] | None:
@@ -110,7 +110,7 @@ def mlflow_http(uri: str, timeout_s: float) -> httpx.Client:
 
 
 def credentials() -> dict[str, str]:
-    """MLflow's own variables for a server that asks who is there."""
+    """The authorization header from MLflow's environment variables; empty without them."""
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")
     user = os.environ.get("MLFLOW_TRACKING_USERNAME")
     if token:

@@ -1,7 +1,7 @@
-"""Spans as OTLP protobuf bytes, at a fraction of the cost of OpenTelemetry's own encoder.
+"""Encoder of spans as OTLP protobuf, at a fraction of the cost of OpenTelemetry's own encoder.
 
-By hand is written what nearly every span is: attributes that are texts, numbers or truth values, no events, no links.
-Any other span, and what surrounds them all, is OpenTelemetry's encoder's.
+The fast path covers most spans: attributes that are strings, numbers or booleans, without events and links. Other spans
+and the enclosing messages are encoded by OpenTelemetry.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One backend's OTLP/HTTP address: where a batch goes, and what the answer means for it."""
+"""OTLP/HTTP endpoints: sending a batch, and interpreting the answer."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ LONGEST_RETRY_AFTER_S = 60.0
 
 
 class Verdict(Enum):
-    """What becomes of a batch."""
+    """The outcome of sending a batch."""
 
     TAKEN = auto()
     LATER = auto()
-    """The backend is down, slow, busy or broken: send it again."""
+    """The backend is down, slow, busy or failing: send the batch again."""
     DOUBTFUL = auto()
-    """A refusal that may be a passing failure: MLflow answers 422 to whatever its store raises."""
+    """A refusal that may be temporary: MLflow answers 422 to any error of its store."""
     REFUSED = auto()
-    """The backend will never take it."""
+    """The backend rejects the batch permanently."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Answer:
 
     verdict: Verdict
     refused_spans: int = 0
-    """Of a batch that was taken."""
+    """Spans refused from a batch that was accepted."""
     reason: str = ""
     retry_after_s: float = 0.0
     answered: bool = True
-    """Whether the backend was there at all."""
+    """Whether the backend answered at all."""
 
 
 class Endpoint:
@@ -56,7 +56,7 @@ class Endpoint:
         except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
             return Answer(Verdict.REFUSED, reason=f"{type(error).__name__}: {error}")  # headers that HTTP cannot carry
         except Exception as error:
-            # Whatever it is, bad URLs and servers that do not start included: it must not end the sender.
+            # Any error, including a bad URL or a server that does not start, must not end the sending thread.
             return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=False)
         return answer_of(response, batch.spans)
 
@@ -66,7 +66,7 @@ class Endpoint:
 
 
 def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
-    """The address of Weave or an OTLP receiver, which must lack nothing (`settings.missing`)."""
+    """The endpoint of Weave or an OTLP receiver, which must be fully configured (see `settings.missing`)."""
     timeout_s = settings.export_timeout_s
     if backend is TraceBackend.WEAVE:
         key = settings.weave_api_key.get_secret_value() if settings.weave_api_key else ""
@@ -77,7 +77,7 @@ def endpoint(backend: TraceBackend, settings: TracingSettings) -> Endpoint:
 
 
 def answer_of(response: httpx.Response, spans: int) -> Answer:
-    """What a backend's HTTP answer means for a batch of so many spans."""
+    """The outcome for a batch of `spans` spans, from the backend's HTTP answer."""
     if response.is_success:
         return _taken(response.content, spans)
     reason = f"HTTP {response.status_code}: {response.text[:200]}"
@@ -92,11 +92,11 @@ def _taken(body: bytes, spans: int) -> Answer:
     try:
         reply.ParseFromString(body)
     except DecodeError:
-        return Answer(Verdict.TAKEN)  # some receivers answer in JSON, or in words
+        return Answer(Verdict.TAKEN)  # some receivers answer in JSON or plain text
     refused = min(spans, reply.partial_success.rejected_spans)
     return Answer(Verdict.TAKEN, refused, reply.partial_success.error_message)
 
 
 def _retry_after(response: httpx.Response) -> float:
-    given = response.headers.get("retry-after", "")
-    return min(float(given), LONGEST_RETRY_AFTER_S) if given.isdecimal() else 0.0
+    value = response.headers.get("retry-after", "")
+    return min(float(value), LONGEST_RETRY_AFTER_S) if value.isdecimal() else 0.0

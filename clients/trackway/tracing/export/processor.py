@@ -1,4 +1,4 @@
-"""From a span that ended to a batch on its way, in a thread of its own: bounded, counted, never waited for."""
+"""The span processor: batches and encodes ended spans in a background thread with a bounded queue."""
 
 import logging
 import os
@@ -27,19 +27,19 @@ BATCH_SPANS = 512
 class ExportSpanProcessor(SpanProcessor):
     """Takes ended spans, encodes them once per target, and hands each backend its batch.
 
-    `exporter` gets every span too, whatever its target: for tests, and for a backend of one's own.
+    `exporter` receives every span too, whatever its target; for tests and custom backends.
     """
 
     def __init__(
         self,
         service: str,
         settings: TracingSettings,
-        senders: Mapping[TraceBackend, BackendQueue],
+        backend_queues: Mapping[TraceBackend, BackendQueue],
         exporter: SpanExporter | None,
     ) -> None:
         self._stamp: dict[str, str | int] = {names.SERVICE: service, names.PROCESS: os.getpid()}
         self._settings = settings
-        self._senders = senders
+        self._backend_queues = backend_queues
         self._exporter = exporter
         self._queue: deque[tuple[ReadableSpan, TraceTarget]] = deque()
         self._changed = threading.Condition()
@@ -49,18 +49,18 @@ class ExportSpanProcessor(SpanProcessor):
         self.ended = 0
         """Recorded spans that ended."""
         self.dropped = 0
-        """Of them, those that found the queue full, or named a backend that this process does not know."""
+        """Ended spans lost because the queue was full, or because this process has no such backend."""
         self._thread: threading.Thread | None = None
 
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Say on the span which service and process made it."""
+        """Set the service and process attributes."""
         span.set_attributes(self._stamp)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queue the span and put its weight into the open ledger."""
-        ledger = current_trace_stats()
-        if ledger is not None:
-            ledger.bytes += weight(span)
+        """Queue the span and add its size to the current trace stats."""
+        stats = current_trace_stats()
+        if stats is not None:
+            stats.bytes += weight(span)
         with self._changed:
             self.ended += 1
             if self._stop or len(self._queue) >= self._settings.max_queue_size:
@@ -72,20 +72,20 @@ class ExportSpanProcessor(SpanProcessor):
                 self._changed.notify_all()
 
     def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Wait until every queued span is encoded and with its senders."""
+        """Wait until every queued span is encoded and in the backends' queues; False on timeout."""
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._queue and not self._encoding, timeout_millis / 1000)
 
     def shutdown(self) -> None:
-        """Take no more spans; the thread ends when the queue is empty."""
+        """Reject further spans; the thread exits when the queue is empty."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
 
     def _ensure_thread(self) -> None:
-        if self._thread is None:  # not before there is a span: most processes of a test suite never have one
+        if self._thread is None:  # started with the first span, because most test processes have none
             self._thread = threading.Thread(target=self._work, name="trackway-traces", daemon=True)
             self._thread.start()
 
@@ -116,24 +116,24 @@ class ExportSpanProcessor(SpanProcessor):
                 try:
                     self._send(spans, target)
                 except Exception:
-                    # Whatever it is: the thread must live, and the loss must be known.
+                    # Any error must leave the thread running and the loss counted.
                     logger.exception("%d spans could not be encoded", len(spans))
                     self._lose(len(spans))
         if self._exporter is not None and taken:
             try:
                 self._exporter.export([span for span, _ in taken])
             except Exception:
-                logger.exception("the exporter raised; %d spans are not in it", len(taken))
+                logger.exception("the exporter raised; it did not export %d spans", len(taken))
 
     def _send(self, spans: list[ReadableSpan], target: TraceTarget) -> None:
         backends = self._settings.sent_to(target.backends or self._settings.default_backends)
-        payload = encoded(spans) if any(backend in self._senders for backend in backends) else b""
+        payload = encoded(spans) if any(backend in self._backend_queues for backend in backends) else b""
         for backend in backends:
-            sender = self._senders.get(backend)
-            if sender is None:
+            backend_queue = self._backend_queues.get(backend)
+            if backend_queue is None:
                 self._lose(len(spans), f"{self._settings.missing(backend)}; spans for it are dropped and counted")
             else:
-                sender.put(Batch(routing(backend, target, self._settings), payload, len(spans)))
+                backend_queue.put(Batch(routing(backend, target, self._settings), payload, len(spans)))
 
     def _lose(self, spans: int, reason: str = "") -> None:
         with self._changed:
@@ -143,5 +143,5 @@ class ExportSpanProcessor(SpanProcessor):
 
 
 def monotonic_deadline(seconds: float) -> float:
-    """The moment `seconds` from now, on the clock that senders use."""
+    """The time `seconds` from now on `time.monotonic`."""
     return time.monotonic() + seconds

@@ -1,8 +1,8 @@
 """A local MLflow database as a server that takes spans: one server process per database, shared by all its clients.
 
-client         finds the server of a database or starts it
-mlflow_server  the process that keeps the server; runs as a script, with the standard library alone
-uri            what an MLflow tracking URI means
+client         finds or starts the server of a database
+mlflow_server  the process that supervises the server; a script that needs only the standard library
+uri            interpretation of MLflow tracking URIs
 
 Imported by tracing's exporters, `trackway up` and the trainer. MLflow itself is imported by the server's process only.
 """

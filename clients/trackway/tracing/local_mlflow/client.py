@@ -1,8 +1,8 @@
-"""A local MLflow database as a server that takes spans: one per database, started by whoever comes first.
+"""The shared MLflow server of a local database, started by its first user.
 
-MLflow takes spans over HTTP only, and workers that each open a new sqlite file collide. So the processes that use one
-database share one server: its keeper (mlflow_server.py) holds a lock beside the database, says there where the server
-answers, and ends it a while after its last user. A local file belongs to one machine.
+MLflow accepts spans over HTTP only, and workers that each open a new sqlite file collide. The processes that use a
+database therefore share one server. Its supervisor (mlflow_server.py) holds a lock beside the database, publishes the
+server's address there, and stops the server some time after its last user. A local database is for one machine only.
 """
 
 import importlib.util
@@ -23,9 +23,9 @@ from trackway.tracing.local_mlflow.mlflow_server import START_DEADLINE_S, Server
 from trackway.tracing.local_mlflow.uri import local_database
 
 LINGER_S = 60.0
-"""How long a server outlives its last user."""
+"""Seconds that a server keeps running after its last user."""
 RETRY_A_FAILED_START_S = 60.0
-"""Until then a start that failed is not tried again, by any process: each try costs seconds of CPU."""
+"""Seconds until a failed start is retried by any process; each attempt costs seconds of CPU."""
 _POLL_S = 0.1
 _HEALTH_TIMEOUT_S = 5.0
 
@@ -34,15 +34,15 @@ _servers: dict[Path, "_LocalServer"] = {}
 
 
 class LocalMlflowError(Exception):
-    """The local server cannot be had; the message says why, with the end of its log."""
+    """The local server is not available; the message has the reason and the end of its log."""
 
 
 def server_uri(uri: str, deadline_s: float = START_DEADLINE_S, linger_s: float | None = None) -> str:
     """The address of the server behind an MLflow tracking URI, without a trailing slash.
 
-    For a local database it waits up to `deadline_s` seconds for the server, which it starts if need be; while that
-    answers, further calls cost microseconds. A server that this call starts outlives its last user by `linger_s`
-    seconds, by default `LINGER_S`.
+    For a local database, the call starts the server if needed and waits up to `deadline_s` seconds for it. Later calls
+    take microseconds while the server runs. A server started by this call keeps running for `linger_s` seconds after
+    its last user (default `LINGER_S`).
 
     Raises:
         ValueError: the URI is neither a server's nor that of a local database.
@@ -59,12 +59,12 @@ def server_uri(uri: str, deadline_s: float = START_DEADLINE_S, linger_s: float |
 
 @cache
 def _pinned(uri: str) -> Path | None:
-    """What a relative URI meant at first, whatever the working directory is later."""
+    """The local database of a URI, cached so that a later change of the working directory has no effect."""
     return local_database(uri)
 
 
 def check(uri: str) -> None:
-    """Raise ValueError when spans sent to this URI could never arrive; starts nothing and asks nobody."""
+    """Raise ValueError if spans could never be sent to this URI; starts no server and makes no request."""
     database = local_database(uri)
     if database is not None and _address(ServerFiles(database)) is None:
         _check_installed(database)
@@ -76,41 +76,41 @@ def answers(uri: str) -> bool:
     return database is None or _address(ServerFiles(database)) is not None
 
 
-def keeper_command(database: Path, port: int | None = None, linger_s: float | None = None) -> list[str]:
-    """The command that keeps a server in the foreground; without `linger_s` until it is told to end."""
+def server_command(database: Path, port: int | None = None, linger_s: float | None = None) -> list[str]:
+    """The command that runs a server in the foreground; without `linger_s`, until it receives SIGTERM."""
     command = [sys.executable, "-I", mlflow_server.__file__, str(database)]
     command += [] if port is None else ["--port", str(port)]
     return command if linger_s is None else [*command, "--linger", str(linger_s)]
 
 
-def make_way(database: Path, deadline_s: float = 30.0) -> ServerFiles:
-    """End the shared server of this database, so that one of another kind may start; its users will find that one.
+def stop_shared_server(database: Path, deadline_s: float = 30.0) -> ServerFiles:
+    """Stop the shared server of this database so that another can start; its users will find the new server.
 
     Raises:
-        LocalMlflowError: the server is not a shared one, or does not end within `deadline_s` seconds.
+        LocalMlflowError: the server is not a shared one, or does not exit within `deadline_s` seconds.
     """
     files = _prepared(database)
     end = time.monotonic() + deadline_s
-    told = False
+    signalled = False
     while True:
         lock = flocked(files.lock, exclusive=True)
         if lock is not None:
             os.close(lock)
             return files
-        keeper = _json(files.lock)
-        if keeper.get("shared") is False or time.monotonic() > end:
+        holder = _json(files.lock)
+        if holder.get("shared") is False or time.monotonic() > end:
             raise LocalMlflowError(
-                f"an MLflow server for {database} runs already at {_address(files) or '(it is starting)'}: process "
-                f"{keeper.get('pid')}; use that one, or stop what started it"
+                f"an MLflow server for {database} is already running at {_address(files) or '(starting)'}: process "
+                f"{holder.get('pid')}; use it, or stop the program that started it"
             )
-        if not told and _is_keeper(keeper.get("pid")):
-            told = True
-            os.kill(int(str(keeper["pid"])), signal.SIGTERM)
+        if not signalled and _is_our_process(holder.get("pid")):
+            signalled = True
+            os.kill(int(str(holder["pid"])), signal.SIGTERM)
         time.sleep(_POLL_S)
 
 
 class _LocalServer:
-    """What this process knows about the server of one database."""
+    """This process's state of the server of one database."""
 
     def __init__(self, files: ServerFiles) -> None:
         self._files = files
@@ -120,9 +120,9 @@ class _LocalServer:
         self._seen: tuple[int, int] | None = None
 
     def uri(self, deadline_s: float, linger_s: float) -> str:
-        """As `server_uri`."""
+        """Like `server_uri`."""
         with self._guard:
-            if self._seen is None or self._seen != _identity(self._files) or not _kept(self._files):
+            if self._seen is None or self._seen != _identity(self._files) or not _is_held(self._files):
                 self._seen = None
                 self._known = self._find(time.monotonic() + deadline_s, linger_s)
             return self._known
@@ -151,10 +151,10 @@ class _LocalServer:
         )
 
     def _attach(self, end: float) -> None:
-        """Be a user until this process ends; a keeper that is just ending its server makes us wait for that."""
+        """Register as a user until this process exits; waits for a server that is being stopped."""
         while (users := flocked(self._files.users, exclusive=False)) is None:
             if time.monotonic() > end:
-                raise LocalMlflowError(f"{self._files.users} stays locked by a server that is ending")
+                raise LocalMlflowError(f"{self._files.users} stays locked by a server that is stopping")
             time.sleep(_POLL_S)
         os.utime(users)
         if self._users is not None:
@@ -187,10 +187,10 @@ def _prepared(database: Path) -> ServerFiles:
 
 
 def _start(files: ServerFiles, lock: int, linger_s: float) -> None:
-    """Start a keeper that takes over our lock and outlives us."""
+    """Start a supervisor that inherits the lock and outlives this process."""
     os.ftruncate(lock, 0)
     files.address.unlink(missing_ok=True)
-    command = [*keeper_command(files.database, linger_s=linger_s), "--lock-fd", str(lock), "--detach"]
+    command = [*server_command(files.database, linger_s=linger_s), "--lock-fd", str(lock), "--detach"]
     with files.log.open("wb") as log:
         subprocess.run(
             command,
@@ -204,8 +204,8 @@ def _start(files: ServerFiles, lock: int, linger_s: float) -> None:
         )
 
 
-def _kept(files: ServerFiles) -> bool:
-    """Whether a keeper holds the lock."""
+def _is_held(files: ServerFiles) -> bool:
+    """Whether a supervisor holds the lock."""
     try:
         lock = flocked(files.lock, exclusive=False)
     except OSError:
@@ -216,13 +216,13 @@ def _kept(files: ServerFiles) -> bool:
 
 
 def _address(files: ServerFiles) -> str | None:
-    """Where the server answers; what a keeper that was killed left there does not count."""
+    """The server's address; None if it was left by a supervisor that was killed."""
     uri = _json(files.address).get("uri")
-    return str(uri) if uri and _kept(files) else None
+    return str(uri) if uri and _is_held(files) else None
 
 
 def _identity(files: ServerFiles) -> tuple[int, int] | None:
-    """Tells one server's address from the next one's."""
+    """Identity of the address file, which distinguishes successive servers."""
     try:
         status = files.address.stat()
     except OSError:
@@ -237,8 +237,8 @@ def _healthy(address: str) -> bool:
         return False
 
 
-def _is_keeper(pid: object) -> bool:
-    """Whether the process is one; where there is no /proc we believe it."""
+def _is_our_process(pid: object) -> bool:
+    """Whether the process is a supervisor; assumed where there is no /proc."""
     if not isinstance(pid, int):
         return False
     command = Path(f"/proc/{pid}/cmdline")
@@ -265,7 +265,7 @@ def _tail(log: Path, lines: int = 15) -> str:
 
 
 def _forget_after_fork() -> None:
-    """A lock that another thread held while the process forked would stay locked in the child."""
+    """Replace the lock in a forked child, where it could stay locked by a thread of the parent."""
     global _guard
     _guard = threading.Lock()
     _servers.clear()

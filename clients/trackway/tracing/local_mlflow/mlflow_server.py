@@ -1,15 +1,15 @@
-"""Keeps the one local MLflow server of a database: starts it, says where it is, ends it when nobody uses it any more.
+"""Supervisor of the local MLflow server of a database: starts it, publishes its address, stops it when it is unused.
 
-A server that dies is started again on its port, a bounded number of times; one that is shared by its users is left to
-them, who start the next one when they need it. This is a program of its own that imports nothing but the standard
-library, as it lives for as long as the server does.
-Everything lies in the folder `<database>.server`:
+A dedicated server that dies is restarted on its port, a bounded number of times. A shared server is not restarted: its
+users start the next one when they need it. This is a separate program that imports only the standard library, because
+it runs as long as the server.
+Its files are in the folder `<database>.server`:
 
-    lock           held by the keeper, so there is never more than one; its text says who that is
-    users          held, shared, by every process that uses the server; the kernel lets go for one that is killed
-    address.json   where the server answers, while it does; readable by its owner only
-    failed         why the last start failed, or why there is no server any more
-    server.log     what keeper and server say
+    lock           locked by the supervisor, so there is at most one; the text identifies it
+    users          share-locked by every process that uses the server; the kernel releases it when a process dies
+    address.json   address of the server while it answers; readable by its owner only
+    failed         why the last start failed, or why the server stopped
+    server.log     output of supervisor and server
 """
 
 import argparse
@@ -33,35 +33,35 @@ NICENESS = 10
 START_DEADLINE_S = 120.0
 END_DEADLINE_S = 8.0
 STARTS = 2
-"""A port that was free may be taken when the server, seconds later, wants it."""
+"""Attempts to start on a free port, which may be taken before the server binds it."""
 RESTARTS = 6
-"""Of a server that died, in a row; pauses of 1, 2, 4, ... s come before them."""
+"""Consecutive restarts of a server that died, after pauses of 1, 2, 4, ... s."""
 STEADY_S = 60.0
-"""A server that has answered for so long is no failed restart."""
+"""Seconds of service after which the count of consecutive restarts is reset."""
 TAKEN = 3
-"""Exit status: another keeper has the lock."""
+"""Exit status: another supervisor holds the lock."""
 _MARK = "TRACKWAY_MLFLOW_DATABASE"
 
 
 @dataclass(frozen=True)
 class ServerFiles:
-    """What lies beside a database."""
+    """Paths of the files beside a database."""
 
     database: Path
 
     @property
     def folder(self) -> Path:
-        """Of everything but the database and the artifacts."""
+        """Folder of all files except the database and the artifacts."""
         return self.database.with_name(self.database.name + ".server")
 
     @property
     def lock(self) -> Path:
-        """Held by the keeper."""
+        """Locked by the supervisor."""
         return self.folder / "lock"
 
     @property
     def users(self) -> Path:
-        """Held, shared, by every user."""
+        """Share-locked by every user."""
         return self.folder / "users"
 
     @property
@@ -71,22 +71,22 @@ class ServerFiles:
 
     @property
     def failed(self) -> Path:
-        """Why the last start failed, or the last restart; there since then."""
+        """Text file with the reason of the last failed start or restart."""
         return self.folder / "failed"
 
     @property
     def log(self) -> Path:
-        """What keeper and server say."""
+        """Output of supervisor and server."""
         return self.folder / "server.log"
 
     @property
     def artifacts(self) -> Path:
-        """Where `mlflow server` puts them by default when it is started in the database's folder."""
+        """Folder of artifacts, which is the default of `mlflow server` in the database's folder."""
         return self.database.with_name("mlartifacts")
 
 
 def flocked(path: Path, exclusive: bool) -> int | None:
-    """A descriptor that holds the file's lock until it is closed; None when that is not to be had now."""
+    """A descriptor that holds the file's lock until it is closed; None when the lock is taken."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -97,26 +97,28 @@ def flocked(path: Path, exclusive: bool) -> int | None:
 
 
 def main() -> int:
-    """Keep a server until nobody uses it, or until told to end; the exit status is 0 unless it could not be kept up."""
-    parser = argparse.ArgumentParser(description="Keep one local MLflow server for a database.")
+    """Run a server until it is unused or SIGTERM arrives; exit status 0 unless the server failed."""
+    parser = argparse.ArgumentParser(description="Run the local MLflow server of a database.")
     parser.add_argument("database", type=Path)
     parser.add_argument("--port", type=int, help="default: any free one")
-    parser.add_argument("--linger", type=float, help="seconds after the last user; default: until told to end")
-    parser.add_argument("--lock-fd", type=int, help="descriptor that holds the lock already")
-    parser.add_argument("--detach", action="store_true", help="go on in the background")
-    given = parser.parse_args()
-    files = ServerFiles(given.database)
-    lock = flocked(files.lock, exclusive=True) if given.lock_fd is None else given.lock_fd
+    parser.add_argument(
+        "--linger", type=float, help="seconds to keep running after the last user; default: until SIGTERM"
+    )
+    parser.add_argument("--lock-fd", type=int, help="inherited descriptor that holds the lock")
+    parser.add_argument("--detach", action="store_true", help="continue in the background")
+    options = parser.parse_args()
+    files = ServerFiles(options.database)
+    lock = flocked(files.lock, exclusive=True) if options.lock_fd is None else options.lock_fd
     if lock is None:
-        print(f"another MLflow server for {files.database} runs already", flush=True)
+        print(f"another MLflow server for {files.database} is already running", flush=True)
         return TAKEN
     os.set_inheritable(lock, False)
     os.chdir(files.folder)  # `-m` would import a user's own mlflow.py from the working directory
-    if given.detach and os.fork():
+    if options.detach and os.fork():
         return 0
     os.ftruncate(lock, 0)
-    os.pwrite(lock, json.dumps({"pid": os.getpid(), "shared": given.linger is not None}).encode(), 0)
-    return _keep(files, given.port, given.linger)
+    os.pwrite(lock, json.dumps({"pid": os.getpid(), "shared": options.linger is not None}).encode(), 0)
+    return _keep(files, options.port, options.linger)
 
 
 def _keep(files: ServerFiles, port: int | None, linger_s: float | None) -> int:
@@ -136,16 +138,16 @@ def _keep(files: ServerFiles, port: int | None, linger_s: float | None) -> int:
 
 
 def _serve(files: ServerFiles, port: int | None, linger_s: float | None) -> str | None:
-    """Run one server after another; why there is none any more, None when none is wanted."""
+    """Run the server with restarts; returns the reason why it failed, or None when it is no longer needed."""
     failures, allowed = 0, STARTS if port is None else 1
     while True:
         healthy_at = None
         with _port(port) as chosen, _server(files, chosen) as server:
             if _wait_until_healthy(server, chosen):
                 healthy_at = time.monotonic()
-                _give_way(server)
+                _lower_priority(server)
                 _publish(files, chosen)
-                if not _dies(server, files, linger_s) or linger_s is not None:
+                if not _exits(server, files, linger_s) or linger_s is not None:
                     return None
         if healthy_at is not None:
             allowed = RESTARTS + 1
@@ -175,7 +177,7 @@ def _use_wal(database: Path) -> None:
 
 @contextlib.contextmanager
 def _port(port: int | None) -> Iterator[int]:
-    """The given port, or a free one, bound but not listened on until the server has it: others then do not get it."""
+    """The port, or a free one that is bound without listening until the server binds it, so that it is not taken."""
     if port is not None:
         yield port
         return
@@ -187,7 +189,7 @@ def _port(port: int | None) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _server(files: ServerFiles, port: int) -> Iterator["subprocess.Popen[bytes]"]:
-    """`mlflow server`, which creates and migrates its database itself; it and its children end with the block."""
+    """Run `mlflow server`, which creates and migrates its database; it is stopped with its children after the block."""
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{files.database}", "--artifacts-destination", str(files.artifacts)]
     command += ["--uvicorn-opts=--no-access-log"]  # a line per request would fill the disk
@@ -196,11 +198,11 @@ def _server(files: ServerFiles, port: int) -> Iterator["subprocess.Popen[bytes]"
         _on_end_signals(_end)
         yield process
     finally:
-        told: list[int] = []
-        _on_end_signals(lambda number, _: told.append(number))
+        received: list[int] = []
+        _on_end_signals(lambda number, _: received.append(number))
         files.address.unlink(missing_ok=True)
         _end_group(process)
-        if told:
+        if received:
             _end()
 
 
@@ -214,13 +216,13 @@ def _on_end_signals(action: Callable[..., object]) -> None:
 
 
 def _environment(files: ServerFiles) -> dict[str, str]:
-    """The user's, without MLflow's own settings, which are meant for clients or for another server.
+    """The environment without MLflow's variables, which are meant for clients or other servers.
 
-    No jobs: nine processes and 1.6 GB less.
+    Job execution is disabled, which saves nine processes and 1.6 GB.
     """
     kept = {key: value for key, value in os.environ.items() if not key.lstrip("_").startswith("MLFLOW_")}
-    own = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "OMP_NUM_THREADS": "1"}
-    return {**kept, **own, _MARK: str(files.database)}
+    fixed = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "OMP_NUM_THREADS": "1"}
+    return {**kept, **fixed, _MARK: str(files.database)}
 
 
 def _wait_until_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
@@ -232,10 +234,10 @@ def _wait_until_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
     return False
 
 
-def _give_way(server: "subprocess.Popen[bytes]") -> None:
-    """Traces may be stored a little later; what makes them must not wait for that on a machine with few cores."""
-    own = os.getpriority(os.PRIO_PROCESS, 0)  # only root may go below it
-    os.setpriority(os.PRIO_PGRP, server.pid, max(NICENESS, own))
+def _lower_priority(server: "subprocess.Popen[bytes]") -> None:
+    """Lower the server's priority, so that storing traces does not slow down rollouts on a machine with few cores."""
+    our_niceness = os.getpriority(os.PRIO_PROCESS, 0)  # only root may go below it
+    os.setpriority(os.PRIO_PGRP, server.pid, max(NICENESS, our_niceness))
     with contextlib.suppress(OSError):  # Linux shares the cores out by session first, where that is built in: sched(7)
         Path(f"/proc/{server.pid}/autogroup").write_text(str(NICENESS))
 
@@ -262,30 +264,30 @@ def _publish(files: ServerFiles, port: int) -> None:
         raise
 
 
-def _dies(server: "subprocess.Popen[bytes]", files: ServerFiles, linger_s: float | None) -> bool:
-    """True once the server is gone.
+def _exits(server: "subprocess.Popen[bytes]", files: ServerFiles, linger_s: float | None) -> bool:
+    """Wait for the server: True once it has exited.
 
-    False when its database is no longer the file that it opened, or nobody has used it for long.
+    False when its database file was replaced, or when it has been unused for `linger_s` seconds.
     """
     opened = files.database.stat().st_ino
     last_used = time.time()
-    while _lives_on(server, 1.0 if linger_s is None else min(1.0, linger_s / 4)):
+    while _keeps_running(server, 1.0 if linger_s is None else min(1.0, linger_s / 4)):
         try:
             if files.database.stat().st_ino != opened:
                 return False
-            nobody = None if linger_s is None else flocked(files.users, exclusive=True)
-            if nobody is None or linger_s is None:
+            unused = None if linger_s is None else flocked(files.users, exclusive=True)
+            if unused is None or linger_s is None:
                 last_used = time.time()
             elif time.time() - max(last_used, files.users.stat().st_mtime) < linger_s:
-                os.close(nobody)
+                os.close(unused)
             else:
-                return False  # still holding it: whoever comes now waits, and then starts a new server
+                return False  # still locked: a new user waits, then starts a new server
         except FileNotFoundError:
             return False
     return True
 
 
-def _lives_on(server: "subprocess.Popen[bytes]", seconds: float) -> bool:
+def _keeps_running(server: "subprocess.Popen[bytes]", seconds: float) -> bool:
     try:
         server.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -294,7 +296,7 @@ def _lives_on(server: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """The server and what it started: politely, then by force."""
+    """Terminate the server's process group; kill it after the deadline."""
     end = time.monotonic() + END_DEADLINE_S
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -307,7 +309,7 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _end_orphans(files: ServerFiles) -> None:
-    """A keeper that was killed leaves its server behind; its environment tells it (where there is a /proc)."""
+    """Kill servers left by a supervisor that was killed, identified by their environment (where there is a /proc)."""
     mark = f"{_MARK}={files.database}".encode()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What an MLflow tracking URI means: a server's address, or a database file on this machine."""
+"""Interpretation of MLflow tracking URIs: a server's address, or a database file on this machine."""
 
 from pathlib import Path
 from urllib.parse import unquote, urlsplit

@@ -1,7 +1,7 @@
-"""verl's `RolloutTraceConfig`: one call per process says where the traces of a user's own agent loop go.
+"""verl's `RolloutTraceConfig`: configures tracing of a custom agent loop with one call per process.
 
-`init` waits for nobody: the MLflow experiment, and the server of a local database, come into being beside the rollouts,
-while spans wait for them in memory and on disk.
+`init` does not block: the MLflow experiment, and the server of a local database, are created in the background while
+spans wait in memory and on disk.
 """
 
 import atexit
@@ -32,7 +32,7 @@ DEFAULT_MLFLOW_URI = "sqlite:///mlflow.db"
 EXIT_DEADLINE_S = 10.0
 """Longest wait for the backends when the process ends."""
 STARTING_DEADLINE_S = local_mlflow.START_DEADLINE_S
-"""The same while the local MLflow server still starts, as it does in a first, short run."""
+"""Longest wait at exit while the local MLflow server is still starting, as in a first, short run."""
 
 _guard = threading.RLock()
 
@@ -50,9 +50,9 @@ class RolloutTraceConfig:
         self.project_name: str | None = None
         self.experiment_name: str | None = None
         self.max_samples_per_step_per_worker: int | None = None
-        """For the worker that chooses what to trace; None traces everything."""
+        """Used by the worker that selects the samples to trace; None traces all."""
         self.target = TraceTarget()
-        """What each trace says about itself to the services that it reaches."""
+        """The target sent with each trace to the services it reaches."""
         self._initialized = False
 
     @classmethod
@@ -64,15 +64,15 @@ class RolloutTraceConfig:
         token2text: bool = False,
         max_samples_per_step_per_worker: int | None = None,
     ) -> None:
-        """Trace to `backend` (mlflow, weave, otlp; a list or `mlflow,weave` for several) from now on; None: not at all.
+        """Trace to `backend` (mlflow, weave, otlp; a list or `mlflow,weave` for several); None disables tracing.
 
-        Keys and addresses come from the environment (`TracingSettings`). MLflow: the experiment is `project_name`, made
-        with the first spans. Weave: the project is `entity/project`, or `project` of the entity in WANDB_ENTITY, else
-        of the API key's own, for which W&B is asked.
+        Keys and addresses come from the environment (`TracingSettings`). MLflow: the experiment is `project_name`,
+        created with the first spans. Weave: the project is `entity/project`; without an entity, it is that of
+        WANDB_ENTITY, or the API key's default, which is queried from W&B.
         A second call does nothing until `reset`.
 
         Raises:
-            ValueError: unknown backend, a key or address is missing, or a number is negative; nothing was started.
+            ValueError: a backend is unknown, a key or address is missing, or a number is negative; nothing is started.
         """
         with _guard:
             config = cls.get_instance()
@@ -94,7 +94,7 @@ class RolloutTraceConfig:
 
     @classmethod
     def get_instance(cls) -> "RolloutTraceConfig":
-        """The process's configuration; before `init` one that traces nothing."""
+        """The process's configuration, which traces nothing before `init`."""
         with _guard:
             if cls._instance is None:
                 cls._instance = cls()
@@ -102,12 +102,12 @@ class RolloutTraceConfig:
 
     @classmethod
     def get_backend(cls) -> str | None:
-        """The names given to `init`."""
+        """The names of the backends, separated by commas; None when nothing is traced."""
         return cls.get_instance().backend
 
     @classmethod
     def get_client(cls) -> Tracing | None:
-        """The tracing behind it: `flush(seconds)` before a process is killed, `stats()` for what was lost."""
+        """The process's tracing: `flush(seconds)` before a process is killed, `stats()` for lost spans."""
         return cls.get_instance().client
 
     @classmethod
@@ -117,8 +117,7 @@ class RolloutTraceConfig:
 
     @classmethod
     def reset(cls) -> None:
-        """Send waiting spans for at most `EXIT_DEADLINE_S` seconds and drop the rest; then `init` can be called
-        again."""
+        """Send waiting spans for at most `EXIT_DEADLINE_S` seconds and drop the rest. `init` may be called again."""
         with _guard:
             config, cls._instance = cls._instance, None
         if config is not None and config.client is not None:
@@ -141,9 +140,9 @@ class RolloutTraceConfig:
 
 
 def _parsed(backend: str | Sequence[str] | None) -> list[TraceBackend]:
-    given = backend.split(",") if isinstance(backend, str) else backend or ()
-    wanted = list(dict.fromkeys(name for one in given if (name := str(one).strip().lower())))
-    known = [one.value for one in TraceBackend]
+    requested = backend.split(",") if isinstance(backend, str) else backend or ()
+    wanted = list(dict.fromkeys(name for item in requested if (name := str(item).strip().lower())))
+    known = [known_backend.value for known_backend in TraceBackend]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ValueError(
@@ -153,16 +152,16 @@ def _parsed(backend: str | Sequence[str] | None) -> list[TraceBackend]:
 
 
 def _settings(backends: Sequence[TraceBackend], project_name: str, token2text: bool) -> TracingSettings:
-    """The environment's settings, of these backends only. Raises ValueError when one lacks something."""
-    found = TracingSettings(backends=list(backends), token2text=token2text)
+    """Settings from the environment for these backends only. Raises ValueError when a backend is not configured."""
+    environment = TracingSettings(backends=list(backends), token2text=token2text)
     mlflow, weave = TraceBackend.MLFLOW in backends, TraceBackend.WEAVE in backends
-    settings = found.model_copy(
+    settings = environment.model_copy(
         update={
-            "mlflow_uri": _mlflow_uri(found.mlflow_uri) if mlflow else None,
+            "mlflow_uri": _mlflow_uri(environment.mlflow_uri) if mlflow else None,
             "experiment_id": experiment_by_name(project_name) if mlflow else None,
-            "weave_api_key": found.weave_api_key if weave else None,
-            "weave_project": _weave_project(project_name, found.weave_api_key) if weave else None,
-            "otlp_endpoint": found.otlp_endpoint if TraceBackend.OTLP in backends else None,
+            "weave_api_key": environment.weave_api_key if weave else None,
+            "weave_project": _weave_project(project_name, environment.weave_api_key) if weave else None,
+            "otlp_endpoint": environment.otlp_endpoint if TraceBackend.OTLP in backends else None,
         }
     )
     for backend in backends:
@@ -171,9 +170,9 @@ def _settings(backends: Sequence[TraceBackend], project_name: str, token2text: b
     return settings.model_copy(update={"spool_dir": _spool_dir(settings)})
 
 
-def _mlflow_uri(given: str | None) -> str:
-    """The URI with a database's full path, which stays the same when the working directory changes."""
-    uri = given or DEFAULT_MLFLOW_URI
+def _mlflow_uri(configured: str | None) -> str:
+    """The URI with the absolute path of a database, independent of the working directory."""
+    uri = configured or DEFAULT_MLFLOW_URI
     local_mlflow.check(uri)
     database = local_database(uri)
     return uri if database is None else f"sqlite:///{database}"
@@ -184,13 +183,13 @@ def _weave_project(project_name: str, key: SecretStr | None) -> str:
     if full is None:
         raise ValueError(
             f"trace backend weave: expected project_name as entity/project, got {project_name!r}; "
-            "write it so, or set WANDB_ENTITY"
+            "use that form, or set WANDB_ENTITY"
         )
     return full
 
 
 def _spool_dir(settings: TracingSettings) -> Path | None:
-    """A folder of this user and these addresses; a later process that sends to them adopts what is left in it."""
+    """A folder for this user and these addresses; later processes with the same addresses adopt its files."""
     addresses = repr((settings.mlflow_uri, settings.weave_api_key and settings.weave_url, settings.otlp_endpoint))
     name = hashlib.sha256(addresses.encode()).hexdigest()[:16]
     try:
@@ -198,13 +197,13 @@ def _spool_dir(settings: TracingSettings) -> Path | None:
         folder = state / "trackway" / "spool" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # no home, or not ours
-        logger.warning("traces that a backend does not take now are kept in memory only: %s", error)
+        logger.warning("traces are queued in memory only, because the disk queue has no folder: %s", error)
         return None
     return folder
 
 
 def _start_server(uri: str) -> None:
-    """Begin at once, as a start takes seconds; what goes wrong is told by the sender, when it matters."""
+    """Start the server early, because a start takes seconds; errors are reported by the backend's queue."""
     with contextlib.suppress(Exception):
         local_mlflow.server_uri(uri)
 
@@ -217,9 +216,9 @@ def _at_exit(client: Tracing) -> None:
     if client.shutdown(STARTING_DEADLINE_S if starting else EXIT_DEADLINE_S):
         return
     stats = client.stats()
-    waiting = sum(one.waiting for one in stats.backends.values())
+    waiting = sum(backend.waiting for backend in stats.backends.values())
     logger.warning(
-        "trace backends did not take everything: %d spans lost; %d wait in %s for the next process that sends there",
+        "not all spans were exported: %d lost; %d wait in %s for the next process with the same backends",
         stats.lost,
         waiting,
         client.settings.spool_dir,
@@ -227,7 +226,7 @@ def _at_exit(client: Tracing) -> None:
 
 
 def _forget_after_fork() -> None:
-    """A child has none of our threads; it traces when it calls `init` itself."""
+    """Reset in a forked child, which has no threads of the parent; it traces once it calls `init`."""
     global _guard
     _guard = threading.RLock()
     client = RolloutTraceConfig.get_client()

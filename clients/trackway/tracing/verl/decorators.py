@@ -1,6 +1,6 @@
-"""verl's two names for tracing an agent loop (verl/utils/rollout_trace.py): move a loop over by changing the import.
+"""verl's two functions for tracing an agent loop (verl/utils/rollout_trace.py), used by changing the import.
 
-Nothing here raises into a rollout, and nothing changes what a traced function returns.
+Tracing never raises into a rollout and never changes the result of a traced function.
 """
 
 import inspect
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 _OFF = SpanHandle(INVALID_SPAN)
 DEFAULT_EXPERIMENT = "default"
-"""The tag where nobody called `RolloutTraceConfig.init`, as in a service that runs somebody's loop."""
+"""The experiment's name if `RolloutTraceConfig.init` was not called, as in a service that runs a custom loop."""
 
 
 @contextmanager
@@ -39,17 +39,17 @@ def rollout_trace_attr(
     validate: bool = False,
     trace: bool = True,
 ) -> Iterator[SpanHandle]:
-    """Open a trajectory, a trace called `name`: everything traced inside joins its tree, whatever process it runs in.
+    """Open a trajectory's trace called `name`; everything traced inside joins it, in any process.
 
-    Its tags are the arguments that are given, `validate`, and the experiment's name. With `trace=False` nothing inside
-    is traced, in any process.
+    The tags are the arguments that are not None, `validate`, and the experiment's name. With `trace=False`, nothing
+    inside is traced in any process.
     """
     if active_tracing() is None:
         yield _OFF
         return
-    given = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n, "validate": validate}
+    values = {"sample_index": sample_index, "step": step, "rollout_n": rollout_n, "validate": validate}
     record = trace and not _silenced()
-    with NonRaisingSpan(lambda: _trajectory(given, name, record)) as span:
+    with NonRaisingSpan(lambda: _trajectory(values, name, record)) as span:
         outer = open_root.get()
         open_root.set(OpenRoot(span))
         try:
@@ -61,8 +61,8 @@ def rollout_trace_attr(
 def rollout_trace_op(function: Callable[P, R]) -> Callable[P, R]:
     """Trace each call of a function or method, sync or async: arguments without `self`, result, exception.
 
-    With token2text also `prompt_text` and `response_text`, where `self.tokenizer` decodes them. A generator function is
-    given back as it is.
+    With token2text, the span also has `prompt_text` and `response_text`, decoded by `self.tokenizer`. A generator
+    function is returned unchanged.
     """
     if isinstance(function, staticmethod | classmethod):
         return type(function)(rollout_trace_op(function.__func__))  # pyright: ignore[reportReturnType]
@@ -96,7 +96,7 @@ def rollout_trace_op(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _recorded() -> bool:
-    """Whether a span that begins here would be kept."""
+    """Whether a span started here would be recorded."""
     tracing = active_tracing()
     if tracing is None:
         return False
@@ -105,27 +105,27 @@ def _recorded() -> bool:
 
 
 def _silenced() -> bool:
-    """Whether we stand inside a trace that is not recorded: `trace=False`, or a caller that does not sample."""
+    """Whether the current trace is not recorded, because of `trace=False` or an unsampled caller."""
     current = get_current_span().get_span_context()
     return current.is_valid and not current.trace_flags.sampled
 
 
-def _trajectory(given: Mapping[str, object], name: str, record: bool) -> AbstractContextManager[SpanHandle]:
+def _trajectory(values: Mapping[str, object], name: str, record: bool) -> AbstractContextManager[SpanHandle]:
     experiment = RolloutTraceConfig.get_instance().experiment_name or DEFAULT_EXPERIMENT
-    tags = {key: _tag(value) for key, value in given.items() if value is not None}
+    tags = {key: _tag(value) for key, value in values.items() if value is not None}
     tags["experiment_name"] = experiment
     shown = {names.AGENT_NAME: name, names.MLFLOW_TRACE_NAME: name, **_group(tags)}
     return root_span(name, tags, shown, record, own_target())
 
 
 def _tag(value: object) -> names.Tag:
-    """In its own type, as Weave compares by type; a number of numpy is a number."""
+    """The value with its type, because Weave compares by type; numpy numbers become Python numbers."""
     plain = plain_number(value)
     return plain if isinstance(plain, str | bool | int | float) else str(plain)
 
 
 def _group(tags: Mapping[str, names.Tag]) -> dict[str, str]:
-    """The GRPO group, which is the session and Weave's thread, when the tags say which it is."""
+    """Attributes of the GRPO group, which is the session and Weave's thread; empty if the tags do not identify it."""
     try:
         group = names.group_id(Tags.model_validate({"rollout_n": 0, **tags}))
     except ValidationError:

@@ -1,4 +1,4 @@
-"""A span whose own trouble stays with it."""
+"""A span that never raises into the code it traces."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +13,7 @@ logger = logging.getLogger("trackway.tracing")
 
 
 class NonRaisingSpan:
-    """Opens and ends a span around other people's code; what the span itself raises is logged and goes no further."""
+    """Opens and ends a span around user code; errors of the span itself are logged and not raised."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[SpanHandle]]) -> None:
         self._make = make

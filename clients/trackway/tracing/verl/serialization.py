@@ -1,7 +1,7 @@
-"""Any value as something small that JSON can hold, at a cost that the value cannot drive up.
+"""Serialization of any value as bounded JSON at a bounded cost.
 
-People trace functions whose arguments nobody chose for tracing: lists of a million ids, objects that hold themselves,
-a repr that raises. None of it may slow a rollout, let alone end it.
+Traced functions have arbitrary arguments: lists of a million ids, cyclic objects, a repr that raises. None of them may
+slow down or fail a rollout.
 """
 
 import dataclasses
@@ -17,23 +17,23 @@ from trackway.tracing.redaction import redacted
 from trackway.wire.base import named_number
 
 MAX_ITEMS = 512
-"""Of one list or mapping; the rest is counted."""
+"""Most items of one list or mapping; the rest is only counted."""
 MAX_VALUES = 4096
-"""Of the whole payload."""
+"""Most values of the whole payload."""
 MAX_DEPTH = 12
 MAX_BITS = 1024
 HUGE_TEXT = 1 << 20
-"""Characters; up to this a text is left whole, and cut where all others are, with the marker that counts bytes."""
+"""Characters; a longer text is cut here already, a shorter one only with all others, by a limit in bytes."""
 KEPT_OF_HUGE = 4096
 
 
 def bounded(value: object) -> object:
-    """`value` out of plain dicts, lists, texts and numbers; never raises."""
+    """A bounded copy of `value` of plain dicts, lists, strings and numbers; never raises."""
     return _Copy().of(value, 0)
 
 
 def plain_number(value: object) -> object:
-    """A number of numpy or torch as Python's own; anything else as it is."""
+    """A scalar of numpy or torch as a Python number; any other value unchanged."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
@@ -59,7 +59,7 @@ class _Copy:
         try:
             return self._of(value, depth)
         except Exception as error:
-            # The value's own code ran: its iteration, its repr, its properties.
+            # The value's own code ran: iteration, repr, properties.
             return f"[not shown: {type(error).__name__}]"
 
     def _of(self, value: object, depth: int) -> object:

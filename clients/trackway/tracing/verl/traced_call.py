@@ -1,4 +1,4 @@
-"""One traced call of a user's function: its span, what went in and came out, and the text of token ids."""
+"""One traced call of a user's function: its span, inputs, outputs, and the text of token ids."""
 
 import asyncio
 import inspect
@@ -18,18 +18,18 @@ from trackway.wire.tracing import TraceTarget
 
 @dataclass
 class OpenRoot:
-    """A trajectory's root shows what its first operation takes and what its last one gives: itself it does nothing."""
+    """A trajectory's root span, which shows the inputs of its first operation and the outputs of its last."""
 
     span: SpanHandle
     shows_inputs: bool = False
 
 
 open_root: ContextVar[OpenRoot | None] = ContextVar("trackway_open_root", default=None)
-"""Set where an operation would stand directly below the root."""
+"""Set where the next operation is a direct child of the root."""
 
 
 class Operation:
-    """What is known of a function before it is called."""
+    """A traced function: its name and signature."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self.name: str = getattr(function, "__qualname__", type(function).__name__)
@@ -41,7 +41,7 @@ class Operation:
         self._owner = first if first in ("self", "cls") else None
 
     def arguments(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
-        """Arguments by name, defaults included, without `self` or `cls`; none when the call does not fit."""
+        """Arguments by name, with defaults, without `self` and `cls`; empty if they do not match the signature."""
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError:
@@ -50,7 +50,7 @@ class Operation:
         return {name: value for name, value in bound.arguments.items() if name != self._owner}
 
     def decoder(self, args: tuple[object, ...]) -> Callable[[object], object] | None:
-        """`self.tokenizer.decode`, where there is one and the trace wants text."""
+        """`self.tokenizer.decode` if it exists and the trace includes text, else None."""
         if self._owner is None or not args or not token2text():
             return None
         try:
@@ -77,7 +77,7 @@ def recorded_call(
 
 
 class RecordedCall:
-    """What one call takes and gives; no method raises."""
+    """Inputs and outputs of one call; no method raises."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class RecordedCall:
         self._decode = decode
 
     def take(self) -> None:
-        """Show the arguments."""
+        """Set the arguments as the span's inputs."""
         shown = bounded(self._inputs)
         self._span.inputs(shown)
         if self._root is not None and not self._root.shows_inputs:
@@ -100,7 +100,7 @@ class RecordedCall:
             self._root.span.inputs(shown)
 
     def give(self, result: object, texts: Mapping[str, str]) -> None:
-        """Show the result; with texts, these and its parts by name."""
+        """Set the result as the span's outputs; with texts, the texts and the result's named parts."""
         shown = bounded({**texts, **(_parts(result) or {"output": result})} if texts else result)
         self._span.outputs(shown)
         if self._root is not None:
@@ -112,7 +112,7 @@ class RecordedCall:
         return {name: self._text(ids) for name, ids in wanted.items()}
 
     async def texts_aside(self, result: object) -> dict[str, str]:
-        """As `texts`, in a thread: decoding must not hold up the event loop."""
+        """Like `texts`, in a thread, because decoding would block the event loop."""
         if self._decode is None or not self._token_ids(result):
             return {}
         try:
@@ -134,7 +134,7 @@ class RecordedCall:
 
 
 def own_target() -> TraceTarget | None:
-    """What `RolloutTraceConfig` says about its traces; None where another tracing is active."""
+    """The target of `RolloutTraceConfig`; None when another tracing is active."""
     config = RolloutTraceConfig.get_instance()
     return config.target if config.client is not None and config.client is active_tracing() else None
 

@@ -1,4 +1,4 @@
-"""Everything that can be known of a run before its first step: wrong values, and what this machine lacks.
+"""Checks of a run before its first step: invalid values, and requirements that this machine lacks.
 
-Imported by `train`, `--dry-run` and `--preflight`. Each module finds, none raises at the first problem.
+Imported by `train`, `--dry-run` and `--preflight`. Modules collect all problems instead of raising at the first.
 """

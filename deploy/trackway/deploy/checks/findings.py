@@ -1,4 +1,4 @@
-"""What stands in the way of a run, in two kinds: wrong on any machine, and missing on this one."""
+"""Problems that prevent a run: invalid on any machine, or missing on this one."""
 
 from collections.abc import Sequence
 
@@ -10,36 +10,36 @@ from trackway.system.user_error import UserError
 
 
 class Findings(BaseModel):
-    """Sentences of what was expected, what is there, and what to do."""
+    """Problems as sentences, each with the expected value, the actual one, and the remedy."""
 
     wrong: list[str] = Field(default_factory=list)
-    """On any machine: values, names, contradictions, and rows that were read."""
+    """Problems on any machine: invalid values, unknown names, contradictions, invalid rows."""
     missing_here: list[str] = Field(default_factory=list)
-    """A model, a file, a GPU, a package, a key or a service that this machine lacks: the run cannot start here."""
+    """A model, file, GPU, package, API key or service that this machine lacks; the run cannot start here."""
     replaced_here: list[str] = Field(default_factory=list)
-    """What this machine lacks and the run does without."""
+    """Requests that this machine cannot meet and that the run can do without."""
     not_checked: list[str] = Field(default_factory=list)
-    """What could not be looked at, and why."""
+    """Checks that could not be made, with the reason."""
 
     @property
     def starts_here(self) -> bool:
-        """Whether nothing that was looked at keeps the run from starting on this machine."""
+        """Whether no check found a problem that prevents the run from starting on this machine."""
         return not (self.wrong or self.missing_here)
 
     def refuse(self) -> None:
-        """Raise UserError with everything for which the run does not start here."""
+        """Raise UserError with every problem that prevents the run from starting here."""
         reasons = [*self.wrong, *(f"missing here: {reason}" for reason in self.missing_here)]
         if len(reasons) == 1:
             raise UserError(reasons[0])
         if reasons:
-            raise UserError("\n".join([f"{len(reasons)} things keep this run from starting", *_listed(reasons)]))
+            raise UserError("\n".join([f"{len(reasons)} problems prevent this run from starting", *_listed(reasons)]))
 
     def report(self) -> RenderableType:
-        """As text for a terminal; nothing when nothing was found."""
+        """The problems as text for a terminal; empty without problems."""
         kinds = (
             ("wrong on any machine", self.wrong, "red"),
             ("missing here", self.missing_here, "yellow"),
-            ("missing here, and done without", self.replaced_here, "yellow"),
+            ("missing here, not required", self.replaced_here, "yellow"),
             ("not checked", self.not_checked, "dim"),
         )
         lines: list[Text] = []

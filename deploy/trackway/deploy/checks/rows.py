@@ -1,4 +1,4 @@
-"""The rows of a run as this machine reads them, and how long their prompts are."""
+"""Checks of a run's dataset rows and of the length of their prompts."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MEASURED_ROWS = 10_000
-"""Prompts of one key that are tokenised for a plan; more would take minutes."""
+"""Most prompts per key that a dry run tokenizes; more would take minutes."""
 WORDS_PER_TOKEN = 4
-"""More words than this are in no token, on the average of a prompt."""
+"""Upper bound of the average number of words per token of a prompt."""
 KEYS = {"data.train_files": "train_max_samples", "data.val_files": "val_max_samples"}
 _SHOWN_EVERY = 500
-"""Prompts between two signs of how far the measuring is."""
+"""Prompts between two progress reports."""
 
 
 class RowsHere:
-    """Reads and measures; what is wrong or missing goes to the findings."""
+    """Reads a run's files and measures its prompts; problems are added to the findings."""
 
     def __init__(
         self, config: RunConfig, findings: Findings, report: Callable[[str, str], None], most_measured: int | None
@@ -33,23 +33,23 @@ class RowsHere:
         self._most_measured = most_measured
         self._read: dict[str, Rows] = {}
         self.used: dict[str, Rows] = {}
-        """By key: without those that are left out as too long, and those beyond the bound."""
-        self.sentence = "not known: data.train_files names none"
-        """How many rows there are to train on."""
+        """Rows that the run uses, by key: without overlong prompts, and within the `max_samples` bound."""
+        self.sentence = "unknown: data.train_files is empty"
+        """The number of training rows, in words."""
 
     @property
     def number(self) -> int | None:
-        """Rows to train on; None when that is not known."""
+        """The number of training rows; None when unknown."""
         rows = self.used.get("data.train_files")
         return None if rows is None else len(rows.samples)
 
     def leave_to_the_trainer(self) -> None:
-        """The files are on other machines."""
+        """Record that the files are on other machines and were not checked."""
         files = [file for key in KEYS for file in self._files(key)]
         if files:
-            self.sentence = "not known: the files are where the services run"
+            self.sentence = "unknown: the files are on the services' machines"
             self._findings.not_checked.append(
-                f"rows: {', '.join(files)} are read where the services run, before the first step"
+                f"rows: {', '.join(files)} are on the services' machines; the trainer checks them before the first step"
             )
 
     def read(self) -> None:
@@ -60,11 +60,11 @@ class RowsHere:
             if rows is not None and rows.samples:
                 self._read[key] = rows
             elif rows is None and key == "data.train_files":
-                self.sentence = "not known: not every file could be read"
+                self.sentence = "unknown: not every file could be read"
         self._report("rows", "ready")
 
     def measure(self, tokenizer: "PreTrainedTokenizerBase | None", served: Served) -> None:
-        """Count the tokens of each prompt as the agent will template it, and leave out what is too long."""
+        """Count each prompt's tokens with the agent's chat template, and drop overlong prompts."""
         for key, rows in self._read.items():
             reason = self._unmeasurable(tokenizer, served, len(rows.samples))
             if reason:
@@ -77,7 +77,7 @@ class RowsHere:
         return getattr(self._config.data, key.removeprefix("data."))
 
     def _rows_of(self, key: str) -> Rows | None:
-        """None when a file is missing, or one holds what is no row."""
+        """The rows of all files of a key; None when a file is missing or invalid."""
         read: list[Rows] = []
         for file in self._files(key):
             if "://" in file:
@@ -97,11 +97,11 @@ class RowsHere:
         )
 
     def _unmeasurable(self, tokenizer: object, served: Served, rows: int) -> str:
-        """Why prompts are not measured now; empty when they are."""
+        """The reason why prompts cannot be measured; empty when they can."""
         if tokenizer is None:
             return f"the tokenizer of {self._config.actor_rollout_ref.model.path} is not on this machine"
         if served.tools is None:
-            return "the tools that prompts describe are not known"
+            return "the tools described in the prompts are unknown"
         if self._most_measured is not None and rows > self._most_measured:
             return f"more than {self._most_measured} rows"
         return ""
@@ -110,7 +110,7 @@ class RowsHere:
         data = self._config.data
         self._use(key, rows, range(len(rows.samples)))
         if key == "data.train_files" and data.filter_overlong_prompts:
-            self.sentence += f"; those of more than {data.max_prompt_length} tokens are not left out yet: {reason}"
+            self.sentence += f"; prompts of more than {data.max_prompt_length} tokens are not removed yet: {reason}"
         words = min(sum(len(str(message.content).split()) for message in row.prompt) for row in rows.samples)
         if words > WORDS_PER_TOKEN * data.max_prompt_length:
             self._findings.wrong.append(
@@ -154,14 +154,16 @@ class RowsHere:
         if overlong:
             self._findings.wrong.append(
                 f"{key}: expected prompts of at most data.max_prompt_length={bound} tokens, tool schemas included, got "
-                f"{len(overlong)} of {len(used.samples)} rows with up to {max(lengths[one] for one in overlong)} "
-                f"({used.describe(overlong)}), whose trajectories would all fail; raise it, set "
-                "data.filter_overlong_prompts=true, or let them be cut with data.truncation"
+                f"{len(overlong)} of {len(used.samples)} rows with up to "
+                f"{max(lengths[position] for position in overlong)} ({used.describe(overlong)}), whose trajectories would "
+                "all fail; raise it, set data.filter_overlong_prompts=true, or truncate prompts with data.truncation"
             )
 
     def _use(self, key: str, rows: Rows, positions: Sequence[int]) -> None:
         bound: int = getattr(self._config.data, KEYS[key])
         taken = positions if bound < 0 else positions[:bound]
-        self.used[key] = Rows([rows.samples[one] for one in taken], [rows.locations[one] for one in taken])
+        self.used[key] = Rows(
+            [rows.samples[position] for position in taken], [rows.locations[position] for position in taken]
+        )
         if key == "data.train_files":
             self.sentence = str(len(taken))

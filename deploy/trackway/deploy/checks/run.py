@@ -1,10 +1,10 @@
-"""Everything that can be known of a run before its first step, all problems at once.
+"""Checks of a run before its first step, with all problems at once.
 
 checked = check_run(subject, load=True, report=board.report)
 checked.findings.refuse()
 
-A plan (`load=False`) reads files and asks services that run; it starts, downloads and writes nothing. With `load` what
-training would load is loaded: the tokenizer, every prompt, agent loops, scorers, tools.
+With `load=False` (a dry run) the checks read files and query running services; nothing is started, downloaded or
+written. With `load=True` they also load the tokenizer, every prompt, agent loops, scorers and tools.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,40 +42,40 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Report = Callable[[str, str], None]
-"""Called with the part that is looked at and what is done with it; `ready` is the last word."""
+"""Called with the name of the checked part and its state; the last state is `ready`."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A run, and what it is to run on: services that are brought up for it, or those that run already."""
+    """A run and its services, which are either started for it or already running."""
 
     config: RunConfig
     services: RunServices | None
-    """None for a run on services that run already."""
+    """Services to start for the run; None when they are already running."""
     deployment: Deployment | None
-    """Those; None when nothing runs."""
+    """The running services; None when none are running."""
     settings: UpSettings
     occupied: str = ""
-    """Why the run's name cannot be taken; empty when it can."""
+    """The reason why the run's name is not available; empty when it is."""
 
     @property
     def elsewhere(self) -> bool:
-        """Whether files, model and GPUs are those of other machines."""
+        """Whether files, model and GPUs are on other machines."""
         return self.deployment is not None and self.deployment.attached
 
 
 @dataclass
 class Checked:
-    """What was found, and what the run amounts to."""
+    """The findings and the plan of a run."""
 
     findings: Findings
     plan: Forecast
     rows: str
-    """How many rows there are to train on, in words."""
+    """The number of training rows, in words."""
 
 
 class RunCheck:
-    """Looks at one run; each method adds to the findings."""
+    """Checks one run; each method adds to `findings`."""
 
     def __init__(self, subject: Subject, load: bool, report: Report) -> None:
         self._subject = subject
@@ -84,7 +84,7 @@ class RunCheck:
         self.findings = Findings()
 
     def values(self) -> None:
-        """What the configuration says, without looking at rows."""
+        """Check the configuration's values, without the dataset."""
         config, findings = self._subject.config, self.findings
         try:
             runnable(config)
@@ -97,16 +97,16 @@ class RunCheck:
                 (findings.missing_here if config.trainer.resume_from_path else findings.wrong).append(error.message)
 
     def machine(self) -> None:
-        """What the run needs beside rows and a model: GPUs, packages, keys, ports, a free name."""
+        """Check requirements other than dataset and model: GPUs, packages, API keys, ports, a free run name."""
         config, deployment, findings = self._subject.config, self._subject.deployment, self.findings
         if self._subject.occupied:
             findings.missing_here.append(self._subject.occupied)
         if not self._subject.elsewhere:
             if config.trackway.device.startswith("cuda") and not gpus_here():
                 findings.missing_here.append(
-                    f"trackway.device={config.trackway.device}: expected a GPU, found none; give cpu, or auto"
+                    f"trackway.device={config.trackway.device}: expected a GPU, got none; set cpu or auto"
                 )
-            # A start brings an MLflow of its own.
+            # Starting services also starts an MLflow server.
             findings.missing_here += missing_for_loggers(config, deployment.mlflow_uri if deployment else "its own")
         if deployment is None:
             self._backends([TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
@@ -115,7 +115,8 @@ class RunCheck:
             self._start(self._subject.services)
         elif deployment is None:
             findings.missing_here.append(
-                f"services: nothing runs for {self._subject.settings.outputs}; start them with `trackway up`"
+                f"services: expected running services for {self._subject.settings.outputs}, got none; start them with "
+                "`trackway up`"
             )
 
     def _start(self, services: RunServices) -> None:
@@ -140,16 +141,16 @@ class RunCheck:
                 self.findings.missing_here.append(error.message)
 
     def _weave(self) -> None:
-        """An entity of Weave, which the environment or the account of the key may say."""
+        """Check that the Weave project has an entity, from the configuration, the environment or the API key."""
         try:
             weave_project(self._subject.config)
         except TrackwayError as error:
             self.findings.missing_here.append(error.message)
 
     def served(self) -> Served:
-        """The names that the services know: asked of those that run, else loaded here."""
+        """The agents, scorers and tools that the services offer: queried from running services, else loaded here."""
         deployment, services = self._subject.deployment, self._subject.services
-        self._report("services", "are asked what they serve" if deployment else "load what they will serve")
+        self._report("services", "querying" if deployment else "loading")
         try:
             if deployment is not None:
                 return self._asked(deployment)
@@ -174,10 +175,10 @@ class RunCheck:
         return served
 
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The model's, where this machine has it."""
+        """The model's tokenizer; None when this machine does not have it."""
         path = self._subject.config.actor_rollout_ref.model.path
         if path and self._subject.elsewhere:
-            self.findings.not_checked.append(f"actor_rollout_ref.model.path: {path} is read where the services run")
+            self.findings.not_checked.append(f"actor_rollout_ref.model.path: {path} is on the services' machines")
         if not path or self._subject.elsewhere:
             return None
         self._report("tokenizer", "loading")
@@ -188,7 +189,7 @@ class RunCheck:
 
 
 def check_run(subject: Subject, load: bool, report: Report = lambda name, state: None) -> Checked:
-    """Look at everything; what is wrong with the run is in the findings, not raised."""
+    """Run all checks; problems are collected in the findings and not raised."""
     check, config = RunCheck(subject, load, report), subject.config
     check.values()
     check.machine()
@@ -210,16 +211,16 @@ def check_run(subject: Subject, load: bool, report: Report = lambda name, state:
 
 def _with_tokens(config: dict[str, Any], settings: UpSettings) -> dict[str, Any]:
     tokens = {"auth": {"tokens_file": str(settings.tokens_file.resolve())}} if settings.tokens_file else {}
-    return serve_config.complete(config, host=host_of(config), port=0, common=tokens, own={})
+    return serve_config.complete(config, host=host_of(config), port=0, common=tokens, per_service={})
 
 
 async def _trace_backends(deployment: Deployment) -> dict[str, Sequence[str]]:
-    """What each service that answers can send traces to."""
+    """The trace backends that each reachable service can export to."""
     usable: dict[str, Sequence[str]] = {}
     for service in deployment.services:
         client = ServiceClient(f"{deployment.base_url}/{service}", policy=CHECK_POLICY)
         try:
             usable[service] = (await client.call("GET", "/health", reply=Health)).trace_backends
-        except TrackwayError:  # the trainer asks again when the run starts, and says it in its log
+        except TrackwayError:  # the trainer checks this again when the run starts, and logs it
             continue
     return usable

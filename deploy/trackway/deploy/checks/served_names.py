@@ -1,4 +1,4 @@
-"""The names that services will serve once they run: their registries, loaded here as a replica loads them."""
+"""The names that services will offer once started: their registries, loaded as a replica loads them."""
 
 import asyncio
 import importlib
@@ -22,10 +22,10 @@ START_S = 60.0
 
 
 def offered_by(config: dict[str, Any], findings: Findings, start: bool) -> Served:
-    """What services of this Serve config will offer; what cannot be loaded goes to the findings.
+    """The agents, scorers and tools of a Serve config; load errors are added to the findings.
 
-    With `start`, tools are started as the tool server starts them, MCP servers are asked for theirs, and both are
-    closed again; without it, what only a running MCP server knows is not known here.
+    With `start`, tools and MCP servers are started as the tool server starts them, and closed again. Without it, the
+    tools of MCP servers are unknown.
     """
     agents = _loaded("agent loops", findings, lambda: _agents(serve_config.args_of(config, "agent")))
     sources = _loaded("scorers", findings, lambda: _data_sources(serve_config.args_of(config, "reward")))
@@ -33,37 +33,41 @@ def offered_by(config: dict[str, Any], findings: Findings, start: bool) -> Serve
     if tools is None:
         return Served(agents, sources)
     if start:
-        made, problems = run(_started(tools))
+        offered, problems = run(_started(tools))
         findings.missing_here += problems
     else:
-        made = [tool for tool in tools if isinstance(tool, BaseTool)]
-        problems = [f"tools of {one.origin}: a running MCP server names them" for one in tools if one not in made]
+        offered = [tool for tool in tools if isinstance(tool, BaseTool)]
+        problems = [
+            f"tools of {source.origin}: known only to the running MCP server"
+            for source in tools
+            if source not in offered
+        ]
         findings.not_checked += problems
-    schemas = tuple(tool.tool_schema for tool in made)
-    return Served(agents, sources, None if problems else frozenset(tool.name for tool in made), schemas)
+    schemas = tuple(tool.tool_schema for tool in offered)
+    return Served(agents, sources, None if problems else frozenset(tool.name for tool in offered), schemas)
 
 
 def _loaded(what: str, findings: Findings, load: Callable[[], T]) -> T | None:
     try:
         return load()
-    except Exception as error:  # code and files of the user's own may fail in any way
-        reason = f"{what}: {_told(error)}"
+    except Exception as error:  # user code and files may fail in any way
+        reason = f"{what}: {_reason(error)}"
         (findings.missing_here if _is_missing(error) else findings.wrong).append(reason)
         return None
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if not isinstance(error, ValidationError):
         return described(error)
-    return "; ".join(f"setting {'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+    return "; ".join(f"setting {'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors())
 
 
 def _is_missing(error: BaseException) -> bool:
-    """Whether a package or a file was not there."""
+    """Whether the error, or one of its causes, is a missing package or file."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
-    return any(isinstance(one, ImportError | OSError) for one in causes)
+    return any(isinstance(exception, ImportError | OSError) for exception in causes)
 
 
 def _agents(args: dict[str, Any]) -> frozenset[str]:
@@ -94,10 +98,10 @@ def _tools(args: dict[str, Any]) -> list[BaseTool | ToolSource]:
 
 
 async def _started(tools: Sequence[BaseTool | ToolSource]) -> tuple[list[BaseTool], list[str]]:
-    """The tools that started, and why others did not; everything is closed again."""
-    registry, made, problems = ToolRegistry(), list[BaseTool](), list[str]()
+    """The tools that started, and the reasons why others did not. All are closed again."""
+    registry, started, problems = ToolRegistry(), list[BaseTool](), list[str]()
     waiting = [*tools]
-    for tool in waiting:  # a source's tools come behind it
+    for tool in waiting:  # a source appends its tools
         try:
             async with asyncio.timeout(START_S):
                 if isinstance(tool, ToolSource):
@@ -105,7 +109,7 @@ async def _started(tools: Sequence[BaseTool | ToolSource]) -> tuple[list[BaseToo
                     continue
                 await run_user_code(tool.start)
             registry.add(tool)
-            made.append(tool)
+            started.append(tool)
         except Exception as error:
             problems.append(f"tool server: {tool.origin} does not start: {str(error) or type(error).__name__}")
     for tool in reversed(waiting):
@@ -114,4 +118,4 @@ async def _started(tools: Sequence[BaseTool | ToolSource]) -> tuple[list[BaseToo
                 await run_user_code(tool.close)
         except Exception as error:
             problems.append(f"tool server: {tool.origin} does not close: {str(error) or type(error).__name__}")
-    return made, problems
+    return started, problems

@@ -1,4 +1,4 @@
-"""`trackway config explain`: what a key means."""
+"""`trackway config explain`: look up configuration keys."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,25 +16,25 @@ app = typer.Typer(no_args_is_help=True, help="Look up the keys of a run's config
 
 @app.callback()
 def _config() -> None:
-    """Typer would drop the name of an only command."""
+    """Keep `explain` as a sub-command: Typer drops the name of a sole command."""
 
 
 @app.command()
 def explain(
-    key: Annotated[str, typer.Argument(help="A key, a section such as actor_rollout_ref.rollout, or nothing.")] = "",
-    config: Annotated[Path | None, typer.Option(help="YAML file, or a folder with --config-name in it.")] = None,
-    config_name: Annotated[str, typer.Option(help="Also show what this preset or file says.")] = "default",
+    key: Annotated[str, typer.Argument(help="A key or a section such as actor_rollout_ref.rollout; default all.")] = "",
+    config: Annotated[Path | None, typer.Option(help="YAML file, or the folder that has --config-name.")] = None,
+    config_name: Annotated[str, typer.Option(help="Preset or file whose values are shown too.")] = "default",
     as_json: Json = False,
 ) -> None:
-    """Show a key's meaning and default, and whether verl has it.  Example: trackway config explain data.truncation"""
+    """Show a key's meaning, default and origin in verl.  Example: trackway config explain data.truncation"""
     from trackway.deploy.runs.report import table, wide
     from trackway.trainer.config import compose
     from trackway.trainer.config import explain as explanations
     from trackway.trainer.config.compose import leaves
 
-    found = explanations(key)
+    explained = explanations(key)
     values = leaves(compose([], config, config_name).model_dump(mode="json"))
-    rows = [_row(one, values.get(one.key), config_name) for one in found]
+    rows = [_row(explanation, values.get(explanation.key), config_name) for explanation in explained]
     if as_json:
         print_json([*rows])
     elif len(rows) == 1:
@@ -43,11 +43,11 @@ def explain(
         wide(stdout).print(table("", [*rows[0]], [[*row.values()] for row in rows]))
 
 
-def _row(one: "Explanation", value: object, config_name: str) -> dict[str, str]:
+def _row(explanation: "Explanation", value: object, config_name: str) -> dict[str, str]:
     from trackway.deploy.runs.report import shown
 
-    default = shown(one.default) if one.honoured else ""
-    told = {"key": one.key, "default": default, "meaning": one.meaning, "source": one.source}
-    if one.honoured and shown(value) != default:
-        told["source"] += f"; {shown(value)} in {config_name}"
-    return told
+    default = shown(explanation.default) if explanation.honoured else ""
+    row = {"key": explanation.key, "default": default, "meaning": explanation.meaning, "source": explanation.source}
+    if explanation.honoured and shown(value) != default:
+        row["source"] += f"; {shown(value)} in {config_name}"
+    return row

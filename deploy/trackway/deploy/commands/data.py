@@ -20,7 +20,7 @@ T = TypeVar("T")
 app = typer.Typer(no_args_is_help=True, help="Write datasets in verl's row schema.")
 
 VERL_SPELLING = {"token_normalize_func": lambda name: name.replace("_", "-")}
-"""verl's preprocessing spells its options with `_`."""
+"""Accept `_` for `-` in option names, as in verl's preprocessing scripts."""
 
 
 @app.command("make-tiny")
@@ -31,7 +31,7 @@ def make_tiny(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Write the tiny word problems.  Example: trackway data make-tiny data/tiny"""
+    """Write the tiny word-problem dataset.  Example: trackway data make-tiny data/tiny"""
     from trackway.trainer.data import make_tiny
 
     _show_dataset(make_tiny(out, train_size, test_size, seed), as_json)
@@ -44,15 +44,15 @@ def gsm8k(
     ] = Path("~/data/gsm8k"),
     local_dataset_path: Annotated[
         Path | None,
-        typer.Option(help="Folder of parquet or JSONL: question, answer (#### N). Without it, the Hugging Face hub."),
+        typer.Option(help="Folder of parquet or JSONL: question, answer (#### N); default the Hugging Face Hub."),
     ] = None,
     copy_to: Annotated[
         str | None,
-        typer.Option("--hdfs-dir", help="Copy the files there too: hdfs://, s3://, any fsspec URL, or a path."),
+        typer.Option("--hdfs-dir", help="Also copy the files to this fsspec URL (hdfs://, s3://, ...) or path."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn GSM8K into rows.  Example: trackway data gsm8k --local-dir data/gsm8k --local-dataset-path ~/gsm8k"""
+    """Convert GSM8K.  Example: trackway data gsm8k --local-dir data/gsm8k --local-dataset-path ~/gsm8k"""
     from trackway.trainer.data import make_gsm8k
 
     hidden = as_json or not stderr.is_terminal

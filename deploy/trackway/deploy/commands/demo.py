@@ -1,4 +1,4 @@
-"""`trackway demo`: the tiny model trained from its start to its summary, here or on attached services."""
+"""`trackway demo`: train the tiny model and summarize the run, on local or attached services."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from trackway.deploy.commands.options import DEMO_OUTPUTS, Json, Wait, up_settings
-from trackway.deploy.commands.training import tell_losses
+from trackway.deploy.commands.training import report_losses
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
@@ -26,22 +26,26 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of data order, sampling and learner.")] = 0,
     outputs: Annotated[
         Path | None,
-        typer.Option(help="The demo's folder (outputs/demo; an earlier one is set aside); attached: outputs."),
+        typer.Option(
+            help="Folder of the demo; default outputs/demo (an existing one is renamed), with --attached outputs."
+        ),
     ] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="Changes to the tiny_demo preset: key=value.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave services and MLflow running at the end.")] = False,
-    attached: Annotated[bool, typer.Option("--attached", help="On the services that `trackway attach` named.")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Overrides of the tiny_demo preset: key=value.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep services and MLflow running afterwards.")] = False,
+    attached: Annotated[
+        bool, typer.Option("--attached", help="Train on the services given to `trackway attach`.")
+    ] = False,
     data_dir: Annotated[
-        Path | None, typer.Option(help="Attached: folder of the services' volume where the rows are written.")
+        Path | None, typer.Option(help="With --attached: folder on the services' volume for the dataset.")
     ] = None,
     model_path: Annotated[
         str | None,
-        typer.Option(help="Attached: the services' model, as they know it.", envvar="TRACKWAY_MODEL_PATH"),
+        typer.Option(help="With --attached: model path or id as the services see it.", envvar="TRACKWAY_MODEL_PATH"),
     ] = None,
     wait: Wait = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Train the tiny model, here or on attached services, and record every step.
+    """Train the tiny model on local or attached services and trace every step.
 
     Example: trackway demo --seed 1
 
@@ -49,16 +53,16 @@ def demo(
     """
     if not attached:
         if data_dir or wait:
-            raise UserError("--data-dir and --wait: expected with --attached, got them without it; add it")
-        _here(seed, outputs or DEMO_OUTPUTS, overrides or [], keep, as_json)
+            raise UserError("--data-dir and --wait: expected --attached with them, got none; add --attached")
+        _train_here(seed, outputs or DEMO_OUTPUTS, overrides or [], keep, as_json)
         return
     from trackway.deploy.runs.demo_attached import AttachedDemo
 
     deployment = _attached(UpSettings.read().outputs if outputs is None else outputs)
-    _there(AttachedDemo(deployment, seed, data_dir, model_path, overrides or []), wait, as_json)
+    _train_attached(AttachedDemo(deployment, seed, data_dir, model_path, overrides or []), wait, as_json)
 
 
-def _here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: bool) -> None:
+def _train_here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: bool) -> None:
     from trackway.deploy.local.up import bring_up, take_down
     from trackway.deploy.runs import demo as demonstration
     from trackway.deploy.runs.launch import check_backends_here
@@ -68,7 +72,7 @@ def _here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: b
     clock = demonstration.Clock(time.monotonic())
     _set_aside(outputs)
     settings = up_settings(outputs=outputs, min_memory_gb=4.0)
-    settings.mlflow_uri = None  # the demo has an MLflow of its own, whatever MLFLOW_TRACKING_URI says
+    settings.mlflow_uri = None  # the demo starts its own MLflow and ignores MLFLOW_TRACKING_URI
     with board(as_json) as shown:
         deployment = bring_up(settings, shown.report)
     started = dict(shown.seconds)
@@ -79,7 +83,7 @@ def _here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: b
         clock.trained = time.monotonic()
         summary = demonstration.summarise(deployment, info, clock)
     except KeyboardInterrupt:
-        stderr.print(f"saved; go on with: trackway up --outputs {outputs}, then")
+        stderr.print(f"checkpoint saved; to resume: trackway up --outputs {outputs}, then")
         stderr.print(f"trackway train --resume {demonstration.run_name(seed)} --outputs {outputs}")
         raise
     finally:
@@ -89,8 +93,8 @@ def _here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: b
     if as_json:
         print_json(summary)
         return
-    _tell(summary, started, deployment, Path(info.folder))
-    tell_losses(info, deployment)
+    _print_summary(summary, started, deployment, Path(info.folder))
+    report_losses(info, deployment)
 
 
 def _set_aside(outputs: Path) -> None:
@@ -103,13 +107,13 @@ def _set_aside(outputs: Path) -> None:
             "another --outputs"
         )
     if previous and previous.started_here:
-        raise UserError(f"a demo runs in {outputs} already; stop it with `trackway down --outputs {outputs}`")
+        raise UserError(f"a demo is already running in {outputs}; stop it with `trackway down --outputs {outputs}`")
     aside = set_aside(outputs)
     if aside:
         stderr.print(f"earlier demo kept in {aside}")
 
 
-def _tell(summary: "Summary", started: dict[str, float], deployment: Deployment, folder: Path) -> None:
+def _print_summary(summary: "Summary", started: dict[str, float], deployment: Deployment, folder: Path) -> None:
     from trackway.deploy.runs.demo import sentence
 
     stdout.print(f"\n{sentence(summary)}")
@@ -128,13 +132,13 @@ def _attached(outputs: Path) -> Deployment:
     deployment = Deployment.load(outputs.resolve())
     if deployment is None or not deployment.attached:
         raise UserError(
-            f"expected {outputs} to be attached to running services, and it is not; first `trackway attach --base-url "
-            f"http://... --outputs {outputs}`"
+            f"expected {outputs} to be attached to running services, got no attachment; run `trackway attach "
+            f"--base-url http://... --outputs {outputs}` first"
         )
     return deployment
 
 
-def _there(demo: "AttachedDemo", wait: float, as_json: bool) -> None:
+def _train_attached(demo: "AttachedDemo", wait: float, as_json: bool) -> None:
     from trackway.deploy.deployment.attach import wait_for
     from trackway.deploy.runs.demo import Clock
     from trackway.deploy.runs.demo_attached import summarise
@@ -151,7 +155,7 @@ def _there(demo: "AttachedDemo", wait: float, as_json: bool) -> None:
             info = demo.follow(info, bar.show)
     except KeyboardInterrupt:
         again = f"trackway train --resume {info.run} --outputs {deployment.outputs}"
-        stderr.print(f"saved; the same command goes on with it, or {escape(again)}", soft_wrap=True)
+        stderr.print(f"checkpoint saved; to resume, repeat this command or run: {escape(again)}", soft_wrap=True)
         raise
     clock.trained = time.monotonic()
     summary, notes = summarise(deployment, info, clock)
@@ -160,11 +164,11 @@ def _there(demo: "AttachedDemo", wait: float, as_json: bool) -> None:
         return
     for note in notes:
         stderr.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    _tell_there(summary, deployment, f"{info.run} in {info.folder}")
-    tell_losses(info, deployment)
+    _print_attached_summary(summary, deployment, f"{info.run} in {info.folder}")
+    report_losses(info, deployment)
 
 
-def _tell_there(summary: "Summary", deployment: Deployment, run: str) -> None:
+def _print_attached_summary(summary: "Summary", deployment: Deployment, run: str) -> None:
     from trackway.deploy.runs.demo import sentence
 
     stdout.print(sentence(summary), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`python -m trackway.main_ppo`: one command that brings the services up, trains, and takes them down again."""
+"""`python -m trackway.main_ppo`: start the services, train, and stop the services."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trackway.deploy.commands.options import OUTPUTS, DryRun, Json, Outputs, Preflight
-from trackway.deploy.commands.training import tell_losses, tell_plan
+from trackway.deploy.commands.training import print_plan, report_losses
 from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
 from trackway.deploy.terminal.entry import enter
 
@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 ConfigPath = Annotated[
-    Path | None, typer.Option("--config-path", "-cp", help="Folder of configurations, or a YAML file; default ours.")
+    Path | None,
+    typer.Option(
+        "--config-path", "-cp", help="Folder of configurations, or a YAML file; default the built-in presets."
+    ),
 ]
-ConfigName = Annotated[str, typer.Option("--config-name", "-cn", help="Which one: default, ppo_trainer, tiny_demo.")]
+ConfigName = Annotated[
+    str,
+    typer.Option("--config-name", "-cn", help="Name of the configuration: default, ppo_trainer, tiny_demo, or a file."),
+]
 
 
 @app.command(name="trackway.main_ppo")
@@ -29,15 +35,15 @@ def main_ppo(
     outputs: Outputs = OUTPUTS,
     dry_run: DryRun = False,
     preflight: Preflight = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave services and MLflow running at the end.")] = False,
-    cfg: Annotated[str | None, typer.Option("--cfg", help="`job` prints the whole configuration and ends.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep services and MLflow running afterwards.")] = False,
+    cfg: Annotated[str | None, typer.Option("--cfg", help="`job`: print the resolved configuration and exit.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Train with verl's command line, on services that run for the outputs folder or are brought up for this run.
+    """Train with verl's command line. Uses the services of the outputs folder, or starts services for this run.
 
     Example: python -m trackway.main_ppo --config-path=examples/sglang_multiturn/config
     --config-name=gsm8k_multiturn_grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct data.train_files=...
-    Before it, the same with --dry-run (what is wrong anywhere) or --preflight (what is missing here as well).
+    Check it first with --dry-run (errors in the configuration) or --preflight (also what this machine lacks).
     """
     from trackway.deploy.runs import standalone
     from trackway.deploy.runs.report import as_yaml, settings_report, wide
@@ -52,13 +58,13 @@ def main_ppo(
     with board(as_json) as shown:
         checked = run.check(load=not dry_run or preflight, report=shown.report)
     if dry_run or preflight:
-        tell_plan(run.subject, checked, preflight, as_json)
+        print_plan(run.subject, checked, preflight, as_json)
         return
     checked.findings.refuse()
     folder = run.left_off()
     if folder is not None:
         kept = ", ".join(standalone.changed_since(folder, run.config))
-        stderr.print(f"goes on with run {folder.name}{f' and its own {kept}' if kept else ''}", soft_wrap=True)
+        stderr.print(f"resuming run {folder.name}{f' with its original {kept}' if kept else ''}", soft_wrap=True)
     _train(run, keep, as_json)
 
 
@@ -70,7 +76,7 @@ def _train(run: "StandaloneRun", keep: bool, as_json: bool) -> None:
         with run_bar(as_json) as bar:
             info = run.train(deployment, bar.show)
     except KeyboardInterrupt:
-        stderr.print("saved; the same command goes on with it")
+        stderr.print("checkpoint saved; repeat this command to resume")
         raise
     finally:
         if not keep:
@@ -80,7 +86,7 @@ def _train(run: "StandaloneRun", keep: bool, as_json: bool) -> None:
         print_json(info)
         return
     stdout.print(f"run {info.run} {info.state.value} at step {info.step}; folder {info.folder}", soft_wrap=True)
-    tell_losses(info, deployment)
+    report_losses(info, deployment)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,21 +13,21 @@ DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run",
-        help="Print the plan and start nothing; status 2 when it could not run on any machine.",
+        help="Print the plan and start nothing; exit status 2 if the configuration is invalid on any machine.",
     ),
 ]
 Preflight = Annotated[
     bool,
     typer.Option(
         "--preflight",
-        help="Load what training would load, start no service, and report every problem; status 2 when there is one.",
+        help="Load the model's tokenizer, data and tools, start no service, report problems; exit status 2 if any.",
     ),
 ]
-Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for attached services that do not answer yet.")]
+Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for attached services to become reachable.")]
 OUTPUTS = Path("outputs")
 DEMO_OUTPUTS = Path("outputs/demo")
 
 
-def up_settings(**given: Any) -> UpSettings:
-    """Settings from the options that were given; the others keep their defaults."""
-    return UpSettings.read(**{name: value for name, value in given.items() if value is not None})
+def up_settings(**options: Any) -> UpSettings:
+    """Settings from the options that are not None; the others keep their defaults."""
+    return UpSettings.read(**{name: value for name, value in options.items() if value is not None})

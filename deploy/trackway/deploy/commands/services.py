@@ -1,4 +1,4 @@
-"""`trackway up | attach | down | status | scale`: the services as a whole."""
+"""`trackway up | attach | down | status | scale`: manage the services."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ from trackway.system.user_error import UserError
 app = typer.Typer()
 
 MOST_NOTES = 8
-"""What `status` says of runs whose metrics or feedback are not where they should be."""
+"""Undelivered metrics and feedback that `status` lists before it shortens the list."""
 
 
 @app.command()
@@ -23,10 +23,12 @@ def up(
     outputs: Outputs = OUTPUTS,
     config: Annotated[Path | None, typer.Option(help="Ray Serve config file; default deploy/cpu.yaml.")] = None,
     model_path: Annotated[Path | None, typer.Option(help="Hugging Face folder of the policy.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the services (8000; 0: any free one).")] = None,
-    dashboard_port: Annotated[int | None, typer.Option(help="Port of Ray's dashboard (8265; 0: any).")] = None,
-    ray_port: Annotated[int | None, typer.Option(help="Port of Ray's control store (6379; 0: any).")] = None,
-    mlflow_port: Annotated[int | None, typer.Option(help="Port of the MLflow server (5000; 0: any).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the services; default 8000, 0 for any free port.")] = None,
+    dashboard_port: Annotated[
+        int | None, typer.Option(help="Port of Ray's dashboard; default 8265, 0 for any.")
+    ] = None,
+    ray_port: Annotated[int | None, typer.Option(help="Port of Ray's control store; default 6379, 0 for any.")] = None,
+    mlflow_port: Annotated[int | None, typer.Option(help="Port of the MLflow server; default 5000, 0 for any.")] = None,
     mlflow_uri: Annotated[
         str | None, typer.Option(help="MLflow server, or sqlite:///file.db; default MLFLOW_TRACKING_URI.")
     ] = None,
@@ -61,20 +63,20 @@ def up(
 
 @app.command()
 def attach(
-    base_url: Annotated[str, typer.Option(help="Where the services answer: http://127.0.0.1:8000.")],
+    base_url: Annotated[str, typer.Option(help="Address of the services: http://127.0.0.1:8000.")],
     ray_url: Annotated[
-        str | None, typer.Option(help="Ray's REST API, for `scale` and Serve's states: http://127.0.0.1:8265.")
+        str | None, typer.Option(help="Ray's REST API, used by `scale` and `status`: http://127.0.0.1:8265.")
     ] = None,
     mlflow_uri: Annotated[
-        str | None, typer.Option(help="MLflow, for `trackway traces`.", envvar="MLFLOW_TRACKING_URI")
+        str | None, typer.Option(help="MLflow, used by `trackway traces`.", envvar="MLFLOW_TRACKING_URI")
     ] = None,
     outputs: Outputs = OUTPUTS,
     wait: Wait = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Use services that run elsewhere, such as on Kubernetes; starts nothing.
+    """Use services that run elsewhere, such as on Kubernetes. Starts nothing.
 
-    Each command sends TRACKWAY_TOKEN to the services, and RAY_AUTH_TOKEN or the file of RAY_AUTH_TOKEN_PATH to Ray.
+    Commands authenticate with TRACKWAY_TOKEN at the services, and with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH at Ray.
 
     Example: trackway attach --base-url http://127.0.0.1:8000 --ray-url http://127.0.0.1:8265
     """
@@ -91,7 +93,7 @@ def attach(
 
 @app.command()
 def down(outputs: Outputs = OUTPUTS) -> None:
-    """Stop everything that `trackway up` started; attached services keep running.  Example: trackway down"""
+    """Stop what `trackway up` started. Attached services keep running.  Example: trackway down"""
     from trackway.deploy.local.up import take_down
 
     deployment = Deployment.load(outputs.resolve())
@@ -100,7 +102,7 @@ def down(outputs: Outputs = OUTPUTS) -> None:
         return
     if deployment.attached:
         take_down(deployment)
-        stdout.print(f"forgot the services at {deployment.base_url}; they run on", soft_wrap=True)
+        stdout.print(f"detached from the services at {deployment.base_url}; they keep running", soft_wrap=True)
         return
     with board(quiet=False) as shown:
         take_down(deployment, shown.report)
@@ -108,59 +110,70 @@ def down(outputs: Outputs = OUTPUTS) -> None:
 
 @app.command()
 def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
-    """Show services, replicas, weight versions, and what waits for MLflow.  Example: trackway status --json"""
+    """Show services, replicas, weight versions and undelivered metrics.  Example: trackway status --json"""
     from trackway.deploy.deployment.running import load_running
     from trackway.deploy.deployment.status import service_statuses
     from trackway.deploy.runs.losses import run_notes
 
     deployment = load_running(outputs)
     statuses = service_statuses(deployment)
-    for one in statuses:
-        one.notes = run_notes(deployment) if one.service == "trainer" and one.replicas else []
+    for service_status in statuses:
+        service_status.notes = (
+            run_notes(deployment) if service_status.service == "trainer" and service_status.replicas else []
+        )
     if as_json:
-        print_json([one.model_dump(mode="json") for one in statuses])
+        print_json([service_status.model_dump(mode="json") for service_status in statuses])
         return
     table = Table("service", "status", "replica", "ready", "weights", "pid", box=None)
-    for one in statuses:
-        for replica in one.replicas or [None]:
+    for service_status in statuses:
+        for replica in service_status.replicas or [None]:
             if replica is None:
-                table.add_row(one.service, one.status, "-", escape(one.message[:80]), "", "")
+                table.add_row(
+                    service_status.service, service_status.status, "-", escape(service_status.message[:80]), "", ""
+                )
                 continue
             weights = f"{replica.weights.version} of {replica.weights.latest}" if replica.weights else ""
             ready = "yes" if replica.ready.ready else escape(replica.ready.reason)
-            table.add_row(one.service, one.status, replica.health.replica, ready, weights, str(replica.health.pid))
+            table.add_row(
+                service_status.service,
+                service_status.status,
+                replica.health.replica,
+                ready,
+                weights,
+                str(replica.health.pid),
+            )
     stdout.print(table)
-    notes = [note for one in statuses for note in one.notes]
+    notes = [note for service_status in statuses for note in service_status.notes]
     for note in notes[:MOST_NOTES]:
         stdout.print(f"[yellow]tracking:[/] {escape(note)}", soft_wrap=True)
     if len(notes) > MOST_NOTES:
-        stdout.print(f"[yellow]tracking:[/] and {len(notes) - MOST_NOTES} more; --json has all")
-    stdout.print(f"services {deployment.base_url}   MLflow {deployment.mlflow_uri or 'not known'}", soft_wrap=True)
+        stdout.print(f"[yellow]tracking:[/] and {len(notes) - MOST_NOTES} more; use --json to list all")
+    stdout.print(f"services {deployment.base_url}   MLflow {deployment.mlflow_uri or 'unknown'}", soft_wrap=True)
 
 
 @app.command()
 def scale(
     service: Annotated[str, typer.Argument(help="rollout, tools, reward or agent.")],
-    replicas: Annotated[str, typer.Argument(help="A fixed number, or bounds for autoscaling like 1-4.")],
+    replicas: Annotated[str, typer.Argument(help="A fixed number, or autoscaling bounds such as 1-4.")],
     outputs: Outputs = OUTPUTS,
     as_json: Json = False,
 ) -> None:
-    """Change a service's number of replicas while it runs.  Example: trackway scale rollout 2"""
+    """Change the number of replicas of a running service.  Example: trackway scale rollout 2"""
     from trackway.deploy.config.serve_config import Replicas
     from trackway.deploy.deployment import status as statuses
     from trackway.deploy.deployment.running import load_running
 
     wanted = Replicas.parse(replicas)
     if service == "trainer" and wanted.most != 1:
-        raise UserError("the trainer has exactly one replica: a run is one learner")
+        raise UserError(f"trainer: expected exactly one replica (a run has one learner), got {wanted}; scale another")
     deployment = load_running(outputs)
     with board(as_json) as shown:
         shown.report(service, f"scaling to {wanted}")
-        found = statuses.scale(deployment, service, wanted)
+        scaled = statuses.scale(deployment, service, wanted)
         shown.report(service, "ready")
     if as_json:
-        print_json([replica.model_dump(mode="json") for replica in found])
+        print_json([replica.model_dump(mode="json") for replica in scaled])
         return
-    for replica in found:
+    for replica in scaled:
         weights = f"weights {replica.weights.version}" if replica.weights else ""
         stdout.print(f"{service} {replica.health.replica} pid {replica.health.pid} {weights}")

@@ -1,4 +1,4 @@
-"""`trackway tools list | call`: the tool server by hand."""
+"""`trackway tools list | call`: list and call tools from the command line."""
 
 import json
 from typing import Annotated, Any
@@ -18,21 +18,21 @@ app = typer.Typer(no_args_is_help=True, help="List and call the tools of a runni
 
 @app.command("list")
 def tools_list(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
-    """Show every tool.  Example: trackway tools list"""
-    found = run(ToolsClient(f"{load_running(outputs).base_url}/tools").list())
+    """List the tools.  Example: trackway tools list"""
+    tools = run(ToolsClient(f"{load_running(outputs).base_url}/tools").list())
     if as_json:
-        print_json([tool.model_dump(mode="json") for tool in found])
+        print_json([tool.model_dump(mode="json") for tool in tools])
         return
-    for tool in found:
+    for tool in tools:
         parameters = ", ".join(dict(tool.function.parameters.get("properties") or {}))  # pyright: ignore
         stdout.print(f"{tool.function.name}({parameters})  {escape(tool.function.description)}", soft_wrap=True)
 
 
 @app.command("call")
 def tools_call(
-    name: Annotated[str, typer.Argument(help="Tool, as `trackway tools list` shows it.")],
+    name: Annotated[str, typer.Argument(help="Name of the tool, as shown by `trackway tools list`.")],
     arguments: Annotated[str, typer.Argument(help="Arguments as JSON.")],
-    create_kwargs: Annotated[str, typer.Option(help="What the tool's state needs, as JSON.")] = "{}",
+    create_kwargs: Annotated[str, typer.Option(help="Arguments that create the tool's state, as JSON.")] = "{}",
     outputs: Outputs = OUTPUTS,
     as_json: Json = False,
 ) -> None:
@@ -50,5 +50,5 @@ def _json(what: str, text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise UserError(f"{what}: expected JSON, got {text!r} ({error}); quote it, e.g. '{{\"a\": 1}}'") from error
     if not isinstance(value, dict):
-        raise UserError(f"{what}: expected a JSON object, got {text!r}")
+        raise UserError(f"{what}: expected a JSON object, got {text!r}; write e.g. '{{\"a\": 1}}'")
     return value

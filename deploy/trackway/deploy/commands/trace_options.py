@@ -1,4 +1,4 @@
-"""Options that the commands of `trackway traces` share, and the trace store that they mean."""
+"""Options shared by the `trackway traces` commands, and the trace store they select."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,35 +24,36 @@ _PIPE_WIDTH = 120
 
 
 class Backend(StrEnum):
-    """Where traces are read from."""
+    """Backend that traces are read from."""
 
     MLFLOW = "mlflow"
     WEAVE = "weave"
 
 
-BackendOption = Annotated[Backend, typer.Option("--backend", help="Where the traces are.")]
-Project = Annotated[str | None, typer.Option(help="MLflow experiment (default all), or Weave's entity/project.")]
+BackendOption = Annotated[Backend, typer.Option("--backend", help="Backend that has the traces.")]
+Project = Annotated[str | None, typer.Option(help="MLflow experiment (default all), or Weave entity/project.")]
 MlflowUri = Annotated[
-    str | None, typer.Option(help="MLflow; default that of --outputs, else MLFLOW_TRACKING_URI.", show_default=False)
+    str | None,
+    typer.Option(help="MLflow URI; default the MLflow of --outputs, else MLFLOW_TRACKING_URI.", show_default=False),
 ]
 Experiment = Annotated[str | None, typer.Option("--experiment-name", help="Name of the run.")]
-Validate = Annotated[bool | None, typer.Option("--validate/--train", help="Validation or training only.")]
-Width = Annotated[int | None, typer.Option(min=60, max=1000, help="Columns; default the terminal's, else 120.")]
+Validate = Annotated[bool | None, typer.Option("--validate/--train", help="Only validation or only training.")]
+Width = Annotated[int | None, typer.Option(min=60, max=1000, help="Width in columns; default the terminal's, or 120.")]
 
 
 def open_store(
-    backend: Backend, outputs: Path, project: str | None, mlflow_uri: str | None, otherwise: str | None = None
+    backend: Backend, outputs: Path, project: str | None, mlflow_uri: str | None, fallback: str | None = None
 ) -> TraceStore:
-    """The store that the options mean; `otherwise` is an MLflow to take when the outputs folder has none.
+    """The store selected by the options; `fallback` is the MLflow URI used when the outputs folder has no MLflow.
 
     Raises:
-        UserError: when there is none.
+        UserError: no store is configured, or its package is not installed.
     """
     try:
         if backend is Backend.MLFLOW:
-            return MlflowStore.open(store_uri(outputs, mlflow_uri, otherwise), project)
+            return MlflowStore.open(store_uri(outputs, mlflow_uri, fallback), project)
         if project is None:
-            raise UserError("--backend weave: expected --project entity/project, got none")
+            raise UserError("--backend weave: expected --project entity/project, got none; give --project")
         return WeaveStore.open(project)
     except ModuleNotFoundError as error:
         message = f"--backend {backend.value} needs the package {error.name}: pip install 'trackway[{backend.value}]'"
@@ -60,20 +61,20 @@ def open_store(
 
 
 def tags_of(pairs: list[str]) -> dict[str, str]:
-    """From `key=value` words. Raises UserError for a word of another form."""
+    """Parses `key=value` pairs. Raises UserError for any other form."""
     wrong = [pair for pair in pairs if "=" not in pair]
     if wrong:
-        raise UserError(f"--tag: expected key=value, got {wrong[0]!r}")
+        raise UserError(f"--tag: expected key=value, got {wrong[0]!r}; write e.g. --tag step=3")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
 def wide_enough(width: int | None) -> Console:
-    """Standard output; rich takes a pipe for a terminal of 80 columns, which is too narrow for a tree."""
+    """A console on standard output. For a pipe, rich would assume 80 columns, too narrow for a tree."""
     return Console(width=width or (None if stdout.is_terminal else _PIPE_WIDTH))
 
 
 class _Bar:
-    """A bar that grows with what is still to be looked at."""
+    """A progress bar whose total grows as more traces are found."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -92,7 +93,7 @@ class _Bar:
 
 @contextmanager
 def meter(quiet: bool) -> "Iterator[Meter | None]":
-    """A progress bar on standard error that goes away; none with `quiet` or without a terminal."""
+    """A transient progress bar on standard error; None with `quiet` or without a terminal."""
     if quiet or not stderr.is_terminal:
         yield None
         return

@@ -1,4 +1,4 @@
-"""`trackway traces list | show | compare | verify`: trajectories' traces, found, drawn, compared and checked."""
+"""`trackway traces list | show | compare | verify`: find, draw, compare and check trajectory traces."""
 
 from pathlib import Path
 from typing import Annotated
@@ -25,22 +25,22 @@ from trackway.traces import columns, refs, render, rows, tables
 from trackway.traces.compare import compare
 from trackway.traces.store import Steps, TraceFilter, TraceKind
 
-app = typer.Typer(no_args_is_help=True, help="Find, draw, compare and check trajectories' traces.")
+app = typer.Typer(no_args_is_help=True, help="Find, draw, compare and check trajectory traces.")
 
 
 @app.command("list")
 def traces_list(
-    step: Annotated[str | None, typer.Option(help="Step, or a range of them: 3, 3-7, 3-.")] = None,
+    step: Annotated[str | None, typer.Option(help="Step or range of steps: 3, 3-7, 3-.")] = None,
     sample_index: Annotated[str | None, typer.Option(help="Row of the dataset: its `extra_info.index`.")] = None,
-    rollout_n: Annotated[int | None, typer.Option(help="Number within the group.")] = None,
+    rollout_n: Annotated[int | None, typer.Option(help="Index of the rollout in its group.")] = None,
     validate: Validate = None,
     experiment_name: Experiment = None,
     outcome: Annotated[str | None, typer.Option(help="ok, retried, aborted, 'error:*', ...")] = None,
-    tag: Annotated[list[str] | None, typer.Option(help="key=value; * is any text; may be repeated.")] = None,
-    reward_min: Annotated[float | None, typer.Option(help="Smallest reward.")] = None,
-    reward_max: Annotated[float | None, typer.Option(help="Greatest reward.")] = None,
-    kind: Annotated[TraceKind, typer.Option(help="Trajectories, or the trainer's steps.")] = TraceKind.TRAJECTORY,
-    sort: Annotated[str, typer.Option(help=f"{rows.SORTS}; -KEY: greatest first.")] = rows.NEWEST_FIRST,
+    tag: Annotated[list[str] | None, typer.Option(help="key=value, where * matches any text; repeatable.")] = None,
+    reward_min: Annotated[float | None, typer.Option(help="Minimum reward.")] = None,
+    reward_max: Annotated[float | None, typer.Option(help="Maximum reward.")] = None,
+    kind: Annotated[TraceKind, typer.Option(help="Trajectories or training steps.")] = TraceKind.TRAJECTORY,
+    sort: Annotated[str, typer.Option(help=f"{rows.SORTS}; -KEY sorts descending.")] = rows.NEWEST_FIRST,
     limit: Annotated[int, typer.Option(min=1, max=10000)] = 50,
     project: Project = None,
     backend: BackendOption = Backend.MLFLOW,
@@ -64,21 +64,21 @@ def traces_list(
     steps = None if step is None else Steps.parse(step)
     wanted = TraceFilter(kind, {**tags, **tags_of(tag or [])}, steps, reward_min, reward_max)
     store = open_store(backend, outputs, project, mlflow_uri)
-    found = rows.ordered((rows.row(tree) for tree in store.search(wanted)), sort, limit + 1)
+    matches = rows.ordered((rows.row(tree) for tree in store.search(wanted)), sort, limit + 1)
     if as_json:
-        print_json([one.model_dump(mode="json") for one in found[:limit]])
+        print_json([row.model_dump(mode="json") for row in matches[:limit]])
         return
     console = wide_enough(width)
-    console.print(tables.listing(found[:limit], console.width))
-    more = " (more exist: raise --limit)" if len(found) > limit else ""
-    console.print(f"{min(len(found), limit)} traces{more}", highlight=False)
+    console.print(tables.listing(matches[:limit], console.width))
+    more = " (more exist: raise --limit)" if len(matches) > limit else ""
+    console.print(f"{min(len(matches), limit)} traces{more}", highlight=False)
 
 
 @app.command("show")
 def traces_show(
-    trace: Annotated[str, typer.Argument(help="tr-<hex>, its first digits (6 or more), or a name as s3/i17/n2.")],
+    trace: Annotated[str, typer.Argument(help="tr-<hex>, its first 6 or more digits, or a name such as s3/i17/n2.")],
     experiment_name: Experiment = None,
-    full: Annotated[bool, typer.Option("--full", help="Whole texts and stack traces.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Do not shorten texts and stack traces.")] = False,
     project: Project = None,
     backend: BackendOption = Backend.MLFLOW,
     mlflow_uri: MlflowUri = None,
@@ -86,7 +86,7 @@ def traces_show(
     width: Width = None,
     as_json: Json = False,
 ) -> None:
-    """Draw one trajectory: its spans in time, texts, tools, rewards.  Example: trackway traces show s3/i17/n2"""
+    """Draw one trajectory: spans, texts, tool calls, rewards.  Example: trackway traces show s3/i17/n2"""
     tree = refs.resolve(open_store(backend, outputs, project, mlflow_uri), trace, experiment_name)
     if as_json:
         print_json(tree)
@@ -97,13 +97,13 @@ def traces_show(
 
 @app.command("compare")
 def traces_compare(
-    a: Annotated[str | None, typer.Argument(help="As in `show`.")] = None,
-    b: Annotated[str | None, typer.Argument(help="The other one.")] = None,
-    sample_index: Annotated[str | None, typer.Option(help="Row of the dataset; instead of A and B.")] = None,
-    steps: Annotated[str | None, typer.Option(help="Two steps of that sample: 1,10.")] = None,
-    step: Annotated[int | None, typer.Option(help="One step of that sample, with --rollouts.")] = None,
-    rollouts: Annotated[str | None, typer.Option(help="Two rollouts of one group: 0,2.")] = None,
-    rollout_n: Annotated[int, typer.Option(help="Which rollout, with --steps.")] = 0,
+    a: Annotated[str | None, typer.Argument(help="First trace, as in `show`.")] = None,
+    b: Annotated[str | None, typer.Argument(help="Second trace.")] = None,
+    sample_index: Annotated[str | None, typer.Option(help="Row of the dataset, in place of A and B.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Two steps of the sample: 1,10.")] = None,
+    step: Annotated[int | None, typer.Option(help="Step of the sample, with --rollouts.")] = None,
+    rollouts: Annotated[str | None, typer.Option(help="Two rollouts of the group: 0,2.")] = None,
+    rollout_n: Annotated[int, typer.Option(help="Rollout of the sample, with --steps.")] = 0,
     validate: Validate = None,
     experiment_name: Experiment = None,
     html: Annotated[Path | None, typer.Option(help="Write the comparison as one HTML file.")] = None,
@@ -121,27 +121,27 @@ def traces_compare(
     choice = refs.Choice(sample_index, steps, step, rollouts, rollout_n, bool(validate))
     pair = choice.pair(a, b)
     store = open_store(backend, outputs, project, mlflow_uri)
-    left, right = (refs.resolve(store, one, experiment_name) for one in pair)
-    found = compare(left, right)
+    left, right = (refs.resolve(store, reference, experiment_name) for reference in pair)
+    comparison = compare(left, right)
     if html is not None:
         from trackway.traces import page
 
-        page.write(html, found)
+        page.write(html, comparison)
     if as_json:
-        print_json(found)
+        print_json(comparison)
     elif html is not None:
         stdout.print(Text(str(html)), soft_wrap=True)
     else:
         console = wide_enough(width)
-        console.print(columns.draw(found, colours=console.color_system is not None and not console.no_color))
+        console.print(columns.draw(comparison, colours=console.color_system is not None and not console.no_color))
 
 
 @app.command("verify")
 def traces_verify(
-    step: Annotated[str | None, typer.Option(help="Step, or a range of them: 3, 3-7, 3-; default all.")] = None,
+    step: Annotated[str | None, typer.Option(help="Step or range of steps: 3, 3-7, 3-; default all.")] = None,
     validate: Validate = None,
-    run: Annotated[str | None, typer.Option(help="Name of the run; default the newest.")] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for spans that are late.")] = 10.0,
+    run: Annotated[str | None, typer.Option(help="Name of the run; default the latest.")] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for late spans.")] = 10.0,
     project: Project = None,
     backend: BackendOption = Backend.MLFLOW,
     mlflow_uri: MlflowUri = None,
@@ -149,7 +149,7 @@ def traces_verify(
     width: Width = None,
     as_json: Json = False,
 ) -> None:
-    """Hold a run's trajectories against their traces: each must be a whole tree; exit status 1 tells of gaps.
+    """Check that each traced trajectory of a run has a complete trace. Exit status 1 if any trace has gaps.
 
     Example: trackway traces verify --step 3 --outputs outputs/demo
     """
@@ -158,12 +158,12 @@ def traces_verify(
 
     folder = find_run(runs_folder(outputs), run)
     files = dumps(folder, None if step is None else Steps.parse(step), validate)
-    store = open_store(backend, outputs, project, mlflow_uri, otherwise=folder.info().mlflow_uri)
+    store = open_store(backend, outputs, project, mlflow_uri, fallback=folder.info().mlflow_uri)
     with meter(as_json) as shown:
-        found = verify(store, folder, files, wait, shown)
+        verification = verify(store, folder, files, wait, shown)
     if as_json:
-        print_json(found)
+        print_json(verification)
     else:
-        wide_enough(width).print(tables.verification(found))
-    if found.gaps:
+        wide_enough(width).print(tables.verification(verification))
+    if verification.gaps:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`trackway train | ui`: a run, and looking at it afterwards."""
+"""`trackway train | ui`: train a model, and view its run in MLflow."""
 
 import time
 from pathlib import Path
@@ -24,22 +24,22 @@ app = typer.Typer()
 @app.command()
 def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="verl's keys in Hydra's grammar: key=value.")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file, or a folder with --config-name in it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file, or the folder that has --config-name.")] = None,
     config_name: Annotated[str, typer.Option(help="Preset: default, ppo_trainer, tiny_demo.")] = "default",
     run: Annotated[str | None, typer.Option(help="Name of the run; default trainer.experiment_name.")] = None,
     resume: Annotated[str | None, typer.Option(help="Resume this run from its last checkpoint.")] = None,
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="With --resume: take the last intact checkpoint.")
+        bool, typer.Option("--skip-damaged", help="With --resume: use the last intact checkpoint.")
     ] = False,
     dry_run: DryRun = False,
     preflight: Preflight = False,
     outputs: Outputs = OUTPUTS,
     as_json: Json = False,
 ) -> None:
-    """Train on the running services; on attached ones, with paths of their volume.
+    """Train on the running services. For attached services, give paths on their volume.
 
     Example: trackway train --config-name tiny_demo data.train_files=d/train.parquet data.val_files=d/test.parquet
-    actor_rollout_ref.model.path=d/model; before it, the same with --dry-run or --preflight.
+    actor_rollout_ref.model.path=d/model. Check the command first with --dry-run or --preflight.
     """
     from trackway.deploy.deployment.running import load_running
     from trackway.deploy.runs import launch
@@ -48,20 +48,20 @@ def train(
     if skip_damaged and resume is None:
         raise UserError("--skip-damaged: expected --resume with it, got none; give --resume NAME")
     if resume and (dry_run or preflight):
-        raise UserError("--dry-run and --preflight: expected a new run, got --resume; leave one of them out")
+        raise UserError("--dry-run and --preflight: expected a new run, got --resume; remove one of the options")
     for option, name in (("--run", run), ("--resume", resume)):
         launch.check_run_name(option, name)
     known = Deployment.load(outputs.resolve())
     run_config = None if resume else launch.placed(compose(overrides or [], config, config_name), known)
     if (dry_run or preflight) and run_config is not None:
         if not as_json:
-            _tell_settings(run_config)
-        tell_plan(*_checked(run_config, run, known, outputs, preflight, as_json), preflight, as_json)
+            _print_settings(run_config)
+        print_plan(*_checked(run_config, run, known, outputs, preflight, as_json), preflight, as_json)
         return
     deployment = load_running(outputs)
     name = resume or ""
     if run_config is not None:
-        _tell_settings(run_config)
+        _print_settings(run_config)
         _, checked = _checked(run_config, run, deployment, outputs, True, as_json)
         checked.findings.refuse()
         name = launch.start_run(deployment, run_config, run).run
@@ -71,16 +71,16 @@ def train(
         try:
             info = launch.follow(deployment, name, bar.show)
         except KeyboardInterrupt:
-            stderr.print(f"saved; go on with: trackway train --resume {name}")
+            stderr.print(f"checkpoint saved; to resume: trackway train --resume {name}")
             raise
     if as_json:
         print_json(info)
         return
     stdout.print(f"run {info.run} {info.state.value} at step {info.step}; folder {info.folder}", soft_wrap=True)
-    tell_losses(info, deployment)
+    report_losses(info, deployment)
 
 
-def _tell_settings(config: "RunConfig") -> None:
+def _print_settings(config: "RunConfig") -> None:
     from trackway.deploy.config.services_for_run import decided_already
     from trackway.deploy.runs.report import settings_report, wide
 
@@ -100,10 +100,10 @@ def _checked(
         return subject, check_run(subject, load, shown.report)
 
 
-def tell_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json: bool) -> None:
-    """Print what was found; ends the command with status 2 when that keeps the run from starting.
+def print_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json: bool) -> None:
+    """Print the plan and its problems. Exits with status 2 if a problem prevents the run from starting.
 
-    Without `preflight` only what is wrong on any machine counts.
+    Without `preflight`, only problems on any machine count.
     """
     from trackway.deploy.runs.dry_run import plan_as_json, plan_of
     from trackway.deploy.runs.report import wide
@@ -116,8 +116,8 @@ def tell_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json: 
         raise typer.Exit(2)
 
 
-def tell_losses(info: RunInfo, deployment: Deployment) -> None:
-    """Say which spans, metrics and feedback of the run are not where they should be."""
+def report_losses(info: RunInfo, deployment: Deployment) -> None:
+    """Print which spans, metrics and feedback of the run were lost or are still waiting."""
     from trackway.deploy.runs.losses import trace_losses, tracking_losses
 
     for sentence in trace_losses(info, None if deployment.attached else deployment.outputs):
@@ -131,19 +131,19 @@ def ui(
     outputs: Outputs = DEMO_OUTPUTS,
     port: Annotated[int, typer.Option(help="Port of MLflow.")] = 5000,
 ) -> None:
-    """Show the traces and runs of an outputs folder in MLflow, until Ctrl-C.  Example: trackway ui"""
+    """Serve the MLflow UI for an outputs folder until Ctrl-C.  Example: trackway ui"""
     from trackway.deploy.deployment import processes
     from trackway.deploy.local import mlflow_server, preflight
 
     deployment = Deployment.load(outputs.resolve())
     if deployment and deployment.attached:
-        where = deployment.mlflow_uri or "the address where it runs"
-        raise UserError(f"{outputs} is attached to services that run elsewhere, and so does their MLflow; open {where}")
+        where = deployment.mlflow_uri or "its address in a browser"
+        raise UserError(f"{outputs} is attached to remote services, whose MLflow runs elsewhere; open {where}")
     if not (outputs / "mlflow" / "mlflow.db").exists():
         raise UserError(f"no MLflow database in {outputs}; run `trackway demo` first, or give --outputs")
     preflight.check_port("--port", port)
     server = mlflow_server.start(outputs / "mlflow", port)
-    stdout.print(f"MLflow  http://127.0.0.1:{port}   (Ctrl-C ends it)")
+    stdout.print(f"MLflow  http://127.0.0.1:{port}   (Ctrl-C stops it)")
     try:
         while True:
             processes.check_alive(server)

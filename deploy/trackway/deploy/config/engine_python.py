@@ -1,4 +1,4 @@
-"""The environment of a vLLM or SGLang server: its pins conflict with ours, so it is another Python than this one."""
+"""The Python environment of a vLLM or SGLang server, separate from ours because their pinned packages conflict."""
 
 import os
 import subprocess
@@ -7,28 +7,28 @@ from typing import Any
 from trackway.system.user_error import UserError
 
 SERVERS = ("vllm", "sglang")
-"""Engines that are a server of their own beside each replica."""
+"""Engines that run as a server process beside each replica."""
 
 _HAS = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 _ANSWER_S = 60.0
 
 
 def runs_already(rollout_args: dict[str, Any]) -> bool:
-    """Whether the rollout service is to find a server instead of starting one."""
+    """Whether the rollout service connects to an existing server instead of starting one."""
     return bool(_setting(rollout_args, "engine_url"))
 
 
 def engine_python(rollout_args: dict[str, Any]) -> str | None:
-    """The interpreter that a server is started with, as the Serve config or the environment says; None when neither."""
+    """The interpreter for the engine's server, from the Serve config or the environment; None when neither has it."""
     return _setting(rollout_args, "engine_python")
 
 
 def check_engine_python(rollout_args: dict[str, Any]) -> None:
-    """Raise UserError when the rollout service is to start a server and its environment is not there or lacks it."""
+    """Raise UserError if the rollout service must start a server and no environment with that engine is configured."""
     engine = _setting(rollout_args, "engine")
     if engine not in SERVERS or runs_already(rollout_args):
         return
-    remedy = f"install {engine} into an environment of its own, and set TRACKWAY_ENGINE_PYTHON to its bin/python"
+    remedy = f"install {engine} into a separate environment, and set TRACKWAY_ENGINE_PYTHON to its bin/python"
     python = engine_python(rollout_args)
     if python is None:
         raise UserError(f"rollout engine {engine}: expected an engine_python, got none; {remedy}")
@@ -41,5 +41,5 @@ def check_engine_python(rollout_args: dict[str, Any]) -> None:
 
 
 def _setting(rollout_args: dict[str, Any], name: str) -> str | None:
-    found = rollout_args.get(name) or os.environ.get(f"TRACKWAY_{name.upper()}")
-    return str(found) if found else None
+    value = rollout_args.get(name) or os.environ.get(f"TRACKWAY_{name.upper()}")
+    return str(value) if value else None

@@ -1,4 +1,4 @@
-"""The Serve config file: read strictly, completed with what this start decides, changed by `scale`."""
+"""The Serve config file: strict loading, completion with the settings of a start, and changes by `scale`."""
 
 import copy
 import re
@@ -12,63 +12,63 @@ from pydantic import ValidationError
 from trackway.system.user_error import UserError
 
 _POLICIES = {
-    # Most of its calls are none that Serve counts.
+    # Serve does not count direct calls, which are most calls of the tool server.
     "trackway.deploy.graph:tools": {"policy": {"policy_function": "trackway.deploy.autoscaling:all_requests"}}
 }
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The file as Ray Serve takes it; Serve itself ignores unknown keys, so they are refused here."""
+    """The parsed Serve config. Raises UserError for an unknown key, which Serve itself would ignore."""
     from ray.serve.schema import ServeDeploySchema
 
     from trackway.deploy.config.serve_keys import unknown_keys
 
     content = yaml.safe_load(path.read_text())
     for key, known in unknown_keys(content):
-        raise UserError(f"{path}: unknown key {key!r}; known are {', '.join(sorted(known))}")
+        raise UserError(f"{path}: unknown key {key!r}; expected one of {', '.join(sorted(known))}")
     try:
         ServeDeploySchema.model_validate(content)
     except ValidationError as error:
-        raise UserError(f"{path} is no Ray Serve config: {error}") from error
+        raise UserError(f"{path}: expected a Ray Serve config, got an invalid one: {error}") from error
     return content
 
 
 def complete(
-    config: dict[str, Any], *, host: str, port: int, common: dict[str, Any], own: dict[str, dict[str, Any]]
+    config: dict[str, Any], *, host: str, port: int, common: dict[str, Any], per_service: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """The config with host, port and each application's settings.
 
-    What the file itself says wins, in `tracing` and `auth` too.
+    Settings in the file take precedence, also inside `tracing` and `auth`.
     """
     completed = copy.deepcopy(config)
     completed["http_options"] = {**completed.get("http_options", {}), "host": host, "port": port}
     for application in completed["applications"]:
-        defaults = {**common, **own.get(application["name"], {})}
-        given = application.get("args", {})
-        application["args"] = {**defaults, **given}
+        defaults = {**common, **per_service.get(application["name"], {})}
+        file_args = application.get("args", {})
+        application["args"] = {**defaults, **file_args}
         for nested in {"tracing", "auth"} & defaults.keys():
-            application["args"][nested] = {**defaults[nested], **given.get(nested, {})}
+            application["args"][nested] = {**defaults[nested], **file_args.get(nested, {})}
     return completed
 
 
 class Replicas(NamedTuple):
-    """How many replicas a service has: a fixed number, or as many as its load asks for between two bounds."""
+    """The number of replicas of a service: fixed, or autoscaled between two bounds."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`2`, or `1-4`."""
-        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
-        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        """Parses `2` or `1-4`. Raises UserError for anything else."""
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", text)
+        least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
         if not 1 <= least <= most:
             raise UserError(f"replicas: expected a number of at least 1, or bounds like 1-4, got {text!r}")
         return cls(least, most)
 
     @property
     def fixed(self) -> bool:
-        """Whether load does not change it."""
+        """Whether the number is fixed, without autoscaling."""
         return self.least == self.most
 
     def __str__(self) -> str:
@@ -76,10 +76,13 @@ class Replicas(NamedTuple):
 
 
 def with_replicas(config: dict[str, Any], service: str, replicas: Replicas) -> dict[str, Any]:
-    """The config with another number of replicas for one service; nothing else restarts.
+    """The config with a new number of replicas for one service. Deploying it restarts no other service.
 
-    On a deployment that follows its load a number is two equal bounds: without its autoscaling_config Serve would count
-    it as new and replace its replicas. Bounds begin autoscaling; other settings of it stay.
+    For an autoscaled deployment, a fixed number becomes two equal bounds: if its autoscaling_config were removed, Serve
+    would treat the deployment as new and replace its replicas. Bounds enable autoscaling and keep its other settings.
+
+    Raises:
+        UserError: the config has no such service.
     """
     changed = copy.deepcopy(config)
     for application in changed["applications"]:
@@ -95,7 +98,7 @@ def with_replicas(config: dict[str, Any], service: str, replicas: Replicas) -> d
                 deployment["autoscaling_config"] = {**policy, **(autoscaling or {}), **bounds}
             return changed
     names = ", ".join(application["name"] for application in changed["applications"])
-    raise UserError(f"no service {service!r} in the deployment; it has {names}")
+    raise UserError(f"expected a service of the deployment ({names}), got {service!r}; choose one of them")
 
 
 def _only_deployment(application: dict[str, Any]) -> dict[str, Any]:
@@ -111,18 +114,20 @@ Options = Mapping[str, Any]
 def with_options(
     config: dict[str, Any], service: str, args: Options, deployment: Options | None = None
 ) -> dict[str, Any]:
-    """The config with these settings and deployment options of one service laid over its own."""
+    """The config with these settings and deployment options merged into those of one service."""
     deployment = deployment or {}
     changed = copy.deepcopy(config)
     for application in changed["applications"]:
         if application["name"] == service:
             application["args"] = {**application.get("args", {}), **args}
-            [own] = application["deployments"]
-            actor = {**own.get("ray_actor_options", {}), **deployment.get("ray_actor_options", {})}
-            own |= {**deployment, **({"ray_actor_options": actor} if actor else {})}
+            [target] = application["deployments"]
+            actor = {**target.get("ray_actor_options", {}), **deployment.get("ray_actor_options", {})}
+            target |= {**deployment, **({"ray_actor_options": actor} if actor else {})}
     return changed
 
 
 def args_of(config: dict[str, Any], service: str) -> dict[str, Any]:
-    """One service's settings."""
-    return next((one.get("args", {}) for one in config["applications"] if one["name"] == service), {})
+    """The settings of one service; empty when the config does not have it."""
+    return next(
+        (application.get("args", {}) for application in config["applications"] if application["name"] == service), {}
+    )

@@ -1,4 +1,4 @@
-"""The keys of a Serve config: Ray Serve ignores those that it does not know, so a misspelt one goes unnoticed."""
+"""Validation of the keys of a Serve config. Ray Serve ignores unknown keys, so a typo would go unnoticed."""
 
 import inspect
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.schema import ServeDeploySchema
 
 UNTYPED = {"autoscaling_config": AutoscalingConfig, "request_router_config": RequestRouterConfig}
-"""Parts of a deployment that ServeDeploySchema takes as any dict."""
+"""Parts of a deployment that ServeDeploySchema leaves untyped."""
 
 
 def unknown_keys(content: object) -> Iterator[tuple[str, set[str]]]:
-    """(path, known keys) of each key that Serve does not have, at any depth."""
+    """Yields (path, known keys) for each unknown key, at any depth."""
     return _unknown(ServeDeploySchema, content, "")
 
 
@@ -33,7 +33,7 @@ def _unknown(model: type[BaseModel], content: object, path: str) -> Iterator[tup
 
 
 def _model_in(field: Any) -> type[BaseModel] | None:
-    """The model among a field's types."""
+    """The pydantic model among a field's types, if any."""
     kinds = [getattr(field, "annotation", None)]
     while kinds:
         kind = kinds.pop()

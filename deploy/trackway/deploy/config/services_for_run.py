@@ -1,10 +1,10 @@
-"""The services that a run asks for: from its configuration and this machine's GPUs to a Serve config.
+"""The Serve config for a run, from its configuration and this machine's GPUs.
 
 rollout.name, tensor_model_parallel_size, ...     ->  the rollout service's engine, replicas and GPUs
 multi_turn.tool_config_path, function_tool_path   ->  the tool server's tools
 
-What this machine cannot give as asked is listed: as a decision with its reason, or, where it would change the run, as
-missing here.
+A request that this machine cannot meet is recorded: as a decision with its reason, or as missing if the run would
+differ.
 """
 
 from dataclasses import dataclass, field
@@ -35,16 +35,16 @@ _OF_SERVERS = (
     "multi_stage_wake_up",
 )
 _SERVER_SEQS = 256
-"""Requests of one server at a time, unless the run says; the embedded engine has a slot of memory for each."""
+"""Default number of concurrent requests of one server. The embedded engine reserves memory for each request."""
 _ENGINE_LEN = 4096
-"""What an engine takes at most unless told otherwise (RolloutSettings.max_model_len)."""
+"""Default context length of an engine in tokens (RolloutSettings.max_model_len)."""
 
 
 NO_GPU = "this machine has no GPU"
 
 
 class Decision(NamedTuple):
-    """What a key asked for, what it gets here, and why."""
+    """The requested and the actual value of a key, and the reason for a difference."""
 
     key: str
     asked: str
@@ -54,33 +54,33 @@ class Decision(NamedTuple):
 
 @dataclass
 class RunServices:
-    """A Serve config for the run, and what was decided on the way to it."""
+    """A Serve config for the run, and the decisions that led to it."""
 
     config: RunConfig
-    """Without what cannot be had here."""
+    """The run's configuration without settings that this machine cannot provide."""
     serve_config: dict[str, Any]
     engine: str
     replicas: int | None = None
-    """Of the rollout service; None is as the base config says."""
+    """Replicas of the rollout service; None keeps the base config's number."""
     arithmetic: str = ""
-    """How GPUs make replicas, here or where there are as many as asked for."""
+    """How the number of replicas follows from the number of GPUs."""
     decisions: list[Decision] = field(default_factory=list)
     has_tool_files: bool = True
-    """Whether the files of tools that the run names are on this machine."""
+    """Whether the tool files named by the run exist on this machine."""
     missing: list[str] = field(default_factory=list)
-    """What this machine lacks of what the run needs: it cannot start here."""
+    """Requirements of the run that this machine lacks; the run cannot start here."""
 
     @property
     def replaced(self) -> list[str]:
-        """What this machine lacks and the run does without."""
+        """Requests that this machine cannot meet and that the run can do without."""
         return [
-            f"{one.key}: {one.asked} asked, {one.reason}; here {one.got}"
-            for one in self.decisions
-            if one.reason == NO_GPU
+            f"{decision.key}: {decision.asked} requested, {decision.reason}; using {decision.got}"
+            for decision in self.decisions
+            if decision.reason == NO_GPU
         ]
 
     def decide(self, key: str, asked: object, got: str, reason: str = "") -> None:
-        """Add a decision."""
+        """Record a decision."""
         self.decisions.append(Decision(key, str(asked), got, reason))
 
 
@@ -92,36 +92,36 @@ def gpus_here() -> int:
 
 
 def decided_already(config: RunConfig) -> list[Decision]:
-    """The keys that a run on running services cannot change."""
+    """Keys that a run cannot change because its services are already running."""
     values = leaves(config.model_dump(mode="json"))
     why = "decided by the running deployment"
-    return [Decision(key, str(values[key]), "as it runs", why) for key in given_to_deployment(config)]
+    return [Decision(key, str(values[key]), "as deployed", why) for key in given_to_deployment(config)]
 
 
 def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServices:
-    """The base config with what the run says of its services, on a machine with so many GPUs.
+    """The base config with the run's service settings applied, for a machine with `gpus` GPUs.
 
-    Where the machine lacks what the run needs, and no smaller deployment would be the same run, `missing` says what.
+    `missing` lists requirements that the machine lacks and that no smaller deployment can meet.
     """
-    made = RunServices(config, base, _engine(config, gpus, base))
+    services = RunServices(config, base, _engine(config, gpus, base))
     nodes = config.trainer.nnodes or 1
     if nodes > 1:
-        made.missing.append(
+        services.missing.append(
             f"trainer.nnodes: expected 1 on this machine, got {nodes}; several machines need a Ray cluster: deploy the "
             "services there (KubeRay, or `ray start` on each machine), then train on them with `trackway train`"
         )
-    if gpus and made.engine != "sim":
-        _place_on_gpus(config, gpus, made)
+    if gpus and services.engine != "sim":
+        _place_on_gpus(config, gpus, services)
     else:
-        _place_without_gpu(config, made)
-    _set_engine(config, gpus, made)
-    _set_tools(config, made)
-    made.config = _without(config, free_cache=made.engine not in SERVERS, gpus=not gpus)
-    return made
+        _place_without_gpu(config, services)
+    _set_engine(config, gpus, services)
+    _set_tools(config, services)
+    services.config = _without(config, free_cache=services.engine not in SERVERS, gpus=not gpus)
+    return services
 
 
 def _without(config: RunConfig, *, free_cache: bool, gpus: bool) -> RunConfig:
-    """The configuration without what the run's own process would miss, or wrongly count on."""
+    """The configuration without settings that the run's process could not use here."""
     tree = config.model_dump(mode="json")
     if free_cache:
         tree["actor_rollout_ref"]["rollout"]["free_cache_engine"] = None
@@ -139,27 +139,33 @@ def _engine(config: RunConfig, gpus: int, base: dict[str, Any]) -> str:
     return "torch" if asked in SERVERS and not gpus and not there else asked
 
 
-def _place_on_gpus(config: RunConfig, gpus: int, made: RunServices) -> None:
+def _place_on_gpus(config: RunConfig, gpus: int, services: RunServices) -> None:
     rollout, asked = config.actor_rollout_ref.rollout, config.trainer.n_gpus_per_node
     if (rollout.name, rollout.tensor_model_parallel_size, asked) == (None, None, None):
         return
-    own, each = gpus if asked is None else asked, rollout.tensor_model_parallel_size or 1
-    if not 1 <= own <= gpus:
-        made.missing.append(f"trainer.n_gpus_per_node: expected 1 to {gpus}, the GPUs of this machine, got {own}")
-        if own < 1:
+    run_gpus, each = gpus if asked is None else asked, rollout.tensor_model_parallel_size or 1
+    if not 1 <= run_gpus <= gpus:
+        services.missing.append(
+            f"trainer.n_gpus_per_node: expected 1 to {gpus}, the GPUs of this machine, got {run_gpus}"
+        )
+        if run_gpus < 1:
             return
-    if made.engine not in SERVERS and each > 1:
-        made.decide(f"{_ROLLOUT}.tensor_model_parallel_size", each, "1", f"the {made.engine} engine takes one GPU")
+    if services.engine not in SERVERS and each > 1:
+        services.decide(
+            f"{_ROLLOUT}.tensor_model_parallel_size", each, "1", f"the {services.engine} engine takes one GPU"
+        )
         each = 1
-    if each > own:
-        made.missing.append(f"{_ROLLOUT}.tensor_model_parallel_size: expected at most the run's {own} GPUs, got {each}")
+    if each > run_gpus:
+        services.missing.append(
+            f"{_ROLLOUT}.tensor_model_parallel_size: expected at most the run's {run_gpus} GPUs, got {each}"
+        )
         return
-    made.replicas, made.arithmetic = own // each, _arithmetic(own, each)
-    made.decide("trainer.n_gpus_per_node", own, f"{made.replicas} rollout replicas", made.arithmetic)
-    replicas = Replicas(made.replicas, made.replicas)
-    made.serve_config = serve_config.with_replicas(made.serve_config, "rollout", replicas)
-    made.serve_config = serve_config.with_options(
-        made.serve_config, "rollout", {}, {"ray_actor_options": {"num_gpus": each}}
+    services.replicas, services.arithmetic = run_gpus // each, _arithmetic(run_gpus, each)
+    services.decide("trainer.n_gpus_per_node", run_gpus, f"{services.replicas} rollout replicas", services.arithmetic)
+    replicas = Replicas(services.replicas, services.replicas)
+    services.serve_config = serve_config.with_replicas(services.serve_config, "rollout", replicas)
+    services.serve_config = serve_config.with_options(
+        services.serve_config, "rollout", {}, {"ray_actor_options": {"num_gpus": each}}
     )
 
 
@@ -168,53 +174,55 @@ def _arithmetic(gpus: int, each: int) -> str:
     return f"{gpus} GPUs / {each} each = {gpus // each}{idle}"
 
 
-def _place_without_gpu(config: RunConfig, made: RunServices) -> None:
+def _place_without_gpu(config: RunConfig, services: RunServices) -> None:
     rollout = config.actor_rollout_ref.rollout
-    why = "the sim engine needs no GPU" if made.engine == "sim" else NO_GPU
-    if rollout.name in SERVERS and made.engine == "torch":
-        made.decide(f"{_ROLLOUT}.name", rollout.name, "torch, the embedded engine", why)
+    why = "the sim engine needs no GPU" if services.engine == "sim" else NO_GPU
+    if rollout.name in SERVERS and services.engine == "torch":
+        services.decide(f"{_ROLLOUT}.name", rollout.name, "torch, the embedded engine", why)
     if rollout.tensor_model_parallel_size is not None:
         asked = rollout.tensor_model_parallel_size
-        made.decide(f"{_ROLLOUT}.tensor_model_parallel_size", asked, "one replica of one process", why)
+        services.decide(f"{_ROLLOUT}.tensor_model_parallel_size", asked, "one replica of one process", why)
     if config.trainer.n_gpus_per_node:
-        made.decide("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, "0", why)
-        made.arithmetic = _arithmetic(config.trainer.n_gpus_per_node, rollout.tensor_model_parallel_size or 1)
+        services.decide("trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, "0", why)
+        services.arithmetic = _arithmetic(config.trainer.n_gpus_per_node, rollout.tensor_model_parallel_size or 1)
 
 
-def _set_engine(config: RunConfig, gpus: int, made: RunServices) -> None:
+def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
     rollout, data = config.actor_rollout_ref.rollout, config.data
-    server = made.engine in SERVERS
+    server = services.engine in SERVERS
     for key in _OF_SERVERS:
         if not server and getattr(rollout, key) is not None:
-            reason = f"the {made.engine} engine has no such setting"
-            made.decide(f"{_ROLLOUT}.{key}", getattr(rollout, key), "no effect", reason)
+            reason = f"the {services.engine} engine has no such setting"
+            services.decide(f"{_ROLLOUT}.{key}", getattr(rollout, key), "no effect", reason)
     keys = [key for key in _SETTINGS if server or key not in _OF_SERVERS]
     args: dict[str, Any] = {_SETTINGS[key]: getattr(rollout, key) for key in keys if getattr(rollout, key) is not None}
-    args["engine"] = made.engine
+    args["engine"] = services.engine
     longest = data.max_prompt_length + data.max_response_length
     if longest > _ENGINE_LEN:
         args.setdefault("max_model_len", longest)
     options: dict[str, Any] = {}
     if server:
-        base = serve_config.args_of(made.serve_config, "rollout")
-        if base.get("engine") != made.engine:  # else the file's number is meant for this one
+        base = serve_config.args_of(services.serve_config, "rollout")
+        if base.get("engine") != services.engine:  # otherwise the file's number is meant for this engine
             args.setdefault("max_num_seqs", _SERVER_SEQS)
         options["max_ongoing_requests"] = 2 * args.get("max_num_seqs", base.get("max_num_seqs", _SERVER_SEQS))
-        args |= _shared_gpus(config, made) if gpus else {"device": "cpu"}
-    made.serve_config = serve_config.with_options(made.serve_config, "rollout", args, options)
+        args |= _shared_gpus(config, services) if gpus else {"device": "cpu"}
+    services.serve_config = serve_config.with_options(services.serve_config, "rollout", args, options)
 
 
-def _shared_gpus(config: RunConfig, made: RunServices) -> dict[str, Any]:
+def _shared_gpus(config: RunConfig, services: RunServices) -> dict[str, Any]:
     rollout = config.actor_rollout_ref.rollout
     sleeps = rollout.free_cache_engine is not False
     if sleeps:
         asked = "" if rollout.free_cache_engine is None else "True"
-        made.decide(f"{_ROLLOUT}.free_cache_engine", asked, "on", "the learner computes on GPU 0 while engines sleep")
+        services.decide(
+            f"{_ROLLOUT}.free_cache_engine", asked, "on", "the learner computes on GPU 0 while engines sleep"
+        )
     parallel = rollout.tensor_model_parallel_size
     return {"enable_sleep": sleeps, **({} if parallel is None else {"tensor_parallel_size": parallel})}
 
 
-def _set_tools(config: RunConfig, made: RunServices) -> None:
+def _set_tools(config: RunConfig, services: RunServices) -> None:
     multi_turn = config.actor_rollout_ref.rollout.multi_turn
     args: dict[str, Any] = {}
     for name in ("tool_config_path", "function_tool_path"):
@@ -222,7 +230,7 @@ def _set_tools(config: RunConfig, made: RunServices) -> None:
         if file is None:
             continue
         if not Path(file).is_file():
-            made.missing.append(f"{_ROLLOUT}.multi_turn.{name}: expected a file, got {file}; correct the path")
-            made.has_tool_files = False
+            services.missing.append(f"{_ROLLOUT}.multi_turn.{name}: expected a file, got {file}; correct the path")
+            services.has_tool_files = False
         args[name] = file
-    made.serve_config = serve_config.with_options(made.serve_config, "tools", args)
+    services.serve_config = serve_config.with_options(services.serve_config, "tools", args)

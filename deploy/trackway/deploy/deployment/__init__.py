@@ -1,1 +1,1 @@
-"""A deployment that runs, here or elsewhere: its record, its processes, its status, its replicas' installations."""
+"""A running deployment, local or remote: its record, processes, status, and the installations of its replicas."""

@@ -1,7 +1,7 @@
-"""Services that run elsewhere, on Kubernetes or another machine's Ray cluster: a record of where they answer.
+"""Attachment to services that run elsewhere, on Kubernetes or another machine's Ray cluster.
 
-With it the commands work on them as on services of `trackway up`. Nothing is started or stopped, and no secret is kept:
-TRACKWAY_TOKEN and Ray's token come from the environment of each command.
+The record of their addresses lets commands treat them like services of `trackway up`. Nothing is started or stopped,
+and no secret is stored: each command reads TRACKWAY_TOKEN and Ray's token from its environment.
 """
 
 import os
@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from trackway.clients import TrainerClient, run
 from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.running import told, unanswered
-from trackway.deploy.deployment.serve_api import ServeApi, environments_token
+from trackway.deploy.deployment.running import summarize_reasons, unanswered
+from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.system.user_error import UserError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.health import Health
@@ -28,10 +28,10 @@ _POLL_S = 0.5
 def attach(
     base_url: str, ray_url: str | None, mlflow_uri: str | None, outputs: Path, wait_s: float, report: Report
 ) -> Deployment:
-    """Ask the services, and Ray when its URL is given, and write the record.
+    """Write the deployment record after checking that the services, and Ray if its URL is given, can be reached.
 
     Raises:
-        UserError: something does not answer, or services of this machine run for the outputs folder.
+        UserError: an address cannot be reached, or local services are running for the outputs folder.
         TrackwayError: a service refuses the token.
     """
     deployment = Deployment(
@@ -53,33 +53,33 @@ def attach(
 def wait_for(
     deployment: Deployment, wait_s: float, report: Report, path: str = "/health", reply: type[BaseModel] = Health
 ) -> None:
-    """Return once every service answers `path`.
+    """Wait until every service answers `path`.
 
     Raises:
-        UserError: naming those that do not after `wait_s` seconds.
+        UserError: some services, named in the message, did not answer within `wait_s` seconds.
         TrackwayError: a service refuses the token.
     """
     os.environ.setdefault("NO_PROXY", "127.0.0.1,localhost")
     deadline = time.monotonic() + wait_s
     for service in deployment.services:
-        report(service, "asked")
+        report(service, "connecting")
     while late := unanswered(deployment, path, reply):
         _report_all_but(late, deployment, report)
         if time.monotonic() >= deadline:
             within = f" within {wait_s:.0f} s" if wait_s else ""
             raise UserError(
                 f"expected every service at {deployment.base_url} to answer {path}, got no answer{within} from "
-                f"{told(late)}; see to it where they run, correct --base-url, or give --wait more seconds"
+                f"{summarize_reasons(late)}; check the services, fix --base-url, or raise --wait"
             )
         time.sleep(_POLL_S)
     _report_all_but({}, deployment, report)
 
 
 def runs_folder(outputs: Path) -> Path:
-    """Where the runs lie: the outputs folder, or for attached services that of their volume.
+    """The folder of the runs: the outputs folder, or the one on the volume of attached services.
 
     Raises:
-        UserError: this machine does not have the volume, or nothing ran there yet.
+        UserError: this machine does not mount the volume, or there is no run yet.
     """
     deployment = Deployment.load(outputs.resolve())
     if deployment is None or not deployment.attached:
@@ -87,13 +87,13 @@ def runs_folder(outputs: Path) -> Path:
     known = run(TrainerClient(f"{deployment.base_url}/trainer").runs())
     here = next((folder for info in known if (folder := folder_here(info))), None)
     if here is None:
-        where = f"they lie in {Path(known[0].folder).parent} where the services run" if known else "there is none yet"
-        raise UserError(f"expected to read the runs of {deployment.base_url}, and {where}; run this there")
+        where = f"they are in {Path(known[0].folder).parent} on the services' machines" if known else "there is no run"
+        raise UserError(f"expected to read the runs of {deployment.base_url}, but {where}; run this command there")
     return here.path.parent
 
 
 def folder_here(info: RunInfo) -> RunFolder | None:
-    """A run's folder where this machine has the services' volume; None where it has not."""
+    """The folder of a run; None when this machine does not mount the services' volume."""
     folder = RunFolder(Path(info.folder))
     try:
         return folder if folder.exists and folder.info().uid == info.uid else None
@@ -120,7 +120,7 @@ def _address(option: str, url: str) -> str:
 def _without_user(option: str, url: str) -> str:
     if re.search("://[^/]*@", url):
         raise UserError(
-            f"{option}: expected no user or password in the address, got one; give it in the environment "
+            f"{option}: expected no user or password in the address, got some; set them in the environment "
             "(TRACKWAY_TOKEN, RAY_AUTH_TOKEN, MLFLOW_TRACKING_USERNAME and _PASSWORD)"
         )
     return url
@@ -130,16 +130,17 @@ def _check_folder(outputs: Path) -> None:
     deployment = Deployment.load(outputs.resolve())
     if deployment and deployment.started_here:
         raise UserError(
-            f"services of {outputs} run on this machine, at {deployment.base_url}; give another --outputs, or stop "
-            "them with `trackway down`"
+            f"services of {outputs} are running on this machine, at {deployment.base_url}; give another --outputs, or "
+            "stop them with `trackway down`"
         )
 
 
 def _check_ray(deployment: Deployment) -> None:
-    there = ServeApi(deployment.dashboard_url, environments_token()).applications()
+    there = ServeApi(deployment.dashboard_url, ray_token()).applications()
     missing = [service for service in deployment.services if service not in there]
     if missing:
         raise UserError(
             f"--ray-url: expected the Ray cluster of {deployment.base_url}, with the applications "
-            f"{', '.join(deployment.services)}; {deployment.dashboard_url} lacks {', '.join(missing)}"
+            f"{', '.join(deployment.services)}, got {deployment.dashboard_url} without {', '.join(missing)}; "
+            "correct --ray-url"
         )

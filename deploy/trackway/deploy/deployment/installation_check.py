@@ -1,6 +1,6 @@
-"""Every replica must run on our own interpreter and packages; a mismatch is named, with both sides and the remedy.
+"""Check that every replica runs on the same interpreter and packages as this process.
 
-A run's own process compares itself with the trainer service likewise, when it starts (`trackway.trainer.worker`).
+A run's worker makes the same comparison with the trainer service when it starts (`trackway.trainer.worker`).
 """
 
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from trackway.system.user_error import UserError
 
 
 def check_interpreters(base_url: str, services: Iterable[str]) -> None:
-    """Ask every replica what it runs on and compare with this process; raises UserError or TrackwayError."""
+    """Compare the installation of every replica with this process; raises UserError or TrackwayError."""
     here = installation()
     for service in services:
         for replica in replicas_at(f"{base_url}/{service}"):
             different = difference(here, replica.health)
             if different:
                 name = replica.health.replica
-                raise UserError(f"{service} replica {name} runs on another installation: {different}; {REMEDY}")
+                raise UserError(f"{service} replica {name} runs on a different installation: {different}; {REMEDY}")

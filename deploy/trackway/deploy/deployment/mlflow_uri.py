@@ -1,4 +1,4 @@
-"""The MLflow whose traces a command reads."""
+"""Choice of the MLflow that a command reads traces from."""
 
 import os
 from pathlib import Path
@@ -7,21 +7,21 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.system.user_error import UserError
 
 
-def store_uri(outputs: Path, given: str | None = None, otherwise: str | None = None) -> str:
-    """The MLflow to read from: the given one, else that of the outputs folder (its running server or that of attached
-    services, else its database), else the other one, else MLFLOW_TRACKING_URI.
+def store_uri(outputs: Path, explicit: str | None = None, fallback: str | None = None) -> str:
+    """The MLflow URI to read from. The first that exists of: `explicit`; the outputs folder's MLflow (the running
+    server, or its database); `fallback`; MLFLOW_TRACKING_URI.
 
     Raises:
-        UserError: when there is none.
+        UserError: there is none.
     """
     deployment = Deployment.load(outputs.resolve())
-    if given is None and deployment and deployment.mlflow_uri and (deployment.attached or deployment.started_here):
+    if explicit is None and deployment and deployment.mlflow_uri and (deployment.attached or deployment.started_here):
         return deployment.mlflow_uri
     database = outputs.resolve() / "mlflow" / "mlflow.db"
-    own = f"sqlite:///{database}" if database.is_file() else None
-    uri = given or own or otherwise or os.environ.get("MLFLOW_TRACKING_URI")
+    stored = f"sqlite:///{database}" if database.is_file() else None
+    uri = explicit or stored or fallback or os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
         raise UserError(
-            f"no MLflow database in {outputs}; give --outputs the folder of a deployment or a demo, or --mlflow-uri"
+            f"no MLflow database in {outputs}; set --outputs to the folder of a deployment or demo, or --mlflow-uri"
         )
     return uri

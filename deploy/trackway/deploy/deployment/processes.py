@@ -1,4 +1,4 @@
-"""Long-lived child processes: started apart from the terminal, remembered with their start time, stopped as a tree."""
+"""Long-lived child processes: detached from the terminal, identified by start time, stopped with their descendants."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ from pydantic import BaseModel
 from trackway.system.user_error import UserError
 
 _children: list[subprocess.Popen[bytes]] = []
-"""Kept so that Python does not complain of a child it forgot; they outlive us on purpose."""
+"""References that prevent Python's ResourceWarning: the children outlive this process on purpose."""
 
 
 class ProcessRecord(BaseModel):
-    """A process we started; the start time tells it from a later one with the same pid."""
+    """A started process; the start time distinguishes it from a later process with the same pid."""
 
     name: str
     pid: int
@@ -23,7 +23,7 @@ class ProcessRecord(BaseModel):
     log: Path
 
     def find(self) -> psutil.Process | None:
-        """The process if it still runs."""
+        """The process if it is still running, else None."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < 1.0
@@ -33,7 +33,7 @@ class ProcessRecord(BaseModel):
 
 
 def start(name: str, command: Sequence[str], env: Mapping[str, str], log: Path) -> ProcessRecord:
-    """Start a process in its own session, output to `log`, so that Ctrl-C in our terminal reaches only us."""
+    """Start a process with output to `log`, in its own session so that Ctrl-C does not reach it."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -49,9 +49,9 @@ def start(name: str, command: Sequence[str], env: Mapping[str, str], log: Path) 
 
 
 def check_alive(record: ProcessRecord) -> None:
-    """Raise UserError with the end of the log when the process is gone."""
+    """Raise UserError with the end of the log if the process has exited."""
     if record.find() is None:
-        raise UserError(f"{record.name} ended while it started; the end of {record.log}:\n{tail(record.log)}")
+        raise UserError(f"{record.name} exited during start-up; the end of {record.log}:\n{tail(record.log)}")
 
 
 def tail(log: Path, lines: int = 15) -> str:
@@ -60,7 +60,7 @@ def tail(log: Path, lines: int = 15) -> str:
 
 
 def stop_tree(record: ProcessRecord, grace_s: float = 8.0) -> None:
-    """End a process and all its descendants at once: politely first, by force after `grace_s` seconds."""
+    """Terminate a process and all its descendants; kill those that remain after `grace_s` seconds."""
     main = record.find()
     if main is not None:
         tree = [*main.children(recursive=True), main]

@@ -3,4 +3,4 @@
 from collections.abc import Callable
 
 Report = Callable[[str, str], None]
-"""Called with a component's name and what it is doing; `ready` is the last word."""
+"""Called with a component's name and state; the last state is `ready` or `stopped`."""

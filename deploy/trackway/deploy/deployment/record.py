@@ -1,4 +1,4 @@
-"""The record of a deployment: what runs, where it answers, and which processes were started here."""
+"""The record of a deployment: its addresses, its services, and the processes started on this machine."""
 
 from pathlib import Path
 from typing import get_args
@@ -11,20 +11,20 @@ from trackway.system import atomic_write, writing
 
 
 class Deployment(BaseModel):
-    """What runs: written by `up` or `attach`, read by every other command, removed by `down`."""
+    """A deployment's record: written by `up` or `attach`, read by every other command, removed by `down`."""
 
     base_url: str
     dashboard_url: str
-    """Ray's REST API; empty for attached services that were attached without it."""
+    """Ray's REST API; empty for services attached without `--ray-url`."""
     token: str = ""
-    """Bearer token of the Ray that `up` started; the file is readable by its owner only."""
+    """Bearer token of the Ray cluster that `up` started; only the owner can read the file."""
     mlflow_uri: str
-    """Empty for attached services whose MLflow is not known."""
+    """Empty for attached services whose MLflow is unknown."""
     outputs: Path
     processes: list[ProcessRecord] = Field(default_factory=list)
     serve_config: dict[str, object] = Field(default_factory=dict)
     attached: bool = False
-    """The services run elsewhere: nothing was started here, and the record holds no secret of theirs."""
+    """Whether the services run elsewhere: nothing was started here, and the record contains no secret."""
 
     @property
     def services(self) -> list[str]:
@@ -37,16 +37,16 @@ class Deployment(BaseModel):
 
     @property
     def started_here(self) -> bool:
-        """Whether a process that `up` started still runs."""
+        """Whether a process that `up` started is still running."""
         return any(process.find() for process in self.processes)
 
     @staticmethod
     def path(outputs: Path) -> Path:
-        """Where the record lies."""
+        """The path of the record."""
         return outputs / ".deployment" / "deployment.json"
 
     def save(self) -> None:
-        """Write the record, readable by its owner only."""
+        """Write the record with access for its owner only."""
         path = self.path(self.outputs)
         with writing(path, "the record of what runs"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +54,6 @@ class Deployment(BaseModel):
 
     @classmethod
     def load(cls, outputs: Path) -> "Deployment | None":
-        """The record, or None when nothing was started."""
+        """The record; None when nothing was started or attached."""
         path = cls.path(outputs)
         return cls.model_validate_json(path.read_text()) if path.exists() else None

@@ -1,4 +1,4 @@
-"""The deployment of an outputs folder, if it runs: processes of this machine, or services elsewhere that answer."""
+"""The running deployment of an outputs folder: local processes, or attached services that can be reached."""
 
 import asyncio
 import os
@@ -18,11 +18,11 @@ _ASK = CallPolicy(read_s=5.0, total_s=5.0, attempts=1)
 
 
 class NothingRuns(UserError):
-    """The outputs folder has no deployment that runs."""
+    """The outputs folder has no running deployment."""
 
 
 def find_running(outputs: Path) -> Deployment | None:
-    """As `load_running`; None when nothing runs."""
+    """Like `load_running`, but returns None when nothing is running."""
     try:
         return load_running(outputs)
     except NothingRuns:
@@ -30,28 +30,29 @@ def find_running(outputs: Path) -> Deployment | None:
 
 
 def load_running(outputs: Path) -> Deployment:
-    """The deployment of an outputs folder; attached services run when at least one of them answers.
+    """The running deployment of an outputs folder; attached services count as running if at least one answers.
 
     Raises:
-        NothingRuns: naming the remedy.
+        NothingRuns: nothing is running; the message has the remedy.
         TrackwayError: attached services refuse the token.
     """
     deployment = Deployment.load(outputs.resolve())
     if deployment is None or not (deployment.attached or deployment.started_here):
-        raise NothingRuns(f"nothing runs for {outputs}; start it with `trackway up` (or give --outputs)")
+        raise NothingRuns(f"no services are running for {outputs}; start them with `trackway up`, or give --outputs")
     os.environ.setdefault("NO_PROXY", "127.0.0.1,localhost")
     if deployment.attached:
         late = unanswered(deployment)
         if len(late) == len(deployment.services):
             raise NothingRuns(
-                f"{outputs} is attached to services at {deployment.base_url}, and none answers: {told(late)}; they run "
-                "elsewhere: see to them or to the way there, or attach to another address with `trackway attach`"
+                f"{outputs} is attached to services at {deployment.base_url}, and none answers: "
+                f"{summarize_reasons(late)}; check the services and the network, or attach to another address with "
+                "`trackway attach`"
             )
     return deployment
 
 
 def unanswered(deployment: Deployment, path: str = "/health", reply: type[BaseModel] = Health) -> dict[str, str]:
-    """The services that do not answer now, and why. Raises TrackwayError when one refuses the token."""
+    """The services that do not answer, with the reason. Raises TrackwayError if one refuses the token."""
 
     async def ask_all() -> list[str]:
         urls = [f"{deployment.base_url}/{service}" for service in deployment.services]
@@ -60,7 +61,7 @@ def unanswered(deployment: Deployment, path: str = "/health", reply: type[BaseMo
     return {name: why for name, why in zip(deployment.services, run(ask_all()), strict=True) if why}
 
 
-def told(late: Mapping[str, str]) -> str:
+def summarize_reasons(late: Mapping[str, str]) -> str:
     """Names and reasons in one line, each reason once."""
     services: dict[str, list[str]] = defaultdict(list)
     for name, why in late.items():
@@ -69,13 +70,13 @@ def told(late: Mapping[str, str]) -> str:
 
 
 async def _reason(url: str, path: str, reply: type[BaseModel]) -> str:
-    """Why there is no answer; empty when there is one."""
+    """The reason why there is no answer; empty when there is one."""
     try:
         await ServiceClient(url, policy=_ASK).call("GET", path, reply=reply)
     except TrackwayError as error:
         if error.code in (ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN):
             raise
         if isinstance(error.__cause__, ValidationError):
-            return f"what answers at {url} is no service of ours"
+            return f"the server at {url} is not a Trackway service"
         return str(error.__cause__ or "").strip() or error.message
     return ""

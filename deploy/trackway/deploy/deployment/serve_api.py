@@ -1,4 +1,4 @@
-"""Ray Serve's REST API on the dashboard of this or another Ray cluster."""
+"""Client of Ray Serve's REST API on the dashboard of a local or remote Ray cluster."""
 
 import os
 from pathlib import Path
@@ -10,14 +10,14 @@ from pydantic import BaseModel
 from trackway.system.user_error import UserError
 
 _KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")
-"""What Serve tells of itself and takes back; its other settings stay as they are when a config does not name them."""
+"""Settings that Serve reports and accepts; other settings keep their value when a config omits them."""
 
 
-def environments_token() -> str:
-    """A cluster's token where Ray itself looks: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token; empty for none.
+def ray_token() -> str:
+    """Ray's token from RAY_AUTH_TOKEN, the file of RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token; empty without one.
 
     Raises:
-        UserError: RAY_AUTH_TOKEN_PATH is no file that can be read.
+        UserError: the file of RAY_AUTH_TOKEN_PATH cannot be read.
     """
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return ""
@@ -32,7 +32,7 @@ def environments_token() -> str:
 
 
 class ApplicationState(BaseModel):
-    """One Serve application as the REST API shows it."""
+    """One Serve application as reported by the REST API."""
 
     name: str
     status: str
@@ -45,7 +45,7 @@ class ServeApi:
     """Ray Serve's REST API on the dashboard."""
 
     def __init__(self, dashboard_url: str, token: str) -> None:
-        """Without a token (an empty one) none is sent."""
+        """An empty `token` sends no authorization header."""
         self._url = f"{dashboard_url}/api/serve/applications/"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -56,22 +56,22 @@ class ServeApi:
         try:
             response = self._request(method, body)
         except httpx.TransportError as error:
-            message = f"no answer from Ray's REST API at {self._url} ({error}); is it up, and reached from here?"
+            message = f"no answer from Ray's REST API at {self._url} ({error}); check that Ray is running and reachable"
             raise UserError(message) from error
         if response.status_code in (401, 403):
             raise UserError(
-                f"Ray's REST API at {self._url} wants its token (HTTP {response.status_code}); set RAY_AUTH_TOKEN or "
-                "RAY_AUTH_TOKEN_PATH to that of the cluster"
+                f"Ray's REST API at {self._url} refused the token (HTTP {response.status_code}); set RAY_AUTH_TOKEN or "
+                "RAY_AUTH_TOKEN_PATH to the cluster's token"
             )
         if response.is_error:
             raise UserError(f"Ray's REST API at {self._url}: HTTP {response.status_code}: {response.text[:2000]}")
         return response
 
-    def _told(self) -> dict[str, Any]:
+    def _details(self) -> dict[str, Any]:
         response = self._ask("GET")
         try:
-            told = response.json()
-            return {**told, "applications": dict(told["applications"])}
+            content = response.json()
+            return {**content, "applications": dict(content["applications"])}
         except (ValueError, KeyError, TypeError) as error:
             message = f"expected Ray Serve's applications at {self._url}, got {response.text[:100]!r}"
             raise UserError(f"{message}; is this Ray's dashboard (port 8265)?") from error
@@ -84,22 +84,22 @@ class ServeApi:
             return False
 
     def deploy(self, config: dict[str, object]) -> None:
-        """Declare the wanted applications; they are built after this returns, so watch `applications`."""
+        """Deploy the applications. Returns before they are running; poll `applications`."""
         self._ask("PUT", config)
 
     def config(self) -> dict[str, Any]:
-        """What `deploy` was given last, by whomever; deployed again, it changes nothing.
+        """The config that was deployed last, by any client. Deploying it again changes nothing.
 
-        Without applications that a program started (`serve.run`): Serve leaves those alone.
+        Applications started by a program (`serve.run`) are not included; Serve leaves those alone.
         """
-        told = self._told()
-        kept = {key: told[key] for key in _KEPT if told.get(key) is not None}
-        configs = [details.get("deployed_app_config") for details in told["applications"].values()]
+        state = self._details()
+        kept = {key: state[key] for key in _KEPT if state.get(key) is not None}
+        configs = [details.get("deployed_app_config") for details in state["applications"].values()]
         return {**kept, "applications": [config for config in configs if config]}
 
     def applications(self) -> dict[str, ApplicationState]:
-        """Every application's state and its replicas."""
-        return {name: _state(name, details) for name, details in self._told()["applications"].items()}
+        """The state and replica counts of every application, by name."""
+        return {name: _state(name, details) for name, details in self._details()["applications"].items()}
 
 
 def _state(name: str, details: dict[str, object]) -> ApplicationState:

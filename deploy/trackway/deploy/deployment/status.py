@@ -1,4 +1,4 @@
-"""Services, replicas and weight versions of a running deployment; and scaling one service alone."""
+"""Status and scaling of a running deployment's services."""
 
 import time
 
@@ -8,7 +8,7 @@ from trackway.clients import CallPolicy, ServiceClient, run
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.serve_api import ServeApi, environments_token
+from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.system.user_error import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import ReplicaInfo, ReplicaList
@@ -17,7 +17,7 @@ _ASK = CallPolicy(read_s=30.0, total_s=30.0, attempts=1)
 
 
 class ServiceStatus(BaseModel):
-    """One service as it runs."""
+    """Status of one service."""
 
     service: str
     status: str
@@ -25,25 +25,25 @@ class ServiceStatus(BaseModel):
     replicas: list[ReplicaInfo]
     message: str = ""
     notes: list[str] = []
-    """Of the trainer: what MLflow and the other backends do not have of its runs (`run_notes`)."""
+    """For the trainer: metrics and feedback that backends have not received (`run_notes`)."""
 
 
 def service_statuses(deployment: Deployment) -> list[ServiceStatus]:
-    """Every service's state, and each of its replicas as it describes itself.
+    """The state of every service and of each of its replicas.
 
-    Where Ray cannot be asked, RUNNING says that the replicas answered, and UNAVAILABLE that they did not.
+    Without Ray's REST API, RUNNING means that the replicas answered, and UNAVAILABLE that they did not.
     """
     if not deployment.dashboard_url:
         return [_asked(service, f"{deployment.base_url}/{service}") for service in deployment.services]
     states = _serve(deployment).applications()
-    found = []
+    statuses = []
     for service in deployment.services:
         state = states.get(service)
         url = f"{deployment.base_url}/{service}"
         status, message = (state.status, state.message) if state else ("NOT_DEPLOYED", "")
         replicas = _replicas(url) if status == "RUNNING" else []
-        found.append(ServiceStatus(service=service, status=status, url=url, replicas=replicas, message=message))
-    return found
+        statuses.append(ServiceStatus(service=service, status=status, url=url, replicas=replicas, message=message))
+    return statuses
 
 
 def _asked(service: str, url: str) -> ServiceStatus:
@@ -56,25 +56,28 @@ def _asked(service: str, url: str) -> ServiceStatus:
 
 
 def _serve(deployment: Deployment) -> ServeApi:
-    token = environments_token() if deployment.attached else deployment.token
+    token = ray_token() if deployment.attached else deployment.token
     return ServeApi(deployment.dashboard_url, token)
 
 
 def scale(
     deployment: Deployment, service: str, replicas: int | Replicas, timeout_s: float = 180.0
 ) -> list[ReplicaInfo]:
-    """Change one service's number of replicas on the running system and wait until they are ready.
+    """Change the number of replicas of a running service, and wait until the replicas are ready.
 
-    Rollout replicas are ready when they hold the newest weights. Nothing else restarts, and no request is cut. With
-    bounds, Ray Serve goes on choosing a number between them. Of attached services the config is changed that Ray Serve
-    has, since others may have changed it too.
+    Rollout replicas are ready once they have the newest weights. No other service restarts, and no request is aborted.
+    With bounds, Ray Serve autoscales between them. For attached services, the config is read from Ray Serve first,
+    because other clients may have changed it.
+
+    Raises:
+        UserError: Ray's REST API is unknown, or the replicas were not ready within `timeout_s` seconds.
     """
     wanted = Replicas(replicas, replicas) if isinstance(replicas, int) else replicas
     if not deployment.dashboard_url:
         raise UserError(
-            f"expected to reach Ray's REST API to scale {service}, and {deployment.base_url} was attached without "
-            "--ray-url; attach again with it, or change the Serve config where the services run (on Kubernetes the "
-            "bounds stand in k8s/base/serve.yaml)"
+            f"expected Ray's REST API to scale {service}, but {deployment.base_url} was attached without --ray-url; "
+            "attach again with --ray-url, or change the Serve config of the services (on Kubernetes: "
+            "k8s/base/serve.yaml)"
         )
     api = _serve(deployment)
     now = api.config() if deployment.attached else deployment.serve_config
@@ -93,7 +96,7 @@ def scale(
         if time.monotonic() > deadline:
             now = state.replicas if state else {}
             raise UserError(
-                f"{service} has {now} instead of {wanted} replicas after {timeout_s:.0f} s; `trackway status`"
+                f"{service}: expected {wanted} replicas within {timeout_s:.0f} s, got {now}; check `trackway status`"
             )
         time.sleep(0.3)
 
@@ -104,7 +107,7 @@ def _up_to_date(replica: ReplicaInfo) -> bool:
 
 
 def replicas_at(url: str) -> list[ReplicaInfo]:
-    """Every replica of the service with this URL; TrackwayError when it does not answer."""
+    """Every replica of the service at this URL; raises TrackwayError when it does not answer."""
     return run(ServiceClient(url, policy=_ASK).call("GET", "/replicas", reply=ReplicaList)).replicas
 
 

@@ -1,1 +1,1 @@
-"""`trackway up` and `down`: Ray, MLflow and the five services on this machine."""
+"""`trackway up` and `down`: start and stop Ray, MLflow and the five services on this machine."""

@@ -1,10 +1,10 @@
-"""Who may call the services that a start brings up: refused before anything runs when it cannot work."""
+"""Checks of hosts and tokens before services are started."""
 
 from typing import Any
 
 from pydantic_settings import SettingsError
 
-from trackway.clients.token import TOKEN, token_or_environments
+from trackway.clients.token import TOKEN, resolve_token
 from trackway.serving import ServiceSettings
 from trackway.serving.tokens import TokenTable
 from trackway.system.user_error import UserError
@@ -13,32 +13,32 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_of(config: dict[str, Any]) -> str:
-    """Where the services listen: what the Serve config says, else this machine only."""
+    """The address the services listen on: from the Serve config, else the loopback address."""
     return config.get("http_options", {}).get("host", LOOPBACK)
 
 
 def address_of(host: str) -> str:
-    """The address at which this machine reaches what listens there."""
+    """The address at which this machine reaches a server that listens on `host`."""
     return LOOPBACK if host == "0.0.0.0" else host
 
 
 def check_access(config: dict[str, Any]) -> None:
-    """Raise UserError for services that other machines reach without a token, and for tokens that our calls lack.
+    """Raise UserError if other machines can reach a service without a token, or if our own token is not accepted.
 
-    `config` is complete; what it does not say of tokens comes from the environment, as it will for the services.
+    `config` is a completed Serve config; token settings that it omits come from the environment, as in the services.
     """
-    host, ours = host_of(config), token_or_environments()
+    host, ours = host_of(config), resolve_token()
     for application in config["applications"]:
         name, tokens = application["name"], _tokens_of(application)
         if tokens is None and host not in (LOOPBACK, "localhost"):
             raise UserError(
-                f"http_options.host {host} is reached from other machines, and service {name} has no tokens; give "
-                f"--tokens-file, or the host {LOOPBACK}"
+                f"http_options.host {host} is reachable from other machines, and service {name} has no tokens; give "
+                f"--tokens-file, or set the host to {LOOPBACK}"
             )
         if tokens is not None and (ours is None or tokens.find(ours.get_secret_value().encode()) is None):
             raise UserError(
-                f"service {name} has tokens, and {TOKEN} is none of them; set it to one: services and commands call "
-                "one another with it"
+                f"service {name}: expected {TOKEN} to be one of its tokens, got another or none; set it to one of "
+                "them, because services and commands use it for calls"
             )
 
 

@@ -1,4 +1,4 @@
-"""A local MLflow server that runs until it is stopped: the tracing's own keeper, on a port that is known before."""
+"""A local MLflow server that runs until it is stopped, on a fixed port."""
 
 from pathlib import Path
 
@@ -9,18 +9,18 @@ from trackway.tracing.local_mlflow import client as local_mlflow
 
 
 def start(folder: Path, port: int) -> ProcessRecord:
-    """As `start_for`, for `<folder>/mlflow.db`."""
+    """Like `start_for`, for `<folder>/mlflow.db`."""
     return start_for(folder.resolve() / "mlflow.db", port)
 
 
 def start_for(database: Path, port: int) -> ProcessRecord:
-    """Start MLflow on 127.0.0.1 for a database; the server that workers started there makes way.
+    """Start MLflow on 127.0.0.1 for a database, in place of a shared server that workers started for it.
 
     Raises:
-        UserError: the database has a server already that was started like this one, or that does not end.
+        UserError: the database already has a server started by this function, or the shared server does not exit.
     """
     try:
-        files = local_mlflow.make_way(database)
+        files = local_mlflow.stop_shared_server(database)
     except local_mlflow.LocalMlflowError as error:
         raise UserError(str(error)) from error
-    return processes.start("mlflow", local_mlflow.keeper_command(database, port), {}, files.log)
+    return processes.start("mlflow", local_mlflow.server_command(database, port), {}, files.log)

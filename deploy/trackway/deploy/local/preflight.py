@@ -1,4 +1,4 @@
-"""What must be true before anything starts; each failure is one line with its remedy."""
+"""Preconditions of a start; each failure is one line with its remedy."""
 
 import socket
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from trackway.system.user_error import UserError
 
 
 def check(settings: UpSettings) -> None:
-    """Raise UserError with all for which a start would fail: already running, missing file, little memory, ports."""
+    """Raise UserError with every failed precondition: running services, missing files, low memory, ports in use."""
     missing = missing_for_start(settings)
     if not (settings.model_path / "config.json").exists():
         missing.append(
@@ -24,7 +24,7 @@ def check(settings: UpSettings) -> None:
 
 
 def missing_for_start(settings: UpSettings) -> list[str]:
-    """A sentence for each thing beside the model for which a start would fail."""
+    """The failed preconditions as sentences, except for the model."""
     checks: list[Callable[[], None]] = [
         partial(_check_not_running, settings.outputs),
         partial(_check_exists, settings.config, "Ray Serve config", "give --config"),
@@ -42,7 +42,7 @@ def missing_for_start(settings: UpSettings) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -56,7 +56,7 @@ def _ports(settings: UpSettings) -> dict[str, int]:
     }
     try:
         starts_mlflow = settings.mlflow_database is not None
-    except ValueError:  # which _check_mlflow tells
+    except ValueError:  # reported by _check_mlflow
         starts_mlflow = False
     return {**ports, "--mlflow-port": settings.mlflow_port} if starts_mlflow else ports
 
@@ -65,14 +65,16 @@ def _check_not_running(outputs: Path) -> None:
     deployment = Deployment.load(outputs)
     if deployment and deployment.attached:
         raise UserError(
-            f"{outputs} is attached to services at {deployment.base_url}; forget them with `trackway down`, or give "
-            "another --outputs"
+            f"{outputs} is attached to services at {deployment.base_url}; detach with `trackway down`, or give another "
+            "--outputs"
         )
     if deployment and deployment.started_here:
-        living = ", ".join(f"{one.name}: process {one.pid}" for one in deployment.processes if one.find())
+        living = ", ".join(
+            f"{process.name}: process {process.pid}" for process in deployment.processes if process.find()
+        )
         raise UserError(
-            f"services of {outputs} run already at {deployment.base_url}; stop them with `trackway down`, or give "
-            f"another --outputs ({living})"
+            f"services of {outputs} are already running at {deployment.base_url}; stop them with `trackway down`, or "
+            f"give another --outputs ({living})"
         )
 
 
@@ -91,11 +93,13 @@ def _check_exists(path: Path, what: str, remedy: str) -> None:
 def _check_memory(min_gb: float) -> None:
     available = psutil.virtual_memory().available / 1e9
     if available < min_gb:
-        raise UserError(f"expected at least {min_gb:.1f} GB of free memory, got {available:.1f} GB; close something")
+        raise UserError(
+            f"expected at least {min_gb:.1f} GB of free memory, got {available:.1f} GB; close other programs"
+        )
 
 
 def check_port(option: str, port: int) -> None:
-    """Raise UserError when somebody listens on the port already; 0 always passes."""
+    """Raise UserError if the port is in use; 0 always passes."""
     if port == 0:
         return
     with socket.socket() as probe:
@@ -104,5 +108,5 @@ def check_port(option: str, port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise UserError(
-                f"port {port} is taken; stop what listens there or give {option} another (0: any)"
+                f"port {port} is in use; stop the process that listens on it, or choose another with {option} (0: any)"
             ) from error

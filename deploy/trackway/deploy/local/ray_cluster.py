@@ -1,7 +1,7 @@
-"""A local Ray head, started from our own interpreter, and the REST API of this or another Ray cluster.
+"""A local Ray head, started with this process's interpreter.
 
-Never `ray` from PATH: workers would run on whatever Python that one belongs to. Token authentication is on, since
-whoever reaches the dashboard can run code.
+`ray` from PATH is not used, because workers would run on its Python. Token authentication is on, because any client of
+the dashboard can run code.
 """
 
 import secrets
@@ -15,12 +15,12 @@ from trackway.deploy.local.preflight import free_port
 
 
 def new_token() -> str:
-    """A fresh bearer token for one cluster."""
+    """A random bearer token for one cluster."""
     return secrets.token_hex(32)
 
 
 def start(port: int, dashboard_port: int, token: str, log: Path) -> ProcessRecord:
-    """Start `ray start --head --block`: one process whose descendants are the whole cluster."""
+    """Start `ray start --head --block`, one process whose descendants form the whole cluster."""
     options = {
         "--node-ip-address": "127.0.0.1",
         "--port": port,

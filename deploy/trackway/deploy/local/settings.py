@@ -18,7 +18,7 @@ def bundled(relative: str) -> Path:
 
 
 class UpSettings(BaseSettings):
-    """Ports, folders and limits of a local deployment; each also from the environment, as TRACKWAY_UP_<NAME>."""
+    """Ports, folders and limits of a local deployment; TRACKWAY_UP_<NAME> sets each from the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRACKWAY_UP_", extra="forbid", protected_namespaces=(), allow_inf_nan=False
@@ -39,30 +39,30 @@ class UpSettings(BaseSettings):
     mlflow_port: int = Field(default=5000, ge=0, le=65535)
     """Port of the MLflow server that is started; 0 takes a free one."""
     mlflow_uri: str | None = Field(default_factory=lambda: os.environ.get("MLFLOW_TRACKING_URI") or None)
-    """MLflow: a server that runs already, or a local `sqlite:///file.db` or folder, for which a server is started; None
-    is a database in the outputs. From MLFLOW_TRACKING_URI."""
+    """MLflow: a running server, or a local `sqlite:///file.db` or folder, for which a server is started; None is a
+    database in the outputs folder. From MLFLOW_TRACKING_URI."""
     tokens_file: Path | None = None
     """Bearer tokens of all services, a JSON file; TRACKWAY_TOKEN must be one of them. None: this machine only."""
     min_memory_gb: float = Field(default=3.0, ge=0)
     """Gigabytes of available memory below which nothing is started."""
     start_timeout_s: float = Field(default=240.0, gt=0)
-    """Seconds that everything may take to start."""
+    """Seconds until all components must have started."""
 
     @classmethod
-    def read(cls, **given: Any) -> Self:
-        """Those given and, for the others, the environment's. Raises UserError for a value that cannot be."""
+    def read(cls, **explicit: Any) -> Self:
+        """Settings from the arguments, else from the environment. Raises UserError for an invalid value."""
         try:
-            return cls(**given)
+            return cls(**explicit)
         except ValidationError as error:
-            told = [
-                f"TRACKWAY_UP_{str(one['loc'][0]).upper()}: {one['msg']}, got {one['input']!r}"
-                for one in error.errors()
+            problems = [
+                f"TRACKWAY_UP_{str(detail['loc'][0]).upper()}: {detail['msg']}, got {detail['input']!r}"
+                for detail in error.errors()
             ]
-            raise UserError("; ".join(told)) from error
+            raise UserError("; ".join(problems)) from error
 
     @property
     def mlflow_database(self) -> Path | None:
-        """Database of the MLflow server that is started; None when one runs already.
+        """Database of the MLflow server to start; None when `mlflow_uri` is a running server.
 
         Raises ValueError when `mlflow_uri` is neither a server's address nor a local database.
         """

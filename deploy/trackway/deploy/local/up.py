@@ -1,6 +1,6 @@
-"""Starting and stopping a local deployment: Ray and MLflow side by side, then the five services, each watched.
+"""Start and stop of a local deployment: Ray and MLflow in parallel, then the five services.
 
-`bring_up` returns only when every service answers `/ready`; whatever goes wrong on the way, what it started is stopped.
+`bring_up` returns once every service answers `/ready`. If the start fails, everything it started is stopped.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from trackway.clients.token import authorization, token_or_environments
+from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import check_engine_python
 from trackway.deploy.deployment import processes
@@ -32,10 +32,10 @@ _POLL_S = 0.3
 
 
 def bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None = None) -> Deployment:
-    """Start everything and wait until it works; `config` takes the place of the settings' Serve config.
+    """Start everything and wait until it is ready; `config` replaces the Serve config of the settings.
 
     Raises:
-        UserError: something is missing, taken or broken; nothing is left running.
+        UserError: a precondition or the start failed; nothing is left running.
     """
     with _alone(settings.outputs):
         return _bring_up(settings, report, config)
@@ -59,14 +59,14 @@ def _bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | Non
 
 @contextmanager
 def _alone(outputs: Path) -> Iterator[None]:
-    """Start services in a folder beside no other start there: the record of what runs is written only on the way."""
+    """Hold the start-up lock of a folder, because the deployment record is written only during the start."""
     path = Deployment.path(outputs).with_name("up.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = flocked(path, exclusive=True)
     if lock is None:
         first = path.read_text() or "another process"
         raise UserError(
-            f"expected no other start of services in {outputs}, got one under way: {first}; wait until it ends, stop "
+            f"expected no other start of services in {outputs}, got one in progress: {first}; wait until it ends, stop "
             "it, or give another --outputs"
         )
     try:
@@ -78,7 +78,7 @@ def _alone(outputs: Path) -> Iterator[None]:
 
 
 def take_down(deployment: Deployment, report: Report = lambda name, state: None) -> None:
-    """Stop what was started, services first, and forget it."""
+    """Stop the processes that were started, services first, and remove the record."""
     for process in deployment.processes:
         report(process.name, "stopping")
         processes.stop_tree(process)
@@ -93,7 +93,7 @@ def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
     )
     logs = Deployment.path(settings.outputs).parent
     token = ray_cluster.new_token()
-    # Before Ray: it may be refused, and nothing must be left running then.
+    # Before Ray: the MLflow start may be refused, and nothing must be left running then.
     mlflow_uri, mlflow = _mlflow(settings, mlflow_port)
     started = [ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log"), *mlflow]
     base_url = f"http://{address_of(host_of(config))}:{port}"
@@ -109,7 +109,7 @@ def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
 
 
 def _mlflow(settings: UpSettings, port: int) -> tuple[str, list[ProcessRecord]]:
-    """Its address, and its process unless it runs already."""
+    """The address of MLflow, and its process if one was started."""
     database = settings.mlflow_database
     if database is None:
         return str(settings.mlflow_uri), []
@@ -126,13 +126,13 @@ def _completed(
         config,
         host=host_of(config),
         port=port,
-        # Keys come to every replica through the environment that Ray was started with, and stand in no file.
+        # Replicas get API keys from the environment of the Ray process, so that no file contains them.
         common={
             "base_url": base_url,
             "tracing": {"mlflow_uri": mlflow_uri, "spool_dir": str(settings.outputs / SPOOL_FOLDER)},
             **auth,
         },
-        own={
+        per_service={
             "rollout": {"model_path": model_path, "weights_url": weights_url},
             "agent": {"model_path": model_path},
             "trainer": {"outputs_dir": str(settings.outputs), "weights_url": weights_url},
@@ -166,12 +166,12 @@ def _wait_until_ready(deployment: Deployment, settings: UpSettings, report: Repo
 def _wait(
     deployment: Deployment, done: Callable[[], bool], name: str, deadline: float, report: Report, retries: int = 1
 ) -> None:
-    """Wait for a process's first answer; a Ray that dies while starting on a busy machine is started once more."""
+    """Wait until `done`; a Ray process that exits during start-up, as on a busy machine, is restarted once."""
     while not done():
         for position, process in enumerate(deployment.processes):
             if process.name == name and process.find() is None and retries > 0:
                 retries -= 1
-                report(name, f"did not start ({process.log}); starting it once more")
+                report(name, f"did not start ({process.log}); retrying once")
                 deployment.processes[position] = _again(deployment)
                 deployment.save()
             else:
@@ -191,9 +191,7 @@ def _service_ready(deployment: Deployment, api: ServeApi, service: str, report: 
         return False
     if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
         raise UserError(f"service {service} did not start:\n{state.message[-1500:]}")
-    if state.status == "RUNNING" and _answers(
-        f"{deployment.base_url}/{service}/ready", authorization(token_or_environments())
-    ):
+    if state.status == "RUNNING" and _answers(f"{deployment.base_url}/{service}/ready", authorization(resolve_token())):
         report(service, "ready")
         return True
     report(service, "loading" if state.status == "RUNNING" else "starting")
@@ -203,7 +201,9 @@ def _service_ready(deployment: Deployment, api: ServeApi, service: str, report: 
 def _pause(deadline: float, waiting_for: str, outputs: Path) -> None:
     if time.monotonic() > deadline:
         logs = Deployment.path(outputs).parent
-        raise UserError(f"no answer in time from {waiting_for}; logs are in {logs} and /tmp/ray/session_latest/logs")
+        raise UserError(
+            f"{waiting_for} did not answer in time; see the logs in {logs} and /tmp/ray/session_latest/logs"
+        )
     time.sleep(_POLL_S)
 
 

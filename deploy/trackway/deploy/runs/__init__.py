@@ -1,1 +1,1 @@
-"""Runs from the command line: started, followed, reported; the demo, and `main_ppo` with services of its own."""
+"""Runs from the command line: starting, following and reporting them; the demo; `main_ppo` with its own services."""

@@ -1,4 +1,4 @@
-"""`trackway demo`: from nothing to a trained model whose every traced trajectory can be looked at, on a laptop."""
+"""`trackway demo`: train the tiny model on a laptop, with a trace of every trajectory."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ TRACES_DEADLINE_S = 60.0
 
 
 class Summary(BaseModel):
-    """What the demo leaves in `summary.json`."""
+    """Result of the demo, written to `summary.json`."""
 
     model_config = ConfigDict(ser_json_inf_nan=NON_FINITE)
 
@@ -39,10 +39,10 @@ class Summary(BaseModel):
     accuracy_after: float | None
     steps: int
     trajectories: int
-    """Validation included; without it where the run's folder cannot be read."""
+    """Validation included, unless the run's folder cannot be read."""
     traced: int
     complete_traces: int | None
-    """None when the traces could not be looked at."""
+    """None when the traces could not be read."""
     failed_trajectories: int
     seconds_total: float
     seconds_training: float
@@ -53,7 +53,7 @@ class Summary(BaseModel):
 
 @dataclass
 class Clock:
-    """Seconds of the demo's parts."""
+    """Times (time.monotonic) at which the demo's phases ended."""
 
     started: float
     services_ready: float = 0.0
@@ -61,22 +61,22 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Made:
-    """What a run made."""
+class RunOutput:
+    """Metrics and trajectories of a run."""
 
     rows: list[MetricsRow]
     trajectories: list[Trajectory]
 
     @classmethod
-    def of(cls, folder: RunFolder) -> "Made":
-        """From the run's folder."""
+    def of(cls, folder: RunFolder) -> "RunOutput":
+        """Reads them from the run's folder."""
         files = sorted((folder.path / "trajectories").glob("*.parquet"))
-        return cls(folder.rows(), [one for file in files for one in read_trajectories(file)])
+        return cls(folder.rows(), [trajectory for file in files for trajectory in read_trajectories(file)])
 
     @property
     def traced(self) -> list[Trajectory]:
         """The trajectories that have a trace."""
-        return [one for one in self.trajectories if one.trace_id]
+        return [trajectory for trajectory in self.trajectories if trajectory.trace_id]
 
     def summary(self, info: RunInfo, clock: Clock, mlflow_uri: str, complete_traces: int | None) -> Summary:
         """Counts, accuracies and seconds."""
@@ -88,7 +88,7 @@ class Made:
             trajectories=len(self.trajectories),
             traced=len(self.traced),
             complete_traces=complete_traces,
-            failed_trajectories=sum(one.error is not None for one in self.trajectories),
+            failed_trajectories=sum(trajectory.error is not None for trajectory in self.trajectories),
             seconds_total=round(time.monotonic() - clock.started, 1),
             seconds_training=round(clock.trained - clock.services_ready, 1),
             mlflow_uri=mlflow_uri,
@@ -98,7 +98,7 @@ class Made:
 
 
 def set_aside(outputs: Path) -> Path | None:
-    """Move an earlier demo's folder out of the way, so that nothing of it is lost."""
+    """Rename the folder of an earlier demo; returns the new path, or None when there was none."""
     if not outputs.exists():
         return None
     aside = outputs.with_name(f"{outputs.name}-{datetime.fromtimestamp(outputs.stat().st_mtime):%Y%m%d-%H%M%S}")
@@ -107,14 +107,14 @@ def set_aside(outputs: Path) -> Path | None:
 
 
 def prepare(outputs: Path, seed: int) -> list[str]:
-    """Write the demo's data; the overrides that point the run at it."""
+    """Write the demo's dataset; returns the overrides that select it."""
     data = outputs / "data"
     make_tiny(data, TRAIN_ROWS, HELD_OUT_ROWS, seed)
     return data_words(data)
 
 
 def data_words(folder: Path) -> list[str]:
-    """The overrides that point a run at the rows in a folder."""
+    """The overrides that select the dataset in a folder."""
     return [f"data.train_files={folder / 'train.parquet'}", f"data.val_files={folder / 'test.parquet'}"]
 
 
@@ -128,35 +128,35 @@ def run(
 ) -> RunInfo:
     """Train the tiny model with the demo's preset and follow it to the end."""
     data = prepare(deployment.outputs, seed)
-    own = [f"trackway.seed={seed}", f"actor_rollout_ref.model.path={settings.model_path.resolve()}"]
+    seed_and_model = [f"trackway.seed={seed}", f"actor_rollout_ref.model.path={settings.model_path.resolve()}"]
     name = run_name(seed)
-    config = compose([*data, *own, f"trainer.experiment_name={name}", *overrides], config_name="tiny_demo")
+    config = compose([*data, *seed_and_model, f"trainer.experiment_name={name}", *overrides], config_name="tiny_demo")
     launch.start_run(deployment, config, name)
     return launch.follow(deployment, name, show)
 
 
 def summarise(deployment: Deployment, info: RunInfo, clock: Clock) -> Summary:
-    """Count trajectories, look every traced one up in MLflow, and write `summary.json` and `reward.png`."""
+    """Summarize the run, check every trace in MLflow, and write `summary.json` and `reward.png`."""
     folder = RunFolder(Path(info.folder))
     if not info.experiment_id or not info.run_id or info.mlflow_uri is None:
-        raise UserError(f"the run was not logged to MLflow; {folder.log} says why")
-    made = Made.of(folder)
+        raise UserError(f"expected the run in MLflow, got none; see {folder.log} for the reason")
+    output = RunOutput.of(folder)
     database = f"sqlite:///{deployment.outputs / 'mlflow' / 'mlflow.db'}"
-    complete = count_complete(info.mlflow_uri, info.experiment_id, made.traced)
-    summary = made.summary(info, clock, database, complete)
-    keep(summary, made.rows, deployment.outputs, info.run)
+    complete = count_complete(info.mlflow_uri, info.experiment_id, output.traced)
+    summary = output.summary(info, clock, database, complete)
+    keep(summary, output.rows, deployment.outputs, info.run)
     return summary
 
 
 def keep(summary: Summary, rows: Sequence[MetricsRow], outputs: Path, run: str, with_curve: bool = True) -> None:
-    """Write `summary.json` and, with the curve, `reward.png`."""
+    """Write `summary.json` and, if `with_curve`, `reward.png`."""
     atomic_write(outputs / "summary.json", summary.model_dump_json(indent=2))
     if with_curve:
         plot.reward_curve(rows, outputs / "reward.png", f"GRPO on tiny word problems, {run}")
 
 
 def sentence(summary: Summary) -> str:
-    """The result in a line."""
+    """The result as one line."""
     before, after, complete = summary.accuracy_before, summary.accuracy_after, summary.complete_traces
     accuracy = (
         "no accuracy was measured"
@@ -171,11 +171,11 @@ def sentence(summary: Summary) -> str:
 
 
 def count_complete(mlflow_uri: str, experiment_id: str, traced: list[Trajectory], rule: Rule | None = None) -> int:
-    """How many traced trajectories are whole trees in MLflow; waits for the last spans, up to a deadline."""
+    """The number of traced trajectories with a complete trace in MLflow; waits up to a deadline for late spans."""
     store = traces.MlflowStore(mlflow_uri, [experiment_id])
     return len(traced) - len(settle(store, traced, TRACES_DEADLINE_S, rule or _whole_here))
 
 
-def _whole_here(tree: traces.TraceTree | None, one: Trajectory) -> list[str]:
-    """Here, on one machine, each of the five services also has processes of its own."""
-    return [*rules.gaps(tree, one), *(rules.shared_processes(tree) if tree else [])]
+def _whole_here(tree: traces.TraceTree | None, trajectory: Trajectory) -> list[str]:
+    """The gaps of a trace; on one machine, each of the five services must also have separate processes."""
+    return [*rules.gaps(tree, trajectory), *(rules.shared_processes(tree) if tree else [])]

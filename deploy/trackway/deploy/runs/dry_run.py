@@ -1,4 +1,4 @@
-"""What `--dry-run` and `--preflight` print: a run's plan, and what stands in its way."""
+"""Output of `--dry-run` and `--preflight`: the plan of a run and its problems."""
 
 from dataclasses import asdict
 
@@ -9,12 +9,17 @@ from trackway.deploy.runs.report import plan_report
 
 
 def plan_of(subject: Subject, checked: Checked) -> RenderableType:
-    """For a terminal."""
+    """The plan and the findings for a terminal."""
     plan = plan_report(checked.plan, checked.rows, subject.config, subject.services)
     return Group(plan, checked.findings.report())
 
 
 def plan_as_json(checked: Checked) -> dict[str, object]:
-    """For a program."""
-    found = checked.findings
-    return {"starts_here": found.starts_here, **found.model_dump(), "rows": checked.rows, "plan": asdict(checked.plan)}
+    """The plan and the findings as JSON."""
+    findings = checked.findings
+    return {
+        "starts_here": findings.starts_here,
+        **findings.model_dump(),
+        "rows": checked.rows,
+        "plan": asdict(checked.plan),
+    }

@@ -1,4 +1,4 @@
-"""Starting a run on a running deployment and following it: a bar while it trains, a checkpoint on Ctrl-C."""
+"""Start a run on a running deployment and follow it: progress while it trains, a checkpoint on Ctrl-C."""
 
 import asyncio
 import time
@@ -23,10 +23,10 @@ Show = Callable[[RunInfo], None]
 _POLL_S = 0.5
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
 STOP_DEADLINE_S = 180.0
-"""Longest wait for a run to save its checkpoint and end."""
-PATIENCE_S = 600.0
-"""Longest wait for attached services that do not answer, or a run of theirs that was interrupted: both may come back by
-themselves, as when Kubernetes moves a pod."""
+"""Longest wait for a run to save its checkpoint and stop."""
+OUTAGE_DEADLINE_S = 600.0
+"""Longest wait for attached services that do not answer, or for one of their runs that was interrupted. Both may
+recover, for example when Kubernetes moves a pod."""
 
 
 def start_run(deployment: Deployment, config: RunConfig, name: str | None = None) -> RunInfo:
@@ -36,7 +36,7 @@ def start_run(deployment: Deployment, config: RunConfig, name: str | None = None
 
 
 def check_run_name(option: str, name: str | None) -> None:
-    """Raise UserError for a name that no run can have; None is no name."""
+    """Raise UserError for an invalid run name; None is accepted."""
     try:
         _ = name is None or checked_run_name(name)
     except ValueError as error:
@@ -44,36 +44,36 @@ def check_run_name(option: str, name: str | None) -> None:
 
 
 def occupied(outputs: Path, name: str) -> str:
-    """Why a new run cannot take the name; empty when it can."""
+    """The reason why a new run cannot take the name; empty when it can."""
     if not RunFolder(outputs.resolve() / name).exists:
         return ""
     return (
-        f"run {name!r} exists in {outputs}; go on with it by `trackway train --resume {name}`, or give another "
+        f"run {name!r} exists in {outputs}; resume it with `trackway train --resume {name}`, or give another "
         "trainer.experiment_name"
     )
 
 
 def placed(config: RunConfig, deployment: Deployment | None) -> RunConfig:
-    """The configuration with every path as the machines that will read it know it.
+    """The configuration with paths as the services' machines see them.
 
     Raises:
-        UserError: the deployment is attached, and a path is one of this machine.
+        UserError: the deployment is attached, and a path is local to this machine.
     """
     return elsewhere(config) if deployment and deployment.attached else localised(config)
 
 
 def localised(config: RunConfig) -> RunConfig:
-    """The configuration with every path of this machine made whole: services and learner work in other folders."""
+    """The configuration with absolute local paths, because services and learner have other working directories."""
     return _with_paths(config, lambda key, path: _whole_path(path), _whole_model)
 
 
 def elsewhere(config: RunConfig) -> RunConfig:
-    """The configuration, if each of its paths can be one of other machines; UserError names one that cannot."""
+    """The configuration if none of its paths is local to this machine; else raises UserError with the path."""
     return _with_paths(config, _path_there, _model_there)
 
 
 def _with_paths(config: RunConfig, path: Callable[[str, str], str], model: Callable[[str], str]) -> RunConfig:
-    """With every path, by key, and the model's replaced."""
+    """The configuration with `path(key, value)` applied to every path and `model` to the model's path."""
     tree = config.model_dump(mode="json")
     data, trainer, policy = tree["data"], tree["trainer"], tree["actor_rollout_ref"]
     turns = policy["rollout"]["multi_turn"]
@@ -91,7 +91,7 @@ def _with_paths(config: RunConfig, path: Callable[[str, str], str], model: Calla
 
 
 def _whole_model(path: str) -> str:
-    """Any name that is no folder is a Hub id."""
+    """The absolute path of a model folder; any other name is a Hub id and stays unchanged."""
     return _whole_path(path) if Path(path).expanduser().is_dir() else path
 
 
@@ -100,7 +100,7 @@ def _path_there(key: str, path: str) -> str:
         return path
     raise UserError(
         f"{key}: expected an absolute path on the services' volume or a URL, got {path}; the services run elsewhere: "
-        "put the file where they can read it and give its path there"
+        "copy the file to their volume and give its path there"
     )
 
 
@@ -114,9 +114,9 @@ def _whole_path(path: str) -> str:
 
 
 def check_backends_here(config: RunConfig) -> None:
-    """Raise TrackwayError for a trace backend that services started from this environment could not send to.
+    """Raise TrackwayError for a trace backend that services started from this environment could not export to.
 
-    MLflow is not among them: a start brings its own.
+    MLflow is always accepted, because the start brings its own server.
     """
     weave_project(config)
     wanted = config.actor_rollout_ref.rollout.trace.backend
@@ -126,10 +126,10 @@ def check_backends_here(config: RunConfig) -> None:
 def resume_run(
     deployment: Deployment, name: str, show: Show = lambda info: None, skip_damaged: bool = False
 ) -> RunInfo:
-    """Go on from a run's last checkpoint, or the last one that is whole.
+    """Resume a run from its last checkpoint, or with `skip_damaged` from the last intact one.
 
-    A run that is active, by now perhaps by itself, needs nothing. One that is being stopped is waited for. If it
-    finishes for all that, there is nothing to go on with.
+    Does nothing for a run that is active, for example because it was resumed automatically. Waits for a run that is
+    being stopped; if that run finishes instead, there is nothing to resume.
     """
 
     async def resume() -> RunInfo:
@@ -152,11 +152,11 @@ def resume_run(
 
 
 def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
-    """Show a run until it ends; Ctrl-C asks it to save and stop, waits for that, and is raised again.
+    """Show a run until it ends. Ctrl-C makes the run save a checkpoint and stop, and is then raised again.
 
     Raises:
-        UserError: the run failed, or was interrupted and did not go on by itself; or attached services stay away, and
-            the run may go on.
+        UserError: the run failed; it was interrupted and not resumed automatically; or attached services became
+            unreachable while the run may continue.
     """
     try:
         info = run(_until_ended(deployment, name, show, deadline_s=None))
@@ -167,12 +167,12 @@ def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
         if not (deployment.attached and _may_pass(error)):
             raise
         again = f"trackway train --resume {name}"
-        raise UserError(f"{error.message}; the run goes on if it can: `{again}` follows it") from error
+        raise UserError(f"{error.message}; the run may still be active; follow it with `{again}`") from error
     log = Path(info.folder) / "worker.log"
     if info.interrupted:
         raise UserError(
-            f"run {name} was interrupted and has not gone on by itself ({info.message}); `trackway train --resume "
-            f"{name}` goes on with it; its log is {log}"
+            f"run {name} was interrupted and was not resumed automatically ({info.message}); resume it with `trackway "
+            f"train --resume {name}`; its log is {log}"
         )
     if info.state is RunState.UNREADABLE:
         raise UserError(f"run {name}: {info.message}: `trackway train --resume {name}`; its log is {log}")
@@ -182,7 +182,7 @@ def follow(deployment: Deployment, name: str, show: Show) -> RunInfo:
 
 
 def stop_run(deployment: Deployment, name: str, show: Show) -> RunInfo:
-    """Ask a run to save a checkpoint and end, and wait until it has."""
+    """Ask a run to save a checkpoint and stop, and wait until it has."""
 
     async def stop() -> RunInfo:
         await _client(deployment).stop(name)
@@ -196,7 +196,7 @@ async def _until_ended(deployment: Deployment, name: str, show: Show, deadline_s
     started = lived = time.monotonic()
     while True:
         now = time.monotonic()
-        patient = deployment.attached and deadline_s is None and now - lived < PATIENCE_S
+        patient = deployment.attached and deadline_s is None and now - lived < OUTAGE_DEADLINE_S
         info = await _look(client, name, patient)
         if info is not None:
             show(info)
@@ -204,16 +204,16 @@ async def _until_ended(deployment: Deployment, name: str, show: Show, deadline_s
                 return info
             lived = lived if info.interrupted else now
         if deadline_s is not None and now - started > deadline_s:
-            down = "" if deployment.attached else "; `trackway down` ends it with its services"
+            down = "" if deployment.attached else "; or stop it together with its services: `trackway down`"
             raise UserError(
-                f"run {name} was asked to stop and has not ended within {deadline_s:.0f} s; `trackway train --resume "
-                f"{name}` waits again, then goes on with it{down}"
+                f"run {name}: expected it to stop within {deadline_s:.0f} s, got no end; `trackway train --resume "
+                f"{name}` waits again, then resumes it{down}"
             )
         await asyncio.sleep(_POLL_S)
 
 
 async def _look(client: TrainerClient, name: str, patient: bool) -> RunInfo | None:
-    """Where the run stands; None when there was no answer and there is time."""
+    """The state of the run; None when there was no answer and `patient` allows another attempt."""
     try:
         return await client.run(name)
     except TrackwayError as error:

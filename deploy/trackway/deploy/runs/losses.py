@@ -1,4 +1,4 @@
-"""What of a run did not reach its backends: spans, metrics, feedback."""
+"""Spans, metrics and feedback of a run that did not reach their backends."""
 
 from pathlib import Path
 
@@ -13,41 +13,41 @@ _ASK = CallPolicy(read_s=30.0, total_s=30.0, attempts=1)
 
 
 def run_notes(deployment: Deployment) -> list[str]:
-    """Sentences about metrics and feedback that are lost or still waiting, by run.
+    """Sentences about lost or waiting metrics and feedback, by run.
 
-    A trainer that does not answer gives one sentence that says so.
+    If the trainer does not answer, the only sentence is its error.
     """
     try:
         runs = run(TrainerClient(f"{deployment.base_url}/trainer", policy=_ASK).runs())
     except TrackwayError as error:
-        return [f"the trainer did not say what waits of its runs: {error.message}"]
+        return [f"the status of metrics and feedback is unavailable: {error.message}"]
     return [f"run {info.run}: {sentence}" for info in runs for sentence in tracking_losses(info)]
 
 
 def tracking_losses(info: RunInfo) -> list[str]:
-    """Sentences about metrics or feedback of a run that are lost or still waiting; empty when all arrived."""
+    """Sentences about lost or waiting metrics and feedback of a run; empty when all arrived."""
     return [sentence for summary in info.tracking for sentence in sentences(summary)]
 
 
 def trace_losses(info: RunInfo, outputs: Path | None) -> list[str]:
-    """Sentences about spans of a run that are lost or still waiting; empty when all arrived.
+    """Sentences about lost or waiting spans of a run; empty when all arrived.
 
     `outputs` is None for services that run elsewhere.
     """
     traces = info.traces
     if traces is None:
         return []
-    said = []
+    lines = []
     if traces.spans_lost:
-        parts = {"found no room": traces.spans_dropped, "were refused by a backend": traces.spans_refused}
+        parts = {"dropped for lack of space": traces.spans_dropped, "refused by a backend": traces.spans_refused}
         reasons = ", ".join(f"{count} {how}" for how, count in parts.items() if count)
-        said.append(f"{traces.spans_lost} spans lost: {reasons}; the services' logs say why")
+        lines.append(f"{traces.spans_lost} spans lost: {reasons}; see the services' logs")
     if traces.spool_bytes:
         size = f"{traces.spool_bytes / 1e6:.1f} MB" if traces.spool_bytes >= 1e5 else f"{traces.spool_bytes} bytes"
         where = f"in {outputs / SPOOL_FOLDER}" if outputs else "where the services run"
-        said.append(f"{size} of traces wait on disk {where} and are sent when the backend is back and services run")
+        lines.append(f"{size} of traces wait on disk {where}; running services send them once the backend is back")
     elif traces.spans_waiting:
-        said.append(f"{traces.spans_waiting} spans were still on their way when the run ended")
+        lines.append(f"{traces.spans_waiting} spans were still being sent when the run ended")
     if traces.unknown:
-        said.append(f"span counts are unavailable for: {', '.join(traces.unknown)}")
-    return said
+        lines.append(f"span counts are unavailable for: {', '.join(traces.unknown)}")
+    return lines

@@ -8,7 +8,7 @@ from trackway.wire.trainer import MetricsRow
 
 
 def reward_curve(rows: Sequence[MetricsRow], image: Path, title: str) -> None:
-    """Plot the mean reward of each step, and the validation accuracy where it was measured."""
+    """Plot the mean reward of each step, and the validation accuracy at the steps that measured it."""
     import matplotlib
 
     matplotlib.use("Agg")

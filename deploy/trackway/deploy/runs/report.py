@@ -1,4 +1,4 @@
-"""What a run was told and will do, as tables: settings, decisions about the deployment, and the plan of a dry run."""
+"""Reports on a run as tables: settings, decisions about the deployment, and the plan of a dry run."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from trackway.trainer.config.unsupported_keys import MOVED
 from trackway.trainer.loop.forecast import Bounds, Forecast
 
 _WIDTH = 140
-"""Columns where there is no terminal."""
+"""Width in columns without a terminal."""
 _ALWAYS = frozenset(
     {
         *("data.train_files", "data.val_files", "data.train_batch_size", "data.max_prompt_length"),
@@ -27,28 +27,28 @@ _ALWAYS = frozenset(
 
 
 def wide(console: Console) -> Console:
-    """The console, or one of a width of its own where there is no terminal."""
+    """The console, or a wide one when the output is not a terminal."""
     return console if console.is_terminal else Console(stderr=console.stderr, width=_WIDTH)
 
 
 def settings_report(config: RunConfig, decisions: Sequence[Decision]) -> RenderableType:
-    """The settings that matter or differ from their default, what the deployment makes of them, and what is idle."""
+    """Important and non-default settings, decisions about the deployment, and settings without effect."""
     notes = no_effect(config.trackway.ignored_keys)
     moved = [(key, f"read as {MOVED[key]}") for key, _ in notes if key in MOVED]
     idle = [(key, reason) for key, reason in notes if key not in MOVED]
     parts: list[RenderableType] = [_settings(config)]
     if decisions:
-        rows = [(one.key, one.asked, one.got, one.reason) for one in decisions]
-        parts.append(table("deployment", ("key", "asked", "here", "why"), rows))
+        rows = [(decision.key, decision.asked, decision.got, decision.reason) for decision in decisions]
+        parts.append(table("deployment", ("key", "requested", "used", "reason"), rows))
     if idle:
-        parts.append(table("no effect here", ("key", "why"), idle))
+        parts.append(table("no effect here", ("key", "reason"), idle))
     if moved:
         parts.append(table("old spellings", ("key", ""), moved))
     return Group(*parts)
 
 
 def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServices | None) -> RenderableType:
-    """What a run would do; `rows` says how many there are."""
+    """The plan of a run; `rows` is the number of rows in words."""
     lines = [
         ("rows", rows),
         ("steps", _steps(plan, config)),
@@ -78,8 +78,8 @@ def _settings(config: RunConfig) -> Table:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of plain text that stays readable in a file."""
-    made = Table(
+    """A borderless table of plain text, readable in a file too."""
+    grid = Table(
         title=f"\n{title}" if title else None,
         title_justify="left",
         title_style="bold",
@@ -88,14 +88,14 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         pad_edge=False,
     )
     for number, column in enumerate(columns):
-        made.add_column(column, overflow="fold", header_style="dim", no_wrap=number == 0)
+        grid.add_column(column, overflow="fold", header_style="dim", no_wrap=number == 0)
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
-    return made
+        grid.add_row(*(Text(cell) for cell in row))
+    return grid
 
 
 def as_yaml(config: RunConfig) -> str:
-    """The whole configuration as a file that `--config-path` takes."""
+    """The resolved configuration as YAML that `--config-path` accepts."""
     import yaml
 
     tree = config.model_dump(mode="json")
@@ -104,7 +104,7 @@ def as_yaml(config: RunConfig) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as one would write it on a command line."""
+    """A value in command-line syntax."""
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -132,11 +132,11 @@ def _schedule(steps: Sequence[int], plan: Forecast, never: str) -> str:
 
 def _replicas(services: RunServices | None) -> str:
     if services is None:
-        return "as the running services are"
+        return "unchanged, as deployed"
     if services.replicas is None and services.arithmetic:
-        return f"engine {services.engine}, one replica; on the GPUs that were asked for {services.arithmetic}"
+        return f"engine {services.engine}, one replica; with the requested GPUs {services.arithmetic}"
     if services.replicas is None:
-        return f"engine {services.engine}; as many replicas as the Serve config says"
+        return f"engine {services.engine}; replicas as in the Serve config"
     return f"engine {services.engine}; {services.replicas} replicas: {services.arithmetic}"
 
 

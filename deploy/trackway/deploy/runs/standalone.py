@@ -1,4 +1,4 @@
-"""A run with the services around it: those that run already for its outputs folder, or its own for as long as it lasts.
+"""A run together with its services: those already running for its outputs folder, or its own for the run's duration.
 
 run = prepare(overrides, config_path, config_name, outputs)
 run.check(load=True, report).findings.refuse()
@@ -34,42 +34,42 @@ _SERVER_START_S = 1200.0
 
 @dataclass(frozen=True)
 class StandaloneRun:
-    """What is to be trained, and on which services."""
+    """A run's configuration and its services."""
 
     config: RunConfig
     settings: UpSettings
     running: Deployment | None
     services: RunServices | None
-    """None when the services run already."""
+    """Services to start; None when they are already running."""
 
     @property
     def decisions(self) -> list[Decision]:
-        """What became of the keys that describe the deployment."""
+        """How the keys that describe the deployment were applied."""
         if self.services is not None:
             return self.services.decisions
         return decided_already(self.config)
 
     @property
     def subject(self) -> Subject:
-        """What there is to look at before anything starts."""
+        """The subject of the checks before a start."""
         return Subject(self.config, self.services, self.running, self._start_settings, self._occupied())
 
     def check(self, load: bool, report: Report = lambda name, state: None) -> Checked:
-        """What would fail later is found, and what the run amounts to; `load` as in `check_run`."""
+        """The findings and the plan of the run; `load` as in `check_run`."""
         return check_run(self.subject, load, report)
 
     def _occupied(self) -> str:
-        """Why the run's name cannot be taken; empty when it can."""
+        """The reason why the run's name is not available; empty when it is."""
         folder = self._folder
         if not folder.exists or self.left_off() is not None:
             return ""
         return (
             f"run {folder.name!r} is {folder.info().state} in {self.settings.outputs}; give another "
-            "trainer.experiment_name or --outputs, or trainer.resume_mode=auto for one that did not finish"
+            "trainer.experiment_name or --outputs, or set trainer.resume_mode=auto to resume an unfinished run"
         )
 
     def bring_up(self, report: Report) -> Deployment:
-        """The services, which run when this returns."""
+        """Start the services unless they are running; returns once they are ready."""
         if self.services is None:
             assert self.running is not None
             check_interpreters(self.running.base_url, self.running.services)
@@ -79,14 +79,14 @@ class StandaloneRun:
 
     @property
     def _start_settings(self) -> UpSettings:
-        """Free ports unless they were named, and time for servers that load a model."""
+        """The settings with free ports unless set explicitly, and more time for servers that load a model."""
         changes: dict[str, object] = {name: 0 for name in _PORTS if name not in self.settings.model_fields_set}
         if self.services is not None and self.services.engine in SERVERS:
             changes["start_timeout_s"] = max(self.settings.start_timeout_s, _SERVER_START_S)
         return self.settings.model_copy(update=changes)
 
     def left_off(self) -> RunFolder | None:
-        """The folder of the run that this command goes on with; None when it starts one."""
+        """The folder of the run to resume; None to start a new run."""
         folder = self._folder
         wanted = folder.exists and self.config.trainer.resume_mode == "auto"
         return folder if wanted and folder.info().state is not RunState.FINISHED else None
@@ -96,7 +96,7 @@ class StandaloneRun:
         return RunFolder(self.settings.outputs.resolve() / self.config.trainer.experiment_name)
 
     def train(self, deployment: Deployment, show: launch.Show) -> RunInfo:
-        """Start the run, or go on with one that was stopped or failed, and follow it to its end."""
+        """Start the run, or resume a stopped or failed one, and follow it until it ends."""
         folder = self.left_off()
         if folder is None:
             info = launch.start_run(deployment, self.config)
@@ -111,40 +111,40 @@ class StandaloneRun:
 
 
 def changed_since(folder: RunFolder, config: RunConfig) -> list[str]:
-    """`key=value` for each setting that a run began with and that is another now: it goes on with its own."""
-    began, now = (leaves(one.model_dump(mode="json")) for one in (folder.config(), config))
+    """`key=value` for each original setting of a run that differs from `config`; a resumed run keeps the original."""
+    began, now = (leaves(settings.model_dump(mode="json")) for settings in (folder.config(), config))
     return [f"{key}={began[key]}" for key in began if began[key] != now[key] and key != "trackway.ignored_keys"]
 
 
 def configured(overrides: list[str], config_path: Path | None, config_name: str) -> RunConfig:
-    """The configuration of a command line, its paths made whole."""
+    """The configuration of a command line, with absolute paths."""
     if config_path is not None and not config_path.exists():
         raise UserError(f"--config-path: expected a folder or a YAML file, got {config_path}; correct the path")
     return launch.localised(compose(overrides, config_path, config_name))
 
 
 def prepare(overrides: list[str], config_path: Path | None, config_name: str, outputs: Path) -> StandaloneRun:
-    """The run of a command line; starts nothing. Raises TrackwayError and UserError for what cannot be had."""
+    """The run of a command line; starts nothing. Raises TrackwayError and UserError for an invalid command line."""
     config = configured(overrides, config_path, config_name)
     settings = UpSettings.read(outputs=outputs)
     running = find_running(outputs)
     if running and running.attached:
         raise UserError(
-            f"{outputs} is attached to services at {running.base_url}, which this command does not bring up; train on "
-            "them with `trackway train`, or give another --outputs"
+            f"{outputs} is attached to services at {running.base_url}, but this command uses local services; use "
+            "`trackway train` for attached ones, or give another --outputs"
         )
     services = None if running else services_for(config, gpus_here(), serve_config.load(settings.config))
     return StandaloneRun(services.config if services else config, settings, running, services)
 
 
 def _model(config: RunConfig) -> Path:
-    """The model's folder; a Hub id is downloaded, once, before anything waits for it."""
+    """The model's folder. A Hub id is downloaded here once, before the services need it."""
     from trackway.trainer.learner.policy import model_folder
 
     path = str(config.actor_rollout_ref.model.path)
     try:
         return model_folder(path)
-    except Exception as error:  # the Hub's client raises many kinds, httpx's among them
+    except Exception as error:  # the Hub's client raises many types, including httpx's
         raise UserError(
             f"actor_rollout_ref.model.path: expected a model's folder or an id on the Hugging Face Hub, got {path}: "
             f"{error}"

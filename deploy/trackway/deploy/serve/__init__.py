@@ -1,4 +1,4 @@
-"""What runs inside Ray Serve's replicas around each app: calls to every replica, direct ports, metrics of all replicas.
+"""Additions to each app inside Ray Serve's replicas: calls to every replica, direct ports, metrics of all replicas.
 
 Imported by `deploy.graph` only.
 """

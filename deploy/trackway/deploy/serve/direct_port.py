@@ -1,7 +1,7 @@
-"""A replica's own port: uvicorn beside Ray Serve, in the same event loop and for the same app.
+"""A replica's direct port: a uvicorn server for the same app, in the same event loop as Ray Serve.
 
-A call through Serve's proxy costs many times one that comes here. Serve starts, watches and stops the replica as ever;
-it does not see these calls, so they are counted here, and a replica that stops ends them before it lets go.
+A direct call costs a fraction of a call through Serve's proxy. Serve still starts, watches and stops the replica, but
+does not see direct calls. They are counted here, and a stopping replica finishes them first.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ _POLL_S = 0.1
 
 
 class DirectPort:
-    """A free port of `host`, served while the app lives.
+    """A free port of `host`, served during the app's lifespan.
 
-    living: how many things the app still keeps for its callers.
-    drain_s: how long a replica that stops waits for them; until then it answers here.
-    connections: limits of its connections.
+    living: returns the number of resources that the app still holds for its callers.
+    drain_s: longest time in seconds that a stopping replica keeps serving while there are such resources.
+    connections: connection limits.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class DirectPort:
         connections: ConnectionSettings | None = None,
     ) -> None:
         self.url = ""
-        """Where it answers; empty while it does not."""
+        """The address while the port is served, else empty."""
         self._host = host
         self._connections = connections or ConnectionSettings()
         self._living = living
@@ -53,11 +53,11 @@ class DirectPort:
 
     @property
     def in_flight(self) -> int:
-        """Requests that came in here and are not answered, those that wait for their turn included."""
+        """Requests at this port that are not answered yet, queued ones included."""
         return len(self._requests)
 
     def load(self) -> float:
-        """How many there were on average since this was last asked; one look mostly misses short calls."""
+        """Average requests in flight since the last call; a single sample would miss most short requests."""
         seen, looks = self._seen, self._looks
         self._seen = self._looks = 0
         return seen / looks if looks else float(self.in_flight)
@@ -90,14 +90,14 @@ class DirectPort:
         serving, looking = asyncio.create_task(server.serve([listening])), asyncio.create_task(self._look())
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        _spare_the_collector()
+        _freeze_garbage_collector()
         with listening:
             try:
                 yield
                 await self._drain()
             finally:
                 looking.cancel()
-                server.should_exit = True  # no new connections; those with a request end after it
+                server.should_exit = True  # no new connections; open ones close after their request
                 await serving
                 self.url = ""
 
@@ -113,19 +113,19 @@ class DirectPort:
             await asyncio.sleep(_POLL_S)
 
     async def _unbroken(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[UNBROKEN] = True  # uvicorn only says that a client has left
+        scope[UNBROKEN] = True  # uvicorn only reports that a client has disconnected
         await self._app(scope, receive, send)
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are Ray's."""
+        """Leave signals to Ray."""
         yield
 
 
-def _spare_the_collector() -> None:
-    """What lives now lives on: looking through it again and again takes a fifth of a small call's time."""
+def _freeze_garbage_collector() -> None:
+    """Exclude all current objects from garbage collection, which takes a fifth of a small call's time otherwise."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)

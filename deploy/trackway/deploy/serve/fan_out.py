@@ -1,4 +1,4 @@
-"""Asking every replica of a service at once; through Ray Serve's proxy a request reaches only one of them."""
+"""Calls to every replica of a service at once; a request through Ray Serve's proxy reaches only one of them."""
 
 import asyncio
 import time
@@ -23,34 +23,35 @@ T = TypeVar("T")
 ASK_REPLICAS_S = 10.0
 """Longest wait for every replica's answer."""
 STEER_REPLICAS_S = 300.0
-"""Longest wait until every replica sleeps or is awake, for a caller without a deadline."""
+"""Longest wait until every replica sleeps or is awake, for a request without a deadline."""
 _MARGIN_S = 1.0
-"""Between the deadline of the replicas, of the wait for them, and of the caller, who must learn who was late."""
+"""Margin between the deadlines of the replicas, of the wait for them, and of the caller, so that the caller still gets
+the names of late replicas."""
 _ASK_AGAIN_S = 1.0
 
 
 class Refusal(BaseModel):
-    """Why a replica did not do as it was told."""
+    """The error of a replica that refused a request."""
 
     replica: str
     error: ErrorBody
 
 
 class ReplicaPass(NamedTuple):
-    """What one replica takes instead of a token; None when it is not called past the proxy."""
+    """The pass that one replica accepts instead of a token; None when it has no direct port."""
 
     replica: str
     opens: str | None
 
 
 class Broadcast(Protocol):
-    """Calls a method of every running replica; an answer may be the exception that it ended with."""
+    """Calls a method of every running replica; an answer may be the exception that the call raised."""
 
     def __call__(self, method: str, *args: object, within_s: float) -> Awaitable[Sequence[object]]: ...
 
 
 def to_replicas_of(service: ServiceName) -> Broadcast:
-    """From within a replica: to all of its kind. Raises TimeoutError."""
+    """A broadcast from within a replica to all replicas of its service. It raises TimeoutError."""
 
     async def broadcast(method: str, *args: object, within_s: float) -> Sequence[object]:
         handle = serve.get_deployment_handle(service, app_name=serve.get_replica_context().app_name)
@@ -61,34 +62,34 @@ def to_replicas_of(service: ServiceName) -> Broadcast:
 
 
 def to_each_replica_of(service: ServiceName) -> Broadcast:
-    """As `to_replicas_of`, but a replica that is late is a TimeoutError among the answers of the others."""
+    """Like `to_replicas_of`, but a late replica adds a TimeoutError to the answers of the others."""
 
     async def broadcast(method: str, *args: object, within_s: float) -> Sequence[object]:
         end = time.monotonic() + within_s
         handle = serve.get_deployment_handle(service, app_name=serve.get_replica_context().app_name)
         asked = handle.broadcast(method, *args)
         async with asyncio.timeout(within_s):
-            # Ray's public way, `results_async`, gives all answers or none.
+            # Ray's public method, `results_async`, returns all answers or none.
             calls = await asked._fetch_replica_results_async()
-        answers = (asyncio.wait_for(one.get_async(), max(0.0, end - time.monotonic())) for one in calls)
+        answers = (asyncio.wait_for(call.get_async(), max(0.0, end - time.monotonic())) for call in calls)
         return await asyncio.gather(*answers, return_exceptions=True)
 
     return broadcast
 
 
 def replicas_route(service: ServiceName, broadcast: Broadcast) -> ServiceRouter:
-    """What every replica is."""
+    """The route `/replicas`, which describes every replica."""
     router = ServiceRouter(tags=["service"])
 
     @router.get("/replicas", response_model=ReplicaList)
     async def replicas(request: Request) -> ReplicaList:
         """Every running replica of this service."""
         token = presented(request)
-        found = await ask(ReplicaInfo, "describe")
+        described = await ask(ReplicaInfo, "describe")
         passes = [] if token is None else await ask(ReplicaPass, "admit", token)
         return ReplicaList(
-            replicas=sorted(found, key=lambda replica: replica.health.replica),
-            passes={one.replica: one.opens for one in passes if one.opens},
+            replicas=sorted(described, key=lambda replica: replica.health.replica),
+            passes={replica_pass.replica: replica_pass.opens for replica_pass in passes if replica_pass.opens},
         )
 
     async def ask(reply: type[T], method: str, *args: bytes) -> list[T]:
@@ -97,17 +98,17 @@ def replicas_route(service: ServiceName, broadcast: Broadcast) -> ServiceRouter:
         except TimeoutError as error:
             message = f"not every {service} replica answered within {ASK_REPLICAS_S:.0f} s; ask again"
             raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
-        for one in answers:
-            if isinstance(one, BaseException):
-                message = f"a {service} replica did not answer ({_how_lost(one)}); ask again"
-                raise TrackwayError(ErrorCode.UNAVAILABLE, message) from one
-        return [one for one in answers if isinstance(one, reply)]
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                message = f"a {service} replica did not answer ({_how_lost(answer)}); ask again"
+                raise TrackwayError(ErrorCode.UNAVAILABLE, message) from answer
+        return [answer for answer in answers if isinstance(answer, reply)]
 
     return router
 
 
 def sleep_routes(broadcast: Broadcast) -> ServiceRouter:
-    """The rollout service's sleep and wake-up for all replicas at once. All do it, or the error names who did not."""
+    """The rollout service's sleep and wake-up for all replicas at once. The error names the replicas that failed."""
     router = ServiceRouter(prefix="/replicas", tags=["control"])
     operator = [Depends(needs_admin)]
 
@@ -144,25 +145,25 @@ async def _steer(broadcast: Broadcast, request: Request, method: str, path: str)
         message = f"{method} {path}: not every rollout replica answered in time; `trackway status` says which are ready"
         raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error
     left = end - time.time()
-    # Whoever asked again with so little time left would not learn the reason.
+    # A retry with so little time left would time out and hide the reason.
     return agreed(f"{method} {path}", answers, _ASK_AGAIN_S if left > 4 * _MARGIN_S else left)
 
 
 def agreed(what: str, answers: Sequence[object], ask_again_s: float = _ASK_AGAIN_S) -> SleepReplies:
-    """What all replicas answered; raises the gravest refusal, with every replica's reason."""
-    refusals = [refusal for one in answers if (refusal := _refusal(one))]
+    """The answers of all replicas; raises the gravest refusal, with every replica's reason."""
+    refusals = [refusal for answer in answers if (refusal := _refusal(answer))]
     if not refusals:
-        replies = [one for one in answers if isinstance(one, SleepReply)]
-        return SleepReplies(replicas=sorted(replies, key=lambda one: one.replica))
-    reasons = "; ".join(sorted(f"{one.replica}: {one.error.message}" for one in refusals))
+        replies = [answer for answer in answers if isinstance(answer, SleepReply)]
+        return SleepReplies(replicas=sorted(replies, key=lambda reply: reply.replica))
+    reasons = "; ".join(sorted(f"{refusal.replica}: {refusal.error.message}" for refusal in refusals))
     message = f"{what} failed on {len(refusals)} of {len(answers)} rollout replicas: {reasons}"
-    gravest = min(refusals, key=lambda one: one.error.retryable).error
+    gravest = min(refusals, key=lambda refusal: refusal.error.retryable).error
     again = {"retry_after_s": max(0.0, ask_again_s)} if gravest.retryable else {}
     raise TrackwayError(gravest.code, message, **again)
 
 
 def _refusal(answer: object) -> Refusal | None:
-    """None for a replica that did it; one that died meanwhile is named as Ray names it."""
+    """The refusal in an answer, or None. A lost replica counts as a refusal with Ray's error."""
     if not isinstance(answer, BaseException):
         return answer if isinstance(answer, Refusal) else None
     error = ErrorBody(code=ErrorCode.UNAVAILABLE, message=_how_lost(answer), retryable=True)
@@ -170,8 +171,8 @@ def _refusal(answer: object) -> Refusal | None:
 
 
 def _how_lost(answer: BaseException) -> str:
-    """Of a replica that went away or was late; whatever else a replica raised is a defect, and raised here."""
+    """The reason why a replica was lost or late. Any other exception of a replica is a bug and is raised."""
     error = answer.cause if isinstance(answer, RayTaskError) else answer
     if not isinstance(error, RayActorError | TimeoutError | asyncio.CancelledError):
-        raise error from (None if error is answer else answer)  # which has the replica's traceback
+        raise error from (None if error is answer else answer)  # `answer` has the replica's traceback
     return f"{type(error).__name__}: {error}"

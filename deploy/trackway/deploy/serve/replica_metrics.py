@@ -1,7 +1,7 @@
-"""`/replicas/metrics`: what every replica of a service shows under `/metrics`, as one text for Prometheus.
+"""`/replicas/metrics`: the `/metrics` of every replica of a service, as one text for Prometheus.
 
-Through Ray Serve's proxy a scrape reaches any one replica, a different one each time; here each sample says whose it is
-by the label `replica`.
+A scrape through Ray Serve's proxy reaches a different replica each time. Here the label `replica` names the replica of
+each sample.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,19 +18,19 @@ from trackway.deploy.serve.fan_out import Broadcast
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 ASK_METRICS_S = 5.0
-"""Longest wait for a replica's answer; half of the time that Prometheus waits for all."""
+"""Longest wait for a replica's answer; half of Prometheus' scrape timeout."""
 TEXT = "text/plain; version=0.0.4"
 
 
 class ReplicaMetrics(NamedTuple):
-    """What one replica shows."""
+    """The metrics of one replica."""
 
     replica: str
     text: str
 
 
 def metrics_route(ask_each: Broadcast) -> APIRouter:
-    """For Prometheus; a replica that does not answer in time is left out and counted."""
+    """The route for Prometheus. A replica that does not answer in time is omitted and counted."""
     router = APIRouter(tags=["service"])
 
     @router.get("/replicas/metrics", response_class=PlainTextResponse)
@@ -41,19 +41,19 @@ def metrics_route(ask_each: Broadcast) -> APIRouter:
         except TimeoutError as error:
             message = f"Ray Serve did not name this service's replicas within {ASK_METRICS_S:.0f} s; ask again"
             raise TrackwayError(ErrorCode.UNAVAILABLE, message) from error
-        shown = {one.replica: one.text for one in answers if isinstance(one, ReplicaMetrics)}
+        shown = {metrics.replica: metrics.text for metrics in answers if isinstance(metrics, ReplicaMetrics)}
         return PlainTextResponse(merged(shown, asked=len(answers)), media_type=TEXT)
 
     return router
 
 
 def merged(texts: Mapping[str, str], asked: int) -> str:
-    """One text of those of all replicas (name -> text), each metric described once."""
+    """The texts of all replicas (name -> text) merged into one, with each metric described once."""
     families: dict[str, Metric] = {}
     for replica, text in sorted(texts.items()):
-        for found in text_string_to_metric_families(text):
-            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-            for sample in found.samples:
+        for metric in text_string_to_metric_families(text):
+            family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            for sample in metric.samples:
                 family.samples.append(sample._replace(labels={**sample.labels, "replica": replica}))
     counts = [
         GaugeMetricFamily("trackway_replicas_asked", "Running replicas of this service", asked),

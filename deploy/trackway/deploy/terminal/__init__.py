@@ -1,1 +1,1 @@
-"""What commands print and how they end: spinners, bars, one-line errors, exit statuses. It knows no service."""
+"""Terminal output and exit of commands: spinners, bars, one-line errors, exit statuses. Knows no service."""

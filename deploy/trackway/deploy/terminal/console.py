@@ -1,4 +1,4 @@
-"""What the terminal shows while something takes long: a spinner per component, a bar per run; nothing with --json."""
+"""Progress on the terminal: a spinner per component, a bar per run; nothing with --json."""
 
 import sys
 import time
@@ -23,7 +23,7 @@ stdout = Console()
 
 
 class Board:
-    """One row per component: a spinner while it works, a tick and the seconds when it is ready."""
+    """One row per component: a spinner until it is ready, then a tick and the seconds it took."""
 
     def __init__(self, live: Live | None, quiet: bool) -> None:
         self._live = live
@@ -31,7 +31,7 @@ class Board:
         self._started = time.monotonic()
         self._rows: dict[str, Spinner | str] = {}
         self.seconds: dict[str, float] = {}
-        """When each component was ready, counted from the board's start."""
+        """Seconds from the board's start until each component was ready."""
 
     def report(self, name: str, state: str) -> None:
         """Show what a component does; `ready` and `stopped` end its row."""
@@ -54,7 +54,7 @@ class Board:
 
 @contextmanager
 def board(quiet: bool) -> Iterator[Board]:
-    """A board that lives as long as the block; with `quiet` it shows nothing, without a terminal lines only."""
+    """A board for the duration of the block. Prints nothing with `quiet`, and plain lines without a terminal."""
     if quiet or not stderr.is_terminal:
         yield Board(None, quiet)
         return
@@ -70,13 +70,13 @@ class RunBar:
         self._quiet = quiet
         self._task = None if progress is None else progress.add_task("starting", total=None, detail="")
         self._shown = -1
-        self._told = ""
+        self._last_message = ""
 
     def show(self, info: RunInfo) -> None:
-        """Show where the run stands; without a terminal one line per step. What an active run says is printed once."""
-        if info.message and info.message != self._told and info.state not in ENDED and not self._quiet:
+        """Show the run's progress; without a terminal, one line per step. Prints each message of an active run once."""
+        if info.message and info.message != self._last_message and info.state not in ENDED and not self._quiet:
             stderr.print(f"[yellow]run {info.run}:[/] {escape(visible(info.message))}", soft_wrap=True)
-        self._told = info.message
+        self._last_message = info.message
         detail, total = run_detail(info), info.total_steps or None
         if self._progress is not None and self._task is not None:
             self._progress.update(
@@ -88,7 +88,7 @@ class RunBar:
 
 
 def run_detail(info: RunInfo) -> str:
-    """The metrics worth a line: mean reward and validation accuracy."""
+    """Mean reward and validation accuracy as one line."""
     parts = []
     if "critic/score/mean" in info.metrics:
         parts.append(f"reward {info.metrics['critic/score/mean']:.2f}")
@@ -100,7 +100,7 @@ def run_detail(info: RunInfo) -> str:
 
 @contextmanager
 def run_bar(quiet: bool) -> Iterator[RunBar]:
-    """A bar that lives as long as the block; with `quiet` it shows nothing."""
+    """A bar for the duration of the block; prints nothing with `quiet`."""
     if quiet or not stderr.is_terminal:
         yield RunBar(None, quiet)
         return
@@ -117,6 +117,6 @@ def run_bar(quiet: bool) -> Iterator[RunBar]:
 
 
 def print_json(value: BaseModel | Mapping[str, object] | list[object]) -> None:
-    """Machine output: one JSON document on standard output."""
+    """Print one JSON document on standard output."""
     text = to_json(value, indent=2, inf_nan_mode=NON_FINITE, fallback=str)
     sys.stdout.write(text.decode() + "\n")

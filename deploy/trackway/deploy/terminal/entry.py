@@ -1,4 +1,4 @@
-"""How a command of ours begins and ends: user errors become one line and exit status 2."""
+"""Entry and exit of commands: a user error becomes one line and exit status 2."""
 
 import os
 import signal
@@ -33,11 +33,11 @@ def enter(app: typer.Typer) -> NoReturn:
         if number in FULL:
             _refuse(storage_error(number, Path(str(error.filename or Path.cwd())), "a file"))
         if number in NOT_WRITABLE and error.filename:
-            message = f"expected to use {error.filename}, got '{error.strerror}'; grant the right or give another"
+            message = f"expected to use {error.filename}, got '{error.strerror}'; grant access or give another path"
             _refuse(UserError(message))
         raise
     except Exception as error:
-        # typer's own parse errors know how to show themselves; click is typer's private detail.
+        # Typer's parse errors print themselves; their class is click's, which is private to Typer.
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show()  # pyright: ignore[reportAttributeAccessIssue]
             sys.exit(2)

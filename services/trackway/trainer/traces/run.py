@@ -40,7 +40,7 @@ class RunTraces:
         """Trace the block as the trainer's step `number`."""
         with self.own.step(number) as root:
             yield
-        self.budget.spend(root.ledger.bytes)
+        self.budget.spend(root.trace_stats.bytes)
         if root.trace_id is not None:
             self._link([Assessment(root.trace_id, root.span_id or "", {}, link=True)])
 

@@ -113,7 +113,7 @@ def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = 60.0)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("local")
     yield folder
-    local_mlflow.make_way(folder / "mlflow.db")
+    local_mlflow.stop_shared_server(folder / "mlflow.db")
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_the_server_of_a_deployment_takes_the_place_of_a_shared_one_and_of_no_ot
 ) -> None:
     uri, record = deployed
     assert uri != shared and len(servers(folder)) == 1
-    with pytest.raises(UserError, match=f"runs already at {uri}: process [0-9]+; use that one, or stop what"):
+    with pytest.raises(UserError, match=f"is already running at {uri}: process [0-9]+; use it, or stop the program"):
         mlflow_server.start(folder, free_port())
     processes.check_alive(record)
 

@@ -34,7 +34,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
         ("trackio", "unknown trace backend trackio: expected mlflow, weave, otlp, or None for no traces"),
         (["mlflow", "dummy"], "unknown trace backend dummy: expected mlflow, weave, otlp"),
         ("otlp", "trace backend otlp needs a receiver: set OTEL_EXPORTER_OTLP_ENDPOINT"),
-        ("weave", "expected project_name as entity/project, got 'p'; write it so, or set WANDB_ENTITY"),
+        ("weave", "expected project_name as entity/project, got 'p'; use that form, or set WANDB_ENTITY"),
     ],
 )
 def test_a_backend_that_cannot_work_is_one_clear_line_before_anything_starts(

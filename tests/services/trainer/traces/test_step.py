@@ -109,7 +109,7 @@ def test_the_step_says_its_numbers_and_lists_its_traced_trajectories(trainer: Re
     with step.step(2) as root:
         step.received([rollout(9, 0), *traced])
         step.note(weights_before=4, used=2, dropped_stale=1)
-    size = root.ledger.bytes
+    size = root.trace_stats.bytes
 
     [span] = trainer.spans("train step 2")
     attributes = dict(span.attributes or {})
@@ -163,5 +163,5 @@ def test_without_a_tracing_nothing_is_recorded_and_nothing_fails(rollout: Rollou
             report({"actor/lr": 1.0})
         step.note(used=1)
 
-    assert (root.recording, root.ledger.bytes) == (False, 0)
+    assert (root.recording, root.trace_stats.bytes) == (False, 0)
     step.note(used=2)

@@ -1,9 +1,9 @@
-"""When a call is tried again, and when it is given up.
+"""Stop and wait rules for retries of a call.
 
-A service that fails is asked a few times. While none can be reached, as when Ray Serve's proxy is restarted, tries do
-not count for as long as the policy says. One that answers "later" (429, or any error with a `Retry-After`) lives and
-says so, so asking it again is not limited by number but by the call's deadline: each pause is at least as long as the
-service asked for, and the call ends with that answer when the next try would come after the deadline.
+Failures are retried a fixed number of times. Attempts that reach no service, for example while Ray Serve's proxy
+restarts, do not count for up to `outage_s` seconds. Backpressure (429, or any error with `Retry-After`) is limited by
+the call's deadline instead of a number of attempts: each pause is at least as long as the service asked for, and the
+call fails with that answer if the next attempt would come after the deadline.
 """
 
 import random
@@ -14,7 +14,7 @@ from trackway.clients.failures import is_backpressure, retry_after_of, unreached
 
 
 class RetryState:
-    """What one call has left: tries for failures, and time. `wait` and `stop` are tenacity's, asked in this order."""
+    """The attempts and the time that one call has left. Tenacity calls `wait` before `stop`."""
 
     def __init__(
         self, attempts: int, backoff_s: float, max_backoff_s: float, deadline_s: float, outage_s: float = 0.0
@@ -27,14 +27,14 @@ class RetryState:
         self._unreached_since: float | None = None
 
     def wait(self, state: RetryCallState) -> float:
-        """Up to half as long again as the service asked for, so that those it refused together come one by one."""
+        """Seconds until the next attempt: 1 to 1.5 times the requested pause, so that refused clients spread out."""
         asked_s = retry_after_of(_error(state))
         if asked_s is None:
             return self._backoff(state)
         return max(asked_s, self._least_s) * random.uniform(1.0, 1.5)
 
     def stop(self, state: RetryCallState) -> bool:
-        """Out of tries, or the time left is shorter than the pause asked for."""
+        """Whether no attempts are left, or the requested pause would pass the deadline."""
         if is_backpressure(_error(state)):
             elapsed_s = state.seconds_since_start or 0.0
             return elapsed_s + state.upcoming_sleep >= self._time_left_s
@@ -44,7 +44,7 @@ class RetryState:
         return self._failures_left <= 0
 
     def _is_outage(self, state: RetryCallState) -> bool:
-        """Whether the service cannot be reached, and has not been for at most `outage_s`."""
+        """Whether the service has been unreachable, for less than `outage_s` seconds so far."""
         if not unreached(_error(state)):
             self._unreached_since = None
             return False

@@ -5,7 +5,7 @@ import pytest
 from tenacity import AsyncRetrying, RetryCallState
 
 from trackway.clients.failures import ForeignServerError, error_of, retry_after_of
-from trackway.clients.patience import RetryState
+from trackway.clients.retry import RetryState
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
@@ -20,8 +20,8 @@ def after(error: Exception, tries: int = 1, upcoming_s: float = 0.0, elapsed_s: 
 
 def pauses(error: Exception, tries: int = 1) -> tuple[float, float]:
     """The shortest and the longest of many."""
-    patience = RetryState(attempts=5, backoff_s=0.2, max_backoff_s=5.0, deadline_s=100.0)
-    found = [patience.wait(after(error, tries)) for _ in range(3000)]
+    retry_state = RetryState(attempts=5, backoff_s=0.2, max_backoff_s=5.0, deadline_s=100.0)
+    found = [retry_state.wait(after(error, tries)) for _ in range(3000)]
     return min(found), max(found)
 
 
@@ -50,14 +50,14 @@ def test_without_a_word_of_the_service_pauses_grow_up_to_a_bound() -> None:
 def test_a_call_that_is_put_off_ends_when_its_next_try_would_come_too_late(
     elapsed_s: float, pause_s: float, ends: bool
 ) -> None:
-    patience = RetryState(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
+    retry_state = RetryState(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
     full = TrackwayError(ErrorCode.OVERLOADED, "full")
-    assert patience.stop(after(full, upcoming_s=pause_s, elapsed_s=elapsed_s)) is ends
+    assert retry_state.stop(after(full, upcoming_s=pause_s, elapsed_s=elapsed_s)) is ends
 
 
 def test_a_call_that_fails_ends_with_its_last_try() -> None:
-    patience = RetryState(attempts=3, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
-    assert [patience.stop(after(httpx.ConnectError("refused"), tries=number)) for number in (1, 2, 3)] == [
+    retry_state = RetryState(attempts=3, backoff_s=0.2, max_backoff_s=5.0, deadline_s=10.0)
+    assert [retry_state.stop(after(httpx.ConnectError("refused"), tries=number)) for number in (1, 2, 3)] == [
         False,
         False,
         True,
@@ -74,25 +74,25 @@ def test_a_call_that_fails_ends_with_its_last_try() -> None:
     ],
 )
 def test_tries_that_reach_no_service_count_once_the_outage_is_longer_than_the_policy_waits(unreached) -> None:
-    patience = RetryState(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
+    retry_state = RetryState(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
 
-    stops = [patience.stop(after(unreached, elapsed_s=seconds)) for seconds in (1.0, 30.0, 60.9, 61.0, 66.0)]
+    stops = [retry_state.stop(after(unreached, elapsed_s=seconds)) for seconds in (1.0, 30.0, 60.9, 61.0, 66.0)]
 
     assert stops == [False, False, False, False, True]
 
 
 def test_an_outage_may_begin_with_the_call() -> None:
-    patience = RetryState(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
+    retry_state = RetryState(attempts=1, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
     away = httpx.ConnectError("refused")
-    assert [patience.stop(after(away, elapsed_s=seconds)) for seconds in (0.0, 59.5, 60.5)] == [False, False, True]
+    assert [retry_state.stop(after(away, elapsed_s=seconds)) for seconds in (0.0, 59.5, 60.5)] == [False, False, True]
 
 
 def test_each_outage_of_a_call_is_waited_for_and_other_failures_count() -> None:
-    patience = RetryState(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
+    retry_state = RetryState(attempts=2, backoff_s=0.2, max_backoff_s=5.0, deadline_s=300.0, outage_s=60.0)
     away, broken = httpx.ConnectError("refused"), httpx.ReadError("reset")
 
     failures = [(away, 1.0), (away, 59.0), (broken, 62.0), (away, 63.0), (away, 120.0), (broken, 121.0)]
-    stops = [patience.stop(after(error, elapsed_s=seconds)) for error, seconds in failures]
+    stops = [retry_state.stop(after(error, elapsed_s=seconds)) for error, seconds in failures]
 
     assert stops == [False] * 5 + [True]
 
