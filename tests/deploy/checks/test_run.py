@@ -207,7 +207,7 @@ def test_the_plan_of_verls_script_for_eight_gpus_is_right_on_a_machine_that_has_
     missing, _, replaced = told.text.partition("missing here")[2].partition("missing here, not required")
     for said in ("WANDB_API_KEY", "data/gsm8k/train.parquet", "data/gsm8k/test.parquet", "Qwen/Qwen2.5-3B-Instruct"):
         assert said in missing
-    assert "trainer.n_gpus_per_node: 8 asked, this machine has no GPU" in replaced
+    assert "trainer.n_gpus_per_node: 8 requested, this machine has no GPU" in replaced
     assert "wrong on any machine" not in told.text
 
 
