@@ -45,7 +45,7 @@ def test_an_active_demo_is_followed_and_no_rows_are_written(elsewhere, there: De
     ours = wanted(there, 11, tmp_path / "data")
     active = elsewhere.hold("seed11", ours._config("seed11"), RunState.RUNNING)
     info, told = ours.start()
-    assert (info.run, told) == ("seed11", "run seed11 is already running; following it")
+    assert (info.run, told) == ("seed11", "run seed11 is running already; following it")
     assert not (tmp_path / "data").exists()
     active.move(RunState.FINISHED)
 
