@@ -149,9 +149,8 @@ def blocks(span: SpanNode, texts_below: bool) -> dict[str, str]:
 
 def _of_root(span: SpanNode, texts_below: bool) -> dict[str, str]:
     messages = views.field_of(span.inputs, "messages")
-    lines = [
-        f"{message.get('role')}: {message.get('content')}" for message in messages or [] if isinstance(message, dict)
-    ]  # pyright: ignore
+    entries = messages if isinstance(messages, list) else []
+    lines = [f"{entry.get('role')}: {entry.get('content')}" for entry in entries if isinstance(entry, dict)]
     texts = {} if texts_below else {"prompt": views.field_of(span.outputs, "prompt_text")}
     texts |= {} if texts_below else {"wrote": views.field_of(span.outputs, "response_text")}
     blocks = {"messages": "\n".join(lines), **{key: pretty(value) for key, value in texts.items()}}
