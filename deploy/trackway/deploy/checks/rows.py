@@ -155,8 +155,8 @@ class RowsHere:
             self._findings.wrong.append(
                 f"{key}: expected prompts of at most data.max_prompt_length={bound} tokens, tool schemas included, got "
                 f"{len(overlong)} of {len(used.samples)} rows with up to "
-                f"{max(lengths[position] for position in overlong)} ({used.describe(overlong)}), whose trajectories would "
-                "all fail; raise it, set data.filter_overlong_prompts=true, or truncate prompts with data.truncation"
+                f"{max(lengths[position] for position in overlong)} ({used.describe(overlong)}), whose trajectories "
+                "would all fail; raise it, set data.filter_overlong_prompts=true, or truncate with data.truncation"
             )
 
     def _use(self, key: str, rows: Rows, positions: Sequence[int]) -> None:
