@@ -70,7 +70,7 @@ def test_a_default_is_not_what_the_environment_of_the_build_says(monkeypatch: py
 
 
 def test_a_configuration_key_has_its_default_and_its_sentence() -> None:
-    meaning = "Prompts per step, each of which gets `rollout.n` rollouts."
+    meaning = "Prompts per step, each with `rollout.n` rollouts."
     assert row(configuration_keys(), "`data.train_batch_size`")[1:] == ["`1024`", meaning]
 
 
@@ -122,12 +122,12 @@ def test_a_field_of_a_wire_model_has_its_type_with_bounds_its_default_and_its_me
 def test_a_command_has_its_options_with_their_variables_and_defaults() -> None:
     page = command_line()
     outputs = "`--outputs <path>`: Folder of runs, weights and logs.  [env var: TRACKWAY_UP_OUTPUTS; default: outputs]"
-    assert "### `trackway scale`\n\nChange a service's number of replicas while it runs." in page
+    assert "### `trackway scale`\n\nChange the number of replicas of a running service." in page
     assert f"* {outputs}\n" in page
 
 
 def test_an_example_of_a_command_is_a_block_to_copy() -> None:
-    assert "while it runs.\n\n```console\n$ trackway scale rollout 2\n```\n\n**Usage**" in command_line()
+    assert "a running service.\n\n```console\n$ trackway scale rollout 2\n```\n\n**Usage**" in command_line()
 
 
 def test_a_page_of_the_python_api_asks_for_each_exported_name() -> None:
