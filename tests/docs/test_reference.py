@@ -61,7 +61,7 @@ def test_a_setting_has_its_variable_its_default_and_its_sentence() -> None:
 
 def test_a_nested_setting_has_the_variable_that_reaches_it_and_the_default_of_its_place() -> None:
     names = "`rollout_policy.read_s`<br>`TRACKWAY_ROLLOUT_POLICY__READ_S`"
-    assert row(settings_page(), names)[1:] == ["`600.0`", "Time limit for the next bytes of an answer."]
+    assert row(settings_page(), names)[1:] == ["`600.0`", "Seconds to wait for the next bytes of an answer."]
 
 
 def test_a_default_is_not_what_the_environment_of_the_build_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_command_has_its_options_with_their_variables_and_defaults() -> None:
 
 
 def test_an_example_of_a_command_is_a_block_to_copy() -> None:
-    assert "a running service.\n\n```console\n$ trackway scale rollout 2\n```\n\n**Usage**" in command_line()
+    assert "running service.\n\n```console\n$ trackway scale rollout 2\n```\n\n**Usage**" in command_line()
 
 
 def test_a_page_of_the_python_api_asks_for_each_exported_name() -> None:
