@@ -66,7 +66,7 @@ def test_a_key_is_explained_with_what_a_preset_says_of_it(tmp_path: Path) -> Non
         "",
         "key data.train_batch_size",
         "default 1024",
-        "meaning Prompts per step, each of which gets `rollout.n` rollouts.",
+        "meaning Prompts per step, each with `rollout.n` rollouts.",
         "source verl's; 12 in tiny_demo",
     ]
 

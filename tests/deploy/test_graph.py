@@ -33,7 +33,7 @@ async def test_a_replica_that_will_be_ready_by_itself_is_healthy(ready: Ready) -
 
 
 async def test_a_replica_that_only_a_restart_mends_is_replaced() -> None:
-    with pytest.raises(RuntimeError, match="the engine has had work for 61 s"):
+    with pytest.raises(RuntimeError, match="the engine has made no progress on its work for 61 s"):
         await replica_that_says(
             Ready(ready=False, broken=True, reason="the engine has made no progress on its work for 61 s")
         ).check_health()

@@ -107,7 +107,7 @@ def test_scale_changes_one_number_of_what_serve_has_and_restarts_nobody(attached
 
 def test_another_clusters_token_is_refused_in_a_line(attached: Path, monkeypatch) -> None:
     monkeypatch.setenv(RAY_TOKEN, "0" * 64)
-    with pytest.raises(UserError, match=r"wants its token .HTTP 40[13].; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"):
+    with pytest.raises(UserError, match=r"refused the token .HTTP 40[13].; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"):
         status.scale(load_running(attached), "rollout", 2)
 
 

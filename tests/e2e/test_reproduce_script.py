@@ -134,7 +134,7 @@ def test_on_services_that_run_it_uses_them_and_the_same_command_goes_on_after_ct
 
     assert (first.returncode, stopped.state) == (130, RunState.STOPPED) and 1 <= stopped.step < 15
     seen = [" ".join(line.split()) for line in told.splitlines()]
-    assert "actor_rollout_ref.rollout.name vllm as it runs decided by the running deployment" in seen
+    assert "actor_rollout_ref.rollout.name vllm as deployed decided by the running deployment" in seen
     assert "checkpoint saved; repeat this command to resume" in seen
     assert "resuming run by-main-ppo with its original data.seed=None" in again.stderr
     assert again.returncode == 0 and "run by-main-ppo finished at step 15" in again.stdout, again.stderr

@@ -41,7 +41,7 @@ def test_a_process_that_ended_is_reported_with_the_end_of_its_log(tmp_path: Path
     command = [sys.executable, "-c", "print('no such device'); raise SystemExit(3)"]
     record = processes.start("ray", command, {}, tmp_path / "log")
     psutil.wait_procs([psutil.Process(record.pid)], timeout=10)
-    with pytest.raises(UserError, match=r"ray ended while it started.*\nno such device"):
+    with pytest.raises(UserError, match=r"ray exited during start-up.*\nno such device"):
         processes.check_alive(record)
 
 

@@ -231,7 +231,7 @@ async def test_rows_of_an_agent_that_none_serves_fail_the_run_by_name_before_its
     assert (info.state, info.step, info.total_steps, info.restarts, agent.requests) == (RunState.FAILED, 0, 0, 0, [])
     assert info.message.startswith(
         "invalid_request: actor_rollout_ref.rollout.agent.default_agent_loop: expected one of tool_agent, got "
-        "'single_turn_agent', as which 8 rows without agent_name would run"
+        "'single_turn_agent', the loop of 8 rows without agent_name"
     )
 
 

@@ -184,7 +184,7 @@ async def test_a_run_that_somebody_stops_while_its_services_are_asked_does_not_g
         await until(asked.is_set)
         await runs.stop("old")
         answer.set()
-        with pytest.raises(TrackwayError, match="expected an interrupted run to go on with") as caught:
+        with pytest.raises(TrackwayError, match="expected an interrupted run to resume") as caught:
             await going_on
 
     assert caught.value.code is ErrorCode.CONFLICT
