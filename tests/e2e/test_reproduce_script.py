@@ -69,7 +69,7 @@ def home(tmp_path: Path) -> Path:
 def ran(user: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
     """A command that must succeed."""
     done = subprocess.run(words, cwd=CHECKOUT, env=user, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
     return done
 
 
