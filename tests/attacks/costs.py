@@ -20,7 +20,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU time is told apart from time, since other tests take the same cores."""
+    """CPU time is measured beside wall time, since other tests share the cores."""
 
     status: int
     answer: bytes

@@ -1,4 +1,4 @@
-"""A fault's moment is told from a run's progress, also while the agent is away or has been replaced."""
+"""A fault's moment follows from a run's progress, even while the agent is away or has been replaced."""
 
 from fault_schedule import Moment
 from run_progress import StepProgress, ended_trajectories

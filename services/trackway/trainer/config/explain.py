@@ -26,7 +26,7 @@ def explain(word: str = "") -> list[Explanation]:
     Raises TrackwayError(INVALID_REQUEST) naming the nearest keys.
     """
     explanations = _all()
-    matches = [each for each in explanations if not word or each.key == word or each.key.startswith(f"{word}.")]
+    matches = [known for known in explanations if not word or known.key == word or known.key.startswith(f"{word}.")]
     if matches:
         return matches
     covering = without_effect(word)

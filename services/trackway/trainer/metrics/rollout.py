@@ -97,9 +97,9 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
     versions = [[span.version for span in trajectory.weight_versions] or [version] for trajectory in used]
     full = [len(trajectory.prompt_ids) >= max_prompt_length for trajectory in used]
     return {
-        **spread(f"{_OFF_POLICY}_spans", [max(each) - min(each) + 1 for each in versions]),
-        **spread(f"{_OFF_POLICY}_staleness", [version - max(each) for each in versions]),
-        **spread(f"{_OFF_POLICY}_staleness_worst", [version - min(each) for each in versions]),
+        **spread(f"{_OFF_POLICY}_spans", [max(seen) - min(seen) + 1 for seen in versions]),
+        **spread(f"{_OFF_POLICY}_staleness", [version - max(seen) for seen in versions]),
+        **spread(f"{_OFF_POLICY}_staleness_worst", [version - min(seen) for seen in versions]),
         "prompt_length/clip_ratio": sum(full) / len(full),
     }
 
