@@ -16,7 +16,7 @@ WEAVE_SERVER := 0.52.35
 WEAVE_MAPPING := 0.53.12
 # vLLM's CPU build in an environment of its own: its pins (torch, fastapi) conflict with ours.
 VLLM := .venv-vllm
-CODE := services clients deploy tests examples benchmarks docs
+CODE := services clients deploy tests examples benchmarks docs typings
 PYTEST := $(BIN)/python -m pytest
 # The files that have the mark alone, since others beside them import every service.
 MANIFEST_TESTS = $(sort $(shell grep -rlE --include='test_*.py' 'mark\.manifests\b' tests))
@@ -26,7 +26,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast test-vllm test-pods test-chaos test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
+.PHONY: help demo ui bench test test-fast test-vllm test-pods test-chaos test-install test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -42,7 +42,7 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; A
 	$(BIN)/python tests/run_all.py $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that need neither Ray, MLflow nor a training run.
-	$(PYTEST) -m 'not slow and not e2e and not vllm and not pods and not manifests and not chaos' $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not vllm and not pods and not manifests and not chaos and not install' $(ARGS)
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(PYTEST) -m vllm tests/vllm $(ARGS)
@@ -54,6 +54,9 @@ test-pods: $(VENV)/.dev ## Start the quick start's pods with podman (root; build
 
 test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes of a whole deployment during runs, ten schedules (minutes; on demand).
 	$(PYTEST) -m chaos tests/e2e/test_chaos.py $(ARGS)
+
+test-install: $(VENV)/.dev ## Install the wheel with each extra alone, on each Python found, and start what it is for (minutes; on demand).
+	$(PYTEST) -m 'install or not install' tests/install $(ARGS)
 
 test-mutants: $(VENV)/.dev ## Change the pure modules one place at a time: do their tests fail? ARGS='--minutes 5 loss'.
 	$(BIN)/python tests/mutants.py $(ARGS)
@@ -68,7 +71,7 @@ check: $(VENV)/.dev ## Check format, lint, types, the floors of the house, and w
 	@$(MAKE) --no-print-directory check-manifests
 
 check-manifests: $(VENV)/.dev ## Check the manifests, that breaking them is noticed, and the Dockerfile; without a cluster.
-	$(BIN)/python tests/k8s/check.py
+	$(BIN)/python -m tests.k8s.check
 	$(PYTEST) -p no:schemathesis -p no:hypothesispytest -m manifests $(MANIFEST_TESTS) --quiet
 	$(BIN)/hadolint deploy/docker/Dockerfile
 
@@ -79,11 +82,11 @@ docs: $(VENV)/.dev ## Build the documentation into outputs/site; its Reference i
 docs-serve: docs ## Show the documentation at http://localhost:8000, built again when a page changes.
 	$(BIN)/zensical serve
 
-format: $(VENV)/.dev ## Format the code and mend what the linter can mend.
+format: $(VENV)/.dev ## Format the code and fix what the linter can fix.
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-lock: $(VENV)/.uv ## Resolve constraints.txt anew.
+lock: $(VENV)/.uv ## Resolve constraints.txt again.
 	$(BIN)/uv pip compile pyproject.toml --extra dev --extra pictures --extra bench --python-version 3.11 $(TORCH_FROM) --no-annotate --no-header --quiet --upgrade -o constraints.txt
 	$(BIN)/uv pip compile tests/weave/requirements.in --python-version 3.11 --no-annotate --no-header --quiet --upgrade -o tests/weave/constraints.txt
 	$(BIN)/uv pip compile tests/vllm/requirements.in --override tests/vllm/overrides.txt --python-version 3.11 $(subst $(TORCH_BACKEND),cpu,$(TORCH_FROM)) --no-annotate --no-header --quiet --upgrade -o tests/vllm/constraints.txt
@@ -104,7 +107,7 @@ bench: $(VENV)/.dev $(WEAVE)/.ready ## Measure what tracing costs, beside its pe
 	$(BIN)/python benchmarks/tracing.py run
 
 clean: ## Remove the environments and every output.
-	rm -rf $(VENV) $(WEAVE) $(VLLM) outputs
+	rm -rf $(VENV) $(WEAVE) $(VLLM) .venv-trl outputs
 
 $(VENV)/.uv:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "expected Python 3.11 to 3.13, got $$($(PYTHON) --version); set PYTHON=/path/to/python3.11" >&2; exit 2; }

@@ -84,7 +84,7 @@ def cell(contenders: dict[str, Run], loads: list[Load], bound: float) -> str:
     per_cpu = {name: max(cost.tokens / cost.cpu_s for cost in each) for name, each in costs.items()}
     others = [name for name in contenders if name != "ours"]
     shown = [f"{rate['ours']:6.0f}", *(f"{rate[o]:6.0f} ({rate['ours'] / rate[o]:4.2f}x)" for o in others)]
-    cpu = " ".join(f"{per_cpu['ours'] / per_cpu[other]:4.2f}x" for other in others)
+    cpu = " ".join(f"{per_cpu['ours'] / per_cpu[contender]:4.2f}x" for contender in others)
     return f"{' | '.join(shown)} | {cpu:>11} | {bound:6.0f}"
 
 

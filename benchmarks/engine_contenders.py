@@ -104,7 +104,9 @@ class Ours:
                 for n, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True))
             )
         )
-        cost = Cost(sum(len(one.logprobs) for one in made), time.perf_counter() - wall, time.process_time() - cpu)
+        cost = Cost(
+            sum(len(generated.logprobs) for generated in made), time.perf_counter() - wall, time.process_time() - cpu
+        )
         await engine.stop()
         return cost
 

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 from httpx_aiohttp import AiohttpTransport
 
-from trackway.deploy.local.preflight import free_port
+from trackway.system import free_port
 
 REQUESTS = 800
 LIMITS = httpx.Limits(max_connections=512, max_keepalive_connections=256)

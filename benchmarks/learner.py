@@ -20,11 +20,14 @@ from typing import NamedTuple
 
 import torch
 from engine_contenders import VOCABULARY, random_model
+from pydantic import JsonValue
 
+from trackway.trainer.config import resolve
 from trackway.trainer.learner.batch import TrainingBatch
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.packing import PackedRow
 from trackway.trainer.learner.policy import Policy
+from trackway.trainer.loop.from_config import learner_config
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 
 COUNT, MICRO_BATCH, ROLLOUTS = 24, 8, 8
@@ -59,7 +62,7 @@ def trajectories(name: str) -> list[Trajectory]:
     made = []
     for row in range(COUNT):
         size = LENGTHS[name](draw)
-        prompt = [(7 * one + row // ROLLOUTS) % VOCABULARY for one in range(64)]
+        prompt = [(7 * position + row // ROLLOUTS) % VOCABULARY for position in range(64)]
         mask = [int(place % 64 < 32) for place in range(size)]
         made.append(
             Trajectory(
@@ -71,7 +74,7 @@ def trajectories(name: str) -> list[Trajectory]:
                 prompt_ids=prompt,
                 response_ids=[draw.randrange(VOCABULARY) for _ in range(size)],
                 response_mask=mask,
-                response_logprobs=[-7.0 * one for one in mask],
+                response_logprobs=[-7.0 * bit for bit in mask],
                 reward=Reward(score=float(row % 2)),
                 stop_reason=StopReason.ANSWERED,
             )
@@ -88,13 +91,21 @@ def cost(work: Callable[[], object]) -> Cost:
 
 def learners(folder: Path) -> dict[str, Learner]:
     """Equal learners that compute the same batches in different ways."""
-    config = LearnerConfig(str(folder), micro_batch_size=MICRO_BATCH, gradient_checkpointing=False)
+    keys: dict[str, JsonValue] = {
+        "actor_rollout_ref.model.path": str(folder),
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": MICRO_BATCH,
+        "algorithm.rollout_correction.bypass_mode": True,
+        "trackway.device": "cpu",
+    }
+    config = learner_config(resolve(keys), total_steps=1)
     whole = Learner(config)
     whole.policy = WholeRow(str(folder))
-    whole.optimizer = torch.optim.AdamW(whole.policy.model.parameters(), lr=config.lr)
+    whole.optimizer = torch.optim.AdamW(whole.policy.model.parameters(), lr=config.actor.optim.lr)
     return {
         "padded": Learner(config),
-        "packed": Learner(replace(config, remove_padding=True)),
+        "packed": Learner(replace(config, model=config.model.model_copy(update={"use_remove_padding": True}))),
         "whole row": whole,
     }
 
@@ -108,8 +119,8 @@ def row(passes: dict[str, Callable[[], object]], rounds: int) -> str:
     best = {name: Cost(min(c.wall_s for c in each), min(c.cpu_s for c in each)) for name, each in costs.items()}
     padded = best["padded"]
     return " | ".join(
-        f"{one.wall_s:5.2f} {one.cpu_s:5.2f} ({one.wall_s / padded.wall_s:4.2f}x {one.cpu_s / padded.cpu_s:4.2f}x)"
-        for one in best.values()
+        f"{cost.wall_s:5.2f} {cost.cpu_s:5.2f} ({cost.wall_s / padded.wall_s:4.2f}x {cost.cpu_s / padded.cpu_s:4.2f}x)"
+        for cost in best.values()
     )
 
 
@@ -134,7 +145,7 @@ def main() -> None:
             print(f"{lengths}: {padding(batch):.0%} padding")
             passes = {"log-probs": Learner.log_probs, "update": Learner.update}
             for what, work in passes.items():
-                turns = {name: partial(work, one, batch) for name, one in contenders.items()}
+                turns = {name: partial(work, contender, batch) for name, contender in contenders.items()}
                 print(f"{what:22} | {row(turns, rounds)}", flush=True)
 
 

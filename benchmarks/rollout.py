@@ -4,6 +4,8 @@
     .venv/bin/python benchmarks/rollout.py overhead       CPU of one generate call over HTTP, against the engine alone
     .venv/bin/python benchmarks/rollout.py replicas       1, 2 and 4 replicas behind Ray Serve; affinity; prefix cache
 
+All services have the niceness of this command. `--checkout DIR` measures those of another checkout.
+
 The simulated engine's speed is chosen so that it is the limit, not the cores: what is measured is that nothing else is.
 """
 
@@ -27,21 +29,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import httpx
 import psutil
+from checkout import HELP, run_in
 from rollout_replicas import measure_replicas
 from transformers import AutoTokenizer
 
 from trackway.clients import AgentClient, CallPolicy, Deadline, RolloutClient, run
-from trackway.deploy.local.preflight import free_port
-from trackway.deploy.local.settings import bundled
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.sim_settings import SimSettings
+from trackway.system import free_port
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import GroupRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 from trackway.wire.trajectory import Trajectory
 
-MODEL = bundled("examples/tiny/checkpoint")
+MODEL = TINY_MODEL
 GROUP = 8
 SLOTS, QUEUE, STEP_S = 128, 128, 0.05
 THOUGHT = "Tom had 12 pens and lost 5 of them. " * 4
@@ -127,7 +130,7 @@ def measure_trajectories(count: int, rounds: int) -> None:
             started = time.perf_counter()
             made = run(roll_out(settings["agent_url"], count, number))
             seconds = time.perf_counter() - started
-            cpu = {name: sum(one.cpu_times()[:2]) - before[name] for name, one in processes.items()}
+            cpu = {name: sum(process.cpu_times()[:2]) - before[name] for name, process in processes.items()}
             report(made, seconds, cpu)
             time.sleep(5.0)
             shown = [
@@ -150,16 +153,18 @@ async def roll_out(agent_url: str, count: int, step: int) -> list[Trajectory]:
         request = GroupRequest(
             run="load", experiment_name="load", step=step, sample=sample, n=GROUP, sampling_params=params
         )
-        return [one async for one in client.group(request, Deadline.after(900.0))]
+        return [trajectory async for trajectory in client.group(request, Deadline.after(900.0))]
 
     rows = make_tiny_rows("train", count // GROUP, seed=step)
-    return [one for group in await asyncio.gather(*map(group, rows)) for one in group]
+    return [trajectory for group in await asyncio.gather(*map(group, rows)) for trajectory in group]
 
 
 def report(made: list[Trajectory], seconds: float, cpu: Mapping[str, float]) -> None:
     """One line of what came and how soon, one of what it cost."""
-    totals = sorted(one.timings.total for one in made)
-    ended = Counter(one.error.code.value if one.error else one.stop_reason.value for one in made)
+    totals = sorted(trajectory.timings.total for trajectory in made)
+    ended = Counter(
+        trajectory.error.code.value if trajectory.error else trajectory.stop_reason.value for trajectory in made
+    )
     p50, p99 = statistics.median(totals), totals[int(len(totals) * 0.99)]
     print(
         f"{len(made)} in {seconds:.1f} s: {len(made) / seconds:.1f} a second, p50 {p50:.1f} s, p99 {p99:.1f} s, "
@@ -232,7 +237,9 @@ def main() -> None:
     parser.add_argument("part", choices=["trajectories", "overhead", "replicas"])
     parser.add_argument("--count", type=int, default=2000, help="trajectories at once")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--checkout", type=Path, help=HELP)
     args = parser.parse_args()
+    run_in(args.checkout, parser)
     if args.part == "trajectories":
         measure_trajectories(args.count, args.rounds)
     elif args.part == "overhead":

@@ -56,7 +56,7 @@ def measure_replicas() -> None:
 
 
 def serve_config() -> dict[str, object]:
-    """The rollout application of deploy/cpu.yaml, with the engine simulated."""
+    """The rollout application of `CPU_CONFIG`, with the engine simulated."""
     sim = {"response_tokens": TOKENS, "response_spread": 0.0, "step_s": STEP_S, "step_slope_s": 0.0}
     deployment = {
         "name": "rollout",
@@ -154,7 +154,7 @@ async def tokens(url: str, replicas: int) -> tuple[float, float]:
     client, found = RolloutClient(url), {}
     while len(found) < replicas:
         answer = await client.send("GET", "/metrics", session_id=uuid.uuid4().hex)
-        lines = {line.split("{")[0]: line for line in answer.text.splitlines() if line[:1] != "#"}
+        lines = {line.split("{")[0].split()[0]: line for line in answer.text.splitlines() if line[:1] != "#"}
         read = [lines[f"trackway_engine_{kind}_tokens_total"].split()[-1] for kind in ("prefilled", "reused")]
         found[answer.headers[REPLICA]] = (float(read[0]), float(read[1]))
-    return sum(one for one, _ in found.values()), sum(two for _, two in found.values())
+    return sum(prefilled for prefilled, _ in found.values()), sum(reused for _, reused in found.values())

@@ -14,6 +14,9 @@ Another tool server in the same run: start it, and name it with its URL, process
         "extra_fields": [{}], "finish": [true]}'
 
 benchmarks/README.md says how verl-tool and NeMo-Gym are started. The children of the process are counted with it.
+
+All contenders must have the niceness of this command: Ray's workers are started with it, and another process is
+refused. `--checkout DIR` measures the tool server of another checkout.
 """
 
 import argparse
@@ -33,14 +36,16 @@ from pathlib import Path
 import httpx
 import psutil
 import yaml
+from checkout import HELP, run_in
 from tools_caller import caller_cpu
 from tools_load import MAX_REQUESTS
 
+from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.preflight import free_port
-from trackway.deploy.local.settings import UpSettings, bundled
+from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
+from trackway.system import free_port
 
 HERE = Path(__file__).parent
 ECHO = {"arguments": {"text": "hello"}, "tool_call_id": "call_1"}
@@ -60,8 +65,8 @@ class Target:
 
     def cpu(self) -> float:
         """Seconds so far, children included."""
-        family = [child for one in self.processes for child in (one, *one.children(recursive=True))]
-        return sum(sum(one.cpu_times()[:2]) for one in {one.pid: one for one in family}.values())
+        family = [child for process in self.processes for child in (process, *process.children(recursive=True))]
+        return sum(sum(process.cpu_times()[:2]) for process in {process.pid: process for process in family}.values())
 
     def load(self, connections: int, seconds: float) -> dict[str, float]:
         """What the load generator says."""
@@ -133,9 +138,9 @@ def alone(found: dict[str, Target], wanted: list[str], stack: contextlib.ExitSta
 
 @contextlib.contextmanager
 def served(sink: str) -> Iterator[Deployment]:
-    """The tools application of deploy/cpu.yaml on a Ray of its own."""
-    shipped = yaml.safe_load(bundled("deploy/cpu.yaml").read_text())
-    [tools] = [one for one in shipped["applications"] if one["name"] == "tools"]
+    """The tools application of `CPU_CONFIG` on a Ray of its own."""
+    shipped = yaml.safe_load(CPU_CONFIG.read_text())
+    [tools] = [app for app in shipped["applications"] if app["name"] == "tools"]
     tracing = {"backends": ["otlp"], "otlp_endpoint": sink}
     tools["args"] = {"extra_tools": ["tools_parts:EchoTool"], "tracing": tracing, "drain_s": 0}
     with tempfile.TemporaryDirectory() as folder:
@@ -155,9 +160,9 @@ def on_serve(deployment: Deployment, replicas: int) -> dict[str, Target]:
     """Through the proxy, and at the replicas' own ports."""
     running = status.scale(deployment, "tools", replicas)
     ray = psutil.Process(deployment.processes[0].pid).children(recursive=True)
-    proxies = [one for one in ray if "ProxyActor" in " ".join(one.cmdline())]
-    everything = [*proxies, *(psutil.Process(one.health.pid) for one in running)]
-    urls = [one.url for one in running if one.url]
+    proxies = [process for process in ray if "ProxyActor" in " ".join(process.cmdline())]
+    everything = [*proxies, *(psutil.Process(replica.health.pid) for replica in running)]
+    urls = [replica.url for replica in running if replica.url]
     instances = [instance_url(url) for url in urls]
     if replicas > 1:
         return {"direct-2": Target(instances, ECHO, everything, traced=True)}
@@ -171,6 +176,7 @@ def on_serve(deployment: Deployment, replicas: int) -> dict[str, Target]:
 
 def measure(targets: dict[str, Target], connections: list[int], rounds: int, seconds: float) -> None:
     """The targets in turn, and a line for each."""
+    check_niceness(targets)
     seen: dict[tuple[str, int], list[tuple[float, float, float, float]]] = defaultdict(list)
     for many in connections:
         for _ in range(rounds):
@@ -181,10 +187,20 @@ def measure(targets: dict[str, Target], connections: list[int], rounds: int, sec
                 spent = (target.cpu() - before) / found["good"] * 1e6
                 seen[name, many].append((spent, found["p50_ms"], found["p99_ms"], found["good"] / seconds))
         print(f"{many} connections: CPU us a call (of bare), p50 ms, p99 ms, calls/s; median of {rounds}", flush=True)
-        floor = statistics.median(one[0] for one in seen["bare", many]) if "bare" in targets else float("nan")
+        floor = statistics.median(figures[0] for figures in seen["bare", many]) if "bare" in targets else float("nan")
         for name in targets:
             cpu, p50, p99, rate = (statistics.median(column) for column in zip(*seen[name, many], strict=True))
             print(f"  {name:16} {cpu:7.0f} ({cpu / floor:5.2f}x) {p50:8.2f} {p99:9.2f} {rate:7.0f}", flush=True)
+
+
+def check_niceness(targets: dict[str, Target]) -> None:
+    """Exit when a process has another niceness than this one: its figures would mean something else."""
+    own = psutil.Process().nice()
+    for name, target in targets.items():
+        wrong = [process for process in target.processes if process.nice() != own]
+        if wrong:
+            found = ", ".join(f"{process.nice()} of process {process.pid}" for process in wrong)
+            raise SystemExit(f"{name}: expected niceness {own} as of this command, got {found}; start it at {own}")
 
 
 def main() -> None:
@@ -195,9 +211,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help=f"of one load; at most {MAX_REQUESTS} requests")
     parser.add_argument("--also", nargs=4, action="append", default=[], metavar=("NAME", "URL", "PID", "BODY"))
+    parser.add_argument("--checkout", type=Path, help=HELP)
     args = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}  # replicas import the trivial tool
-    wanted, connections = args.targets.split(","), [int(one) for one in args.connections.split(",")]
+    run_in(args.checkout, parser)
+    path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]  # replicas import the trivial tool
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    wanted, connections = args.targets.split(","), [int(count) for count in args.connections.split(",")]
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(uvicorn("tools_parts:sink"))
         sink = f"{url}/v1/traces"

@@ -77,8 +77,8 @@ class Load:
         self.waiting.append(connection)
         if len(self.waiting) == self.connections:
             self.end = time.perf_counter() + self.seconds
-            for one in self.waiting:
-                one.send()
+            for waiting in self.waiting:
+                waiting.send()
 
 
 class Connection(asyncio.Protocol):
@@ -126,9 +126,9 @@ class Connection(asyncio.Protocol):
 async def run(load: Load) -> None:
     loop = asyncio.get_running_loop()
     made = [Connection(load, number) for number in range(load.connections)]
-    for one in made:
-        await loop.create_connection(lambda one=one: one, *one.address)
-    await asyncio.wait([one.ended for one in made], timeout=load.seconds + 30)
+    for connection in made:
+        await loop.create_connection(lambda connection=connection: connection, *connection.address)
+    await asyncio.wait([connection.ended for connection in made], timeout=load.seconds + 30)
 
 
 def percentile(latencies: list[float], share: float) -> float:

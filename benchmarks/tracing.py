@@ -27,7 +27,7 @@ import httpx
 import psutil
 from tracing_contenders import CONTENDERS, ours, trajectory_of_eight_spans
 
-from trackway.deploy.local.preflight import free_port
+from trackway.system import free_port
 
 CALLS = 300
 ROUNDS = 5
@@ -40,7 +40,10 @@ STORED = 400
 def process(command: Sequence[str], url: str, log: Path, deadline_s: float = 240.0) -> Iterator[psutil.Process]:
     """A server that answers at `url`, until the block ends."""
     with log.open("wb") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **_QUIET})
+        # A pipe: Weave's server ends with its standard input, which may be empty here.
+        server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env={**os.environ, **_QUIET}
+        )
     try:
         end = time.monotonic() + deadline_s
         while not _answers(url):
@@ -49,9 +52,9 @@ def process(command: Sequence[str], url: str, log: Path, deadline_s: float = 240
             time.sleep(0.2)
         yield psutil.Process(server.pid)
     finally:
-        for one in [*psutil.Process(server.pid).children(recursive=True), server]:
+        for process in [*psutil.Process(server.pid).children(recursive=True), server]:
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                one.terminate()
+                process.terminate()
         server.wait(30)
 
 
@@ -100,15 +103,15 @@ def weave_server(folder: Path) -> Iterator[str | None]:
 def cpu_s(root: psutil.Process) -> float:
     """CPU seconds of a process and its living children."""
     total = 0.0
-    for one in [root, *root.children(recursive=True)]:
+    for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            times = one.cpu_times()
+            times = process.cpu_times()
             total += times.user + times.system
     return total
 
 
 def caller() -> None:
-    """Wall and CPU that a 5-span trajectory costs whoever makes it."""
+    """Wall and CPU that a 5-span trajectory costs its creator."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with mlflow_server(folder) as (uri, _), weave_server(folder) as weave_url:
@@ -118,10 +121,10 @@ def caller() -> None:
                 for contender, results in rounds.items():
                     results.append(_measured(contender, str(urls[contender])))
     middle = {name: _medians(results) for name, results in rounds.items()}
-    for name, one in middle.items():
-        ratio = one["p50_ms"] / middle["ours"]["p50_ms"], one["cpu_ms"] / middle["ours"]["cpu_ms"]
+    for name, median in middle.items():
+        ratio = median["p50_ms"] / middle["ours"]["p50_ms"], median["cpu_ms"] / middle["ours"]["cpu_ms"]
         print(
-            f"{name:7} p50 {one['p50_ms']:6.3f} ms  p99 {one['p99_ms']:7.3f} ms  CPU {one['cpu_ms']:6.3f} ms"
+            f"{name:7} p50 {median['p50_ms']:6.3f} ms  p99 {median['p99_ms']:7.3f} ms  CPU {median['cpu_ms']:6.3f} ms"
             f"   {ratio[0]:5.1f}x wall, {ratio[1]:5.1f}x CPU of ours"
         )
 
@@ -135,7 +138,7 @@ def _measured(contender: str, url: str) -> dict[str, float]:
 
 
 def _medians(results: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(one[key] for one in results) for key in results[0]}
+    return {key: statistics.median(result[key] for result in results) for key in results[0]}
 
 
 def measure_caller(contender: str, url: str) -> None:

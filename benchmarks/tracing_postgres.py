@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from trackway.deploy.local.preflight import free_port
+from trackway.system import free_port
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ import yaml
 from rich.progress import track
 from transformers import AutoTokenizer
 
+from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.settings import UpSettings, bundled
+from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
 from trackway.deploy.runs import launch
 from trackway.trainer.config import compose
@@ -70,17 +71,17 @@ def measure(rounds: int, chosen: Sequence[str], engine: str) -> None:
             f"{statistics.median(pairs):.3f}x of {chosen[0]} (middle half {_quartiles(pairs)}, "
             f"all steps together {_total(runs) / _total(steps[chosen[0]]):.3f}x)   "
             f"CPU without MLflow's {others:.3f}x, "
-            f"MLflow's {statistics.median(one.mlflow for one in cpu[mode]):4.2f} s a step"
+            f"MLflow's {statistics.median(cost.mlflow for cost in cpu[mode]):4.2f} s a step"
         )
 
 
 def _serve_config(engine: str) -> dict[str, Any]:
-    config = yaml.safe_load(bundled("deploy/cpu.yaml").read_text())
+    config = yaml.safe_load(CPU_CONFIG.read_text())
     if engine == "sim":
-        tokenizer = AutoTokenizer.from_pretrained(bundled("examples/tiny/checkpoint"))
+        tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
         script = [tokenizer.encode(turn, add_special_tokens=False) for turn in SAID]
         simulated = {"script": script, "step_s": TOKEN_S, "step_slope_s": 0.0}
-        [rollout] = [one for one in config["applications"] if one["name"] == "rollout"]
+        [rollout] = [app for app in config["applications"] if app["name"] == "rollout"]
         rollout["args"] |= {"engine": "sim", "sim": simulated}
     return config
 
@@ -101,7 +102,7 @@ def _run(deployment: Deployment, mode: str, number: int) -> list[float]:
         [
             f"data.train_files={data / 'train.parquet'}",
             "data.val_files=[]",
-            f"actor_rollout_ref.model.path={bundled('examples/tiny/checkpoint')}",
+            f"actor_rollout_ref.model.path={TINY_MODEL}",
             f"trainer.experiment_name={name}",
             f"trainer.total_training_steps={STEPS}",
             "trainer.val_before_train=false",
@@ -130,19 +131,19 @@ def _run(deployment: Deployment, mode: str, number: int) -> list[float]:
 @contextlib.contextmanager
 def _standing_still(deployment: Deployment) -> Iterator[None]:
     family = _mlflow(deployment)
-    for one in family:
-        one.suspend()
+    for process in family:
+        process.suspend()
     try:
         yield
     finally:
-        for one in family:
-            one.resume()
+        for process in family:
+            process.resume()
 
 
 def _mlflow(deployment: Deployment) -> list[psutil.Process]:
     """MLflow's processes."""
     found = [process for record in deployment.processes if record.name == "mlflow" and (process := record.find())]
-    return [one for process in found for one in [process, *process.children(recursive=True)]]
+    return [member for process in found for member in [process, *process.children(recursive=True)]]
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Cpu:
     @classmethod
     def now(cls, deployment: Deployment) -> "Cpu":
         machine = psutil.cpu_times()
-        mlflow = sum(sum(one.cpu_times()[:2]) for one in _mlflow(deployment))
+        mlflow = sum(sum(process.cpu_times()[:2]) for process in _mlflow(deployment))
         return cls(mlflow, machine.user + machine.nice + machine.system - mlflow)
 
     def since(self, before: "Cpu") -> "Cpu":

@@ -1,9 +1,10 @@
-"""Makes the README's pictures from the last demo: a trajectory in MLflow, a comparison (both by headless Chromium),
-and the reward curve.
+"""Makes the pictures of the README and the docs from the last demo: a trajectory and the filter dialog in MLflow, a
+comparison (these by headless Chromium), and the reward curve.
 
 make demo && make picture        (Debian: apt-get install chromium chromium-driver)
 """
 
+# pyright: reportMissingImports=false
 import argparse
 import json
 import shutil
@@ -18,12 +19,15 @@ from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
 
 from trackway import traces
 from trackway.deploy.deployment import processes
 from trackway.deploy.deployment.mlflow_uri import store_uri
-from trackway.deploy.local import mlflow_server, preflight
+from trackway.deploy.local import mlflow_server
+from trackway.system import free_port
+from trackway.traces.views import reward_of
 
 PICTURES = Path(__file__).parent / "pictures"
 WAIT_S = 60
@@ -49,10 +53,11 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     shutil.copy(outputs / "reward.png", PICTURES / "reward.png")
     compare(outputs, PICTURES / "compare.png")
-    port = preflight.free_port()
+    port = free_port()
     server = mlflow_server.start(outputs / "mlflow", port)
     try:
         photograph(f"http://127.0.0.1:{port}", outputs, PICTURES / "trajectory.png")
+        filter_dialog(f"http://127.0.0.1:{port}", outputs, PICTURES / "filter.png")
     finally:
         processes.stop_tree(server)
 
@@ -100,6 +105,27 @@ def photograph(mlflow_url: str, outputs: Path, image: Path) -> None:
     print(image)
 
 
+def filter_dialog(mlflow_url: str, outputs: Path, image: Path) -> None:
+    """Fill in MLflow's dialog that filters traces by tag, and save what it shows."""
+    _, experiment_id = a_good_trace(outputs)
+    with chromium() as browser:
+        wait_for_server(browser, mlflow_url)
+        browser.get(f"{mlflow_url}/#/experiments/{experiment_id}/traces")
+
+        def part(name: str) -> WebElement:
+            selector = f"[data-component-id='web-shared.traces-table.filter.{name}']"
+            return WebDriverWait(browser, WAIT_S).until(lambda page: page.find_element(By.CSS_SELECTOR, selector))
+
+        browser.execute_script("arguments[0].click()", part("trigger"))  # a hint of MLflow's may lie over it
+        part("field").click()
+        [tag] = [option for option in browser.find_elements(By.CSS_SELECTOR, "[role=option]") if option.text == "Tag"]
+        tag.click()
+        part("key").send_keys("step")
+        part("value").send_keys("1")
+        part("popover").screenshot(str(image))
+    print(image)
+
+
 def wait_for_server(browser: webdriver.Chrome, url: str) -> None:
     """Load the start page as soon as MLflow answers."""
     end = time.monotonic() + WAIT_S
@@ -115,10 +141,11 @@ def wait_for_server(browser: webdriver.Chrome, url: str) -> None:
 def a_good_trace(outputs: Path) -> tuple[str, str]:
     """A training trajectory whose reward is 1, from the newest step."""
     uri = store_uri(outputs)
-    found = traces.search(uri, traces.experiment_ids(uri, "trackway-demo"), "tags.validate = 'False'", limit=200)
-    rewarded = [one for one in found if '"reward": 1.0' in (one.info.response_preview or "")]
-    newest = max(rewarded, key=lambda one: int(one.info.tags["step"]))
-    return newest.info.trace_id, str(newest.info.experiment_id)
+    [experiment] = traces.experiment_ids(uri, "trackway-demo")
+    trees = traces.search(uri, [experiment], "tags.validate = 'False'", limit=200)
+    rewarded = [tree for tree in trees if reward_of(tree) == 1.0]
+    newest = max(rewarded, key=lambda tree: int(tree.tags["step"]))
+    return newest.trace_id, experiment
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def _lines_of(path: str, source: str, within: Sequence[str]) -> set[int]:
         for part in name.split("."):
             found = [child for child in node.body if isinstance(child, _Named) and child.name == part]
             if not found:
-                raise ValueError(f"expected {name!r} (within) in {path}, got none of that name; mend mutants.toml")
+                raise ValueError(f"expected {name!r} (within) in {path}, got none of that name; correct mutants.toml")
             node = found[0]
         assert not isinstance(node, ast.Module)
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -219,7 +219,7 @@ def _kill(child: int) -> None:
 def _in_fork(module: Module, code: str | None, modules_file: Path | None) -> int:
     if code is not None:
         _replace(Path(module.path).resolve(), code)
-    unused = ("cacheprovider", "schemathesis", "hypothesispytest", "xdist", "optional_programs")
+    unused = ("cacheprovider", "schemathesis", "hypothesispytest", "xdist", "tests.optional_programs")
     own = [word for name in unused for word in ("-p", f"no:{name}")]
     ignored = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     keywords = ["-k", module.keywords] if module.keywords else []

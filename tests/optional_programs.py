@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import PACKAGES, path_of, path_without
+
+from tests.programs import PACKAGES, path_of, path_without
 
 _INSTALLED_PATH = "TRACKWAY_TEST_PATH"
 """The PATH that pytest was started with; xdist's workers are started with the reduced one."""

@@ -18,7 +18,14 @@ REPORT = "TRACKWAY_TEST_REPORT"
 NO_TESTS = 5
 INTERRUPTED = 2
 HALVES = [
-    ["-n", "2", "--dist", "loadfile", "-m", "not e2e and not vllm and not pods and not manifests and not chaos"],
+    [
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "-m",
+        "not e2e and not vllm and not pods and not manifests and not chaos and not install",
+    ],
     ["-m", "e2e"],
 ]
 

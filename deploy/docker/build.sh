@@ -30,7 +30,7 @@ base() {
 build() {
   local name=$1 target=trackway extras=cpu,postgres torch=cpu options=()
   case $name in
-    tools) extras=tools,reward,serve,command ;;
+    tools) target=tools extras=tools,reward,serve ;;
     services-cpu) ;;
     services-gpu-vllm) target=gpu-vllm torch="" ;;
     *) echo "expected tools, services-cpu or services-gpu-vllm, got $name" >&2 && exit 2 ;;

@@ -4,9 +4,9 @@ from functools import cache
 
 from fastapi import FastAPI
 
-from generators.settings import REPOSITORY
 from trackway.agent.app import create_app as create_agent
 from trackway.agent.settings import AgentSettings
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.reward.app import create_app as create_reward
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.app import create_app as create_rollout
@@ -17,7 +17,7 @@ from trackway.tracing import TracingSettings
 from trackway.trainer.app import create_app as create_trainer
 from trackway.trainer.settings import TrainerSettings
 
-MODEL = REPOSITORY / "examples/tiny/checkpoint"
+MODEL = TINY_MODEL
 
 
 @cache

@@ -22,8 +22,8 @@ def code(text: str) -> str:
 
 
 def breakable(text: str) -> str:
-    """A dotted name or a path as code that a narrow column may break, but only after a dot or a slash."""
-    return f"<code>{re.sub('(?<=.[./])(?=.)', '<wbr>', html.escape(text, quote=False))}</code>"
+    """A name or a path as code that a narrow column may break, but only after a dot, a slash or a double underscore."""
+    return f"<code>{re.sub('((?<=.[./])|(?<=.__))(?=.)', '<wbr>', html.escape(text, quote=False))}</code>"
 
 
 def page(title: str, *parts: str) -> str:

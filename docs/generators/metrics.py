@@ -1,15 +1,16 @@
 """The page of the services' Prometheus metrics."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from generators.apps import service_apps
 from generators.markdown import breakable, code, page, table
 from trackway.deploy.serve.replica_metrics import merged
-from trackway.serving.metrics import ServiceMetrics
+from trackway.serving.metrics import Collectors, ServiceMetrics
 from trackway.trainer.supervisor.gauges import OF_A_STEP, RunGauges
 from trackway.wire.trainer import BackendSummary, RunInfo, RunState
 
@@ -55,13 +56,18 @@ def metrics_page() -> str:
 
 def metrics_of(metrics: ServiceMetrics) -> list[Row]:
     """The metrics of a service's process."""
-    return rows(metrics.collect())
+    return sorted(row for collector in _flat(metrics.collectors) for row in rows(collector.collect(), collector))
 
 
-def rows(families: Iterable[Metric]) -> list[Row]:
-    """One row for each family, by its name in Prometheus' text."""
+def _flat(collectors: Iterable[Collector]) -> Iterator[Collector]:
+    for collector in collectors:
+        yield from _flat(collector.collectors) if isinstance(collector, Collectors) else [collector]
+
+
+def rows(families: Iterable[Metric], collector: Collector | None = None) -> list[Row]:
+    """One row for each family, by its name in Prometheus' text; `collector` is the one that made them."""
     return sorted(
-        Row(_name(family), family.type, _labels(family), family.documentation)
+        Row(_name(family), family.type, _labels(family, collector), family.documentation)
         for family in families
         if family.name.startswith("trackway_")
     )
@@ -71,11 +77,12 @@ def _name(family: Metric) -> str:
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
-def _labels(family: Metric) -> tuple[str, ...]:
-    """The labels that a family declares, and those of its samples; not OpenTelemetry's own and a histogram's bounds."""
-    declared: Iterable[str] = getattr(family, "_labelnames", ())  # all that a family without samples knows of them
+def _labels(family: Metric, collector: Collector | None) -> tuple[str, ...]:
+    """The labels that a family or its collector declares, and those of its samples, but for a histogram's bounds."""
+    # Without samples, only these attributes know the labels.
+    declared = {*getattr(family, "_labelnames", ()), *getattr(collector, "_labelnames", ())}
     used = {label for sample in family.samples for label in sample.labels}
-    return tuple(sorted(label for label in {*declared, *used} if label != "le" and not label.startswith("otel_")))
+    return tuple(sorted((declared | used) - {"le"}))
 
 
 def _table(found: Iterable[Row]) -> str:

@@ -110,7 +110,7 @@ def _shown(value: object) -> str:
     if value is ...:
         return "random"
     if isinstance(value, Path):
-        return code(str(value.relative_to(REPOSITORY) if value.is_relative_to(REPOSITORY) else value))
+        return breakable(str(value.relative_to(REPOSITORY) if value.is_relative_to(REPOSITORY) else value))
     if isinstance(value, str) and not isinstance(value, Enum):
         return code(value) if value else "empty"
     return code(json.dumps(to_jsonable_python(value)))

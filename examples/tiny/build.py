@@ -1,6 +1,6 @@
 """Build the tiny checkpoint: a tokenizer and a 0.23M-parameter Qwen3 that is taught the skill, then blurred.
 
-    python examples/tiny/build.py --out examples/tiny/checkpoint
+    python examples/tiny/build.py --out deploy/trackway/deploy/bundled/tiny
 
 Two supervised stages, on the assistant's tokens only. *Skill*: call the calculator with the operation that
 the question asks for, then repeat the result. *Blur*: the same transcripts, but with an operation drawn at
@@ -21,6 +21,7 @@ from measure import accuracy, held_out, observation_ids, prompt_ids
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.tools.builtin.arithmetic import calculate
 from trackway.trainer.data.tiny import OPERATIONS, Problem, draw_problem
 
@@ -191,7 +192,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 def main() -> None:
     """Build the checkpoint and say how good it is after each stage."""
     parser = argparse.ArgumentParser(description="Build the tiny checkpoint.")
-    parser.add_argument("--out", type=Path, default=HERE / "checkpoint", help="folder to write")
+    parser.add_argument("--out", type=Path, default=TINY_MODEL, help="folder to write")
     out = parser.parse_args().out
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Held-out accuracy of a tiny checkpoint, in one process and without the services.
 
-python examples/tiny/measure.py examples/tiny/checkpoint --problems 256
+python examples/tiny/measure.py deploy/trackway/deploy/bundled/tiny --problems 256
 """
 
 import argparse

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from service_process import ServiceProcess
+
+from tests.attacks.service_process import ServiceProcess
 
 ANSWER_S = 60.0
 HEALTH_S = 10.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def service_process(
 ) -> Iterator[ServiceProcess]:
     """`uvicorn --factory trackway.<service>.app:create_app`; `files` bounds its file descriptors."""
     log = folder / f"{service}.log"
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     given = {f"TRACKWAY_{name.upper()}": value for name, value in settings.items()}
     with log.open("wb") as out:
         process = subprocess.Popen(

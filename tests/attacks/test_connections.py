@@ -12,10 +12,10 @@ import psutil
 import pytest
 import uvicorn
 from fastapi import APIRouter, FastAPI
-from service_process import service_process
 from starlette.types import ASGIApp
 from uvicorn.config import HTTP_PROTOCOLS
 
+from tests.attacks.service_process import service_process
 from trackway.deploy.http_proxy import bound_connections
 from trackway.deploy.serve.direct_port import DirectPort
 from trackway.serving import ServiceSettings, service_app

@@ -4,9 +4,10 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from costs import Meter
 from pydantic import JsonValue
-from service_process import service_process
+
+from tests.attacks.costs import Meter
+from tests.attacks.service_process import service_process
 
 CPU_S, HEALTH_S = 2.0, 1.0
 REPEATED = "a" * 40 + "!"
@@ -14,7 +15,7 @@ REPEATED = "a" * 40 + "!"
 
 @pytest.fixture(scope="module")
 def meter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meter]:
-    settings = {"extra_tools": '["costly_schemas:Costly"]', "tools": '["calculator"]'}
+    settings = {"extra_tools": '["tests.attacks.costly_schemas:Costly"]', "tools": '["calculator"]'}
     with service_process("tools", tmp_path_factory.mktemp("tools"), settings) as service:
         yield Meter(service)
 

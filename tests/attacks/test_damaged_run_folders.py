@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from trackway.trainer.app import create_app
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.heartbeat import Heartbeat, LivenessMonitor, OwnFolder
+from trackway.trainer.run_state.heartbeat import Heartbeat, LivenessMonitor, exit_if_lost
 from trackway.trainer.run_state.ownership import Beat, Owner, this_machine
 from trackway.trainer.settings import ServiceUrls, TrainerSettings
 from trackway.trainer.supervisor.manager import RunManager
@@ -64,7 +64,7 @@ def test_a_run_whose_state_cannot_be_read_is_listed_with_the_way_to_go_on(output
     folder = damaged(outputs, content)
     with TestClient(create_app(TrainerSettings(outputs_dir=str(outputs)))) as client:
         listed = client.get("/runs")
-        one = client.get("/runs/damaged")
+        reply = client.get("/runs/damaged")
         rows = client.get("/runs/damaged/metrics?follow=true")
         stopped = client.post("/runs/damaged/stop")
         metrics = client.get("/metrics")
@@ -73,7 +73,7 @@ def test_a_run_whose_state_cannot_be_read_is_listed_with_the_way_to_go_on(output
     assert (info.run, info.state, info.folder) == ("damaged", RunState.UNREADABLE, str(folder.path))
     assert info.message.startswith(f"{folder.path}/state.json cannot be read (")
     assert "resume the run: it continues from its newest checkpoint" in info.message
-    assert RunInfo.model_validate(one.json()) == info
+    assert RunInfo.model_validate(reply.json()) == info
     assert json.loads(rows.text)["data"] == {"critic/score/mean": 0.5}
     assert (stopped.status_code, stopped.json()["error"]["code"]) == (409, "conflict")
     assert 'trackway_run_state{run="damaged",state="unreadable"} 1.0' in metrics.text
@@ -97,7 +97,7 @@ def test_the_process_of_a_run_writes_its_state_again_as_it_knows_it(outputs: Pat
     folder = damaged(outputs, b"{}")
     folder.move(RunState.STARTING)
     with Heartbeat(folder, every_s=3600):
-        own = OwnFolder(folder.path)
+        own = RunFolder(folder.path, exit_if_lost)
         own.move(RunState.RUNNING, restarts=2)
         (own.path / "state.json").write_bytes(content)
         own.update(step=3)
@@ -109,7 +109,7 @@ def test_the_process_of_a_run_writes_its_state_again_as_it_knows_it(outputs: Pat
 def test_a_process_that_never_could_read_its_state_starts(outputs: Path):
     folder = damaged(outputs, DAMAGE["half"])
     with Heartbeat(folder, every_s=3600):
-        OwnFolder(folder.path).move(RunState.RUNNING)
+        RunFolder(folder.path, exit_if_lost).move(RunState.RUNNING)
 
     assert (folder.info().state, folder.info().uid) == (RunState.RUNNING, "abc")
 
@@ -118,7 +118,7 @@ def test_a_process_that_never_could_read_its_state_starts(outputs: Path):
 def test_a_damaged_owner_file_neither_ends_the_owner_nor_takes_it_for_dead(outputs: Path, content: bytes):
     folder = damaged(outputs, b"{}")
     with Heartbeat(folder, every_s=3600):
-        own = OwnFolder(folder.path)
+        own = RunFolder(folder.path, exit_if_lost)
         own.move(RunState.RUNNING)
         own.write_beat(Beat(owner=Owner.of(os.getpid()), count=1))
         (own.path / "worker.json").write_bytes(content)
@@ -170,7 +170,7 @@ async def test_a_run_without_a_readable_configuration_is_listed_and_its_resumpti
 ):
     damaged(outputs, b"{", "config.json")
 
-    listed = runs.list()
+    listed = runs.registry.list()
     with pytest.raises(TrackwayError, match=r"expected config\.json of run 'damaged'"):
         await runs.resume("damaged")
 

@@ -7,17 +7,18 @@ At most 2 s of CPU, 100 MB of memory beyond the body's own size, 64 kB of answer
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from costs import Cost, Meter
-from hostile_bodies import HOSTILE, SIZE
-from service_process import service_process
+
+from tests.attacks.costs import Cost, Meter
+from tests.attacks.hostile_bodies import HOSTILE, SIZE
+from tests.attacks.service_process import service_process
+from trackway.deploy.bundled import TINY_MODEL
 
 pytestmark = pytest.mark.slow
 
-CHECKPOINT = str(Path(__file__).parents[2] / "examples/tiny/checkpoint")
+CHECKPOINT = str(TINY_MODEL)
 CPU_S, MEMORY_MIB, ANSWER_BYTES, HEALTH_S = 2.0, 100.0, 65_536, 1.0
 HERE = "@"
 """Where the hostile value goes."""

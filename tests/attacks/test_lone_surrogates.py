@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from trackway.reward.app import create_app as create_reward
@@ -10,7 +11,6 @@ from trackway.tools import ToolInputError, ToolResult, function_tool
 from trackway.tools.app import create_app
 from trackway.tools.functions.tool import FunctionTool
 from trackway.tracing import Tracing, TracingSettings
-from trackway.tracing.export.otlp_encoder import serialized
 from trackway.wire.reward import ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward
 
@@ -55,7 +55,14 @@ def exporter() -> InMemorySpanExporter:
         ("refuse", 422, SHOWN),
     ],
 )
-async def test_a_tools_text(running, exporter: InMemorySpanExporter, kind: str, status: int, told: str) -> None:
+async def test_a_tools_text(
+    running,
+    exporter: InMemorySpanExporter,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    status: int,
+    told: str,
+) -> None:
     tracing = Tracing("tools", TracingSettings(schedule_delay_s=0.01), exporter)
     app = create_app(tools=[FunctionTool(function_tool(giving))], tracing=tracing)
     async with running(app) as client:
@@ -71,7 +78,9 @@ async def test_a_tools_text(running, exporter: InMemorySpanExporter, kind: str, 
     else:
         assert result["error"]["message"].startswith(told)
     spans = exporter.get_finished_spans()
-    assert len(spans) == 1 and b"half" in serialized(spans)
+    assert len(spans) == 1
+    assert b"half" in encode_spans(spans).SerializeToString()
+    assert [record for record in caplog.records if record.name.startswith("opentelemetry")] == []
 
 
 class Halves:

@@ -8,33 +8,35 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-import sglang_fake
 import torch
-from engine_runs import started
-from planted_weights import DEMO, USUAL, Versions, make_versions
-from sglang_fake import Fake
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.services.rollout.engine_runs import started
+from tests.services.rollout.engines.remote.sglang import sglang_fake
+from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
+from tests.services.rollout.planted_weights import DEMO, USUAL, Versions, make_versions
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.remote.server_process import free_port
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
+from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Verdict, WeightProof
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-MODEL = Path(__file__).parents[2] / "examples" / "tiny" / "checkpoint"
+TOO_SMALL = 1e-300
+"""A learning rate that is 0 in float32: a step changes no weight."""
 QUESTIONS = [f"Tom had {12 + n} pens and lost {5 + n} of them. How many pens does Tom still have?" for n in range(4)]
 
 
 def sampled() -> list[tuple[list[int], list[int]]]:
     """Prompts and the demo model's own continuations of them."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).eval()
     torch.manual_seed(0)
     pairs = []
     for question in QUESTIONS:
@@ -54,7 +56,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float],
 
     def of(dtype: str, lr: float) -> Versions:
         if (dtype, lr) not in made:
-            made[dtype, lr] = make_versions(MODEL, pairs, tmp_path_factory.mktemp("versions"), dtype, lr)
+            made[dtype, lr] = make_versions(TINY_MODEL, pairs, tmp_path_factory.mktemp("versions"), dtype, lr)
         return made[dtype, lr]
 
     return of
@@ -63,7 +65,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, float],
 @pytest.fixture(params=["float32", "bfloat16"])
 async def engine(request: pytest.FixtureRequest) -> AsyncIterator[TorchEngine]:
     """The embedded engine in either type."""
-    engine = TorchEngine(RolloutSettings(model_path=MODEL, device="cpu", dtype=request.param, max_num_seqs=2))
+    engine = TorchEngine(RolloutSettings(model_path=TINY_MODEL, device="cpu", dtype=request.param, max_num_seqs=2))
     await engine.start()
     yield engine
     await engine.stop()
@@ -139,7 +141,7 @@ async def test_what_a_server_tells_that_gives_no_digests(
 ) -> None:
     """SGLang's protocol, with answers of the real weights; besides, answers that do not change at all are old ones."""
     made = versions("bfloat16", lr)
-    decoder = TorchEngine(RolloutSettings(model_path=MODEL, device="cpu", dtype=dtype))._decoder  # pyright: ignore[reportArgumentType]
+    decoder = TorchEngine(RolloutSettings(model_path=TINY_MODEL, device="cpu", dtype=dtype))._decoder  # pyright: ignore[reportArgumentType]
     held = {fault: torch_engine.load(decoder, folder) for fault, folder in made.folders.items()}
     for folder in made.folders.values():
         sglang_fake.write_weights(tmp_path / folder.name, 0)
@@ -176,7 +178,7 @@ async def outcome(engine: SglangEngine, folder: Path, proof: WeightProof) -> Ver
 async def test_a_version_that_changes_nothing_is_proven_and_without_digests_no_failure(
     engine: TorchEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = make_versions(MODEL, sampled(), tmp_path, "bfloat16", 0.0)
+    made = make_versions(TINY_MODEL, sampled(), tmp_path, "bfloat16", TOO_SMALL)
     answers = made.proof.model_copy(update={"digests": []})
 
     assert await judged(engine, made, "old kept", made.proof, monkeypatch) is Verdict.PROVEN

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from exiting_code import BY_TASKS, RAISED
-from service_process import ServiceProcess, service_process
 
-from trackway.reward.scorers import load_scorers
+from tests.attacks.exiting_code import BY_TASKS, RAISED
+from tests.attacks.service_process import ServiceProcess, service_process
+from trackway.reward.scorers import scorers_of
+from trackway.reward.settings import RewardSettings
 from trackway.serving.user_code import UserCodeExit
 from trackway.tools.functions.tool import functions_of_file
 from trackway.tools.loading import load_tools
@@ -21,7 +22,7 @@ SCORED = {"data_source": "test/exiting", "solution_str": "x", "ground_truth": "y
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     settings = {
         "function_tool_path": str(HERE / "exiting_code.py"),
-        "extra_tools": '["exiting_code:Hooked"]',
+        "extra_tools": '["tests.attacks.exiting_code:Hooked"]',
         "tools": '["calculator"]',
     }
     with service_process("tools", tmp_path_factory.mktemp("tools"), settings) as service:
@@ -30,7 +31,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
 
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    settings = {"extra_scorers": '["exiting_code:ExitingScorer"]'}
+    settings = {"extra_scorers": '["tests.attacks.exiting_code:ExitingScorer"]'}
     with service_process("reward", tmp_path_factory.mktemp("reward"), settings) as service:
         yield service
 
@@ -48,14 +49,14 @@ def lives(service: ServiceProcess) -> bool:
 def test_a_function_tool_that_exits_fails_its_call_alone(
     tools: ServiceProcess, tool: str, ways: dict[str, str]
 ) -> None:
-    other = tools.http.post("/instances", json={"tool": "calculator"}).json()["instance_id"]
+    other_id = tools.http.post("/instances", json={"tool": "calculator"}).json()["instance_id"]
 
     failed = {how: failure(tools.http.post(f"/tools/{tool}/execute", json={"arguments": {"how": how}})) for how in ways}
 
     assert failed == {
         how: (500, "tool_failed", f"tool {tool!r} failed in execute: {what}") for how, what in ways.items()
     }
-    kept = tools.http.post(f"/instances/{other}/execute", json={"arguments": {"expression": "6*7"}})
+    kept = tools.http.post(f"/instances/{other_id}/execute", json={"arguments": {"expression": "6*7"}})
     assert (kept.json()["text"], lives(tools)) == ("42", True)
 
 
@@ -109,7 +110,11 @@ def test_a_module_that_exits_on_import_is_named() -> None:
         UserCodeExit, match=r"function_tool_path '.*exiting_module.py': it called sys.exit\(7\) on import"
     ):
         functions_of_file(HERE / "exiting_module.py")
-    with pytest.raises(UserCodeExit, match=r"setting extra_tools, 'exiting_module:x': it called sys.exit\(7\)"):
-        load_tools([], ["exiting_module:x"], {})
-    with pytest.raises(UserCodeExit, match=r"setting extra_scorers, 'exiting_module:x': it called sys.exit\(7\)"):
-        load_scorers(["exiting_module:x"])
+    with pytest.raises(
+        UserCodeExit, match=r"setting extra_tools, 'tests.attacks.exiting_module:x': it called sys.exit\(7\)"
+    ):
+        load_tools([], ["tests.attacks.exiting_module:x"], {})
+    with pytest.raises(
+        UserCodeExit, match=r"setting extra_scorers, 'tests.attacks.exiting_module:x': it called sys.exit\(7\)"
+    ):
+        scorers_of(RewardSettings(extra_scorers=["tests.attacks.exiting_module:x"]))

@@ -2,10 +2,12 @@
 
 from typing import NamedTuple
 
-from fault_schedule import Fault, fault_schedule
+from tests.chaos.fault_schedule import Fault, fault_schedule
 
 TRAJECTORIES = 16
 """Training trajectories of a step of a small run (tests/e2e/small_runs.py): 4 prompts, 4 rollouts each."""
+TRACED = 8
+"""Those that are traced: 2 prompts. MLflow takes longer for 16 than a step does."""
 
 
 class ChaosSettings(NamedTuple):

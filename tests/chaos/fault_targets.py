@@ -8,8 +8,8 @@ from pathlib import Path
 from signal import Signals
 
 import psutil
-from fault_schedule import SERVICES, Fault, Target
 
+from tests.chaos.fault_schedule import SERVICES, Fault, Target
 from trackway.deploy.deployment.record import Deployment
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fault_injection import ChaosRun
-from fault_schedule import Target
-
+from tests.chaos.fault_injection import ChaosRun
+from tests.chaos.fault_schedule import Target
 from trackway.traces import rules
 from trackway.traces.store import TraceStore
 from trackway.traces.tree import SERVICE_OF_SPAN, TraceTree

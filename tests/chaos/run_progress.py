@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from fault_schedule import Moment
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.chaos.fault_schedule import Moment
 
 _NOT_DELIVERED = "aborted"
 

@@ -3,8 +3,9 @@
 from signal import SIGKILL, SIGSTOP, SIGTERM
 
 import pytest
-from chaos_settings import IN_CI, ON_DEMAND, TRAJECTORIES
-from fault_schedule import SIGNALS, Fault, Moment, Target, fault_schedule, spread
+
+from tests.chaos.chaos_settings import IN_CI, ON_DEMAND, TRAJECTORIES
+from tests.chaos.fault_schedule import SIGNALS, Fault, Moment, Target, fault_schedule, spread
 
 SCHEDULES = [fault_schedule(seed, 6, 8, TRAJECTORIES) for seed in range(300)]
 

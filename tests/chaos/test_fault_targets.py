@@ -10,8 +10,9 @@ from signal import SIGKILL, SIGSTOP, SIGTERM
 
 import psutil
 import pytest
-from fault_schedule import Fault, Moment, Target
-from fault_targets import running, send, stopped, title_of, workers
+
+from tests.chaos.fault_schedule import Fault, Moment, Target
+from tests.chaos.fault_targets import running, send, stopped, title_of, workers
 
 TITLES = [
     "ray::ServeController.listen_for_change",
@@ -66,11 +67,11 @@ def test_a_replica_and_the_proxy_are_found_by_the_titles_that_ray_gives_them(tar
 
 @pytest.mark.parametrize("signal", [SIGKILL, SIGTERM])
 def test_a_killed_process_runs_no_more(sleeping, signal):
-    process, other = sleeping(), sleeping()
+    process, other_process = sleeping(), sleeping()
 
     send(Fault(Moment(0, 0), Target.TOOLS, signal), [process])
 
-    until(lambda: running([process, other]) == [other])
+    until(lambda: running([process, other_process]) == [other_process])
 
 
 def test_a_stopped_process_goes_on(sleeping):
@@ -87,11 +88,11 @@ def test_a_stopped_process_goes_on(sleeping):
 def test_a_stopped_process_goes_on_even_if_the_one_that_stopped_it_is_killed(sleeping):
     process = sleeping()
     script = f"""import psutil, signal
-from fault_targets import send
-from fault_schedule import Fault, Moment, Target
+from tests.chaos.fault_targets import send
+from tests.chaos.fault_schedule import Fault, Moment, Target
 send(Fault(Moment(0, 0), Target.TOOLS, signal.SIGSTOP, 2.0), [psutil.Process({process.pid})])
 """
-    sender = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parent)
+    sender = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
     until(lambda: stopped([process]) == [process])
 
     sender.kill()

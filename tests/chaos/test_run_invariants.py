@@ -4,10 +4,10 @@ from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 
 import pytest
-from fault_injection import ChaosRun, Injection
-from fault_schedule import Fault, Moment, Target
-from run_invariants import drift_of, of_the_first_weights, rollout_of, rows_of, trajectories_of, unexplained
 
+from tests.chaos.fault_injection import ChaosRun, Injection
+from tests.chaos.fault_schedule import Fault, Moment, Target
+from tests.chaos.run_invariants import drift_of, of_the_first_weights, rollout_of, rows_of, trajectories_of, unexplained
 from trackway.deploy.deployment.record import Deployment
 from trackway.traces.verify import Gap
 from trackway.trainer.run_state.folder import RunFolder
@@ -97,9 +97,9 @@ def trajectory(run: str, step: int, validate: bool = False, **changes: object) -
 def test_trajectories_of_two_runs_are_equal_but_for_names_times_logprobs_and_traces(tmp_path: Path):
     write_trajectories(tmp_path / "trajectories" / "step_1.parquet", [trajectory("a", 1)])
     [read] = trajectories_of(tmp_path)
-    other = {"trace_id": "1" * 32, "timings": Timings(total=9.0), "response_logprobs": [-0.5, -0.26]}
+    changes = {"trace_id": "1" * 32, "timings": Timings(total=9.0), "response_logprobs": [-0.5, -0.26]}
 
-    assert rollout_of(read) == rollout_of(trajectory("b", 1, **other))
+    assert rollout_of(read) == rollout_of(trajectory("b", 1, **changes))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A fault's moment follows from a run's progress, even while the agent is away or has been replaced."""
 
-from fault_schedule import Moment
-from run_progress import StepProgress, ended_trajectories
+from tests.chaos.fault_schedule import Moment
+from tests.chaos.run_progress import StepProgress, ended_trajectories
 
 EXPOSITION = """# HELP trackway_trajectories_total Ended trajectories by kind and outcome
 # TYPE trackway_trajectories_total counter

@@ -4,11 +4,11 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from access_tokens import OPERATOR
-from lab import Cluster, running
-from lab_runs import stop_all
-from network import unavailable
 
+from tests.cluster.cluster_runs import stop_all
+from tests.cluster.network import unavailable
+from tests.cluster.ray_cluster import Cluster, running
+from tests.e2e.access_tokens import OPERATOR
 from trackway.clients.token import TOKEN
 
 

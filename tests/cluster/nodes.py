@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from network import Network
-from processes import RUNNING, STARTING, be_urgent, started
+
+from tests.cluster.network import Network
+from tests.cluster.processes import RUNNING, STARTING, be_urgent, started
 
 GCS_PORT, DASHBOARD_PORT = 6379, 8265
 REDIS = "REDIS_PASSWORD"

@@ -1,4 +1,4 @@
-"""A calculator that takes its time and keeps an instance for each trajectory: `slow_calculator:SlowCalculator`.
+"""A slow calculator that keeps an instance for each trajectory: `tests.cluster.slow_calculator:SlowCalculator`.
 
 It paces a run by the clock and not by the machine, and calls are on their way whenever a node dies.
 """

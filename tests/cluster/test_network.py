@@ -6,8 +6,8 @@ import sys
 import time
 
 import pytest
-from network import Network
 
+from tests.cluster.network import Network
 from trackway.clients import CallPolicy, ServiceClient, close_shared_http
 from trackway.wire.errors import ErrorCode, TrackwayError
 

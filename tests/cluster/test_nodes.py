@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from lab import SERVICES, Cluster, until
-from lab_runs import generate, generating, goes_on, lost_nothing, start, step_of, stopped, trace_gaps
 
+from tests.cluster.cluster_runs import generate, generating, goes_on, lost_nothing, start, step_of, stopped, trace_gaps
+from tests.cluster.ray_cluster import SERVICES, Cluster, until
 from trackway.clients import run
 from trackway.traces.verify import Gap
 
@@ -95,14 +95,14 @@ def test_a_run_and_every_replica_outlive_the_head(cluster: Cluster) -> None:
 
 def names(cluster: Cluster) -> dict[str, list[str]]:
     """Each service's replicas, by their own names."""
-    return {service: [one.health.replica for one in cluster.replicas(service)] for service in SERVICES}
+    return {service: [replica.health.replica for replica in cluster.replicas(service)] for service in SERVICES}
 
 
 def test_a_drained_node_ends_what_it_has_begun_and_is_empty_then(cluster: Cluster) -> None:
-    before = {one.health.replica for one in cluster.replicas("rollout")}
+    before = {replica.health.replica for replica in cluster.replicas("rollout")}
     answered, hurried = run(drained_meanwhile(cluster))
     print(f"{len(answered)} generations of {LONG} tokens meanwhile", flush=True)
-    [gone] = before - {one.health.replica for one in cluster.replicas("rollout")}
+    [gone] = before - {replica.health.replica for replica in cluster.replicas("rollout")}
     assert hurried.startswith("drain: not empty (SERVE_REPLICA::") and "SERVE_REPLICA::rollout" in hurried
     assert gone in answered
     assert {host for hosts in cluster.placed().values() for host in hosts} == {"one"}

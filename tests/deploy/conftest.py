@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trackway.agent.app import create_app as agent_app
 from trackway.agent.settings import AgentSettings
 from trackway.clients.token import TOKEN
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.settings import bundled
 from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
 from trackway.rollout.app import create_app as rollout_app
@@ -56,7 +56,7 @@ class Elsewhere:
         tokens.touch(mode=0o600)
         tokens.write_text(json.dumps({"ops": {"secret": OPERATOR, "scopes": ["admin"]}}))
         shared = {"auth": {"tokens_file": tokens}}
-        model = bundled("examples/tiny/checkpoint")
+        model = TINY_MODEL
         self._apps: dict[str, ASGIApp] = {
             "rollout": rollout_app(RolloutSettings.model_validate({**shared, "model_path": model, "engine": "sim"})),
             "agent": agent_app(AgentSettings.model_validate({**shared, "model_path": str(model)})),
@@ -70,7 +70,7 @@ class Elsewhere:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].lstrip("/")
-        away = [one for one in self.away if path.startswith(one)]
+        away = [prefix for prefix in self.away if path.startswith(prefix)]
         name = path.split("/")[0]
         if away or self.failing or name not in self._apps:
             self.failing = max(0, self.failing - 1)

@@ -1,10 +1,18 @@
-"""What a user can mend is one line and exit status 2, never a traceback."""
+"""What a user can correct is one line and exit status 2, never a traceback."""
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.main import get_command
+
+from trackway.deploy.cli import app
+from trackway.deploy.commands import main_ppo
 
 
 def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -41,6 +49,38 @@ def test_a_mistake_is_one_line_with_exit_status_2(words: list[str], expected: st
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [["status", "--json"], ["status", "--json", "--typo"]])
+def test_a_mistake_is_one_json_document_with_json(words: list[str], tmp_path: Path) -> None:
+    result = trackway(*words, cwd=tmp_path)
+
+    error = json.loads(result.stdout)["error"]
+    assert (result.returncode, error["code"]) == (2, "invalid_request")
+    assert error["message"].startswith(("no services are running for outputs", "No such option: --typo"))
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command below this one, with its words."""
+    if not hasattr(command, "list_commands"):
+        yield path, command
+        return
+    context = typer.Context(command)
+    for name in command.list_commands(context):
+        yield from commands(command.get_command(context, name), (*path, name))
+
+
+def test_every_command_has_json_and_says_what_is_in_it() -> None:
+    options = {
+        words: [parameter.help for parameter in command.params if "--json" in parameter.opts]
+        for words, command in [*commands(get_command(app)), *commands(get_command(main_ppo.app))]
+    }
+
+    assert len(options) >= 24 and ("runs", "logs") in options
+    assert [words for words, helps in options.items() if len(helps) != 1] == []
+    starts = "Print one JSON document and nothing else: "
+    assert [words for words, (text,) in options.items() if not text.startswith(starts)] == []
+
+
+@pytest.mark.slow
 def test_help_has_an_example_for_every_command(tmp_path: Path) -> None:
     for command in (
         ["up"],
@@ -51,6 +91,9 @@ def test_help_has_an_example_for_every_command(tmp_path: Path) -> None:
         ["train"],
         ["demo"],
         ["ui"],
+        ["clean"],
+        ["serve"],
+        ["runs", "list"],
         ["traces", "list"],
         ["config", "explain"],
     ):

@@ -59,7 +59,7 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 
 def components(config: Config) -> Iterator[tuple[str, Config]]:
-    yield from ((name, one) for kind in KINDS for name, one in config[kind].items())
+    yield from ((name, component) for kind in KINDS for name, component in config[kind].items())
     yield "service", config["service"]
 
 
@@ -79,7 +79,7 @@ def broken_references(config: Config) -> Iterator[str]:
     yield from (f"extension {name} is enabled or defined, not both" for name in enabled ^ config["extensions"].keys())
     for name, exporter in config["exporters"].items():
         wanted = {exporter.get("auth", {}).get("authenticator"), exporter.get("sending_queue", {}).get("storage")}
-        yield from (f"{name} needs extension {one}, which is not enabled" for one in wanted - enabled)
+        yield from (f"{name} needs extension {extension}, which is not enabled" for extension in wanted - enabled)
 
 
 def losses(config: Config) -> Iterator[str]:
@@ -113,7 +113,7 @@ def lost_headers(config: Config) -> Iterator[str]:
         exporter = config["exporters"].get(name, {})
         setter = config["extensions"].get(exporter.get("auth", {}).get("authenticator"), {"headers": []})
         kept = set(exporter.get("sending_queue", {}).get("batch", {}).get("partition", {}).get("metadata_keys", []))
-        forwarded = {one["key"] for one in setter["headers"] if one["key"] == one["from_context"]}
+        forwarded = {header["key"] for header in setter["headers"] if header["key"] == header["from_context"]}
         if not headers == kept == forwarded:
             yield f"{name}: expected headers {sorted(headers)}, got batches by {sorted(kept)}, sent {sorted(forwarded)}"
     if names.WEAVE_KEY_HEADER not in config["exporters"]["otlp_http/weave"].get("headers", {}):
@@ -196,7 +196,7 @@ def test_the_head_says_that_it_was_not_run_and_which_version_it_needs() -> None:
 )
 def test_a_mistake_in_the_file_is_found(old: str, new: str, problem: str) -> None:
     assert old in TEXT
-    assert any(problem in one for one in problems(TEXT.replace(old, new, 1)))
+    assert any(problem in message for message in problems(TEXT.replace(old, new, 1)))
 
 
 @pytest.mark.parametrize("exporter", ["mlflow", "weave"])
@@ -215,7 +215,7 @@ def test_an_exporter_that_could_lose_spans_is_found(exporter: str, old: str, new
     before, name, after = TEXT.partition(f"  otlp_http/{exporter}:\n")
     assert old in after
     found = problems(before + name + after.replace(old, new, 1))
-    assert any(one.startswith(f"otlp_http/{exporter}") and problem in one for one in found)
+    assert any(message.startswith(f"otlp_http/{exporter}") and problem in message for message in found)
 
 
 class Exported:
@@ -250,7 +250,9 @@ def test_mlflow_links_every_root_of_the_largest_batch_to_its_run(mlflow_server: 
 @pytest.mark.slow
 def test_mlflow_takes_a_request_that_named_neither_experiment_nor_run(mlflow_server: str) -> None:
     setter = yaml.safe_load(TEXT)["extensions"]["headers_setter/mlflow"]["headers"]
-    headers = {one["key"]: re.sub(r"\$\{env:[A-Z_]+:-(.*)\}", r"\1", one.get("default_value", "")) for one in setter}
+    headers = {
+        header["key"]: re.sub(r"\$\{env:[A-Z_]+:-(.*)\}", r"\1", header.get("default_value", "")) for header in setter
+    }
     exported = Exported(mlflow_server, headers, 1)
     info = MlflowClient(tracking_uri=mlflow_server).get_trace(exported.trace_ids.pop()).info
     assert exported.answer.status_code == 200

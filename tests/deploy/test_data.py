@@ -58,6 +58,7 @@ def test_without_a_folder_the_files_are_where_the_reproduce_script_looks(
     assert written == ["test.parquet", "train.parquet"]
 
 
+@pytest.mark.slow
 def test_rows_without_room_are_one_line_that_names_the_disk_and_leave_nothing(small_disk: Path) -> None:
     words = [sys.executable, "-m", "trackway.deploy.cli", "data", "make-tiny", str(small_disk), "--train-size", "90000"]
 

@@ -1,14 +1,21 @@
 """What Serve's health check makes of a replica's own word."""
 
+import subprocess
+import sys
+from typing import get_args
+
 import httpx
 import pytest
 import ray
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from ray._common.utils import import_attr
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 from trackway.deploy.graph import Replica
 from trackway.tools.settings import ToolsSettings
-from trackway.wire.health import Ready
+from trackway.wire.health import Ready, ServiceName
 
 pytestmark = pytest.mark.anyio
 
@@ -37,6 +44,26 @@ async def test_a_replica_that_only_a_restart_mends_is_replaced() -> None:
         await replica_that_says(
             Ready(ready=False, broken=True, reason="the engine has made no progress on its work for 61 s")
         ).check_health()
+
+
+@pytest.mark.parametrize("service", get_args(ServiceName))
+def test_ray_serve_parses_the_args_of_an_application_as_its_services_settings(service: ServiceName) -> None:
+    builder = import_attr(f"trackway.deploy.graph:{service}")
+    with pytest.raises(ValidationError, match=f"for {service.capitalize()}Settings\n(.*\n)*no_such_key"):
+        call_user_app_builder_with_args_if_necessary(builder, {"no_such_key": 1})
+
+
+def test_a_builder_needs_the_packages_of_its_own_service_only() -> None:
+    without = ["bm25s", "cachetools", "datasets", "docstring_parser", "hydra", "jsonschema_rs", "mcp", "pyarrow"]
+    without += ["safetensors", "torch", "transformers"]
+    program = f"""
+import sys
+sys.modules |= dict.fromkeys({without})
+from trackway.deploy.graph import reward
+print(reward.__annotations__["args"].__name__)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.stdout, ended.stderr) == ("RewardSettings\n", "")
 
 
 async def test_a_replica_can_be_called_at_its_nodes_own_address() -> None:

@@ -9,6 +9,8 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+PROJECTS = ROOT / "deploy/trackway/deploy/bundled/projects"
+"""The projects of `trackway init`, whose files are no modules of Trackway."""
 LARGEST_PACKAGE = 20
 """Modules beside `__init__.py`."""
 PACKAGES = sorted(
@@ -84,4 +86,5 @@ def test_every_folder_with_modules_is_a_package() -> None:
         path for folder in ("clients", "services", "deploy") for path in (ROOT / folder).glob("trackway/*/**/*.py")
     ]
 
-    assert {relative(path.parent) for path in modules if not (path.parent / "__init__.py").exists()} == set()
+    folders = {path.parent for path in modules if PROJECTS not in path.parents}
+    assert {relative(folder) for folder in folders if not (folder / "__init__.py").exists()} == set()

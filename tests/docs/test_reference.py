@@ -15,7 +15,7 @@ from generators.python_api import python_api
 from generators.settings import settings_page
 from generators.wire import wire_page
 
-from trackway.reward import Scorer
+from trackway.reward import Scorer, scorer
 from trackway.tools import function_tool
 from trackway.wire.errors import ErrorCode
 
@@ -32,19 +32,21 @@ def test_a_table_keeps_a_bar_and_a_line_break_of_a_cell_within_it() -> None:
     assert table(("a", "b"), [("x | y", "1\n2")]) == "| a | b |\n| --- | --- |\n| x \\| y | 1 2 |\n"
 
 
-def test_code_may_hold_a_backtick_and_a_name_breaks_only_after_a_dot_or_a_slash() -> None:
+def test_code_may_hold_a_backtick_and_a_name_breaks_only_between_its_parts() -> None:
     assert (code("a`b"), code("")) == ("`` a`b ``", "")
     assert breakable("/v1/models") == "<code>/v1/<wbr>models</code>"
     assert breakable("data.train_files") == "<code>data.<wbr>train_files</code>"
+    assert breakable("TRACKWAY_AUTH__TOKENS") == "<code>TRACKWAY_AUTH__<wbr>TOKENS</code>"
 
 
 def test_a_docstring_speaks_of_json_and_holds_no_html_but_code_stays_as_it_is() -> None:
     assert sentence("None takes outputs/<run>; `None` <b>") == "`null` takes outputs/&lt;run&gt;; `None` &lt;b&gt;"
 
 
-def test_an_error_code_has_its_status_whether_to_retry_and_its_meaning() -> None:
+def test_an_error_code_has_its_status_whether_to_retry_who_is_told_and_its_meaning() -> None:
     meaning = "The replica does not hold the requested weight version yet."
-    assert row(error_codes(), "`weights_behind`") == ["`weights_behind`", "409", "yes", meaning]
+    assert row(error_codes(), "`weights_behind`") == ["`weights_behind`", "409", "yes", "no", meaning]
+    assert row(error_codes(), "`tool_timeout`")[:4] == ["`tool_timeout`", "504", "no", "yes"]
 
 
 @pytest.mark.parametrize("error", ErrorCode)
@@ -55,7 +57,7 @@ def test_every_error_code_has_a_row(error: ErrorCode) -> None:
 def test_a_setting_has_its_variable_its_default_and_its_sentence() -> None:
     assert row(settings_page(), "`body_timeout_s`<br>`TRACKWAY_BODY_TIMEOUT_S`")[1:] == [
         "`60.0`",
-        "Seconds for a request's body to be complete; a slower one is answered 422.",
+        "Seconds for a request's body to be complete; a slower one is answered 408.",
     ]
 
 
@@ -133,8 +135,8 @@ def test_an_example_of_a_command_is_a_block_to_copy() -> None:
 def test_a_page_of_the_python_api_asks_for_each_exported_name() -> None:
     summary = "::: trackway.reward\n    options:\n      members: false\n      show_root_heading: false"
     source = "Import everything on this page from `trackway.reward`."
-    scorer = f"::: {Scorer.__module__}.Scorer"
-    assert python_api("trackway.reward", "Scorers") == f"# Scorers\n\n{summary}\n\n{source}\n\n{scorer}\n"
+    exported = f"::: {Scorer.__module__}.Scorer\n\n::: {scorer.__module__}.scorer"
+    assert python_api("trackway.reward", "Scorers") == f"# Scorers\n\n{summary}\n\n{source}\n\n{exported}\n"
 
 
 def test_an_export_that_is_named_like_its_module_is_the_export() -> None:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
-from access_tokens import OPERATOR, tokens_file
-from small_runs import small_run
-from weave_process import weave_url as weave_url
 
+from tests.e2e.access_tokens import OPERATOR, tokens_file
+from tests.e2e.small_runs import small_run
+from tests.install.test_install import built as built
+from tests.install.test_install import wheel as wheel
+from tests.weave.weave_process import weave_url as weave_url
 from trackway.clients.token import TOKEN
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local.settings import UpSettings

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trackway.deploy.local.settings import bundled
+from trackway.deploy.bundled import TINY_MODEL
 
 
 def small_run(outputs: Path, name: str, steps: int, *overrides: str) -> list[str]:
@@ -13,7 +13,7 @@ def small_run(outputs: Path, name: str, steps: int, *overrides: str) -> list[str
         f"data.val_files={data / 'test.parquet'}",
         "data.train_batch_size=4",
         "data.val_max_samples=8",
-        f"actor_rollout_ref.model.path={bundled('examples/tiny/checkpoint')}",
+        f"actor_rollout_ref.model.path={TINY_MODEL}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.rollout.n=4",
         f"trainer.experiment_name={name}",

@@ -5,9 +5,9 @@ The other files here show the rest of it: they run, scale, break and trace the s
 
 import httpx
 import pytest
-from access_tokens import AGENT, OPERATOR
 from pydantic import SecretStr
 
+from tests.e2e.access_tokens import AGENT, OPERATOR
 from trackway.clients import AgentClient, ServiceClient, ToolsClient, run
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
@@ -26,7 +26,7 @@ STRANGERS = [{}, {"authorization": "Bearer stranger-0123456789abcdef"}, {"x-sess
 
 
 def own_ports(deployment: Deployment) -> list[str]:
-    return [str(one.url) for one in status.replicas_at(f"{deployment.base_url}/tools")]
+    return [str(replica.url) for replica in status.replicas_at(f"{deployment.base_url}/tools")]
 
 
 def test_who_has_no_token_gets_one_and_the_same_401_everywhere(deployment: Deployment) -> None:
@@ -38,8 +38,8 @@ def test_who_has_no_token_gets_one_and_the_same_401_everywhere(deployment: Deplo
             for method, path in REQUESTS
             for headers in STRANGERS
         ]
-    assert {(one.status_code, one.headers.get(REPLICA)) for one in answers} == {(401, None)}
-    assert (len(answers), len({one.content for one in answers})) == (6 * 5 * 3, 1)
+    assert {(answer.status_code, answer.headers.get(REPLICA)) for answer in answers} == {(401, None)}
+    assert (len(answers), len({answer.content for answer in answers})) == (6 * 5 * 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,14 @@ def test_an_agents_token_is_enough_for_its_trajectories(deployment: Deployment) 
     )
 
     async def group() -> list[Trajectory]:
-        return [one async for one in AgentClient(f"{deployment.base_url}/agent", token=SecretStr(AGENT)).group(request)]
+        return [
+            trajectory
+            async for trajectory in AgentClient(f"{deployment.base_url}/agent", token=SecretStr(AGENT)).group(request)
+        ]
 
     made = run(group())
-    assert ([one.error for one in made], {one.reward is not None for one in made}) == ([None] * 4, {True})
-    assert sum(len(one.tool_rewards) for one in made) >= 1
+    assert ([trajectory.error for trajectory in made], {trajectory.reward is not None for trajectory in made}) == (
+        [None] * 4,
+        {True},
+    )
+    assert sum(len(trajectory.tool_rewards) for trajectory in made) >= 1

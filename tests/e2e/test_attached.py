@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from access_tokens import OPERATOR
-from small_runs import small_run
-from test_training import until
 
+from tests.e2e.access_tokens import OPERATOR
+from tests.e2e.small_runs import small_run
+from tests.e2e.test_training import until
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import load_running
 from trackway.deploy.deployment.serve_api import ServeApi
-from trackway.deploy.local.settings import bundled
-from trackway.deploy.runs import demo_attached, launch
+from trackway.deploy.runs import demo, launch
 from trackway.deploy.runs.demo import Clock
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
@@ -31,7 +31,7 @@ from trackway.wire.trainer import RunInfo, RunState
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 RAY_TOKEN = "RAY_AUTH_TOKEN"
-MODEL = str(bundled("examples/tiny/checkpoint"))
+MODEL = str(TINY_MODEL)
 
 
 def trackway(*words: str) -> str:
@@ -62,14 +62,17 @@ def api(deployment: Deployment) -> ServeApi:
 
 def pids(deployment: Deployment) -> dict[str, list[int]]:
     return {
-        one.service: [replica.health.pid for replica in one.replicas] for one in status.service_statuses(deployment)
+        service.service: [replica.health.pid for replica in service.replicas]
+        for service in status.service_statuses(deployment)
     }
 
 
 def test_the_record_shows_the_services_and_holds_no_secret(deployment: Deployment, attached: Path) -> None:
     told = json.loads(trackway("status", "--outputs", str(attached), "--json"))
-    assert {one["service"]: one["status"] for one in told} == dict.fromkeys(deployment.services, "RUNNING")
-    assert {one["service"]: [each["health"]["pid"] for each in one["replicas"]] for one in told} == pids(deployment)
+    assert {service["service"]: service["status"] for service in told} == dict.fromkeys(deployment.services, "RUNNING")
+    assert {service["service"]: [each["health"]["pid"] for each in service["replicas"]] for service in told} == pids(
+        deployment
+    )
     record = Deployment.path(attached)
     assert record.stat().st_mode & 0o777 == 0o600
     assert [secret for secret in (OPERATOR, deployment.token) if secret in record.read_text()] == []
@@ -129,7 +132,7 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
     small += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=2"]
     words = ["--outputs", str(attached), "--data-dir", str(tmp_path), "--wait", "60", "--seed", "7", "--json"]
     there = load_running(attached)
-    first = demo_attached.AttachedDemo(there, 7, tmp_path, MODEL, small)  # a pod that is evicted at once
+    first = demo.Demo(there, 7, tmp_path, MODEL, small)  # a pod that is evicted at once
     info, started = first.start()
     assert (started, first.start()[1]) == ("run seed7 starts", f"run seed7 is {info.state} already; following it")
     launch.stop_run(there, info.run, lambda info: None)
@@ -142,10 +145,10 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
     assert json.loads((attached / "summary.json").read_text()) == told and (attached / "reward.png").exists()
     assert sorted(file.name for file in (tmp_path / "tiny-seed7").iterdir()) == ["test.parquet", "train.parquet"]
 
-    newest, free = demo_attached.newest_of(7, demo_attached.runs(deployment))
+    newest, free = demo.newest_of(7, demo.runs(deployment))
     assert newest is not None and (newest.run, free, newest.uid) == ("seed7", "seed7-2", info.uid)  # it went on
     hidden = newest.model_copy(update={"folder": "/nowhere/seed7"})
-    summary, [note] = demo_attached.summarise(there, hidden, Clock(0.0))
+    summary, [note] = demo.summarise(there, hidden, Clock(0.0))
     assert "/nowhere/seed7 cannot be read from here" in note
     assert (summary.trajectories, summary.traced, summary.complete_traces) == (32, 24, None)
     assert (summary.accuracy_before, summary.accuracy_after) == (told["accuracy_before"], told["accuracy_after"])

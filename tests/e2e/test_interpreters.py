@@ -5,8 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from test_training import until
 
+from tests.e2e.test_training import until
 from trackway.deploy.config import serve_config
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.installation_check import check_interpreters
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def reward_runs(deployment: Deployment, python: str) -> bool:
-    [reward] = [one for one in status.service_statuses(deployment) if one.service == "reward"]
+    [reward] = [service for service in status.service_statuses(deployment) if service.service == "reward"]
     return [replica.health.executable for replica in reward.replicas] == [python]
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from mlflow import MlflowClient
-from run_invariants import mlflow_differences
-from test_training import quiet, step_of, trajectories_of, until, whole
 
+from tests.chaos.run_invariants import mlflow_differences
+from tests.e2e.test_training import quiet, step_of, trajectories_of, until, whole
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import launch
 from trackway.wire.trainer import RunState
@@ -21,14 +21,14 @@ def away(deployment: Deployment) -> Iterator[None]:
     """MLflow's processes stand still: whoever asks it gets no answer."""
     [server] = [process for record in deployment.processes if record.name == "mlflow" and (process := record.find())]
     family = [server, *server.children(recursive=True)]
-    for one in family:
-        one.suspend()
+    for process in family:
+        process.suspend()
     try:
         yield
     finally:
-        for one in family:
+        for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.resume()
+                process.resume()
 
 
 def test_mlflow_standing_still_stops_no_step_and_loses_no_trace(deployment: Deployment, started) -> None:
@@ -40,8 +40,8 @@ def test_mlflow_standing_still_stops_no_step_and_loses_no_trace(deployment: Depl
     info = launch.follow(deployment, name, quiet)
     assert (info.state, info.step) == (RunState.FINISHED, 8)
     made = trajectories_of(info)
-    traced = {f"tr-{one.trace_id}": one for one in made if one.trace_id}
-    assert [one.error for one in made if one.error] == [] and len(traced) == 8 * 16 + 2 + 2
+    traced = {f"tr-{trajectory.trace_id}": trajectory for trajectory in made if trajectory.trace_id}
+    assert [trajectory.error for trajectory in made if trajectory.error] == [] and len(traced) == 8 * 16 + 2 + 2
     assert info.experiment_id is not None
     experiment = info.experiment_id
     found = until(lambda: whole(deployment, experiment, traced))

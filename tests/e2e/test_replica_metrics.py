@@ -2,9 +2,9 @@
 
 import httpx
 import pytest
-from access_tokens import OPERATOR
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.e2e.access_tokens import OPERATOR
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def test_one_scrape_shows_every_replica(deployment: Deployment) -> None:
-    replicas = {one.health.replica for one in status.scale(deployment, "reward", 2)}
+    replicas = {replica.health.replica for replica in status.scale(deployment, "reward", 2)}
     url = f"{deployment.base_url}/reward/replicas/metrics"
     stranger = httpx.get(url)
     answer = httpx.get(url, headers={"authorization": f"Bearer {OPERATOR}"}).raise_for_status()

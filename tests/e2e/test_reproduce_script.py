@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import small_run
-from test_training import listen_to_ctrl_c, runs, until
-from weave_process import API_KEY, USER
 
+from tests.e2e.small_runs import small_run
+from tests.e2e.test_training import listen_to_ctrl_c, runs, until
+from tests.weave.weave_process import API_KEY, USER
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.settings import bundled
 from trackway.trainer.loop.forecast import forecast
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
@@ -35,7 +35,7 @@ PROBLEMS = [
     ("Bob had 1250 dollars and spent 250. How much is left?", "1250-250=1000\n#### 1,000"),
 ]
 ON_A_CPU = [
-    f"actor_rollout_ref.model.path={bundled('examples/tiny/checkpoint')}",
+    f"actor_rollout_ref.model.path={TINY_MODEL}",
     "data.train_batch_size=2",
     "data.max_prompt_length=960",
     "data.max_response_length=48",
@@ -95,19 +95,20 @@ def test_the_script_trains_two_steps_and_leaves_metrics_and_whole_traces(home: P
     assert 8 * bound.least <= rows[1]["trace/bytes"] <= 8 * bound.most
 
     files = {step: read_trajectories(folder.path / "trajectories" / f"step_{step}.parquet") for step in (1, 2)}
-    made = [one for file in files.values() for one in file]
-    assert [one.error for one in made if one.error] == []
-    assert {one.tags.experiment_name for one in made} == {EXPERIMENT}
-    assert sorted({one.tags.sample_index for one in made}) == [0, 1, 2, 3]  # an epoch is two steps of two rows
+    made = [trajectory for file in files.values() for trajectory in file]
+    assert [trajectory.error for trajectory in made if trajectory.error] == []
+    assert {trajectory.tags.experiment_name for trajectory in made} == {EXPERIMENT}
+    # An epoch is two steps of two rows.
+    assert sorted({trajectory.tags.sample_index for trajectory in made}) == [0, 1, 2, 3]
 
     where = ["--backend", "weave", "--project", f"{USER}/gsm8k_async_rl", "--outputs", str(outputs), "--json"]
     checked = json.loads(ran(user, "trackway", "traces", "verify", "--run", EXPERIMENT, *where).stdout)
     assert (checked["trajectories"], checked["complete"]) == (24, 24)
     listed = json.loads(ran(user, "trackway", "traces", "list", "--step", "1", "--train", *where).stdout)
-    assert {row["trace_id"] for row in listed} == {one.trace_id for one in files[1]}
-    for one in files[1]:
-        [row] = [row for row in listed if row["trace_id"] == one.trace_id]
-        said = {key: str(value) for key, value in one.tags.model_dump().items()}
+    assert {row["trace_id"] for row in listed} == {trajectory.trace_id for trajectory in files[1]}
+    for trajectory in files[1]:
+        [row] = [row for row in listed if row["trace_id"] == trajectory.trace_id]
+        said = {key: str(value) for key, value in trajectory.tags.model_dump().items()}
         assert {key: row["tags"][key] for key in said} == said
 
 
@@ -126,10 +127,10 @@ def test_on_services_that_run_it_uses_them_and_the_same_command_goes_on_after_ct
     command += ["--outputs", str(deployment.outputs)]
 
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c)
-    until(lambda: any(one.run == "by-main-ppo" and one.step >= 1 for one in runs(deployment)))
+    until(lambda: any(listed_run.run == "by-main-ppo" and listed_run.step >= 1 for listed_run in runs(deployment)))
     first.send_signal(signal.SIGINT)
     _, told = first.communicate(timeout=180)
-    [stopped] = [one for one in runs(deployment) if one.run == "by-main-ppo"]
+    [stopped] = [listed_run for listed_run in runs(deployment) if listed_run.run == "by-main-ppo"]
     again = subprocess.run([*command, "data.seed=7"], capture_output=True, text=True, timeout=240, check=False)
 
     assert (first.returncode, stopped.state) == (130, RunState.STOPPED) and 1 <= stopped.step < 15

@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import copy
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from test_training import until
 
+from tests.e2e.test_training import until
 from trackway.clients import CallPolicy, RolloutClient, run
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
@@ -38,10 +40,13 @@ AUTOSCALING = {
 }
 
 
+both_ways = pytest.mark.parametrize("direct", [False, True], ids=["by the proxy", "directly"])
+
+
 def application() -> dict[str, Any]:
     """The rollout application as shipped, under another name, its engine simulated: three seconds a generation."""
     shipped = serve_config.load(UpSettings().config)
-    [rollout] = [one for one in shipped["applications"] if one["name"] == "rollout"]
+    [rollout] = [app for app in shipped["applications"] if app["name"] == "rollout"]
     rollout |= {"name": NAME, "route_prefix": f"/{NAME}", "args": ARGS}
     rollout["deployments"][0] |= {"ray_actor_options": {"num_cpus": 0.1}, "graceful_shutdown_timeout_s": 60}
     return rollout
@@ -70,17 +75,23 @@ def applications(config: dict[str, object]) -> list[dict[str, Any]]:
 
 def pids(deployment: Deployment) -> dict[str, list[int]]:
     found = status.service_statuses(deployment)
-    return {one.service: [replica.health.pid for replica in one.replicas] for one in found if one.service != NAME}
+    return {
+        service.service: [replica.health.pid for replica in service.replicas]
+        for service in found
+        if service.service != NAME
+    }
 
 
 class Load:
-    """Generations, so many at once, until `end`; each is sent once only, so one that is lost is seen."""
+    """Generations, so many at once, until `end`; by default each is sent once only, so one that is lost is seen."""
 
-    def __init__(self, deployment: Deployment, at_once: int) -> None:
+    def __init__(self, deployment: Deployment, at_once: int, direct: bool, attempts: int = 1) -> None:
         self.answered = 0
         self.lost: list[Exception] = []
         self.replicas: set[str] = set()
-        self._url, self._at_once = f"{deployment.base_url}/{NAME}", at_once
+        self._at_once = at_once
+        url, policy = f"{deployment.base_url}/{NAME}", CallPolicy(attempts=attempts)
+        self._client = RolloutClient(url, policy=policy, direct=direct)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=lambda: run(self._send()))
         self._thread.start()
@@ -91,18 +102,17 @@ class Load:
         self._thread.join(120)
 
     async def _send(self) -> None:
-        client = RolloutClient(self._url, policy=CallPolicy(attempts=1))
-        await asyncio.gather(*(self._line(client, f"line {number}") for number in range(self._at_once)))
+        await asyncio.gather(*(self._line(f"line {number}") for number in range(self._at_once)))
 
-    async def _line(self, client: RolloutClient, name: str) -> None:
+    async def _line(self, name: str) -> None:
         while not self._ended.is_set():
             try:
-                await self._one(client, f"{name} {self.answered}")
+                await self._one(f"{name} {self.answered}")
             except Exception as error:
                 self.lost.append(error)
 
-    async def _one(self, client: RolloutClient, session: str) -> None:
-        self.replicas.add(await generate(client, [5, 6, 7], session))
+    async def _one(self, session: str) -> None:
+        self.replicas.add(await generate(self._client, [5, 6, 7], session))
         self.answered += 1
 
 
@@ -113,8 +123,8 @@ async def generate(client: RolloutClient, prompt: list[int], session: str, token
 
 
 @contextlib.contextmanager
-def load(deployment: Deployment, at_once: int) -> Iterator[Load]:
-    working = Load(deployment, at_once)
+def load(deployment: Deployment, at_once: int, direct: bool, attempts: int = 1) -> Iterator[Load]:
+    working = Load(deployment, at_once, direct, attempts)
     try:
         yield working
     finally:
@@ -125,15 +135,28 @@ def replicas(deployment: Deployment) -> dict[str, int]:
     return ServeApi(deployment.dashboard_url, deployment.token).applications()[NAME].replicas
 
 
-def test_scaling_up_and_down_under_load_loses_no_generation(simulated: Deployment) -> None:
-    with load(simulated, at_once=12) as working:
+@both_ways
+def test_scaling_up_and_down_under_load_loses_no_generation(simulated: Deployment, direct: bool) -> None:
+    with load(simulated, at_once=12, direct=direct) as working:
         until(lambda: working.answered >= 12)
-        up = {one.health.replica for one in status.scale(simulated, NAME, 3)}
+        up = {replica.health.replica for replica in status.scale(simulated, NAME, 3)}
         until(lambda: working.replicas >= up)
-        down = {one.health.replica for one in status.scale(simulated, NAME, 1)}
+        down = {replica.health.replica for replica in status.scale(simulated, NAME, 1)}
         answered = working.answered
         until(lambda: working.answered >= answered + 12)
     assert (working.lost, len(up), len(down), down <= up) == ([], 3, 1, True)
+
+
+def test_a_killed_replica_loses_no_generation(simulated: Deployment) -> None:
+    pids = {replica.health.replica: replica.health.pid for replica in status.scale(simulated, NAME, 2)}
+    with load(simulated, at_once=12, direct=True, attempts=5) as working:
+        until(lambda: working.replicas == pids.keys())
+        os.kill(min(pids.values()), signal.SIGKILL)
+        answered = working.answered
+        until(lambda: working.answered >= answered + 24)
+        until(lambda: len(working.replicas) == 3)  # the new one is called too
+    assert working.lost == []
+    status.scale(simulated, NAME, 1)
 
 
 def test_an_edited_config_over_serves_rest_api_scales_too(simulated: Deployment) -> None:
@@ -143,9 +166,10 @@ def test_an_edited_config_over_serves_rest_api_scales_too(simulated: Deployment)
     assert len(status.scale(simulated, NAME, 1)) == 1
 
 
-def test_turns_of_a_session_meet_the_same_replica(simulated: Deployment) -> None:
+@both_ways
+def test_turns_of_a_session_meet_the_same_replica(simulated: Deployment, direct: bool) -> None:
     async def sessions() -> list[set[str]]:
-        client = RolloutClient(f"{simulated.base_url}/{NAME}")
+        client = RolloutClient(f"{simulated.base_url}/{NAME}", direct=direct)
 
         async def session(name: str) -> set[str]:
             return {await generate(client, [5, 6, 7], name, tokens=3) for _ in range(4)}
@@ -154,7 +178,7 @@ def test_turns_of_a_session_meet_the_same_replica(simulated: Deployment) -> None
 
     status.scale(simulated, NAME, 2)
     met = run(sessions())
-    assert [len(one) for one in met] == [1] * 16
+    assert [len(replicas) for replicas in met] == [1] * 16
     assert len(set.union(*met)) == 2
     status.scale(simulated, NAME, 1)
 
@@ -167,7 +191,7 @@ def test_all_replicas_sleep_and_wake_up_at_one_call(simulated: Deployment) -> No
             await generate(client, [5, 6, 7], "session", tokens=3)
         told += [await client.wake_up(["weights"]), await client.wake_up(["kv_cache"])]
         await generate(client, [5, 6, 7], "session", tokens=3)
-        return [[list(one.asleep) for one in replies.replicas] for replies in told]
+        return [[list(replica.asleep) for replica in replies.replicas] for replies in told]
 
     status.scale(simulated, NAME, 2)
     both = ["kv_cache", "weights"]
@@ -175,17 +199,19 @@ def test_all_replicas_sleep_and_wake_up_at_one_call(simulated: Deployment) -> No
     status.scale(simulated, NAME, 1)
 
 
-def test_replicas_follow_the_load_between_their_bounds(simulated: Deployment) -> None:
+@both_ways
+def test_replicas_follow_the_load_between_their_bounds(simulated: Deployment, direct: bool) -> None:
+    status.scale(simulated, NAME, 1)
     config = copy.deepcopy(simulated.serve_config)
-    [own] = [one for one in applications(config) if one["name"] == NAME]
-    own["deployments"][0].pop("num_replicas")
+    [own] = [app for app in applications(config) if app["name"] == NAME]
+    own["deployments"][0].pop("num_replicas", None)
     own["deployments"][0]["autoscaling_config"] = AUTOSCALING
     simulated.serve_config = config
     assert len(status.scale(simulated, NAME, Replicas(1, 3))) == 1
-    with load(simulated, at_once=12) as working:
+    with load(simulated, at_once=12, direct=direct) as working:
         until(lambda: replicas(simulated) == {"RUNNING": 3})
         until(lambda: len(working.replicas) == 3)
     until(lambda: replicas(simulated) == {"RUNNING": 1})
     assert (working.lost, working.answered >= 12) == ([], True)
     [kept] = status.scale(simulated, NAME, 1)
-    assert kept.health.replica in {one.health.replica for one in status.scale(simulated, NAME, 2)}
+    assert kept.health.replica in {replica.health.replica for replica in status.scale(simulated, NAME, 2)}

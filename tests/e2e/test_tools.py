@@ -17,10 +17,10 @@ import pytest
 from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import RequestParamsMeta
-from test_scaling import AUTOSCALING, applications
-from test_training import until
-from tool_callers import GROUP, GROUPS, TOOL, Sessions, Trajectories
 
+from tests.e2e.test_scaling import AUTOSCALING, applications
+from tests.e2e.test_training import until
+from tests.e2e.tool_callers import GROUP, GROUPS, TOOL, Sessions, Trajectories
 from trackway.clients import ToolsClient, run
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.config import serve_config
@@ -53,10 +53,10 @@ def two_replicas(deployment: Deployment) -> Iterator[list[ReplicaInfo]]:
     """Of the session's tool server, which is left with one and as it was."""
     before = deployment.serve_config
     yield status.scale(deployment, "tools", 2)
-    changed = {one.health.pid for one in replicas(deployment)}
+    changed = {replica.health.pid for replica in replicas(deployment)}
     deployment.serve_config = before
     status.scale(deployment, "tools", 1)
-    until(lambda: changed.isdisjoint(one.health.pid for one in replicas(deployment)))
+    until(lambda: changed.isdisjoint(replica.health.pid for replica in replicas(deployment)))
 
 
 def url(deployment: Deployment) -> str:
@@ -64,7 +64,7 @@ def url(deployment: Deployment) -> str:
 
 
 def replicas(deployment: Deployment) -> list[ReplicaInfo]:
-    [tools] = [one for one in status.service_statuses(deployment) if one.service == "tools"]
+    [tools] = [service for service in status.service_statuses(deployment) if service.service == "tools"]
     return tools.replicas
 
 
@@ -83,17 +83,23 @@ def test_a_killed_replica_costs_no_trajectory_and_only_its_own_instances(
     first, second = two_replicas
     sessions, running = Sessions(deployment, 12), Trajectories(deployment)
     until(
-        lambda: min(living(one) - list(sessions.homes.values()).count(one.health.replica) for one in two_replicas) >= 4
+        lambda: (
+            min(
+                living(replica) - list(sessions.homes.values()).count(replica.health.replica)
+                for replica in two_replicas
+            )
+            >= 4
+        )
     )
     os.kill(first.health.pid, signal.SIGKILL)
     made = running.end()
     sessions.end()
-    assert {(one.stop_reason, one.error) for one in made} == {(StopReason.ANSWERED, None)}
-    assert len({one.id for one in made}) == GROUPS * GROUP
-    assert {tuple(one.tool_rewards) for one in made} == {
+    assert {(trajectory.stop_reason, trajectory.error) for trajectory in made} == {(StopReason.ANSWERED, None)}
+    assert len({trajectory.id for trajectory in made}) == GROUPS * GROUP
+    assert {tuple(trajectory.tool_rewards) for trajectory in made} == {
         (0.0, -0.05, -0.05, -0.05)
     }  # no answer is better than the one before
-    assert sum(Incident.INSTANCE_LOST in one.incidents for one in made) >= 4
+    assert sum(Incident.INSTANCE_LOST in trajectory.incidents for trajectory in made) >= 4
     assert (sessions.ends(first), sessions.ends(second)) == ({ErrorCode.INSTANCE_LOST}, {"1.0"})
     until(lambda: states(deployment) == {"RUNNING": 2})
 
@@ -120,7 +126,7 @@ def test_an_mcp_session_with_a_name_meets_one_replica_behind_the_proxy(deploymen
 @pytest.mark.usefixtures("two_replicas")
 def test_a_leaving_replica_answers_until_its_instances_are_released(deployment: Deployment) -> None:
     sessions = Sessions(deployment, 12)
-    assert set(sessions.homes.values()) == {one.health.replica for one in replicas(deployment)}
+    assert set(sessions.homes.values()) == {replica.health.replica for replica in replicas(deployment)}
     api = ServeApi(deployment.dashboard_url, deployment.token)
     api.deploy(serve_config.with_replicas(deployment.serve_config, "tools", Replicas(1, 1)))
     until(lambda: states(deployment) == {"RUNNING": 1, "STOPPING": 1})
@@ -135,11 +141,14 @@ def test_a_leaving_replica_answers_until_its_instances_are_released(deployment: 
 def test_replicas_follow_calls_that_serve_does_not_see(deployment: Deployment, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_TOOL)
     config = serve_config.with_replicas(deployment.serve_config, "tools", Replicas(1, 3))
-    [own] = [one for one in applications(config) if one["name"] == "tools"]
+    [own] = [app for app in applications(config) if app["name"] == "tools"]
     own["args"] |= {"function_tool_path": str(tmp_path / "slow.py")}
     own["deployments"][0]["autoscaling_config"] |= AUTOSCALING
     deployment.serve_config = config
+    before = {replica.health.pid for replica in replicas(deployment)}
     status.scale(deployment, "tools", Replicas(1, 3))
+    until(lambda: before.isdisjoint(replica.health.pid for replica in replicas(deployment)))  # these lack the slow tool
+    until(lambda: states(deployment) == {"RUNNING": 1})
     with busy(deployment, at_once=24):
         until(lambda: states(deployment).get("RUNNING") == 3)
     until(lambda: states(deployment) == {"RUNNING": 1})

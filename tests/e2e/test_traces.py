@@ -9,14 +9,14 @@ from urllib.parse import quote
 import httpx
 import pytest
 from mlflow import MlflowClient
-from mlflow.entities import Trace
-from test_training import until
 
+from tests.e2e.test_training import until
 from trackway import traces
 from trackway.clients import AgentClient, run
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
+from trackway.traces import TraceTree
 from trackway.wire.agent import GroupRequest, Limits, RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
@@ -72,35 +72,35 @@ async def generating(deployment: Deployment, requests: int) -> None:
             await asyncio.sleep(0.02)
 
 
-def stored(deployment: Deployment, experiment: str, wanted: Callable[[list[Trace]], bool]) -> dict[str, Trace]:
+def stored(deployment: Deployment, experiment: str, wanted: Callable[[list[TraceTree]], bool]) -> dict[str, TraceTree]:
     """The experiment's traces by id, once they are as wanted."""
 
-    def found() -> list[Trace] | None:
+    def found() -> list[TraceTree] | None:
         seen = traces.search(deployment.mlflow_uri, [experiment])
         return seen if wanted(seen) else None
 
-    return {trace.info.trace_id: trace for trace in until(found)}
+    return {trace.trace_id: trace for trace in until(found)}
 
 
-def outcomes(found: list[Trace]) -> list[str]:
-    return [trace.info.tags.get("outcome", "") for trace in found]
+def outcomes(found: list[TraceTree]) -> list[str]:
+    return [trace.tags.get("outcome", "") for trace in found]
 
 
-def gaps(trace: Trace, one: Trajectory) -> list[str]:
+def gaps(trace: TraceTree, trajectory: Trajectory) -> list[str]:
     """What the tree lacks and nothing in it explains.
 
     A generation that was answered before the kill was recorded in the process that died, whose memory is gone; a
     trajectory that failed has no more than its root.
     """
-    if one.error is not None:
-        return [] if trace.info.tags["outcome"] == f"error:{one.error.code.value}" else ["no outcome"]
-    missing = traces.missing_parts(trace, one.turns)
-    answered_before = Incident.REPLICA_LOST not in one.incidents
+    if trajectory.error is not None:
+        return [] if trace.tags["outcome"] == f"error:{trajectory.error.code.value}" else ["no outcome"]
+    missing = traces.missing_parts(trace, trajectory.turns)
+    answered_before = Incident.REPLICA_LOST not in trajectory.incidents
     return [gap for gap in missing if not (answered_before and "chat spans" in gap)]
 
 
 async def collected(stream: AsyncIterator[Trajectory]) -> list[Trajectory]:
-    return [one async for one in stream]
+    return [trajectory async for trajectory in stream]
 
 
 def test_a_rollout_replica_killed_while_a_group_generates_is_seen_in_its_traces(
@@ -116,18 +116,18 @@ def test_a_rollout_replica_killed_while_a_group_generates_is_seen_in_its_traces(
         async with asyncio.timeout(300):
             return await asking
 
-    made = {f"tr-{one.trace_id}": one for one in run(killed_meanwhile())}
-    assert sorted(one.tags.rollout_n for one in made.values()) == list(range(N))
-    assert all(one.error is not None or len(one.response_ids) == TOKENS for one in made.values())
-    hit = {name for name, one in made.items() if Incident.REPLICA_LOST in one.incidents}
+    made = {f"tr-{trajectory.trace_id}": trajectory for trajectory in run(killed_meanwhile())}
+    assert sorted(trajectory.tags.rollout_n for trajectory in made.values()) == list(range(N))
+    assert all(trajectory.error is not None or len(trajectory.response_ids) == TOKENS for trajectory in made.values())
+    hit = {name for name, trajectory in made.items() if Incident.REPLICA_LOST in trajectory.incidents}
     assert hit
 
     found = stored(deployment, experiment, lambda seen: len(seen) == N and all(outcomes(seen)))
     assert found.keys() == made.keys()
     searched = traces.search(deployment.mlflow_uri, [experiment], "tags.outcome = 'replica_lost'")
     survived = {name for name in hit if made[name].error is None}
-    assert {trace.info.trace_id for trace in searched} == survived and survived
-    whole = stored(deployment, experiment, lambda seen: not any(gaps(one, made[one.info.trace_id]) for one in seen))
+    assert {trace.trace_id for trace in searched} == survived and survived
+    whole = stored(deployment, experiment, lambda seen: not any(gaps(trace, made[trace.trace_id]) for trace in seen))
     assert whole.keys() == made.keys()
 
 
@@ -142,7 +142,7 @@ def test_a_group_whose_client_leaves_is_aborted_in_its_traces(deployment: Deploy
     run(leave())
 
     found = stored(deployment, experiment, lambda seen: outcomes(seen) == ["aborted"] * N)
-    assert {str(trace.info.state.value) for trace in found.values()} == {"ERROR"}
+    assert {trace.state for trace in found.values()} == {"ERROR"}
 
 
 def test_a_callers_trace_goes_through_the_proxy_and_a_call_without_one_leaves_none(
@@ -163,5 +163,5 @@ def test_a_callers_trace_goes_through_the_proxy_and_a_call_without_one_leaves_no
 
     found = stored(deployment, experiment, bool)
     assert list(found) == [f"tr-{trace_id}"]
-    [span] = found[f"tr-{trace_id}"].data.spans
+    [span] = found[f"tr-{trace_id}"].spans()
     assert (span.name, span.inputs, span.parent_id) == ("execute_tool calculator", {"expression": "1+3"}, "b" * 16)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Trace
-from small_runs import small_run
 
+from tests.e2e.small_runs import small_run
 from trackway import traces
 from trackway.clients import TrainerClient, run
 from trackway.deploy.deployment import status
@@ -31,7 +31,7 @@ def quiet(info: RunInfo) -> None:
 
 def trajectories_of(info: RunInfo) -> list[Trajectory]:
     files = sorted((Path(info.folder) / "trajectories").glob("*.parquet"))
-    return [one for file in files for one in read_trajectories(file)]
+    return [trajectory for file in files for trajectory in read_trajectories(file)]
 
 
 def until(condition, deadline_s: float = 120.0):
@@ -44,7 +44,7 @@ def until(condition, deadline_s: float = 120.0):
 
 
 def step_of(deployment: Deployment, name: str) -> int:
-    [info] = [one for one in runs(deployment) if one.run == name]
+    [info] = [run for run in runs(deployment) if run.run == name]
     assert info.state not in (RunState.FAILED, RunState.STOPPED), info.message
     return info.step
 
@@ -56,9 +56,9 @@ def runs(deployment: Deployment) -> list[RunInfo]:
 def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deployment, started) -> None:
     info = launch.follow(deployment, started("whole", 2).run, quiet)
     made = trajectories_of(info)
-    traced = {f"tr-{one.trace_id}": one for one in made if one.trace_id}
+    traced = {f"tr-{trajectory.trace_id}": trajectory for trajectory in made if trajectory.trace_id}
     assert (info.state, len(made), len(traced)) == (RunState.FINISHED, 8 + 32 + 8, 2 + 32 + 2)
-    assert [one.error for one in made if one.error] == []
+    assert [trajectory.error for trajectory in made if trajectory.error] == []
     assert info.experiment_id and info.run_id
     experiment = info.experiment_id
 
@@ -69,11 +69,13 @@ def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deplo
     found = until(lambda: whole(deployment, experiment, traced))
     assert found.keys() == traced.keys()
 
-    first = {name for name, one in traced.items() if one.tags.step == 1 and not one.tags.validation}
+    first = {
+        name for name, trajectory in traced.items() if trajectory.tags.step == 1 and not trajectory.tags.validation
+    }
     by_tag = traces.search(deployment.mlflow_uri, [experiment], "tags.step = '1'")
     client = MlflowClient(tracking_uri=deployment.mlflow_uri)
-    by_run = {one.info.trace_id: one for one in of_the_run(client, info)}
-    assert {one.info.trace_id for one in by_tag} == first and len(first) == 16
+    by_run = {trace.info.trace_id: trace for trace in of_the_run(client, info)}
+    assert {tree.trace_id for tree in by_tag} == first and len(first) == 16
     steps = {by_run[name].info.tags["mlflow.traceName"]: by_run[name] for name in by_run.keys() - traced.keys()}
     assert sorted(steps) == ["train step 0", "train step 1", "train step 2"] and traced.keys() <= by_run.keys()
 
@@ -90,9 +92,9 @@ def of_the_run(client: MlflowClient, info: RunInfo) -> list[Trace]:
 
 def whole(deployment: Deployment, experiment: str, traced: dict[str, Trajectory]) -> dict[str, Trajectory] | None:
     """The traced trajectories once each has a complete tree."""
-    found = {one.info.trace_id: one for one in traces.search(deployment.mlflow_uri, [experiment], limit=500)}
-    for name, one in traced.items():
-        if name not in found or traces.missing_parts(found[name], one.turns):
+    found = {tree.trace_id: tree for tree in traces.search(deployment.mlflow_uri, [experiment], limit=500)}
+    for name, trajectory in traced.items():
+        if name not in found or traces.missing_parts(found[name], trajectory.turns):
             return None
     return {name: traced[name] for name in found if name in traced}
 
@@ -107,25 +109,28 @@ def test_scaling_rollout_during_a_run_fails_no_request_and_both_replicas_hold_th
     after = until(lambda: current(deployment))
     back = status.scale(deployment, "rollout", 1)
     assert (len(during), len(after), len(back)) == (2, 2, 1)
-    assert (info.state, [one.error for one in trajectories_of(info) if one.error]) == (RunState.FINISHED, [])
+    assert (info.state, [trajectory.error for trajectory in trajectories_of(info) if trajectory.error]) == (
+        RunState.FINISHED,
+        [],
+    )
 
 
 def current(deployment: Deployment) -> list[int]:
     """The rollout replicas' weight versions once they all hold the newest."""
-    rollout = next(one for one in status.service_statuses(deployment) if one.service == "rollout")
+    rollout = next(service for service in status.service_statuses(deployment) if service.service == "rollout")
     weights = [replica.weights for replica in rollout.replicas if replica.weights]
-    return [one.version for one in weights] if all(one.version == one.latest for one in weights) else []
+    return [state.version for state in weights] if all(state.version == state.latest for state in weights) else []
 
 
 def test_a_killed_rollout_replica_costs_no_trajectory(deployment: Deployment, started) -> None:
     name = started("killed", 4).run
     until(lambda: step_of(deployment, name) >= 1)
-    rollout = next(one for one in status.service_statuses(deployment) if one.service == "rollout")
+    rollout = next(service for service in status.service_statuses(deployment) if service.service == "rollout")
     [replica] = rollout.replicas
     os.kill(replica.health.pid, signal.SIGKILL)
     info = launch.follow(deployment, name, quiet)
     assert (info.state, info.restarts) == (RunState.FINISHED, 0)
-    assert [one.error for one in trajectories_of(info) if one.error] == []
+    assert [trajectory.error for trajectory in trajectories_of(info) if trajectory.error] == []
     assert next(iter(status.service_statuses(deployment))).replicas[0].health.pid != replica.health.pid
 
 
@@ -134,11 +139,11 @@ def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(deployment: Deploy
     command = [sys.executable, "-m", "trackway.deploy.cli", "train", "--config-name", "tiny_demo"]
     command += ["--outputs", str(deployment.outputs), *words]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c)
-    until(lambda: any(one.run == "interrupted" and one.step >= 1 for one in runs(deployment)))
+    until(lambda: any(run.run == "interrupted" and run.step >= 1 for run in runs(deployment)))
     process.send_signal(signal.SIGINT)
     _, shown = process.communicate(timeout=180)
     assert process.returncode == 130 and "trackway train --resume interrupted" in shown.replace("\n", " ")
-    [stopped] = [one for one in runs(deployment) if one.run == "interrupted"]
+    [stopped] = [run for run in runs(deployment) if run.run == "interrupted"]
     launch.resume_run(deployment, "interrupted")
     info = launch.follow(deployment, "interrupted", quiet)
     rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
@@ -157,6 +162,8 @@ def test_the_command_line_shows_and_calls_the_running_services(deployment: Deplo
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
     services = json.loads(trackway("status", "--json"))
-    assert {one["service"]: one["status"] for one in services} == dict.fromkeys(deployment.services, "RUNNING")
+    assert {service["service"]: service["status"] for service in services} == dict.fromkeys(
+        deployment.services, "RUNNING"
+    )
     assert trackway("tools", "call", "calculator", '{"expression": "12*7"}').strip() == "84"
     assert json.loads(trackway("traces", "list", "--step", "99", "--json")) == []

@@ -8,14 +8,14 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from test_training import until
 from transformers import AutoTokenizer
 
+from tests.e2e.test_training import until
 from trackway.agent.app import create_app as create_agent
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient, CallPolicy, Deadline, ToolsClient, run
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.settings import bundled
 from trackway.rollout.app import create_app as create_rollout
 from trackway.rollout.settings import RolloutSettings
 from trackway.trainer.data.tiny import make_tiny_rows
@@ -26,7 +26,7 @@ from trackway.wire.rollout import SamplingParams
 from trackway.wire.tools import ExecuteRequest
 from trackway.wire.trajectory import Trajectory
 
-MODEL = bundled("examples/tiny/checkpoint")
+MODEL = TINY_MODEL
 TOOL = "calc_gsm8k_reward"
 CALLS, STEP_S = 4, 0.02
 GROUPS, GROUP = 6, 8
@@ -65,8 +65,8 @@ class Trajectories:
             sampling_params=SamplingParams(max_tokens=256),
             tools=[TOOL],
         )
-        async for one in client.group(request, Deadline.after(90.0)):
-            self.made.append(one)
+        async for trajectory in client.group(request, Deadline.after(90.0)):
+            self.made.append(trajectory)
 
 
 def sim() -> dict[str, Any]:
@@ -81,7 +81,7 @@ def sim() -> dict[str, Any]:
 def rows() -> list[Sample]:
     kwargs = {TOOL: {"create_kwargs": {"ground_truth": "72"}}}
     change = {"agent_name": "tool_agent", "extra_info": {"tools_kwargs": kwargs}}
-    return [one.model_copy(update=change) for one in make_tiny_rows("train", GROUPS, seed=1)]
+    return [row.model_copy(update=change) for row in make_tiny_rows("train", GROUPS, seed=1)]
 
 
 @asynccontextmanager

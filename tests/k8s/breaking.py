@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from checks.model import Object, title
-from checks.render import Render
+from tests.k8s.checks.model import Object, title
+from tests.k8s.checks.render import Render
 
 RAY_SERVICE = "RayService/trackway"
 
@@ -39,9 +39,9 @@ def _spelt_out(path: str, places: Mapping[str, str]) -> str:
     return " ".join(places[word[1:]] if word.startswith("$") else word for word in path.split())
 
 
-def _apply(one: Object, how: Mapping[str, Any], path: str) -> None:
+def _apply(manifest: Object, how: Mapping[str, Any], path: str) -> None:
     *above, last = path.split()
-    node: Any = one
+    node: Any = manifest
     for word in above:
         node = node[_key(node, word)]
     key = _key(node, last)
@@ -69,12 +69,16 @@ def _copied(objects: list[Object], where: str) -> Object:
 def _find(objects: list[Object], where: str) -> Object:
     """By Kind/name; `name-*` for one with kustomize's hash."""
     begins = where.removesuffix("*")
-    [one] = [one for one in objects if title(one) == where or (begins != where and title(one).startswith(begins))]
-    return one
+    [manifest] = [
+        manifest
+        for manifest in objects
+        if title(manifest) == where or (begins != where and title(manifest).startswith(begins))
+    ]
+    return manifest
 
 
 def _key(node: Any, word: str) -> str | int:
     if not isinstance(node, list):
         return word
-    names = [one.get("name") or one.get("groupName") if isinstance(one, dict) else None for one in node]
+    names = [item.get("name") or item.get("groupName") if isinstance(item, dict) else None for item in node]
     return names.index(word) if word in names else int(word)

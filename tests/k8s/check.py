@@ -1,7 +1,7 @@
 """Check the rendered manifests without a cluster: what the API server, KubeRay and Ray would refuse or silently ignore.
 
-    .venv/bin/python tests/k8s/check.py                      # the base and every overlay
-    .venv/bin/python tests/k8s/check.py k8s/overlays/gpu     # one of them
+    .venv/bin/python -m tests.k8s.check                      # the base and every overlay
+    .venv/bin/python -m tests.k8s.check k8s/overlays/gpu     # one of them
 
 One line a fault, `overlay: Kind/name: path: expected ..., got ...; remedy`; exit status 1 when there is one.
 """
@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from checks.model import Fault
-from checks.render import folders, rendered
-from checks.run import NAMES, Found, found
-from checks.secrets import made_by
+from tests.k8s.checks.model import Fault
+from tests.k8s.checks.render import folders, rendered
+from tests.k8s.checks.run import NAMES, Found, found
+from tests.k8s.checks.secrets import made_by
 
 K8S = Path(__file__).parents[2] / "k8s"
 

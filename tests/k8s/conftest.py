@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from checks.render import Render, folders, rendered
-from checks.secrets import made_by
+from tests.k8s.checks.render import Render, folders, rendered
+from tests.k8s.checks.secrets import made_by
 
 K8S = Path(__file__).parents[2] / "k8s"
 EXTENDED = Path(__file__).parent / "extended"
@@ -16,5 +16,5 @@ def renders() -> dict[str, Render]:
     """By name."""
     secrets = made_by(K8S / "secrets.sh")
     made = [rendered(folder, secrets) for folder in (*folders(K8S), EXTENDED)]
-    assert all(isinstance(one, Render) for one in made), made
-    return {one.name: one for one in made if isinstance(one, Render)}
+    assert all(isinstance(render, Render) for render in made), made
+    return {render.name: render for render in made if isinstance(render, Render)}

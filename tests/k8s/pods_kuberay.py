@@ -9,9 +9,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from checks import kuberay
-from checks.model import Object, part
-from pods_volumes import Volumes
+from tests.k8s.checks import kuberay
+from tests.k8s.checks.model import Object, part
+from tests.k8s.pods_volumes import Volumes
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD_SERVICE = "trackway-head-svc.trackway.svc.cluster.local"
@@ -107,7 +107,7 @@ def probe(group: Object) -> list[str]:
 
 def _settings(sources: list[Object], around: Surroundings) -> list[Object]:
     found = [around.settings[source["configMapRef"]["name"]] for source in sources]
-    return [{"name": key, "value": value} for one in found for key, value in one.items()]
+    return [{"name": key, "value": value} for settings in found for key, value in settings.items()]
 
 
 def _values(entries: list[Object], around: Surroundings) -> list[Object]:
@@ -121,12 +121,16 @@ def _values(entries: list[Object], around: Surroundings) -> list[Object]:
     ]
 
 
-def settings_of(objects: list[Object], **other: str) -> dict[str, dict[str, str]]:
+def settings_of(objects: list[Object], **replaced: str) -> dict[str, dict[str, str]]:
     """The ConfigMaps of an overlay, with some settings replaced."""
-    maps = {part(one, "metadata.name"): dict(one.get("data", {})) for one in objects if one["kind"] == "ConfigMap"}
-    return {name: {key: str(other.get(key, value)) for key, value in data.items()} for name, data in maps.items()}
+    maps = {
+        part(manifest, "metadata.name"): dict(manifest.get("data", {}))
+        for manifest in objects
+        if manifest["kind"] == "ConfigMap"
+    }
+    return {name: {key: str(replaced.get(key, value)) for key, value in data.items()} for name, data in maps.items()}
 
 
 def secrets_from(documents: list[Object]) -> dict[str, dict[str, str]]:
     """Secrets by name."""
-    return {part(one, "metadata.name"): dict(one["stringData"]) for one in documents}
+    return {part(secret, "metadata.name"): dict(secret["stringData"]) for secret in documents}

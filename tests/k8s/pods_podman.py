@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from checks.model import Object
+from tests.k8s.checks.model import Object
 
 PODMAN = Path(__file__).resolve().parents[2] / "deploy" / "docker" / "podman.sh"
 SUBNET = "198.51.100.0/24"
@@ -66,7 +66,8 @@ class Podman:
     def run(self, image: str, command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         """Run a command in a container of its own, without network and without a place to write."""
         options = ["--rm", "--read-only", "--read-only-tmpfs=false", "--network=none", "--cap-drop=all"]
-        return subprocess.run([PODMAN, "run", *options, image, *command], capture_output=True, text=True, check=False)
+        words = [PODMAN, "run", *options, f"--entrypoint={command[0]}", image, *command[1:]]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
 
     def log(self, container: str) -> str:
         """The end of a container's output."""

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from checks.model import Object
+from tests.k8s.checks.model import Object
 
 USER = 10001
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import check
-from checks.run import NAMES
+from tests.k8s import check
+from tests.k8s.checks.run import NAMES
 
 pytestmark = pytest.mark.manifests
 
@@ -31,7 +31,7 @@ def test_a_fault_is_a_line_and_an_exit_status(overlay: Path, capsys: pytest.Capt
     fault, total = capsys.readouterr().out.splitlines()
     assert fault == (
         "mine: ConfigMap/settings: (top): expected what its schema allows, "
-        "got Additional properties are not allowed ('dta' was unexpected); mend the field [schemas]"
+        "got Additional properties are not allowed ('dta' was unexpected); correct the field [schemas]"
     )
     assert total.startswith(f"1 renders, 1 objects, {1 + len(NAMES)} checks: 1 faults (")
 

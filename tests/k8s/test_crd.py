@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checks.crd import Strict, strict_schema, without_nulls
+from tests.k8s.checks.crd import Strict, strict_schema, without_nulls
 
 pytestmark = pytest.mark.manifests
 
@@ -34,13 +34,13 @@ SPEC = {
 
 
 def crd(**version: Any) -> dict[str, Any]:
-    one = {"name": "v1", "schema": {"openAPIV3Schema": {"type": "object", "properties": {"spec": SPEC}}}, **version}
-    return {"spec": {"group": "example.org", "names": {"kind": "Thing"}, "versions": [one]}}
+    served = {"name": "v1", "schema": {"openAPIV3Schema": {"type": "object", "properties": {"spec": SPEC}}}, **version}
+    return {"spec": {"group": "example.org", "names": {"kind": "Thing"}, "versions": [served]}}
 
 
 def refusals(spec: dict[str, Any], **top: Any) -> list[str]:
-    thing = {"apiVersion": "example.org/v1", "kind": "Thing", "metadata": {"name": "a"}, "spec": spec, **top}
-    return [error.message for error in Strict(strict_schema(crd())).iter_errors(without_nulls(thing))]
+    custom_object = {"apiVersion": "example.org/v1", "kind": "Thing", "metadata": {"name": "a"}, "spec": spec, **top}
+    return [error.message for error in Strict(strict_schema(crd())).iter_errors(without_nulls(custom_object))]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trackway.agent.app import create_app as agent_app
 from trackway.agent.settings import AgentSettings
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.serve.replica_metrics import merged
 from trackway.reward.app import create_app as reward_app
 from trackway.reward.settings import RewardSettings
@@ -31,7 +32,7 @@ from trackway.trainer.settings import TrainerSettings
 pytestmark = pytest.mark.anyio
 
 MONITORING = Path(__file__).parents[2] / "k8s" / "monitoring"
-CHECKPOINT = Path(__file__).parents[2] / "examples" / "tiny" / "checkpoint"
+CHECKPOINT = TINY_MODEL
 SERVICES = ("rollout", "agent", "tools", "reward", "trainer")
 STEP = {
     "critic/rewards/mean": 0.5,
@@ -154,24 +155,26 @@ def test_a_renamed_metric_and_a_renamed_label_are_missed():
 
 def test_panels_have_ids_of_their_own_and_take_the_data_source_that_is_chosen(dashboard):
     panels = dashboard["panels"]
-    places = [(one["gridPos"]["x"], one["gridPos"]["y"]) for one in panels]
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
 
-    assert len({one["id"] for one in panels}) == len(panels) == len(set(places))
-    assert [one["name"] for one in dashboard["templating"]["list"]] == ["datasource", "run"]
-    assert {one["datasource"]["uid"] for one in panels if one["type"] != "row"} == {"${datasource}"}
-    assert all(one["gridPos"]["x"] + one["gridPos"]["w"] <= 24 for one in panels)
+    assert len({panel["id"] for panel in panels}) == len(panels) == len(set(places))
+    assert [variable["name"] for variable in dashboard["templating"]["list"]] == ["datasource", "run"]
+    assert {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"} == {"${datasource}"}
+    assert all(panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24 for panel in panels)
 
 
 def test_both_ways_to_prometheus_scrape_every_service_with_the_token():
     own = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
     [trackway] = [job for job in own["scrape_configs"] if job["job_name"] == "trackway"]
-    by_label = {one["labels"]["service"]: one["labels"]["__metrics_path__"] for one in trackway["static_configs"]}
+    by_label = {
+        targets["labels"]["service"]: targets["labels"]["__metrics_path__"] for targets in trackway["static_configs"]
+    }
     operators = list(yaml.safe_load_all((MONITORING / "prometheus-operator.yaml").read_text()))
-    specs = [one["spec"] for one in operators if "authorization" in one["spec"]]
-    by_operator = {one["staticConfigs"][0]["labels"]["service"]: one["metricsPath"] for one in specs}
+    specs = [manifest["spec"] for manifest in operators if "authorization" in manifest["spec"]]
+    by_operator = {spec["staticConfigs"][0]["labels"]["service"]: spec["metricsPath"] for spec in specs}
 
     assert by_label == by_operator == {name: f"/{name}/replicas/metrics" for name in SERVICES}
-    assert {one["staticConfigs"][0]["targets"][0] for one in specs} == {"trackway-serve-svc.trackway.svc:8000"}
+    assert {spec["staticConfigs"][0]["targets"][0] for spec in specs} == {"trackway-serve-svc.trackway.svc:8000"}
     assert trackway["authorization"]["credentials_file"].endswith("/trackway-tokens/client-token")
     assert {(s["authorization"]["credentials"]["name"], s["authorization"]["credentials"]["key"]) for s in specs} == {
         ("trackway-tokens", "client-token")

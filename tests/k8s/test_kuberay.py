@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from checks import kuberay
-from checks.quantity import quantity
+from tests.k8s.checks import kuberay
+from tests.k8s.checks.quantity import quantity
 
 pytestmark = pytest.mark.manifests
 
@@ -64,9 +64,9 @@ def test_pods_are_labelled_by_node_type_and_group_and_not_by_a_clusters_lasting_
 
 
 def test_a_head_that_is_left_out_of_the_service_does_not_serve() -> None:
-    one = service()
-    one["spec"]["excludeHeadPodFromServeSvc"] = True
-    assert [pod.labels["ray.io/serve"] for pod in kuberay.pods(one)] == ["false", "true"]
+    ray_service = service()
+    ray_service["spec"]["excludeHeadPodFromServeSvc"] = True
+    assert [pod.labels["ray.io/serve"] for pod in kuberay.pods(ray_service)] == ["false", "true"]
 
 
 def test_a_groups_pods_are_as_many_as_the_autoscaler_may_make() -> None:
@@ -78,10 +78,10 @@ def test_a_groups_pods_are_as_many_as_the_autoscaler_may_make() -> None:
 def test_the_services_have_the_heads_ports_and_the_default_ones_without_any() -> None:
     def ports(service: dict[str, Any]) -> list[tuple[str, list[int]]]:
         made = kuberay.services(service)
-        return [(one["metadata"]["name"], [port["port"] for port in one["spec"]["ports"]]) for one in made]
+        return [(svc["metadata"]["name"], [port["port"] for port in svc["spec"]["ports"]]) for svc in made]
 
-    one = service()
-    assert ports(one) == [("a-head-svc", [10001, 6379, 8265, 8000, 8080]), ("a-serve-svc", [8000])]
-    [container] = one["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
+    ray_service = service()
+    assert ports(ray_service) == [("a-head-svc", [10001, 6379, 8265, 8000, 8080]), ("a-serve-svc", [8000])]
+    [container] = ray_service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"]
     container["ports"] = [{"name": "serve", "containerPort": 9000}, {"name": "dashboard", "containerPort": 8265}]
-    assert ports(one) == [("a-head-svc", [9000, 8265, 8080]), ("a-serve-svc", [9000])]
+    assert ports(ray_service) == [("a-head-svc", [9000, 8265, 8080]), ("a-serve-svc", [9000])]

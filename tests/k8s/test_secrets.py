@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from checks.secrets import made_by
+from tests.k8s.checks.secrets import made_by
 
 pytestmark = pytest.mark.manifests
 

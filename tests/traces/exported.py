@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 from mlflow import MlflowClient
-from story import CALL, turn
 
+from tests.traces.example_trace import CALL, turn
 from trackway import traces
 from trackway.traces.store import TraceFilter
 from trackway.tracing import (
@@ -136,7 +136,7 @@ class Services:
             pass
 
 
-class World:
+class ExportedTraces:
     """What was exported, and the outputs folder that belongs to it."""
 
     def __init__(self, uri: str, outputs: Path) -> None:

@@ -25,7 +25,7 @@ def test_each_commands_help_has_an_example(command: str) -> None:
         (["list", "--tag", "step"], "--tag: expected key=value, got 'step'"),
         (["list", "--backend", "weave"], "--backend weave: expected --project entity/project, got none"),
         (["compare", "one"], "expected two traces"),
-        (["verify"], "no run '' in .*; there is no run at all"),
+        (["verify"], "expected a run in .*, found none; give --run or --outputs"),
     ],
 )
 def test_a_mistake_says_what_was_expected(

@@ -16,7 +16,7 @@ def only(text: str) -> Piece:
 
 
 def test_the_same_text_is_one_piece() -> None:
-    assert diff("a b", "a b") == Diff(left=[same("a b")], right=[same("a b")])
+    assert diff("a b", "a b") == Diff(sides=[[same("a b")], [same("a b")]])
     assert diff("a b", "a b").equal and not diff("a b", "a c").equal
 
 
@@ -27,18 +27,20 @@ def test_the_same_text_is_one_piece() -> None:
             "6*9 is #### 54",
             "6*8 is #### 48",
             Diff(
-                left=[same("6*"), only("9"), same(" is #### "), only("54")],
-                right=[same("6*"), only("8"), same(" is #### "), only("48")],
+                sides=[
+                    [same("6*"), only("9"), same(" is #### "), only("54")],
+                    [same("6*"), only("8"), same(" is #### "), only("48")],
+                ]
             ),
         ),
-        ("0.5", "0.75", Diff(left=[only("0.5")], right=[only("0.75")])),
-        ("a\nb\nc\n", "a\nc\n", Diff(left=[same("a\n"), only("b\n"), same("c\n")], right=[same("a\nc\n")])),
-        ("a", "a\n", Diff(left=[same("a")], right=[same("a"), only("\n")])),
-        ("", "new", Diff(left=[], right=[only("new")])),
+        ("0.5", "0.75", Diff(sides=[[only("0.5")], [only("0.75")]])),
+        ("a\nb\nc\n", "a\nc\n", Diff(sides=[[same("a\n"), only("b\n"), same("c\n")], [same("a\nc\n")]])),
+        ("a", "a\n", Diff(sides=[[same("a")], [same("a"), only("\n")]])),
+        ("", "new", Diff(sides=[[], [only("new")]])),
         (
             "wörter größe",
             "wörter grösse",
-            Diff(left=[same("wörter "), only("größe")], right=[same("wörter "), only("grösse")]),
+            Diff(sides=[[same("wörter "), only("größe")], [same("wörter "), only("grösse")]]),
         ),
     ],
 )
@@ -46,18 +48,32 @@ def test_texts_differ_word_by_word(left: str, right: str, expected: Diff) -> Non
     assert diff(left, right) == expected
 
 
+def test_several_texts_are_compared_with_the_first() -> None:
+    assert diff("a b c", "a x c", None, "a b y") == Diff(
+        sides=[
+            [same("a "), only("b"), same(" "), only("c")],
+            [same("a "), only("x"), same(" c")],
+            None,
+            [same("a b "), only("y")],
+        ]
+    )
+    assert diff("a", None, None) == Diff(sides=[[only("a")], None, None])
+    assert diff(None, "a", "a") == Diff(sides=[None, [only("a")], [only("a")]])
+    assert diff("a", "a", "a").equal and not diff("a", "a", "b").equal
+
+
 def test_a_side_that_does_not_exist_is_no_empty_text() -> None:
-    assert diff(None, "x y") == Diff(left=None, right=[only("x y")])
-    assert diff("x", None) == Diff(left=[only("x")], right=None)
+    assert diff(None, "x y") == Diff(sides=[None, [only("x y")]])
+    assert diff("x", None) == Diff(sides=[[only("x")], None])
     assert (diff(None, None).empty, diff("", "").empty, diff(None, "x").empty) == (True, True, False)
 
 
 @pytest.mark.parametrize("text", ["a  b\t\r\n\n#### 7 <tool_call>[x]", "\n", "日本語 テキスト", "a_b-c.d 1.2.3"])
 def test_no_character_is_lost(text: str) -> None:
-    for other in ("", "a b", text + "!"):
-        found = diff(text, other)
-        assert "".join(piece.text for piece in found.left or []) == text
-        assert "".join(piece.text for piece in found.right or []) == other
+    for changed in ("", "a b", text + "!"):
+        found = diff(text, changed)
+        assert "".join(piece.text for piece in found.sides[0] or []) == text
+        assert "".join(piece.text for piece in found.sides[1] or []) == changed
 
 
 def test_long_texts_that_share_nothing_are_compared_in_bounded_time() -> None:
@@ -65,4 +81,4 @@ def test_long_texts_that_share_nothing_are_compared_in_bounded_time() -> None:
     began = time.monotonic()
     found = diff(left, right)
     assert time.monotonic() - began < 5
-    assert (found.left, found.right) == ([only(left)], [only(right)])
+    assert found.sides == [[only(left)], [only(right)]]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from story import Story, chat, span
 
+from tests.traces.example_trace import ExampleTrace, chat, span
 from trackway.system.user_error import UserError
 from trackway.traces import page
 from trackway.traces.compare import compare
@@ -47,26 +47,26 @@ class Elements(HTMLParser):
             self.preformatted[-1] += data
 
 
-def written(left: Story, right: Story) -> str:
-    return page.render(compare(left.tree(), right.tree()))
+def written(*examples: ExampleTrace) -> str:
+    return page.render(compare([example.tree() for example in examples]))
 
 
 @pytest.fixture
-def hostile() -> Story:
+def hostile() -> ExampleTrace:
     """A trajectory that tries to take the page over wherever a text of its own can stand."""
-    story = Story(
+    example = ExampleTrace(
         call=HOSTILE, answer=HOSTILE, arguments={HOSTILE: HOSTILE}, result=HOSTILE, feedback={"fate": HOSTILE}
     )
-    story.tags[HOSTILE] = HOSTILE
-    story["x0"].name = f"execute_tool {HOSTILE}"
-    story["r"].inputs = {"messages": [{"role": HOSTILE, "content": HOSTILE}]}
-    story["s"].outputs = {HOSTILE: HOSTILE}
-    story["t1"].status, story["t1"].error = "ERROR", HOSTILE
-    return story
+    example.tags[HOSTILE] = HOSTILE
+    example["x0"].name = f"execute_tool {HOSTILE}"
+    example["r"].inputs = {"messages": [{"role": HOSTILE, "content": HOSTILE}]}
+    example["s"].outputs = {HOSTILE: HOSTILE}
+    example["t1"].status, example["t1"].error = "ERROR", HOSTILE
+    return example
 
 
-def test_a_hostile_text_is_seen_and_never_becomes_a_part_of_the_page(hostile: Story) -> None:
-    for source in (written(hostile, Story()), written(Story(), hostile), written(hostile, hostile)):
+def test_a_hostile_text_is_seen_and_never_becomes_a_part_of_the_page(hostile: ExampleTrace) -> None:
+    for source in (written(hostile, ExampleTrace()), written(ExampleTrace(), hostile), written(hostile, hostile)):
         found = Elements(source)
         assert {"script", "img"}.isdisjoint(found.tags)
         assert not any(name.startswith("on") for name, _ in found.attributes)
@@ -75,7 +75,7 @@ def test_a_hostile_text_is_seen_and_never_becomes_a_part_of_the_page(hostile: St
 
 
 def test_the_page_loads_nothing() -> None:
-    source = written(Story(), Story(answer="#### 48"))
+    source = written(ExampleTrace(), ExampleTrace(answer="#### 48"))
     found = Elements(source)
     assert {"script", "link", "img", "iframe", "object", "base", "form"}.isdisjoint(found.tags)
     assert not re.search(r"https?:|//|@import|url\(", source)
@@ -84,33 +84,43 @@ def test_the_page_loads_nothing() -> None:
 
 
 def test_what_only_one_side_has_is_marked_on_its_side() -> None:
-    source = written(Story(), Story(answer="#### 48"))
+    source = written(ExampleTrace(), ExampleTrace(answer="#### 48"))
     assert "<pre>#### <del>54</del></pre>" in source and "<pre>#### <ins>48</ins></pre>" in source
 
 
 def test_a_line_break_that_only_one_side_has_can_be_seen() -> None:
-    assert "<pre>a<del>↵\nb</del></pre>" in written(Story(answer="a\nb"), Story(answer="a"))
+    assert "<pre>a<del>↵\nb</del></pre>" in written(ExampleTrace(answer="a\nb"), ExampleTrace(answer="a"))
 
 
 def test_turns_that_one_side_lacks_say_so() -> None:
-    longer = Story()
+    longer = ExampleTrace()
     longer.spans += [span("t2", "r", "turn 2", "agent", 371, 379), chat("c2", "t2", 372, "one more", 60, 2)]
-    source = written(Story(), longer)
+    source = written(ExampleTrace(), longer)
     assert source.count("no such turn") == 1 and "<pre><ins>one more</ins></pre>" in source
-    without = Story()
+    without = ExampleTrace()
     without.drop("x0")
-    assert written(Story(), without).count("no such call") == 1
+    assert written(ExampleTrace(), without).count("no such call") == 1
+
+
+def test_a_group_stands_side_by_side() -> None:
+    shorter = ExampleTrace(rollout_n=2, reward=0.0)
+    shorter.drop("t1", "c1")
+    source = written(ExampleTrace(rollout_n=0), ExampleTrace(rollout_n=1, answer="#### 48"), shorter)
+    assert "<title>3 trajectories compared</title>" in source and 'style="--count: 3; ' in source
+    assert '<th scope="row">rollout_n</th><td>0</td><td>1</td><td>2</td>' in source
+    assert "<pre>#### <del>54</del></pre>" in source and "<pre>#### <ins>48</ins></pre>" in source
+    assert source.count("no such turn") == 1 and source.count('<span class="letter B">C</span>') == 5
 
 
 def test_facts_that_differ_stand_in_the_table_and_the_others_below_it() -> None:
-    source = written(Story(), Story(step=10))
+    source = written(ExampleTrace(), ExampleTrace(step=10))
     assert '<th scope="row">step</th><td>3</td><td>10</td>' in source
     assert '<span class="fact"><span>rollout_n</span> 2</span>' in source
 
 
 def test_a_file_that_cannot_be_written_is_a_mistake_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--html: cannot write .*: No such file or directory"):
-        page.write(tmp_path / "nowhere" / "page.html", compare(Story().tree(), Story().tree()))
+        page.write(tmp_path / "nowhere" / "page.html", compare([ExampleTrace().tree(), ExampleTrace().tree()]))
 
 
 FLAGS = [
@@ -160,10 +170,10 @@ def browser(tmp_path: Path) -> Browser:
 @pytest.mark.slow
 @pytest.mark.program("chromium")
 def test_a_browser_opens_the_page_from_disk_and_no_text_of_a_model_acts_in_it(
-    browser: Browser, hostile: Story, tmp_path: Path
+    browser: Browser, hostile: ExampleTrace, tmp_path: Path
 ) -> None:
     file = tmp_path / "page.html"
-    page.write(file, compare(hostile.tree(), Story().tree()))
+    page.write(file, compare([hostile.tree(), ExampleTrace().tree()]))
     dom = browser.open(file, "--dump-dom")
     found = Elements(dom)
     assert "<title>s3/i17/n2 and s3/i17/n2 compared</title>" in dom
@@ -177,6 +187,6 @@ def test_a_browser_opens_the_page_from_disk_and_no_text_of_a_model_acts_in_it(
 @pytest.mark.parametrize("width", [1280, 700])
 def test_the_page_has_a_light_and_a_dark_face(browser: Browser, tmp_path: Path, width: int) -> None:
     file = tmp_path / "page.html"
-    page.write(file, compare(Story().tree(), Story(answer="#### 48").tree()))
+    page.write(file, compare([ExampleTrace().tree(), ExampleTrace(answer="#### 48").tree()]))
     assert browser.corner(file, width, scheme=1) == ((900, width), (0xF6, 0xF7, 0xF9))
     assert browser.corner(file, width, scheme=0) == ((900, width), (0x14, 0x17, 0x1C))

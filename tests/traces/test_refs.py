@@ -1,19 +1,19 @@
 """What a person types finds the one trace that is meant, or says why it does not."""
 
 import pytest
-from story import Shelf, Story
 
+from tests.traces.example_trace import ExampleTrace, MemoryStore
 from trackway.system.user_error import UserError
 from trackway.traces.refs import Choice, resolve
 
-FIRST = Story(rollout_n=0, trace_id="tr-" + "abcdef01" * 4)
-SECOND = Story(rollout_n=1, trace_id="tr-" + "abcdef02" * 4)
-VALIDATION = Story(rollout_n=0, validate=True, trace_id="tr-" + "0" * 32)
-SHELF = Shelf(FIRST, SECOND, VALIDATION)
+FIRST = ExampleTrace(rollout_n=0, trace_id="tr-" + "abcdef01" * 4)
+SECOND = ExampleTrace(rollout_n=1, trace_id="tr-" + "abcdef02" * 4)
+VALIDATION = ExampleTrace(rollout_n=0, validate=True, trace_id="tr-" + "0" * 32)
+SHELF = MemoryStore(FIRST, SECOND, VALIDATION)
 
 
 @pytest.mark.parametrize(
-    ("ref", "story"),
+    ("ref", "example"),
     [
         ("tr-" + "abcdef01" * 4, FIRST),
         ("abcdef02" * 4, SECOND),
@@ -26,8 +26,8 @@ SHELF = Shelf(FIRST, SECOND, VALIDATION)
         ("val3/i17/n0", VALIDATION),
     ],
 )
-def test_ids_beginnings_of_ids_and_names_find_their_trace(ref: str, story: Story) -> None:
-    assert resolve(SHELF, ref).trace_id == story.trace_id
+def test_ids_beginnings_of_ids_and_names_find_their_trace(ref: str, example: ExampleTrace) -> None:
+    assert resolve(SHELF, ref).trace_id == example.trace_id
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_a_reference_without_one_trace_says_why(ref: str, message: str) -> None:
 
 @pytest.mark.parametrize("index", ["django__django-11099", "hotpot/5a8b/n3", "007", "東京 1"])
 def test_a_row_whose_index_is_text_is_found_by_it(index: str) -> None:
-    story = Story(rollout_n=2, trace_id="tr-" + "d" * 32)
-    story.tags["sample_index"] = index
-    shelf = Shelf(FIRST, story)
+    example = ExampleTrace(rollout_n=2, trace_id="tr-" + "d" * 32)
+    example.tags["sample_index"] = index
+    shelf = MemoryStore(FIRST, example)
 
-    assert resolve(shelf, f"s3/i{index}/n2").trace_id == story.trace_id
+    assert resolve(shelf, f"s3/i{index}/n2").trace_id == example.trace_id
     assert Choice(sample_index=index, steps="3,4").pair(None, None) == (f"s3/i{index}/n0", f"s4/i{index}/n0")
 
 
@@ -62,17 +62,17 @@ def test_an_index_that_is_none_is_refused() -> None:
 
 
 def test_a_name_that_two_runs_share_asks_for_the_run() -> None:
-    other = Story(rollout_n=0, trace_id="tr-" + "b" * 32)
-    other.tags["experiment_name"] = "other"
-    shelf = Shelf(FIRST, other)
+    other_example = ExampleTrace(rollout_n=0, trace_id="tr-" + "b" * 32)
+    other_example.tags["experiment_name"] = "other"
+    shelf = MemoryStore(FIRST, other_example)
     with pytest.raises(UserError, match="s3/i17/n0 exists in several runs: other, tiny; add --experiment-name"):
         resolve(shelf, "s3/i17/n0")
-    assert resolve(shelf, "s3/i17/n0", "other").trace_id == other.trace_id
+    assert resolve(shelf, "s3/i17/n0", "other").trace_id == other_example.trace_id
 
 
 def test_a_step_that_was_done_again_means_its_newest_trace() -> None:
-    again = Story(rollout_n=0, trace_id="tr-" + "c" * 32)
-    assert resolve(Shelf(again, FIRST), "s3/i17/n0").trace_id == again.trace_id
+    again = ExampleTrace(rollout_n=0, trace_id="tr-" + "c" * 32)
+    assert resolve(MemoryStore(again, FIRST), "s3/i17/n0").trace_id == again.trace_id
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import pytest
 from pydantic import JsonValue
 from rich.console import Console, RenderableType
-from story import Story, span
 
-from trackway.traces import columns, render, tables
+from tests.traces.example_trace import ExampleTrace, span
+from trackway.traces import render, tables
 from trackway.traces.compare import compare
 from trackway.traces.rows import row
 from trackway.traces.tree import SpanEvent, SpanLink
@@ -19,13 +19,13 @@ def printed(what: RenderableType, width: int = 120) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def shown(story: Story, **style: bool) -> str:
-    return printed(render.draw(story.tree(), render.Style(120, **style)))
+def shown(example: ExampleTrace, **style: bool) -> str:
+    return printed(render.draw(example.tree(), render.Style(120, **style)))
 
 
 def test_a_trajectory_is_drawn_as_a_tree_in_time() -> None:
-    story = Story(feedback={"reward": 1.0, "advantage": 0.5, "fate": "used"})
-    assert shown(story).splitlines() == [
+    example = ExampleTrace(feedback={"reward": 1.0, "advantage": 0.5, "fate": "used"})
+    assert shown(example).splitlines() == [
         "s3/i17/n2  OK  tr-abababababababababababababababab",
         "tags         experiment_name=tiny  step=3  sample_index=17  rollout_n=2  validate=False  outcome=ok",
         "reward       1",
@@ -64,111 +64,94 @@ def test_a_trajectory_is_drawn_as_a_tree_in_time() -> None:
     "text", ["#### 54", "<tool_call>", "[bold]kept[/bold]", "[/]", "**stars**", "`ticks`", ":smile:"]
 )
 def test_a_models_text_is_no_markup(text: str) -> None:
-    assert f"wrote       {text}" in shown(Story(answer=text))
-    assert text in printed(columns.draw(compare(Story(answer=text).tree(), Story(answer=text).tree()), colours=False))
-    assert text in printed(tables.listing([row(Story(answer=text).tree())], 200), 200)
+    assert f"wrote       {text}" in shown(ExampleTrace(answer=text))
+    assert text in printed(tables.listing([row(ExampleTrace(answer=text).tree())], 200), 200)
 
 
 def test_a_text_cannot_act_on_the_terminal() -> None:
-    hostile = Story(answer="\x1b[2J\x1b]0;title\x07", call="\x1b[31m")
-    found = compare(hostile.tree(), Story().tree())
-    pictures = [shown(hostile), printed(columns.draw(found, colours=False))]
-    pictures.append(printed(tables.listing([row(hostile.tree())], 200), 200))
+    hostile = ExampleTrace(answer="\x1b[2J\x1b]0;title\x07", call="\x1b[31m")
+    pictures = [shown(hostile), printed(tables.listing([row(hostile.tree())], 200), 200)]
     assert all("\x1b" not in picture and "␛[2J␛]0;title␇" in picture for picture in pictures)
 
 
 def test_long_texts_are_cut_unless_all_is_asked_for() -> None:
-    story = Story(answer="\n".join(f"line {index}" for index in range(100)))
-    assert "line 11 … 704 more characters" in shown(story) and "line 12" not in shown(story)
-    assert "line 99" in shown(story, full=True)
+    example = ExampleTrace(answer="\n".join(f"line {index}" for index in range(100)))
+    assert "line 11 … 704 more characters" in shown(example) and "line 12" not in shown(example)
+    assert "line 99" in shown(example, full=True)
 
 
 def test_errors_and_events_stand_where_they_happened() -> None:
-    story = Story(state="ERROR")
-    story["x0"].status, story["x0"].error = "ERROR", "out of [memory]"
+    example = ExampleTrace(state="ERROR")
+    example["x0"].status, example["x0"].error = "ERROR", "out of [memory]"
     stack: dict[str, JsonValue] = {"exception.type": "ValueError", "exception.stacktrace": "Traceback ..."}
-    story["t0"].events = [SpanEvent(name="retry", at_ms=100, attributes={"attempt": 2})]
-    story["x0"].events = [SpanEvent(name="exception", at_ms=150, attributes=stack)]
-    lines = shown(story).splitlines()
+    example["t0"].events = [SpanEvent(name="retry", at_ms=100, attributes={"attempt": 2})]
+    example["x0"].events = [SpanEvent(name="exception", at_ms=150, attributes=stack)]
+    lines = shown(example).splitlines()
     assert lines[0] == "s3/i17/n2  ERROR  tr-abababababababababababababababab"
     assert "│   event  retry +100 ms  attempt=2" in lines
     assert "│       event      exception +150 ms  exception.type=ValueError" in lines
     assert "│       error      out of [memory]" in lines
-    assert "Traceback ..." not in shown(story) and "Traceback ..." in shown(story, full=True)
+    assert "Traceback ..." not in shown(example) and "Traceback ..." in shown(example, full=True)
 
 
 def test_spans_that_lost_their_parent_are_set_apart() -> None:
-    story = Story(state="IN_PROGRESS")
-    story.drop("r")
-    assert shown(story).count("these spans have lost their parent:") == 1
+    example = ExampleTrace(state="IN_PROGRESS")
+    example.drop("r")
+    assert shown(example).count("these spans have lost their parent:") == 1
 
 
 def test_an_open_span_is_called_open() -> None:
-    story = Story()
-    story["t1"].end_ms = None
-    assert "━━━━━━━━━━━━━━━     open +251" in shown(story)
+    example = ExampleTrace()
+    example["t1"].end_ms = None
+    assert "━━━━━━━━━━━━━━━     open +251" in shown(example)
 
 
 def test_the_root_shows_its_own_texts_only_when_its_generations_have_none() -> None:
-    story = Story()
-    story["r"].outputs = {"response_text": "#### 54", "prompt_text": "all of it"}
-    assert "all of it" not in shown(story) and "wrote     #### 54" not in shown(story)
-    for one in ("c0", "c1"):
-        story[one].outputs = story[one].inputs = None
-    assert "prompt    all of it" in shown(story) and "wrote     #### 54" in shown(story)
+    example = ExampleTrace()
+    example["r"].outputs = {"response_text": "#### 54", "prompt_text": "all of it"}
+    assert "all of it" not in shown(example) and "wrote     #### 54" not in shown(example)
+    for span_id in ("c0", "c1"):
+        example[span_id].outputs = example[span_id].inputs = None
+    assert "prompt    all of it" in shown(example) and "wrote     #### 54" in shown(example)
 
 
 def test_a_step_of_the_trainer_shows_what_it_consumed() -> None:
-    story = Story()
+    example = ExampleTrace()
     links = [SpanLink(trace_id="cd" * 16, span_id="1"), SpanLink(trace_id="ef" * 16, span_id="2")]
-    story.spans = [
+    example.spans = [
         span("r", None, "train step 3", "trainer", 0, 10),
         span("o", "r", "optimizer_step 0", "trainer", 1, 9, links=links),
     ]
-    assert f"links  2 spans of {'cd' * 16}, {'ef' * 16}" in shown(story)
+    assert f"links  2 spans of {'cd' * 16}, {'ef' * 16}" in shown(example)
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    story = Story(answer="word " * 200)
-    lines = printed(render.draw(story.tree(), render.Style(width)), width).splitlines()
+    example = ExampleTrace(answer="word " * 200)
+    lines = printed(render.draw(example.tree(), render.Style(width)), width).splitlines()
     assert max(len(line) for line in lines) <= width
 
 
-def test_two_trajectories_stand_side_by_side_with_marks_where_they_differ() -> None:
-    other = Story(answer="#### 48", arguments={"expression": "6*8"}, result="48", reward=0.0, rollout_n=0)
-    lines = printed(columns.draw(compare(Story().tree(), other.tree()), colours=False), 100).splitlines()
-    assert lines[0].split() == ["A", "s3/i17/n2", "B", "s3/i17/n0"]
-    assert [line.split() for line in lines if line.startswith("≠")] == [
-        ["≠", "rollout_n", "2", "0"],
-        ["≠", "reward", "1", "0"],
-    ]
-    assert "user: What is 6*9?  (the same)" in lines
-    assert "turn 1 ─" in "\n".join(lines) and "turn 0 (the same) ─" not in "\n".join(lines)
-    both = [" ".join(line.split()) for line in lines]
-    assert "#### [-54-] #### {+48+}" in both
-    assert "expression: 6*[-9-] expression: 6*{+8+}" in both
-    assert "= [-54-] = {+48+}" in both
-    assert lines[-1] == "2 of 2 turns differ"
-
-
-def test_a_turn_of_one_side_only_says_so() -> None:
-    shorter = Story()
-    shorter.drop("t1", "c1")
-    lines = printed(columns.draw(compare(Story().tree(), shorter.tree()), colours=False), 100).splitlines()
-    [facts] = [line for line in lines if "no such turn" in line]
-    assert facts.startswith("weights 3  46 → 4 tokens  119 ms")
+def test_the_facts_of_trajectories_stand_side_by_side() -> None:
+    other_example = ExampleTrace(answer="#### 48", reward=0.0, rollout_n=0)
+    trees = [ExampleTrace().tree(), other_example.tree(), ExampleTrace(rollout_n=5).tree()]
+    lines = [" ".join(line.split()) for line in printed(tables.facts(compare(trees)), 140).splitlines()]
+    assert lines[0] == "s3/i17/n2 s3/i17/n0 s3/i17/n5"
+    assert [line for line in lines if line.startswith("≠")] == ["≠ rollout_n 2 0 5", "≠ reward 1 0 1"]
+    assert lines[-4:] == ["", "turn 0: the same", "turn 1: differs", "1 of 2 turns differ"]
 
 
 def test_a_list_shows_ids_that_show_takes_and_runs_when_there_are_several() -> None:
-    other = Story(rollout_n=0)
-    other.tags["experiment_name"] = "other"
-    [header, first, _] = printed(tables.listing([row(Story().tree()), row(other.tree())], 110), 110).splitlines()
-    assert " ".join(header.split()) == "trace name run step sample n outcome reward turns tokens ms end of the answer"
+    other_example = ExampleTrace(rollout_n=0)
+    other_example.tags["experiment_name"] = "other"
+    [header, first, _] = printed(
+        tables.listing([row(ExampleTrace().tree()), row(other_example.tree())], 110), 110
+    ).splitlines()
+    assert " ".join(header.split()) == "name run trace step sample n outcome reward turns tokens ms end of the answer"
     assert first.split() == [
-        "abababababab",
         "s3/i17/n2",
         "tiny",
+        "abababababab",
         "3",
         "17",
         "2",
@@ -180,8 +163,19 @@ def test_a_list_shows_ids_that_show_takes_and_runs_when_there_are_several() -> N
         "####",
         "54",
     ]
-    assert "tr-" + "ab" * 16 in printed(tables.listing([row(Story().tree())], 130), 130)
-    assert " run " not in printed(tables.listing([row(Story().tree())], 130), 130)
+    assert "tr-" + "ab" * 16 in printed(tables.listing([row(ExampleTrace().tree())], 130), 130)
+    assert " run " not in printed(tables.listing([row(ExampleTrace().tree())], 130), 130)
+
+
+@pytest.mark.parametrize("width", [80, 90, 100])
+def test_a_narrow_list_has_names_and_numbers_whole_and_the_answer_gives_way(width: int) -> None:
+    long = ExampleTrace(answer="the answer is a long sentence that ends with #### 54")
+    [header, line] = printed(tables.listing([row(long.tree())], width), width).splitlines()
+
+    numbers = ["s3/i17/n2", "abababababab", "3", "17", "2", "ok", "1", "2", "30+20", "400"]
+    assert header.split()[:10] == ["name", "trace", "step", "sample", "n", "outcome", "reward", "turns", "tokens", "ms"]
+    assert line.split()[:10] == numbers
+    assert ("end of the answer" in header, "#### 54" in line or "…" in line) == (width == 100, width == 100)
 
 
 def test_a_verification_lists_gaps_and_what_waits_on_disk() -> None:
@@ -194,7 +188,7 @@ def test_a_verification_lists_gaps_and_what_waits_on_disk() -> None:
         f"s3/i17/n2   {'ab' * 16}  the trace is absent",
         "                                              [x]",
         "999 bytes in 2 files wait on disk because the backend was or is down; they are sent once it is back",
-        "run tiny: 3 of 4 traced trajectories are whole trees (8 trajectories in 1 files)",
+        "run tiny: 3 of 4 traced trajectories have a complete trace (8 trajectories in 1 files)",
     ]
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from story import STARTED, Story
 
+from tests.traces.example_trace import STARTED, ExampleTrace
 from trackway.system.user_error import UserError
 from trackway.traces.rows import TraceRow, ordered, row
 
@@ -12,23 +12,23 @@ from trackway.traces.rows import TraceRow, ordered, row
 def rows(*rewards: float | None) -> Iterator[TraceRow]:
     """One row per reward, their rollout being their place."""
     for place, reward in enumerate(rewards):
-        story = Story(rollout_n=place, reward=reward or 0.0)
+        example = ExampleTrace(rollout_n=place, reward=reward or 0.0)
         if reward is None:
-            story["r"].outputs = None
-        yield row(story.tree())
+            example["r"].outputs = None
+        yield row(example.tree())
 
 
 def places(found: list[TraceRow]) -> list[str]:
-    return [one.tags["rollout_n"] for one in found]
+    return [row.tags["rollout_n"] for row in found]
 
 
 def test_a_row_says_what_matters() -> None:
-    story = Story(feedback={"reward": 1.0, "advantage": 0.5, "fate": "used"})
-    assert row(story.tree()) == TraceRow(
+    example = ExampleTrace(feedback={"reward": 1.0, "advantage": 0.5, "fate": "used"})
+    assert row(example.tree()) == TraceRow(
         trace_id="tr-" + "ab" * 16,
         name="s3/i17/n2",
         state="OK",
-        tags=story.tags,
+        tags=example.tags,
         started=STARTED,
         duration_ms=400,
         reward=1.0,
@@ -56,8 +56,8 @@ def test_rows_without_a_value_come_last_either_way(sort: str, expected: list[str
 
 
 def test_numbers_are_ordered_as_numbers() -> None:
-    found = [row(Story(step=step).tree()) for step in (10, 9, 100)]
-    assert [one.tags["step"] for one in ordered(found, "step", 10)] == ["9", "10", "100"]
+    found = [row(ExampleTrace(step=step).tree()) for step in (10, 9, 100)]
+    assert [row.tags["step"] for row in ordered(found, "step", 10)] == ["9", "10", "100"]
 
 
 def test_the_newest_are_taken_without_reading_more() -> None:
@@ -72,12 +72,12 @@ def test_an_unknown_order_is_a_mistake_of_the_user() -> None:
 
 
 def test_numbered_and_named_rows_are_sorted_together() -> None:
-    stories = [Story(rollout_n=place) for place in range(4)]
-    for story, index in zip(stories, ["b", "10", "a", "9"], strict=True):
-        story.tags["sample_index"] = index
+    examples = [ExampleTrace(rollout_n=place) for place in range(4)]
+    for example, index in zip(examples, ["b", "10", "a", "9"], strict=True):
+        example.tags["sample_index"] = index
 
-    found = ordered((row(story.tree()) for story in stories), "sample", 4)
-    greatest = ordered((row(story.tree()) for story in stories), "-sample", 2)
+    found = ordered((row(example.tree()) for example in examples), "sample", 4)
+    greatest = ordered((row(example.tree()) for example in examples), "-sample", 2)
 
-    assert [one.tags["sample_index"] for one in found] == ["9", "10", "a", "b"]
-    assert [one.tags["sample_index"] for one in greatest] == ["b", "a"]
+    assert [row.tags["sample_index"] for row in found] == ["9", "10", "a", "b"]
+    assert [row.tags["sample_index"] for row in greatest] == ["b", "a"]

@@ -1,8 +1,8 @@
 """Ranges of steps, and which traces a filter lets pass."""
 
 import pytest
-from story import Story
 
+from tests.traces.example_trace import ExampleTrace
 from trackway.system.user_error import UserError
 from trackway.traces.mlflow_store import filter_string
 from trackway.traces.store import Steps, TraceFilter, TraceKind
@@ -44,20 +44,20 @@ def test_anything_else_is_a_mistake_of_the_user(text: str) -> None:
     ],
 )
 def test_a_filter_lets_pass_what_is_wanted(wanted: TraceFilter, passes: bool) -> None:
-    assert wanted.matches(Story(reward=0.5).tree()) is passes
+    assert wanted.matches(ExampleTrace(reward=0.5).tree()) is passes
 
 
 def test_without_a_reward_no_range_of_rewards_matches() -> None:
-    story = Story()
-    story["r"].outputs = None
-    assert not TraceFilter(reward_min=-1e9).matches(story.tree())
+    example = ExampleTrace()
+    example["r"].outputs = None
+    assert not TraceFilter(reward_min=-1e9).matches(example.tree())
 
 
 def test_steps_of_the_trainer_are_a_kind_of_their_own() -> None:
-    story = Story()
-    story.tags = {"train_step": "3", "experiment_name": "tiny"}
-    assert TraceFilter(kind=TraceKind.STEP, steps=Steps(3, 3)).matches(story.tree())
-    assert not TraceFilter().matches(story.tree())
+    example = ExampleTrace()
+    example.tags = {"train_step": "3", "experiment_name": "tiny"}
+    assert TraceFilter(kind=TraceKind.STEP, steps=Steps(3, 3)).matches(example.tree())
+    assert not TraceFilter().matches(example.tree())
 
 
 @pytest.mark.parametrize(

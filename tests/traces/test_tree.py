@@ -1,18 +1,18 @@
 """Spans in any order become one tree."""
 
 import pytest
-from story import Story
 
+from tests.traces.example_trace import ExampleTrace
 from trackway.traces.tree import assemble, hex_id, kind_of
 
 
 def test_spans_in_any_order_become_the_same_tree_with_children_by_start() -> None:
-    story = Story()
-    straight = story.tree()
-    story.spans.reverse()
-    assert story.tree() == straight
+    example = ExampleTrace()
+    straight = example.tree()
+    example.spans.reverse()
+    assert example.tree() == straight
     root = straight.root
-    assert [one.name for one in root.walk()] == [
+    assert [span.name for span in root.walk()] == [
         "trajectory",
         "turn 0",
         "chat tiny",
@@ -25,19 +25,19 @@ def test_spans_in_any_order_become_the_same_tree_with_children_by_start() -> Non
 
 
 def test_a_span_whose_parent_is_absent_stands_behind_the_root_even_when_it_began_earlier() -> None:
-    story = Story()
-    story.drop("t0")
-    story["x0"].start_ms = -1.0  # clocks of two machines
-    tree = story.tree()
-    assert [one.span_id for one in tree.roots] == ["r", "x0", "c0"]
-    assert ([one.span_id for one in tree.orphans], tree.root.span_id) == (["x0", "c0"], "r")
-    assert [one.span_id for one in tree.spans()] == ["r", "t1", "c1", "s", "x0", "c0"]
+    example = ExampleTrace()
+    example.drop("t0")
+    example["x0"].start_ms = -1.0  # clocks of two machines
+    tree = example.tree()
+    assert [span.span_id for span in tree.roots] == ["r", "x0", "c0"]
+    assert ([span.span_id for span in tree.orphans], tree.root.span_id) == (["x0", "c0"], "r")
+    assert [span.span_id for span in tree.spans()] == ["r", "t1", "c1", "s", "x0", "c0"]
 
 
 def test_spans_of_a_kind_come_by_start_wherever_they_hang() -> None:
-    story = Story()
-    story["c0"].start_ms = 300
-    assert [one.span_id for one in story.tree().of_kind("chat")] == ["c1", "c0"]
+    example = ExampleTrace()
+    example["c0"].start_ms = 300
+    assert [span.span_id for span in example.tree().of_kind("chat")] == ["c1", "c0"]
 
 
 def test_no_span_is_no_tree() -> None:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from story import Shelf, Story
 
+from tests.traces.example_trace import ExampleTrace, MemoryStore
 from trackway.system.user_error import UserError
 from trackway.traces.store import Steps
 from trackway.traces.tree import TraceTree
@@ -16,15 +16,15 @@ from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.wire.trainer import RunInfo, RunState
 
 
-def stories(count: int) -> list[Story]:
-    return [Story(rollout_n=n, trace_id=f"tr-{n:032x}") for n in range(count)]
+def examples(count: int) -> list[ExampleTrace]:
+    return [ExampleTrace(rollout_n=n, trace_id=f"tr-{n:032x}") for n in range(count)]
 
 
-def dump(run: Path, name: str, *made: Story, untraced: int = 0) -> Path:
+def dump(run: Path, name: str, *made: ExampleTrace, untraced: int = 0) -> Path:
     """A file of trajectories as the trainer writes it."""
     path = run / "trajectories" / f"{name}.parquet"
-    others = [Story(rollout_n=100 + n).trajectory(trace_id=None) for n in range(untraced)]
-    write_trajectories(path, [*(story.trajectory() for story in made), *others])
+    others = [ExampleTrace(rollout_n=100 + n).trajectory(trace_id=None) for n in range(untraced)]
+    write_trajectories(path, [*(example.trajectory() for example in made), *others])
     return path
 
 
@@ -36,11 +36,11 @@ def state(run: Path, age_s: float = 0.0) -> None:
     os.utime(file, (changed, changed))
 
 
-class Late(Shelf):
+class Late(MemoryStore):
     """A store to which one more trace comes each time it is asked."""
 
-    def __init__(self, *stories: Story) -> None:
-        super().__init__(*stories)
+    def __init__(self, *examples: ExampleTrace) -> None:
+        super().__init__(*examples)
         self.coming = self.trees
         self.trees = []
 
@@ -64,18 +64,18 @@ class Told:
 
 
 def test_every_traced_trajectory_is_counted_and_the_untraced_are_not(tmp_path: Path) -> None:
-    made = stories(3)
+    made = examples(3)
     files = [dump(tmp_path / "tiny", "step_3", *made[:2], untraced=5), dump(tmp_path / "tiny", "step_4", made[2])]
-    found = verify(Shelf(*made), RunFolder(tmp_path / "tiny"), files, wait_s=0)
+    found = verify(MemoryStore(*made), RunFolder(tmp_path / "tiny"), files, wait_s=0)
     assert (found.run, found.dumps, found.trajectories, found.traced, found.complete) == ("tiny", 2, 8, 3, 3)
     assert found.gaps == []
 
 
 def test_each_gap_has_its_trajectory_and_its_reasons(tmp_path: Path) -> None:
-    made = stories(3)
+    made = examples(3)
     file = dump(tmp_path / "tiny", "step_3", *made)
     made[1].drop("c0", "s")
-    found = verify(Shelf(*made[:2]), RunFolder(tmp_path / "tiny"), [file], wait_s=0)
+    found = verify(MemoryStore(*made[:2]), RunFolder(tmp_path / "tiny"), [file], wait_s=0)
     assert (found.traced, found.complete) == (3, 1)
     assert found.gaps == [
         Gap(
@@ -89,22 +89,22 @@ def test_each_gap_has_its_trajectory_and_its_reasons(tmp_path: Path) -> None:
 
 
 def test_late_spans_are_waited_for_and_whole_trees_are_not_asked_for_again() -> None:
-    made = stories(2)
+    made = examples(2)
     shelf = Late(*made)
-    assert settle(shelf, [one.trajectory() for one in made], wait_s=60) == []
-    first, second = (one.trajectory().trace_id for one in made)
+    assert settle(shelf, [example.trajectory() for example in made], wait_s=60) == []
+    first, second = (example.trajectory().trace_id for example in made)
     assert shelf.asked == [[first, second], [first, second], [second]]
 
 
 def test_waiting_ends_with_the_gaps_that_are_left() -> None:
-    [story] = stories(1)
-    [gap] = settle(Shelf(), [story.trajectory()], wait_s=0.01)
+    [example] = examples(1)
+    [gap] = settle(MemoryStore(), [example.trajectory()], wait_s=0.01)
     assert gap.reasons == ["the trace is absent"]
 
 
 def test_a_large_step_is_asked_for_in_parts_and_its_progress_is_told(tmp_path: Path) -> None:
-    made = stories(250)
-    shelf, told = Shelf(*made), Told()
+    made = examples(250)
+    shelf, told = MemoryStore(*made), Told()
     verify(shelf, RunFolder(tmp_path), [dump(tmp_path, "step_3", *made)], wait_s=0, meter=told)
     assert [len(ids) for ids in shelf.asked] == [100, 100, 50]
     assert told.counts == ["expect 250", "advance 100", "advance 100", "advance 50"]
@@ -124,12 +124,12 @@ def test_the_newest_run_is_taken_unless_one_is_named(tmp_path: Path) -> None:
     state(tmp_path / "old", age_s=100)
     state(tmp_path / "new")
     assert (find_run(tmp_path, None).name, find_run(tmp_path, "old").name) == ("new", "old")
-    with pytest.raises(UserError, match=r"no run 'other' in .*; there is new, old; give --run or --outputs"):
+    with pytest.raises(UserError, match=r"expected run 'other' in .*, found new, old; give --run or --outputs"):
         find_run(tmp_path, "other")
 
 
 def test_a_folder_without_runs_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no run at all"):
+    with pytest.raises(UserError, match=r"expected a run in .*, found none"):
         find_run(tmp_path / "nowhere", None)
 
 
@@ -151,5 +151,5 @@ def test_dumps_are_chosen_by_step_and_kind(
     for name in ("step_10", "step_2", "val_step_0", "val_step_10", "notes"):
         (folder / f"{name}.parquet").touch()
     assert [path.stem for path in dumps(RunFolder(tmp_path / "tiny"), steps, validate)] == expected
-    with pytest.raises(UserError, match="it has those of validation 0, 2, 10, validation 10"):
+    with pytest.raises(UserError, match="found steps validation 0, 2, 10, validation 10"):
         dumps(RunFolder(tmp_path / "tiny"), Steps(99, 99), None)

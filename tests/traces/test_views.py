@@ -1,72 +1,71 @@
 """What a tree says about its trajectory, with and without texts."""
 
-from story import Story
-
+from tests.traces.example_trace import ExampleTrace
 from trackway.traces import views
 from trackway.traces.views import Tokens
 
 
 def test_the_trainers_feedback_outranks_the_root() -> None:
-    assert views.reward_of(Story(reward=1.0).tree()) == 1.0
-    assert views.reward_of(Story(reward=1.0, feedback={"reward": 0.5}).tree()) == 0.5
-    assert views.reward_of(Story(reward=1.0, feedback={"reward": "bad"}).tree()) == 1.0
+    assert views.reward_of(ExampleTrace(reward=1.0).tree()) == 1.0
+    assert views.reward_of(ExampleTrace(reward=1.0, feedback={"reward": 0.5}).tree()) == 0.5
+    assert views.reward_of(ExampleTrace(reward=1.0, feedback={"reward": "bad"}).tree()) == 1.0
 
 
 def test_a_trace_without_its_root_has_no_reward() -> None:
-    story = Story()
-    story.drop("r")
-    assert views.reward_of(story.tree()) is None
+    example = ExampleTrace()
+    example.drop("r")
+    assert views.reward_of(example.tree()) is None
 
 
 def test_tokens_are_the_roots_count() -> None:
-    story = Story()
-    story["r"].outputs = {"prompt_tokens": 30, "response_tokens": 21}
-    assert views.tokens_in(story.tree()) == Tokens(prompt=30, response=21)
+    example = ExampleTrace()
+    example["r"].outputs = {"prompt_tokens": 30, "response_tokens": 21}
+    assert views.tokens_in(example.tree()) == Tokens(prompt=30, response=21)
 
 
 def test_tokens_that_the_root_did_not_count_come_from_the_first_and_the_last_generation() -> None:
-    assert views.tokens_in(Story().tree()) == Tokens(prompt=30, response=46 + 4 - 30)
+    assert views.tokens_in(ExampleTrace().tree()) == Tokens(prompt=30, response=46 + 4 - 30)
 
 
 def test_without_generations_there_is_no_count() -> None:
-    story = Story()
-    story.drop("c0", "c1")
-    assert (views.tokens_in(story.tree()), views.weight_versions(story.tree())) == (None, "")
+    example = ExampleTrace()
+    example.drop("c0", "c1")
+    assert (views.tokens_in(example.tree()), views.weight_versions(example.tree())) == (None, "")
 
 
 def test_the_answer_is_what_the_model_wrote_last() -> None:
-    assert views.answer_of(Story(answer="#### 7").tree()) == "#### 7"
+    assert views.answer_of(ExampleTrace(answer="#### 7").tree()) == "#### 7"
 
 
 def test_texts_of_version_0_1_are_read_too() -> None:
-    story = Story()
-    story["c1"].inputs, story["c1"].outputs = {"prompt": "old prompt"}, {"text": "#### 8"}
-    assert views.answer_of(story.tree()) == "#### 8"
-    assert views.prompt_text(story["c1"]) == "old prompt"
+    example = ExampleTrace()
+    example["c1"].inputs, example["c1"].outputs = {"prompt": "old prompt"}, {"text": "#### 8"}
+    assert views.answer_of(example.tree()) == "#### 8"
+    assert views.prompt_text(example["c1"]) == "old prompt"
 
 
 def test_without_token2text_there_is_no_text() -> None:
-    story = Story()
-    for one in ("c0", "c1"):
-        story[one].inputs = story[one].outputs = None
-    assert (views.answer_of(story.tree()), views.has_texts(story.tree())) == ("", False)
+    example = ExampleTrace()
+    for span_id in ("c0", "c1"):
+        example[span_id].inputs = example[span_id].outputs = None
+    assert (views.answer_of(example.tree()), views.has_texts(example.tree())) == ("", False)
 
 
 def test_weights_are_named_once_and_in_order() -> None:
-    story = Story()
-    story["c0"].attributes["agentic.weight_version"] = "3,4"
-    story["c1"].attributes["agentic.weight_version"] = "4"
-    assert views.weight_versions(story.tree()) == "3,4"
+    example = ExampleTrace()
+    example["c0"].attributes["agentic.weight_version"] = "3,4"
+    example["c1"].attributes["agentic.weight_version"] = "4"
+    assert views.weight_versions(example.tree()) == "3,4"
 
 
 def test_messages_that_are_none_are_passed_over() -> None:
-    story = Story()
-    story["r"].inputs = {"messages": [{"role": "user", "content": "hi"}, "nonsense"]}
-    assert views.message_texts(story.tree()) == [("user", "hi")]
+    example = ExampleTrace()
+    example["r"].inputs = {"messages": [{"role": "user", "content": "hi"}, "nonsense"]}
+    assert views.message_texts(example.tree()) == [("user", "hi")]
 
 
 def test_only_finite_numbers_are_numbers() -> None:
-    assert [views.number(one) for one in (1, 0.5, "3", True, "x", None, "nan", "inf", [1])] == [
+    assert [views.number(value) for value in (1, 0.5, "3", True, "x", None, "nan", "inf", [1])] == [
         1.0,
         0.5,
         3.0,

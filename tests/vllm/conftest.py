@@ -7,7 +7,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from vllm_runs import (
+
+from tests.vllm.vllm_runs import (
     DEADLINE_S,
     ENVIRONMENT,
     PROMPT,
@@ -21,10 +22,8 @@ from vllm_runs import (
     settings_of,
     started,
 )
-
 from trackway.clients.rollout import RolloutClient
-from trackway.rollout.engines.remote import engine as remote_engine
-from trackway.rollout.engines.remote import weights as remote_weights
+from trackway.rollout.engines.remote import control
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.rollout import GenerateReply, GenerateRequest
 
@@ -81,8 +80,7 @@ class Witness(VllmEngine):
 def patience() -> Iterator[None]:
     """Replicas wait longer for what a request that was cut has made: a busy machine takes its time to tell."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (remote_engine, remote_weights):
-            patch.setattr(module, "_CUT_GRACE_S", DEADLINE_S)
+        patch.setattr(control, "_CUT_GRACE_S", DEADLINE_S)
         yield
 
 

@@ -53,6 +53,8 @@ class SlowScheduler(Scheduler):
         if counts == self._told and not self._slow():
             return
         new = self._folder / "tally.new"
-        new.write_text(json.dumps({"running": [one.num_output_tokens for one in self.running], "waiting": counts[1]}))
+        new.write_text(
+            json.dumps({"running": [request.num_output_tokens for request in self.running], "waiting": counts[1]})
+        )
         new.replace(self._folder / "tally.json")
         self._told = counts

@@ -4,7 +4,8 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from vllm_runs import (
+
+from tests.vllm.vllm_runs import (
     BLOCK,
     EOS,
     GREEDY,
@@ -21,7 +22,6 @@ from vllm_runs import (
     stands_still,
     worst,
 )
-
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from planted_weights import DEMO, USUAL, Pairs, Versions, make_versions
-from vllm_runs import GREEDY, MARKS, PROMPT, VOCAB, settings_of, started
 
+from tests.services.rollout.planted_weights import DEMO, USUAL, Pairs, Versions, make_versions
+from tests.vllm.vllm_runs import GREEDY, MARKS, PROMPT, VOCAB, settings_of, started
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -49,22 +49,22 @@ def pairs() -> Pairs:
 async def misled(engine: VllmEngine) -> AsyncIterator[Misled]:
     """An adapter of its own, attached to the same server."""
     own = engine.settings.model_copy(update={"engine_url": engine.http.base_url})
-    async with started(Misled(own)) as other:
-        yield other
+    async with started(Misled(own)) as misled_engine:
+        yield misled_engine
 
 
 @pytest.fixture
 async def packed(engine: VllmEngine) -> AsyncIterator[Misled]:
     """In float32, with the CPU's packed weights."""
-    async for other in misled(engine):
-        yield other
+    async for misled_engine in misled(engine):
+        yield misled_engine
 
 
 @pytest.fixture(scope="module")
 async def server(environment: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[VllmEngine]:
     """In bfloat16, with the weights of all layers in memory as on a GPU."""
     settings = settings_of(base, tmp_path_factory.mktemp("whole") / "vllm.log", dtype="bfloat16")
-    settings.engine_args.extend(["--worker-extension-cls", "whole_weights.WholeWeights"])
+    settings.engine_args.extend(["--worker-extension-cls", "tests.vllm.whole_weights.WholeWeights"])
     async with started(VllmEngine(settings)) as engine:
         yield engine
 
@@ -72,8 +72,8 @@ async def server(environment: Path, base: Path, tmp_path_factory: pytest.TempPat
 @pytest.fixture
 async def whole(server: VllmEngine) -> AsyncIterator[Misled]:
     """Attached to it."""
-    async for other in misled(server):
-        yield other
+    async for misled_engine in misled(server):
+        yield misled_engine
 
 
 async def verdicts(engine: Misled, versions: Versions, proof: WeightProof | None = None) -> dict[str, Verdict]:

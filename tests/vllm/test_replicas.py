@@ -6,7 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from vllm_runs import (
+
+from tests.vllm.vllm_runs import (
     DEADLINE_S,
     GREEDY,
     LONG,
@@ -22,7 +23,6 @@ from vllm_runs import (
     until,
     worst,
 )
-
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.rollout.weight_watcher import WeightWatcher
@@ -54,12 +54,14 @@ async def test_two_replicas_follow_one_store(
     mortal: VllmEngine, engine: VllmEngine, second: Weights, tmp_path: Path
 ) -> None:
     version, store = engine.version + 1, WeightStore(str(tmp_path))
-    watchers = [WeightWatcher(one, store, tmp_path / "cache", 0.1, DEADLINE_S) for one in (mortal, engine)]
+    watchers = [
+        WeightWatcher(replica_engine, store, tmp_path / "cache", 0.1, DEADLINE_S) for replica_engine in (mortal, engine)
+    ]
     for watcher in watchers:
         await watcher.start()
     store.publish(version, "run", second.folder, proof=second.proof)
     await asyncio.gather(*(watcher.catch_up(version) for watcher in watchers))
-    both = await asyncio.gather(*(one.generate(PROMPT, GREEDY, "a") for one in (mortal, engine)))
+    both = await asyncio.gather(*(replica_engine.generate(PROMPT, GREEDY, "a") for replica_engine in (mortal, engine)))
     for watcher in watchers:
         await watcher.stop()
     assert both[0].token_ids == both[1].token_ids

@@ -8,7 +8,8 @@ from typing import Literal
 
 import httpx
 import pytest
-from vllm_runs import (
+
+from tests.vllm.vllm_runs import (
     DEADLINE_S,
     LONG,
     MARKS,
@@ -20,7 +21,6 @@ from vllm_runs import (
     settings_of,
     slowed,
 )
-
 from trackway.clients import close_shared_http
 from trackway.clients.rollout import RolloutClient
 from trackway.clients.weights import WeightStore

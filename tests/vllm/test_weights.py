@@ -6,7 +6,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 import pytest
-from vllm_runs import (
+
+from tests.vllm.vllm_runs import (
     BLOCK,
     GREEDY,
     LONG,
@@ -24,7 +25,6 @@ from vllm_runs import (
     until,
     worst,
 )
-
 from trackway.rollout.engines.protocol import Generation, Piece
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -189,14 +189,14 @@ async def test_without_the_old_weights_to_go_back_to_the_engine_serves_nothing(
     settings = settings_of(first.folder, tmp_path / "log", engine_url=engine.http.base_url)
     pruned = tmp_path / "1"
     shutil.copytree(first.folder, pruned)
-    async with started(VllmEngine(settings)) as other:
-        await other.load_weights(pruned, 1, first.proof)
+    async with started(VllmEngine(settings)) as fresh:
+        await fresh.load_weights(pruned, 1, first.proof)
         shutil.rmtree(pruned)
         with pytest.raises(TrackwayError, match="pruned"):
-            await other.load_weights(second.folder, 2, proof_of(second.model, shift=0.5))
-        assert other.stuck_for() == float("inf")
+            await fresh.load_weights(second.folder, 2, proof_of(second.model, shift=0.5))
+        assert fresh.stuck_for() == float("inf")
         with pytest.raises(TrackwayError, match="pruned") as raised:
-            await other.generate(PROMPT, SHORT, "a")
+            await fresh.generate(PROMPT, SHORT, "a")
         assert raised.value.code is ErrorCode.UNAVAILABLE
 
 
@@ -205,15 +205,15 @@ async def test_weights_that_come_between_two_stages_of_a_wake_up_serve_after_it(
 ) -> None:
     """The calls are real; on the CPU no memory moves."""
     settings = settings_of(base, tmp_path / "log", engine_url=engine.http.base_url, enable_sleep=True)
-    async with started(VllmEngine(settings)) as other:
-        await other.pause("abort")
-        await other.sleep(["weights", "kv_cache"])
-        assert await other.http.get("/is_sleeping") == {"is_sleeping": True}
-        await other.wake_up(["weights"])
-        await other.load_weights(second.folder, 1, second.proof)
-        assert await other.http.get("/is_sleeping") == {"is_sleeping": True}
-        await other.wake_up(["kv_cache"])
-        await other.resume()
-        made = await other.generate(PROMPT, GREEDY, "a")
+    async with started(VllmEngine(settings)) as fresh:
+        await fresh.pause("abort")
+        await fresh.sleep(["weights", "kv_cache"])
+        assert await fresh.http.get("/is_sleeping") == {"is_sleeping": True}
+        await fresh.wake_up(["weights"])
+        await fresh.load_weights(second.folder, 1, second.proof)
+        assert await fresh.http.get("/is_sleeping") == {"is_sleeping": True}
+        await fresh.wake_up(["kv_cache"])
+        await fresh.resume()
+        made = await fresh.generate(PROMPT, GREEDY, "a")
     assert made.spans[0].version == 1
     assert worst(made, second.model, GREEDY) < 1e-4

@@ -124,7 +124,7 @@ def settings_of(model_path: Path, log: Path, **more: Any) -> RolloutSettings:
         engine="vllm",
         engine_python=ENVIRONMENT / "bin" / "python",
         engine_log=log,
-        engine_args=["--scheduler-cls", "slow_scheduler.SlowScheduler", "--additional-config", steps],
+        engine_args=["--scheduler-cls", "tests.vllm.slow_scheduler.SlowScheduler", "--additional-config", steps],
         model_path=model_path,
         device="cpu",
         enforce_eager=True,  # without torch.compile: the start takes half as long
@@ -139,7 +139,7 @@ def settings_of(model_path: Path, log: Path, **more: Any) -> RolloutSettings:
 async def started(engine: Engine) -> AsyncIterator[Engine]:
     """The engine, which runs; its server ends with the block."""
     try:
-        with contextlib.chdir(Path(__file__).parent):  # where the server's interpreter finds its scheduler
+        with contextlib.chdir(Path(__file__).parents[2]):  # where the server's interpreter finds its scheduler
             await engine.start()
         yield engine
     finally:

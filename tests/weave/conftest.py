@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from pydantic import SecretStr
-from weave_process import API_KEY
-from weave_process import weave_url as weave_url
 
+from tests.weave.weave_process import API_KEY
+from tests.weave.weave_process import weave_url as weave_url
 from trackway.tracing import TracingSettings
 from trackway.wire.tracing import TraceBackend
 

@@ -107,8 +107,8 @@ def made(weave_server: TracingSettings) -> dict[str, Trajectory]:
         optimizer_step_span(0, consumed),
     ):
         pass
-    for one in services.all.values():
-        assert one.shutdown(30)
+    for service in services.all.values():
+        assert service.shutdown(30)
     return made
 
 
@@ -158,8 +158,10 @@ def test_a_tree_says_what_its_services_said(store: WeaveStore, made: dict[str, T
 
 
 def test_whole_trees_verify_and_a_lost_span_is_named(store: WeaveStore, made: dict[str, Trajectory]) -> None:
-    trees = store.get([one.trace_id or "" for one in made.values()])
-    assert {name: rules.gaps(trees.get(one.trace_id or ""), one) for name, one in made.items()} == {
+    trees = store.get([trajectory.trace_id or "" for trajectory in made.values()])
+    assert {
+        name: rules.gaps(trees.get(trajectory.trace_id or ""), trajectory) for name, trajectory in made.items()
+    } == {
         "s3n0": [],
         "s3n1": [],
         "s12n0": ["0 of 1 chat spans: none below turn 0"],

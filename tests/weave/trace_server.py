@@ -115,8 +115,8 @@ def otlp_handler(server: ExternalTraceServer) -> Handler:
             raise HTTPException(400, f"expected the header project_id as entity/project, got {project_id!r}")
         entity, project = project_id.split("/")
         spans = [
-            tsi.ProcessedResourceSpans(entity=entity, project=project, run_id=None, resource_spans=one)
-            for one in parse_otlp(await request.body(), request.headers.get("content-encoding")).resource_spans
+            tsi.ProcessedResourceSpans(entity=entity, project=project, run_id=None, resource_spans=spans)
+            for spans in parse_otlp(await request.body(), request.headers.get("content-encoding")).resource_spans
         ]
         export = tsi.OTelExportReq(project_id=project_id, processed_spans=spans, wb_user_id=USER)
         rejected = server.otel_export(export).partial_success

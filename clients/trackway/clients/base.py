@@ -3,15 +3,16 @@
 Every call has a deadline, sent as `x-request-deadline`. Every POST has an `Idempotency-Key`, which makes retries safe.
 Calls are retried after transport failures, after errors whose code is retryable, and after answers of Ray Serve itself:
 5xx when a replica dies, 404 while its proxy has no routes yet. retry.py decides when. Each retry is recorded as an
-incident, on the current span and in the trace stats. The bearer token comes from TRACKWAY_TOKEN unless one is passed;
+incident, on the current span and in the trace stats. With `direct`, calls go to the replicas' own addresses where these
+can be reached, else through Serve's proxy (direct.py). The bearer token comes from TRACKWAY_TOKEN unless one is passed;
 redirects are not followed, so that the token reaches no other host.
 """
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
@@ -20,6 +21,7 @@ import httpx
 from pydantic import BaseModel, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
+from trackway.clients.direct import Address, DirectRoutes
 from trackway.clients.failures import ForeignServerError, error_of, incident_of, reason_of, worth_retrying
 from trackway.clients.retry import RetryState
 from trackway.clients.shared_http import shared_http
@@ -27,8 +29,12 @@ from trackway.clients.token import authorization, resolve_token
 from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT, header_text
+from trackway.wire.health import Health, ReplicaList
 
 M = TypeVar("M", bound=BaseModel)
+
+_ASK_S = 10.0
+"""Longest wait for the list of a service's replicas."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,11 @@ class CallPolicy:
     max_in_flight: int = 256
     """Concurrent requests of one client; others wait in the client until their deadline."""
 
+    @classmethod
+    def question(cls, total_s: float, attempts: int = 1) -> Self:
+        """The policy of a question to a service about its own state, answered within `total_s` seconds or given up."""
+        return cls(connect_s=min(2.0, total_s), read_s=total_s, total_s=total_s, attempts=attempts)
+
 
 class ServiceClient:
     """Client of the service at a base URL; subclasses add its routes."""
@@ -88,17 +99,24 @@ class ServiceClient:
         http: httpx.AsyncClient | None = None,
         policy: CallPolicy | None = None,
         token: SecretStr | None = None,
+        direct: bool = False,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._token = resolve_token(token)
         self.policy = policy or CallPolicy()
         self._http = http
         self._slots = asyncio.Semaphore(self.policy.max_in_flight)
+        self._routes = DirectRoutes(self.base_url, self._replicas, self._name_at) if direct else None
 
     @property
     def http(self) -> httpx.AsyncClient:
         """The HTTP client passed in, or the process's shared one."""
         return self._http or shared_http()
+
+    @property
+    def spilled(self) -> int:
+        """Calls that a full replica passed on to the next one, since the start."""
+        return self._routes.spilled if self._routes else 0
 
     async def call(
         self,
@@ -139,12 +157,13 @@ class ServiceClient:
         deadline = deadline or Deadline.after(self.policy.total_s)
         key = idempotency_key or (uuid.uuid4().hex if method == "POST" else None)
         content = None if body is None else body.model_dump_json().encode()
+        broken: list[str] = []
         try:
             async with asyncio.timeout(deadline.remaining):
                 async for attempt in self._retrying(path, deadline):
                     with attempt:
                         headers = self._headers(session_id, key, deadline)
-                        return await self._once(method, path, content, headers, deadline)
+                        return await self._once(method, path, content, headers, deadline, broken)
         except TimeoutError as error:
             message = (
                 f"{method} {self.base_url}{path}: no answer before the deadline; allow more time or look at /ready"
@@ -155,32 +174,59 @@ class ServiceClient:
         raise AssertionError("tenacity returns or raises")
 
     async def _once(
-        self, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: Deadline
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: dict[str, str],
+        deadline: Deadline,
+        broken: list[str],
     ) -> httpx.Response:
         async with self._slots:
-            response = await self._exchange(self.base_url, method, path, content, headers, deadline)
+            response = await self._exchange(method, path, content, headers, deadline, broken)
         _take_receipt(response)
         if not response.is_success:
             raise error_of(response)
         return response
 
     async def _exchange(
-        self, base_url: str, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: Deadline
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        headers: dict[str, str],
+        deadline: Deadline,
+        broken: list[str],
+        stream: bool = False,
     ) -> httpx.Response:
-        """Send one request; returns the answer with any status."""
-        return await self.http.request(
-            method,
-            base_url + path,
-            content=content,
-            headers=headers,
-            timeout=self._timeout(deadline),
-            follow_redirects=False,
-        )
+        """Send one request; returns the answer with any status, its body unread with `stream`."""
+
+        async def send(base_url: str, headers: dict[str, str]) -> httpx.Response:
+            request = self.http.build_request(
+                method, base_url + path, content=content, headers=headers, timeout=self._timeout(deadline)
+            )
+            return await self.http.send(request, stream=stream, follow_redirects=False)
+
+        if self._routes is None:
+            return await send(self.base_url, headers)
+        return await self._routes.exchange(send, headers, self._holder(path), broken)
+
+    def _holder(self, path: str) -> str | None:
+        """The only replica that can answer a request, or None."""
+        return None
+
+    async def _replicas(self) -> ReplicaList:
+        asking = ServiceClient(self.base_url, self._http, CallPolicy.question(_ASK_S), self._token)
+        return await asking.call("GET", "/replicas", reply=ReplicaList)
+
+    async def _name_at(self, address: Address) -> str:
+        asking = ServiceClient(address.url, self._http, CallPolicy.question(_ASK_S), address.token)
+        return (await asking.call("GET", "/health", reply=Health)).replica
 
     @asynccontextmanager
     async def stream(
         self, method: str, path: str, *, body: BaseModel | None = None, deadline: Deadline | None = None
-    ) -> AsyncIterator[AsyncIterator[str]]:
+    ) -> AsyncGenerator[AsyncIterator[str], None]:
         """The lines of a streamed answer. Not retried, because only the caller knows which lines are missing.
 
         Raises:
@@ -190,22 +236,13 @@ class ServiceClient:
         content = None if body is None else body.model_dump_json().encode()
         headers = self._headers(None, None, deadline)
         try:
-            async with (
-                asyncio.timeout(deadline.remaining),
-                self._slots,
-                self.http.stream(
-                    method,
-                    self.base_url + path,
-                    content=content,
-                    headers=headers,
-                    timeout=self._timeout(deadline),
-                    follow_redirects=False,
-                ) as response,
-            ):
-                if not response.is_success:
-                    await response.aread()
-                    raise error_of(response)
-                yield response.aiter_lines()
+            async with asyncio.timeout(deadline.remaining), self._slots:
+                response = await self._exchange(method, path, content, headers, deadline, [], stream=True)
+                async with aclosing(response):
+                    if not response.is_success:
+                        await response.aread()
+                        raise error_of(response)
+                    yield response.aiter_lines()
         except TimeoutError as error:
             message = f"{method} {self.base_url}{path}: the stream did not end before the deadline; allow more time"
             raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message) from error

@@ -2,8 +2,11 @@
 
 `GET /replicas` lists each replica's address. An address is used only after the replica has answered there under its
 own name, so no call waits for an unreachable address or reaches another process. Calls of an instance go to the replica
-in its id, calls of a session to the same replica each time, and other calls round-robin. Replicas without an address
-are called through the proxy.
+in its id, calls of a session to the same replica each time, and other calls round-robin. A full replica (429) passes a
+call on to the next one in its session's order. Replicas without an address are called through the proxy.
+
+A call that breaks off is repeated under its idempotency key at the same replica if that still answers, which finishes
+the work that it has begun; a second break, or no answer, sends it elsewhere.
 
 The token is never sent to such an address, because another process may have taken it over. A pass, which is valid for
 that replica only, is sent instead.
@@ -19,9 +22,14 @@ from ipaddress import ip_address
 from itertools import count
 from urllib.parse import urlsplit
 
+import httpx
 from pydantic import SecretStr
 
+from trackway.clients.failures import unsent
+from trackway.clients.token import authorization
+from trackway.tracing import add_event
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.headers import REPLICA, SESSION_ID
 from trackway.wire.health import ReplicaList
 
 logger = logging.getLogger("trackway.clients")
@@ -32,6 +40,12 @@ PROBE_S = 2.0
 MAX_REPLICAS = 1024
 """Most addresses that are kept, including those of stopping replicas."""
 _MAX_FAILED_REFRESHES = 3
+_MAX_BREAKS = 2
+"""Attempts of one call that may break off at a replica that still answers."""
+_HURRY_S = 1.0
+"""Time between refreshes for replicas that say they are leaving or not ready."""
+_NO_SUCH_LIST = (ErrorCode.NOT_FOUND, ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN, ErrorCode.INVALID_REQUEST)
+"""Errors of a service without `/replicas`; the last one is that of another program, such as a plain vLLM."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,9 @@ class Address:
 
 ListReplicas = Callable[[], Awaitable[ReplicaList]]
 NameAt = Callable[[Address], Awaitable[str]]
+Headers = dict[str, str]
+Send = Callable[[str, Headers], Awaitable[httpx.Response]]
+"""Sends a request to a base URL with these headers; returns the answer with any status."""
 
 
 class DirectRoutes:
@@ -77,18 +94,61 @@ class DirectRoutes:
         self._failed_refreshes = 0
         self.proxy_only = False
         """Whether all further calls use the proxy, because no replica can be reached directly."""
+        self.spilled = 0
+        """Calls that a full replica passed on to the next one, since the start."""
 
-    async def address(self, session_id: str | None, replica: str | None) -> Address | None:
-        """The address for a call; None for the proxy. `replica` is the replica that created the call's instance."""
+    async def exchange(self, send: Send, headers: Headers, holder: str | None, broken: list[str]) -> httpx.Response:
+        """Send one request to a replica, or to the proxy when no replica can be reached.
+
+        Args:
+            send: sends it.
+            headers: with the caller's own token; `x-session-id` chooses the replica.
+            holder: the only replica that can answer, because it created the call's instance.
+            broken: replicas at which earlier attempts of this call broke off; this attempt may add one.
+
+        Raises:
+            httpx.TransportError: the request may have been sent, and no answer came.
+        """
+        full: httpx.Response | None = None
+        for address in await self.addresses(headers.get(SESSION_ID), holder):
+            if broken.count(address.replica) >= _MAX_BREAKS:
+                continue
+            if full is not None:
+                self.spilled += 1
+                add_event("replica_full", url=str(full.url))
+                await full.aclose()
+            try:
+                response = await send(address.url, _with_pass(headers, address))
+            except httpx.TransportError as error:
+                if unsent(error):
+                    self.failed(address)
+                    full = None
+                    break
+                await self._suspect(address, broken)
+                raise
+            if response.status_code == 429:
+                full = response
+                continue
+            if response.headers.get(REPLICA) != address.replica:
+                await response.aclose()
+                self.failed(address)
+                raise httpx.RemoteProtocolError(f"{address.url} is no longer replica {address.replica}")
+            self._heed(address, response)
+            return response
+        return await send(self._base_url, headers) if full is None else full
+
+    async def addresses(self, session_id: str | None, holder: str | None) -> list[Address]:
+        """The addresses for a call, best first; empty for the proxy. `holder` is the replica of the call's instance."""
         if self.proxy_only:
-            return None
-        await self._refresh_if_due(waiting=replica is not None and replica not in self._known)
-        if replica is not None:
+            return []
+        await self._refresh_if_due(waiting=holder is not None and holder not in self._known)
+        if holder is not None:
             # A stopping replica is no longer listed, but answers until its instances are released.
-            return self._known.get(replica)
+            return [self._known[holder]] if holder in self._known else []
         if session_id is not None:
-            return max(self._ring, key=lambda address: _weight(session_id, address.replica), default=None)
-        return self._ring[next(self._turn) % len(self._ring)] if self._ring else None
+            return sorted(self._ring, key=lambda address: _weight(session_id, address.replica), reverse=True)
+        turn = next(self._turn) % max(1, len(self._ring))
+        return self._ring[turn:] + self._ring[:turn]
 
     def failed(self, address: Address) -> None:
         """Stop using the address; the next call refreshes the list of replicas."""
@@ -97,10 +157,27 @@ class DirectRoutes:
             self._ring = [known for known in self._ring if known != address]
             self._refreshed_at = None
 
+    async def _suspect(self, address: Address, broken: list[str]) -> None:
+        """A request broke off at this address: stop using it if that happened before, or if no replica answers."""
+        broken.append(address.replica)
+        if broken.count(address.replica) >= _MAX_BREAKS or not await self._is_there(address):
+            self.failed(address)
+
+    def _heed(self, address: Address, response: httpx.Response) -> None:
+        """Take a replica that is leaving out of the order, and look soon whether one that is not ready still counts."""
+        leaving = response.headers.get("connection") == "close"
+        if leaving:
+            self._ring = [known for known in self._ring if known != address]
+        hurry = leaving or response.status_code == 503
+        if hurry and self._refreshed_at is not None and self._clock() - self._refreshed_at >= _HURRY_S:
+            self._refreshed_at = None
+
     async def _refresh_if_due(self, waiting: bool) -> None:
         """Refresh the list periodically in the background; calls wait only for the first refresh or a lost replica."""
         now = self._clock()
-        if self._refreshing is None and (self._refreshed_at is None or now - self._refreshed_at >= self._refresh_s):
+        all_paused = bool(self._known) and not self._ring
+        interval_s = _HURRY_S if all_paused else self._refresh_s
+        if self._refreshing is None and (self._refreshed_at is None or now - self._refreshed_at >= interval_s):
             self._refreshed_at = now
             self._refreshing = asyncio.create_task(self._refresh())
         if self._refreshing is not None and (waiting or not self._refreshed):
@@ -111,7 +188,7 @@ class DirectRoutes:
             await self._take(await self._list_replicas())
         except TrackwayError as error:
             # A service without Ray Serve has no such route.
-            self.proxy_only = error.code in (ErrorCode.NOT_FOUND, ErrorCode.UNAUTHORIZED, ErrorCode.FORBIDDEN)
+            self.proxy_only = error.code in _NO_SUCH_LIST
         finally:
             self._refreshed = True
             self._refreshing = None
@@ -140,8 +217,10 @@ class DirectRoutes:
     async def _answers(self, address: Address) -> bool:
         if self._known.get(address.replica) == address:
             return True
-        if not self._may_use(address.url):
-            return False
+        return self._may_use(address.url) and await self._is_there(address)
+
+    async def _is_there(self, address: Address) -> bool:
+        """Whether the replica answers at its address under its own name."""
         try:
             async with asyncio.timeout(PROBE_S):
                 return await self._name_at(address) == address.replica
@@ -154,6 +233,11 @@ class DirectRoutes:
         if base.scheme == "https" and target.scheme != "https":
             return False
         return not _is_loopback(target.hostname) or _is_loopback(base.hostname)
+
+
+def _with_pass(headers: Headers, address: Address) -> Headers:
+    without_token = {name: value for name, value in headers.items() if name != "authorization"}
+    return without_token | authorization(address.token)
 
 
 def _weight(session_id: str, replica: str) -> bytes:

@@ -36,6 +36,16 @@ def unreached(error: BaseException | None) -> bool:
     """Whether the request reached no service: nothing listens, or Serve's proxy has no route or replica for it."""
     if isinstance(error, ForeignServerError):
         return error.status in (404, 503)
+    return unsent(error)
+
+
+def unsent(error: BaseException | None) -> bool:
+    """Whether no connection was made, so that the service has seen nothing of the request."""
+    import aiohttp  # late, as in shared_http
+
+    if isinstance(cause := error.__cause__ if error else None, aiohttp.ClientError):
+        # httpx-aiohttp turns a connection that the service closed into a ConnectTimeout too.
+        return isinstance(cause, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
     return isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
 
 
@@ -61,7 +71,8 @@ def incident_of(error: BaseException | None) -> Incident:
     """
     if isinstance(error, TrackwayError):
         return Incident.WEIGHTS_BEHIND if error.code is ErrorCode.WEIGHTS_BEHIND else Incident.RETRIED
-    broken = isinstance(error, httpx.TransportError) and not isinstance(error, httpx.TimeoutException)
+    cut = isinstance(error, httpx.ConnectTimeout) and not unsent(error)
+    broken = cut or (isinstance(error, httpx.TransportError) and not isinstance(error, httpx.TimeoutException))
     died = (
         isinstance(error, ForeignServerError)
         and (error.status >= 500 or error.status == 404)

@@ -6,18 +6,16 @@ by reading the lease back. A lease outlives a killed holder, so its owner may ta
 old holder is still running, its next renewal fails.
 """
 
-import contextlib
-import fcntl
 import os
 import time
 import uuid
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 from fsspec.spec import AbstractFileSystem
 from pydantic import BaseModel, ValidationError
 
-from trackway.system import writing
+from trackway.system import LockTaken, acquire_lock, writing
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 LEASE_S = 1800.0
@@ -40,27 +38,20 @@ class FlockPublisherLock:
     """A file lock on `<store>/publisher.lock`; the file's text names the holder."""
 
     def __init__(self, folder: Path, owner: str) -> None:
+        holder = f"{owner} (process {os.getpid()})"
         with writing(folder, "the publisher's lock"):
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = (folder / "publisher.lock").open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip()
-            self._file.close()
-            raise _taken(str(folder), holder, owner) from None
-        with contextlib.suppress(OSError):  # on a full disk the lock holds without its owner's name
-            self._file.truncate(0)
-            self._file.write(f"{owner} (process {os.getpid()})")
-            self._file.flush()
+            try:
+                self._lock = acquire_lock(folder / "publisher.lock", holder=holder, mode=None)
+            except LockTaken as taken:
+                raise _taken(str(folder), taken.holder, owner) from None
 
     def renew(self) -> None:
         """Does nothing: a file lock needs no renewal."""
 
     def close(self) -> None:
-        """Close the file, which releases the lock."""
-        self._file.close()
+        """Release the lock."""
+        self._lock.release()
 
 
 class _Lease(BaseModel):

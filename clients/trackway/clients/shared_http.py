@@ -6,14 +6,16 @@ import ssl
 import weakref
 from collections.abc import Coroutine
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import aiohttp
 import httpx
-from aiohttp.connector import AddrInfoType
-from httpx_aiohttp import AiohttpTransport
+
+if TYPE_CHECKING:
+    import aiohttp
 
 T = TypeVar("T")
+_AddrInfo = tuple[int, int, int, str, tuple[object, ...]]
+"""Family, kind, protocol, canonical name and address, as from `socket.getaddrinfo`."""
 
 _SILENCE_S = 120.0
 _GONE_S = 20
@@ -33,18 +35,22 @@ def shared_http() -> httpx.AsyncClient:
     loop = asyncio.get_running_loop()
     client = _shared.get(loop)
     if client is None or client.is_closed:
+        from httpx_aiohttp import AiohttpTransport  # late, with aiohttp: a third of the time to import the clients
+
         tls = httpx.create_ssl_context()
         transport = AiohttpTransport(verify=tls, client=partial(_session, tls))
         client = _shared[loop] = httpx.AsyncClient(transport=transport, timeout=_SILENCE_S)
     return client
 
 
-def _session(tls: ssl.SSLContext) -> aiohttp.ClientSession:
+def _session(tls: ssl.SSLContext) -> "aiohttp.ClientSession":
+    import aiohttp
+
     connector = aiohttp.TCPConnector(limit=512, keepalive_timeout=5.0, ssl=tls, socket_factory=_watched)
     return aiohttp.ClientSession(connector=connector)
 
 
-def _watched(address: AddrInfoType) -> socket.socket:
+def _watched(address: _AddrInfo) -> socket.socket:
     """A socket with keepalive, which detects a lost machine or a cut link."""
     family, kind, protocol, *_ = address
     connection = socket.socket(family, kind, protocol)

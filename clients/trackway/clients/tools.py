@@ -3,21 +3,17 @@
 import uuid
 from urllib.parse import quote, urlencode
 
-import httpx
-from pydantic import JsonValue, SecretStr
+from pydantic import JsonValue
 
-from trackway.clients.base import CallPolicy, Deadline, ServiceClient
-from trackway.clients.direct import PROBE_S, Address, DirectRoutes
-from trackway.clients.token import authorization
+from trackway.clients.base import Deadline, ServiceClient
 from trackway.wire.chat import ToolSchema
-from trackway.wire.headers import REPLICA, SESSION_ID
-from trackway.wire.health import Health, ReplicaList
 from trackway.wire.tools import (
     CreateInstance,
     ExecuteRequest,
     InstanceCreated,
     InstanceList,
     OneShotRequest,
+    OneShotResult,
     ReleaseRequest,
     RewardRequest,
     SessionReleased,
@@ -26,55 +22,14 @@ from trackway.wire.tools import (
     ToolReward,
 )
 
-_ASK = CallPolicy(connect_s=PROBE_S, read_s=10.0, total_s=10.0, attempts=1)
-
 
 class ToolsClient(ServiceClient):
-    """Create, execute, reward, release; every method raises TrackwayError.
+    """Create, execute, reward, release; every method raises TrackwayError."""
 
-    With `direct`, calls go to the replicas' own addresses if these are reachable, else through Serve's proxy.
-    """
-
-    def __init__(
-        self,
-        base_url: str,
-        http: httpx.AsyncClient | None = None,
-        policy: CallPolicy | None = None,
-        token: SecretStr | None = None,
-        direct: bool = False,
-    ) -> None:
-        super().__init__(base_url, http, policy, token)
-        self._routes = DirectRoutes(self.base_url, self._replicas, self._name_at) if direct else None
-
-    async def _exchange(
-        self, base_url: str, method: str, path: str, content: bytes | None, headers: dict[str, str], deadline: Deadline
-    ) -> httpx.Response:
-        address = self._routes and await self._routes.address(headers.get(SESSION_ID), _replica_in(path))
-        if self._routes is None or address is None:
-            return await super()._exchange(base_url, method, path, content, headers, deadline)
-        direct_headers = {name: value for name, value in headers.items() if name != "authorization"} | authorization(
-            address.token
-        )
-        try:
-            response = await super()._exchange(address.url, method, path, content, direct_headers, deadline)
-        except (httpx.ConnectError, httpx.ConnectTimeout):  # the request was not sent
-            self._routes.failed(address)
-            return await super()._exchange(base_url, method, path, content, headers, deadline)
-        except httpx.TransportError:
-            self._routes.failed(address)
-            raise
-        if response.headers.get(REPLICA) != address.replica:
-            self._routes.failed(address)
-            raise httpx.RemoteProtocolError(f"{address.url} is no longer replica {address.replica}")
-        return response
-
-    async def _replicas(self) -> ReplicaList:
-        asking = ServiceClient(self.base_url, self._http, _ASK, self._token)
-        return await asking.call("GET", "/replicas", reply=ReplicaList)
-
-    async def _name_at(self, address: Address) -> str:
-        asking = ServiceClient(address.url, self._http, _ASK, address.token)
-        return (await asking.call("GET", "/health", reply=Health)).replica
+    def _holder(self, path: str) -> str | None:
+        """The replica that created the instance in a path; instance ids begin with its name."""
+        _, _, instance_id = path.partition("/instances/")
+        return instance_id.partition("-")[0] or None
 
     async def offer(self) -> ToolList:
         """Every tool as an OpenAI function schema, and which of them are stateless."""
@@ -142,13 +97,9 @@ class ToolsClient(ServiceClient):
         path = f"/sessions/{quote(session_id, safe='')}"
         return await self.call("DELETE", path, reply=SessionReleased, session_id=session_id)
 
-    async def one_shot(self, tool: str, request: OneShotRequest, deadline: Deadline | None = None) -> ToolResult:
+    async def one_shot(self, tool: str, request: OneShotRequest, deadline: Deadline | None = None) -> OneShotResult:
         """Create, execute, reward and release in one request."""
         path, session_id = f"/tools/{tool}/execute", uuid.uuid4().hex  # routes a retry to the same replica
-        return await self.call("POST", path, reply=ToolResult, body=request, session_id=session_id, deadline=deadline)
-
-
-def _replica_in(path: str) -> str | None:
-    """The replica that created the instance in a path; instance ids begin with its name."""
-    _, _, instance_id = path.partition("/instances/")
-    return instance_id.partition("-")[0] or None
+        return await self.call(
+            "POST", path, reply=OneShotResult, body=request, session_id=session_id, deadline=deadline
+        )

@@ -10,8 +10,6 @@ store-wide and increase over all runs.
 """
 
 import contextlib
-import shutil
-import uuid
 from pathlib import Path
 
 import fsspec
@@ -19,7 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ValidationError
 
 from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLock, PublisherLock
-from trackway.system import atomic_write, digests, find_difference, remove_drafts
+from trackway.system import atomic_write, digests, find_difference, new_folder, remove_drafts
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.files import FileDigest
@@ -35,7 +33,7 @@ class WeightStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self._fs, root = fsspec.core.url_to_fs(url)
-        self._root = str(root).rstrip("/")
+        self._root = root.rstrip("/")
 
     def claim(self, owner: str) -> PublisherLock:
         """Lock the store for one publisher; raises CONFLICT with the holder's name when it is locked."""
@@ -177,25 +175,20 @@ class WeightStore:
         return present
 
     def _download(self, manifest: WeightManifest, folder: Path) -> Path:
-        part = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")  # see version_of
         try:
-            part.mkdir(parents=True)
-            for file in manifest.files:
-                try:
-                    self._fs.get_file(f"{self._path(manifest.version)}/{file.name}", str(part / file.name))
-                except FileNotFoundError:
-                    continue  # verify() below says which file is missing
-            verify(part, manifest)
-            if not folder.is_dir():
-                part.rename(folder)
+            with new_folder(folder) as part:
+                for file in manifest.files:
+                    try:
+                        self._fs.get_file(f"{self._path(manifest.version)}/{file.name}", str(part / file.name))
+                    except FileNotFoundError:
+                        continue  # verify() below says which file is missing
+                verify(part, manifest)
             return folder
         except OSError as error:
             number = error_number(error)
             if number not in FULL:
                 raise
             raise storage_error(number, folder, f"weights version {manifest.version}") from error
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
 
     def _path(self, version: int) -> str:
         return f"{self._root}/{version}"

@@ -1,19 +1,29 @@
-"""What every part does in one way: files that are replaced whole, storage errors, digests, text, logs."""
+"""Helpers that all parts share: whole files, file locks, storage errors, digests, back-off, ports, text, logs."""
 
+from trackway.system.backoff import Backoff
 from trackway.system.digests import Difference, digests, find_difference
-from trackway.system.files import append_line, atomic_write, remove_drafts, replacing
+from trackway.system.files import append_line, atomic_write, log_tail, new_folder, remove_drafts, replacing
+from trackway.system.locks import LockTaken, acquire_lock, locked
 from trackway.system.logs import escape_log_records
+from trackway.system.ports import free_port
 from trackway.system.storage import StorageError, storage_problem, writing
 from trackway.system.text import visible
 
 __all__ = [
+    "Backoff",
     "Difference",
+    "LockTaken",
     "StorageError",
+    "acquire_lock",
     "append_line",
     "atomic_write",
     "digests",
     "escape_log_records",
     "find_difference",
+    "free_port",
+    "locked",
+    "log_tail",
+    "new_folder",
     "remove_drafts",
     "replacing",
     "storage_problem",

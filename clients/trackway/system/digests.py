@@ -1,4 +1,4 @@
-"""Digests of files, to tell later whether they are still what was written."""
+"""Digests of files, to detect later changes."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,13 +9,13 @@ from trackway.wire.files import FileDigest
 
 
 class Difference(NamedTuple):
-    """A file that is not what was written."""
+    """A file that differs from its recorded digest."""
 
     file: str
     expected: str
-    """sha256 of what was written."""
+    """The recorded sha256."""
     got: str
-    """sha256 of what is there, or `no file`."""
+    """The actual sha256, or `no file`."""
 
 
 def digests(folder: Path, files: Iterable[Path]) -> list[FileDigest]:
@@ -27,7 +27,7 @@ def digests(folder: Path, files: Iterable[Path]) -> list[FileDigest]:
 
 
 def find_difference(folder: Path, files: Iterable[FileDigest]) -> Difference | None:
-    """The first of the files that is missing or has another digest; None when all are as they were written."""
+    """The first file that is missing or has another digest; None if all match."""
     for file in files:
         path = folder / file.name
         got = _sha256(path) if path.is_file() else "no file"

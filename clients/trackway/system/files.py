@@ -1,12 +1,14 @@
-"""Files that are replaced whole: a reader sees the old content or the new one, and a failed write leaves the old one.
+"""Files and folders made whole: a reader sees the old content or the new one, and a failed write leaves the old one.
 
-The new content is written beside the file under a name of its own, `.<name>.<random>.tmp`, and renamed over it. A
-process that is killed meanwhile leaves that draft behind: `remove_drafts`.
+The new content is written to a draft in the same folder, `.<name>.<random>.tmp`, and renamed over the file. A process
+that is killed meanwhile leaves the draft behind; `remove_drafts` deletes it.
 """
 
 import contextlib
+import errno
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,17 +19,17 @@ from trackway.system.storage import writing
 
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
 ABANDONED_S = 3600.0
-"""Age of a draft that no process completes any more; a draft is a single file, which takes seconds to write."""
+"""Age in seconds after which a draft counts as abandoned; writing one file takes seconds."""
 
 
 @contextmanager
 def replacing(path: Path, what: str | None = None) -> Iterator[Path]:
-    """`with replacing(path) as draft:` the file that the block writes to `draft` takes the place of `path`.
+    """Replace `path` with the file that the block writes: `with replacing(path) as draft:`.
 
-    When the block raises, the draft is removed and `path` stays as it was. `what` is what the file holds, for people;
-    its name by default. Raises StorageError when the disk is full or cannot be written.
+    If the block raises, the draft is removed and `path` stays unchanged. `what` describes the file in messages; its
+    name by default. Raises StorageError if the disk is full or not writable.
     """
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    draft = _draft(path)
     with writing(path, what or path.name):
         try:
             yield draft
@@ -47,8 +49,31 @@ def atomic_write(path: Path, content: str | bytes, *, what: str | None = None, m
             file.write(data)
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """`with new_folder(path) as draft:` the folder that the block fills gets the name `path`.
+
+    A folder that has the name by then stays, and the draft is removed, as it is when the block raises. Raises OSError.
+    """
+    draft = _draft(path)
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        try:
+            draft.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+
+
 def remove_drafts(folder: Path, older_than_s: float = ABANDONED_S) -> int:
-    """How many drafts of killed processes were removed from a folder and all folders in it; never raises OSError."""
+    """Delete the drafts of killed processes below a folder and return their number; never raises OSError."""
     removed = 0
     for draft in folder.rglob(".*.tmp"):
         with contextlib.suppress(OSError):
@@ -59,7 +84,7 @@ def remove_drafts(folder: Path, older_than_s: float = ABANDONED_S) -> int:
 
 
 def append_line(path: Path, line: str, *, what: str | None = None) -> None:
-    """Add a line to a file, all of it or nothing. Raises StorageError."""
+    """Append a line to a file, completely or not at all. Raises StorageError."""
     with writing(path, what or path.name), path.open("ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         data = memoryview(line.encode() + b"\n")
@@ -69,3 +94,14 @@ def append_line(path: Path, line: str, *, what: str | None = None) -> None:
         except BaseException:
             os.ftruncate(file.fileno(), size)
             raise
+
+
+def log_tail(log: Path, lines: int = 15, max_bytes: int = 8192) -> str:
+    """The last lines of a log, at most `max_bytes` of it; `(no log)` when it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return "(no log)"
+    return "\n".join(text.strip().splitlines()[-lines:])

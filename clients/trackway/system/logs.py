@@ -1,7 +1,7 @@
-"""Log lines that text from outside cannot break: a session's id with a newline must not become a line of its own.
+"""Escaping of control characters in log records, so that input with a newline cannot forge a log line.
 
-The escaping is done by the records themselves, so it holds for every logger and handler of the process, Ray's and
-uvicorn's included.
+The records themselves escape their text, so this covers every logger and handler of the process, including Ray's and
+uvicorn's.
 """
 
 import logging
@@ -13,9 +13,9 @@ from trackway.system.text import visible
 from trackway.wire.errors import shortened
 
 MAX_CHARS = 16_384
-"""Longest message and longest traceback of a record; a longer one loses its middle."""
+"""Longest message and longest traceback of a record in characters; a longer one loses its middle."""
 _INDENT = "  "
-"""Before each line of a traceback, whose last lines are the exception's own text."""
+"""Indentation of tracebacks, whose last lines are the exception's text and may look like log lines."""
 
 
 class _Escaping(logging.LogRecord):
@@ -24,14 +24,14 @@ class _Escaping(logging.LogRecord):
 
 
 def escape_log_records() -> None:
-    """Write control characters of every log record of this process as escapes, from now on."""
+    """Escape control characters in every further log record of this process."""
     make = logging.getLogRecordFactory()
     if not isinstance(make, _Factory):
         logging.setLogRecordFactory(_Factory(make))
 
 
 class _Factory:
-    """Ray puts its own factory around this one, and this one goes around any that is there before it."""
+    """Ray wraps this factory in its own, and this one wraps the factory that was installed before it."""
 
     def __init__(self, make: Callable[..., logging.LogRecord]) -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""Storage that cannot be written: full, over its quota, read-only, or not ours to write."""
+"""Errors of storage that cannot be written: full, over quota, read-only, or without permission."""
 
 import errno
 import os
@@ -15,22 +15,22 @@ NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, err
 
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _ROOM = 16 * 1024
-"""Bytes that a state file and its replacement need: with less, the disk counts as full."""
+"""Bytes for a state file and its replacement; a disk with less free space counts as full."""
 
 
 class StorageError(TrackwayError, OSError):
-    """A file could not be written: DISK_FULL without room, NOT_WRITABLE without the right to write.
+    """A file could not be written: DISK_FULL without space, NOT_WRITABLE without permission.
 
-    It is an OSError too, so code that copes with any failed write copes with this one. `detail` has `path`, `disk`
+    It is also an OSError, so handlers of failed writes catch it. `detail` has `path`, `disk`
     (the mount point), `free_bytes`, `writing` (what was being written) and `reason` (the name of the errno).
     """
 
 
 @contextmanager
 def writing(path: Path, what: str) -> Iterator[None]:
-    """Raises StorageError in place of an error of the storage under `path`; other errors pass.
+    """Turn storage errors of the block into StorageError; other errors pass.
 
-    Libraries in Rust, such as safetensors, raise errors of their own whose text ends with the number of the OS error.
+    Rust libraries such as safetensors raise their own exceptions, whose text ends with the number of the OS error.
     """
     try:
         yield
@@ -44,7 +44,7 @@ def writing(path: Path, what: str) -> Iterator[None]:
 
 
 def error_number(error: BaseException) -> int | None:
-    """The errno of an error, None when it has none."""
+    """The errno of an error, or None."""
     if isinstance(error, OSError):
         return error.errno
     match = _OS_ERROR.search(str(error))
@@ -52,7 +52,7 @@ def error_number(error: BaseException) -> int | None:
 
 
 def storage_error(number: int, path: Path, what: str, remedy: str | None = None) -> StorageError:
-    """The error to raise when `what` could not be written to `path`; the default remedy fits any file."""
+    """The error for `what`, which could not be written to `path`; the default remedy fits any file."""
     disk = _existing(path)
     while not os.path.ismount(disk):
         disk = disk.parent
@@ -75,10 +75,7 @@ def storage_error(number: int, path: Path, what: str, remedy: str | None = None)
 
 
 def storage_problem(folder: Path) -> StorageError | None:
-    """Why nothing can be written to a folder, as far as that can be seen without writing: full, or read-only.
-
-    A quota cannot be seen.
-    """
+    """The error if a folder is full or read-only, else None. Does not write, so quotas go unnoticed."""
     status = os.statvfs(_existing(folder))
     if status.f_flag & os.ST_RDONLY:
         return storage_error(errno.EROFS, folder, "the run's state")
@@ -92,7 +89,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or its nearest parent that is there."""
+    """The path, or its nearest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent

@@ -1,10 +1,10 @@
-"""Text from outside, shown without control characters."""
+"""Escaping of control characters in untrusted text."""
 
 
 def visible(text: str, keep: str = "") -> str:
-    """The text with everything that does not print written as Python escapes it: `\\n`, `\\x1b`, `\\u202e`.
+    """The text with unprintable characters as Python escapes: `\\n`, `\\x1b`, `\\u202e`.
 
-    So it stays in its line, and cannot colour or reorder what stands around it. The characters of `keep` are left.
+    It stays on its line and cannot colour or reorder its surroundings. Characters in `keep` are left unchanged.
     """
     if text.isprintable():
         return text

@@ -1,5 +1,5 @@
-"""What the command line tells its user: one line with the remedy, exit status 2."""
+"""Errors of the command line: one line with the remedy, exit status 2."""
 
 
 class UserError(Exception):
-    """Something the user can mend; the message says what was expected, what is, and what to do."""
+    """An error that the user can fix; the message says what was expected, what was found, and the remedy."""

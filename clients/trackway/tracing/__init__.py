@@ -5,25 +5,30 @@ their own processes through the W3C headers that `inject` writes and `extracted`
 `rollout_trace_attr` and `rollout_trace_op` are verl's API for the same, used by custom agent loops.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from trackway.tracing.active import activated, install, token2text
 from trackway.tracing.context import extracted, inject
-from trackway.tracing.export.backend_queue import BackendStats
-from trackway.tracing.provider import SpanStats, Tracing
-from trackway.tracing.settings import TracingSettings
 from trackway.tracing.span_handle import SpanHandle, add_event, add_incident, truncate
-from trackway.tracing.spans import (
-    chat_span,
-    optimizer_step_span,
-    reward_span,
-    set_outcome,
-    tool_span,
-    train_step_span,
-    trajectory_span,
-    turn_span,
-)
 from trackway.tracing.trace_stats import TraceStats, collect_trace_stats, current_trace_stats
-from trackway.tracing.verl.config import RolloutTraceConfig
-from trackway.tracing.verl.decorators import rollout_trace_attr, rollout_trace_op
+
+if TYPE_CHECKING:
+    from trackway.tracing.export.backend_queue import BackendStats
+    from trackway.tracing.provider import SpanStats, Tracing
+    from trackway.tracing.settings import TracingSettings
+    from trackway.tracing.spans import (
+        chat_span,
+        optimizer_step_span,
+        reward_span,
+        set_outcome,
+        tool_span,
+        train_step_span,
+        trajectory_span,
+        turn_span,
+    )
+    from trackway.tracing.verl.config import RolloutTraceConfig
+    from trackway.tracing.verl.decorators import rollout_trace_attr, rollout_trace_op
 
 __all__ = [
     "BackendStats",
@@ -54,3 +59,20 @@ __all__ = [
     "truncate",
     "turn_span",
 ]
+
+_LATE = {
+    "BackendStats": "export.backend_queue",
+    "RolloutTraceConfig": "verl.config",
+    "SpanStats": "provider",
+    "Tracing": "provider",
+    "TracingSettings": "settings",
+    "rollout_trace_attr": "verl.decorators",
+    "rollout_trace_op": "verl.decorators",
+}
+"""Modules imported at first use: they need OpenTelemetry's SDK, which a process that only calls services does not."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LATE.get(name, 'spans')}"), name)

@@ -40,6 +40,8 @@ class SpanStats:
     ended: int = 0
     dropped: int = 0
     """Lost before reaching a backend's queue: the span queue was full, or the backend is not configured here."""
+    queued: int = 0
+    """Not encoded yet, and so in no backend's queue."""
     backends: dict[str, BackendStats] = field(default_factory=dict)
 
     @property
@@ -119,8 +121,10 @@ class Tracing:
 
     def stats(self) -> SpanStats:
         """Counts since the process started."""
+        # Read first: a span on its way to a backend's queue is counted twice, never missed.
+        queued = self._processor.queued
         backends = {backend.value: queue.stats() for backend, queue in self._backend_queues.items()}
-        return SpanStats(self._processor.ended, self._processor.dropped, backends)
+        return SpanStats(self._processor.ended, self._processor.dropped, queued, backends)
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until every span is exported; False when that took longer than `deadline_s` seconds."""

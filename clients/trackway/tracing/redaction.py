@@ -3,6 +3,7 @@
 import importlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 logger = logging.getLogger("trackway.tracing")
 
@@ -23,6 +24,19 @@ def load_redaction(path: str | None) -> Redact | None:
     if not callable(function):
         raise ValueError(f"tracing.redact: expected a function, {path!r} is a {type(function).__name__}")
     return function
+
+
+def redacted_value(value: Any, redact: Redact, keys: bool = False) -> Any:
+    """The JSON value with texts, numbers and nested keys redacted, because a secret may be any of them."""
+    if isinstance(value, dict):
+        hidden = ((redacted(key, redact) if keys else key, item) for key, item in value.items())
+        return {key: redacted_value(item, redact, True) for key, item in hidden}
+    if isinstance(value, list):
+        return [redacted_value(item, redact, True) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    text = redacted(str(value), redact)
+    return text if isinstance(value, str) or text != str(value) else value
 
 
 def redacted(text: str, redact: Redact | None) -> str:

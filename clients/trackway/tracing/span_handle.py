@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from trackway.tracing import attributes as names
 from trackway.tracing.active import active_tracing
-from trackway.tracing.redaction import Redact, redacted
+from trackway.tracing.redaction import redacted, redacted_value
 from trackway.tracing.trace_stats import TraceStats, note
 from trackway.wire.base import named_number
 from trackway.wire.text import well_formed
@@ -22,6 +22,9 @@ from trackway.wire.trajectory import WeightSpan
 
 Scalar = str | int | float | bool
 
+_NESTED = (dict, list, tuple, BaseModel)
+_MOST_PARTS = 10_000_000
+"""More parts than any body has; a value that contains itself several times has more."""
 _PART_CHARS = 65_536
 LONGEST_MESSAGE = 4096
 """Bytes of a status or an event's text; MLflow cuts tags there too."""
@@ -139,16 +142,19 @@ def shown(value: object) -> str:
 def _json(value: object) -> str:
     tracing = active_tracing()
     max_bytes = 16384 if tracing is None else tracing.settings.max_text_bytes
-    if (tracing is None or tracing.redact is None) and _longest_text(value) > max_bytes:
+    longest_text, parts = _measured(value)
+    if (tracing is None or tracing.redact is None) and longest_text > max_bytes:
         return _within(max_bytes, _tree(value))  # avoids encoding the whole value
     text = _ENCODER.encode(value)
     if "NaN" in text or "Infinity" in text:  # bare NaN is invalid JSON; inside a text it stays
         text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
     if tracing is not None and tracing.redact is not None:
         redact = tracing.redact
-        text = json.dumps(_hidden(json.loads(text), redact), ensure_ascii=False)
+        text = json.dumps(redacted_value(json.loads(text), redact), ensure_ascii=False)
     if len(text.encode()) <= max_bytes:
         return text
+    if parts > max_bytes:  # too long even without its texts
+        return json.dumps(truncate(text, max_bytes), ensure_ascii=False)
     return _within(max_bytes, json.loads(text))
 
 
@@ -167,11 +173,17 @@ def _parts(value: object) -> Iterable[object]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _longest_text(value: object, levels: int = 64) -> int:
-    """Characters of the longest text, down to `levels`; the encoder reports cycles."""
-    if isinstance(value, str):
-        return len(value)
-    return max((_longest_text(part, levels - 1) for part in _parts(value)), default=0) if levels else 0
+def _measured(value: object) -> tuple[int, int]:
+    """Characters of the longest text, and the number of parts, down to 64 levels; the encoder reports cycles."""
+    longest = parts = 0
+    level: Sequence[object] = [value]
+    for _ in range(64):
+        parts += len(level)
+        longest = max(longest, max((len(part) for part in level if isinstance(part, str)), default=0))
+        level = [inner for part in level if isinstance(part, _NESTED) for inner in _parts(part)]
+        if not level or parts > _MOST_PARTS:
+            break
+    return longest, parts
 
 
 def _tree(value: object) -> object:
@@ -185,18 +197,6 @@ def _tree(value: object) -> object:
     if isinstance(value, float):
         return named_number(value)
     return value if value is None or isinstance(value, str | int) else repr(value)
-
-
-def _hidden(value: object, redact: Redact, keys: bool = False) -> object:
-    """The value with texts, numbers and nested keys redacted, because a secret may be any of them."""
-    if isinstance(value, dict):
-        return {redacted(key, redact) if keys else key: _hidden(item, redact, True) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_hidden(item, redact, True) for item in value]
-    if value is None or isinstance(value, bool):
-        return value
-    hidden = redacted(str(value), redact)
-    return hidden if isinstance(value, str) or hidden != str(value) else value
 
 
 def _count_texts(value: object) -> int:

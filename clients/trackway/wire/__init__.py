@@ -1,1 +1,1 @@
-"""What crosses a process: pydantic models and the error table, and nothing else."""
+"""Data that crosses process boundaries: pydantic models and the error table, without logic of any service."""

@@ -7,10 +7,12 @@ from pydantic_core import PydanticCustomError
 
 from trackway.wire.base import Float, Int, WireReply, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, Message
+from trackway.wire.errors import TrackwayError
 from trackway.wire.names import Label, RunName
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.sample_index import sample_index
 from trackway.wire.tracing import TraceTarget
+from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
 
 MAX_ROLLOUTS = 1024
 """Rollouts of one group."""
@@ -24,7 +26,7 @@ class RewardModel(WireReply):
 
 
 class Sample(WireReply):
-    """A dataset row in verl's schema; `extra_info` is passed on unread, except for the keys used here."""
+    """A dataset row in verl's schema; `extra_info` is passed through, except for the keys used here."""
 
     data_source: str = Field(max_length=1024)
     agent_name: str | None = Field(default=None, max_length=1024)
@@ -36,7 +38,7 @@ class Sample(WireReply):
     @field_validator("extra_info")
     @classmethod
     def _of_known_shapes(cls, extra_info: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """The keys that are read here are what they must be, before a rollout stumbles over them."""
+        """Check the types of the keys used here, so that a malformed row is refused before its rollout starts."""
         try:
             sample_index(extra_info.get("index"))
         except ValueError as error:
@@ -61,7 +63,7 @@ class Sample(WireReply):
 
 
 def _object(value: JsonValue, place: str) -> dict[str, JsonValue]:
-    """A JSON object; what is null or empty is one without members."""
+    """A JSON object; null and an empty value become an empty object."""
     if not value:
         return {}
     if not isinstance(value, dict):
@@ -75,32 +77,32 @@ def _wrong(place: str, expected: str, value: JsonValue) -> PydanticCustomError:
 
 
 class Limits(WireRequest):
-    """Bounds of one trajectory."""
+    """Limits of one trajectory."""
 
     max_prompt_length: Int = Field(default=512, ge=1)
-    """Tokens of the prompt."""
+    """Most tokens of the prompt."""
     prompt_truncation: Literal["left", "right", "middle", "error"] = "error"
-    """Which tokens of a longer prompt are removed, as in verl's `data.truncation`: its first, last or middle ones;
+    """Which tokens of a longer prompt are removed, as in verl's `data.truncation`: the first, last or middle ones;
     `error` removes none and ends the trajectory."""
     max_response_length: Int = Field(default=512, ge=1)
-    """Tokens of the whole multi-turn response, observations included."""
+    """Most tokens of the whole multi-turn response, observations included."""
     max_assistant_turns: Int | None = Field(default=None, ge=1)
     max_parallel_calls: Int = Field(default=1, ge=1)
-    """Calls of one turn that run; the observation of each further call says that it did not run."""
+    """Most tool calls of one turn that run; the observation of each further call says that it did not run."""
     on_bad_call: Literal["observe", "end"] = "observe"
-    """A call that cannot be read or names no offered tool: tell the model, or run nothing and end with `bad_call`."""
+    """Treatment of a call that cannot be parsed or names no offered tool: tell the model, or end with `bad_call`."""
     max_tool_response_length: Int | None = Field(default=256, ge=1)
-    """Characters of one observation that are kept, as in verl; None is no bound."""
+    """Most characters of one observation, as in verl; None means no limit."""
     max_tool_response_tokens: Int | None = Field(default=None, ge=1)
-    """Tokens of one observation that are kept, on top of the bound in characters; None is no bound."""
+    """Most tokens of one observation, in addition to the limit in characters; None means no limit."""
     tool_response_truncate_side: str = Field(default="middle", pattern="^(left|right|middle)$")
-    """Where a longer observation is truncated; a marker, which does not count, takes the place."""
+    """Side on which a longer observation is truncated; a marker, which does not count, replaces what was removed."""
     timeout_s: Float = Field(default=600.0, gt=0)
-    """Seconds that one trajectory may take; then it ends with `deadline_exceeded`."""
+    """Time limit of one trajectory in seconds; then it ends with `deadline_exceeded`."""
 
     @property
     def max_rendered(self) -> int:
-        """Tokens that the prompt may have before it is cut: sixteen times its limit, at least 65,536."""
+        """Most tokens of a prompt before truncation: sixteen times its limit, at least 65,536."""
         limit = self.max_prompt_length
         return limit if self.prompt_truncation == "error" else max(16 * limit, 65_536)
 
@@ -123,17 +125,41 @@ class GroupRequest(WireRequest):
     trace: bool | None = None
     """Record the traces of this group, each a trace of its own; None continues the caller's `traceparent`, if any."""
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
-    """Where these traces go."""
+    """Destination of these traces."""
     tools: Annotated[list[str], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Names of the tools offered to the model; None offers every tool of the server."""
 
     def rollout_numbers(self) -> list[int]:
-        """The rollout_n values this request asks for."""
+        """The requested values of `rollout_n`."""
         return list(range(self.n)) if self.rollouts is None else self.rollouts
+
+    def tags(self, rollout_n: int) -> Tags:
+        """The tags of one rollout of this group."""
+        return Tags(
+            experiment_name=self.experiment_name,
+            step=self.step,
+            sample_index=self.sample.index,
+            rollout_n=rollout_n,
+            validate=self.validation,
+        )
+
+    def failed(self, rollout_n: int, error: TrackwayError) -> Trajectory:
+        """A trajectory without tokens, for a rollout that failed before it produced any."""
+        tags = self.tags(rollout_n)
+        name = trajectory_id(self.run, tags)
+        return Trajectory(
+            id=name,
+            session_id=name,
+            tags=tags,
+            agent_name=self.sample.agent_name or "",
+            data_source=self.sample.data_source,
+            stop_reason=StopReason.ERROR,
+            error=error.to_reply().error,
+        )
 
 
 class AgentInfo(WireReply):
-    """An agent loop that `agent_name` may name."""
+    """A registered agent loop."""
 
     name: str
     description: str

@@ -2,11 +2,11 @@
 
 A caller's typo must be an error; a reply from a newer service must still be readable by an older client.
 
-JSON has no NaN and no infinity. They are written as proto3's JSON mapping does, as the strings "NaN", "Infinity" and
-"-Infinity", and a float reads them back. pydantic's default, null, loses which of them it was and is refused on
-reading; bare constants are no JSON to JavaScript, jq and httpx.
+JSON has no NaN and no infinity. They are written as in proto3's JSON mapping, as the strings "NaN", "Infinity" and
+"-Infinity", which a float field parses. pydantic's default, null, loses the value and fails validation on reading; bare
+constants are invalid JSON for JavaScript, jq and httpx.
 
-Every list of a request says `fail_fast`: pydantic otherwise collects an error for each wrong item, however many.
+Every list of a request sets `fail_fast`, because pydantic otherwise collects an error for every invalid item.
 """
 
 import math
@@ -36,18 +36,18 @@ Float = Annotated[Finite, BeforeValidator(_no_bool)]
 """A number in a request; true, false, NaN and the infinities are refused."""
 
 TokenId = Annotated[int, Strict()]
-"""One of many whole numbers: refuses true and false too, and costs no call of Python for each."""
+"""An item of a long list of whole numbers: true and false are refused, without a Python call per item."""
 
 
 def named_number(value: float) -> float | str:
-    """The number, or its name in JSON when it is not finite: for what is written without a model."""
+    """The number, or its JSON string when it is not finite, for values that are serialised without a model."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 class WireRequest(BaseModel):
-    """A body that a client sends: an unknown field is refused."""
+    """A request body: unknown fields are refused."""
 
     model_config = ConfigDict(
         extra="forbid", populate_by_name=True, serialize_by_alias=True, ser_json_inf_nan=NON_FINITE
@@ -55,7 +55,7 @@ class WireRequest(BaseModel):
 
 
 class WireReply(BaseModel):
-    """A body that a service sends, or a value inside one: unknown fields are ignored."""
+    """A response body, or a value inside one: unknown fields are ignored."""
 
     model_config = ConfigDict(
         extra="ignore", populate_by_name=True, serialize_by_alias=True, ser_json_inf_nan=NON_FINITE

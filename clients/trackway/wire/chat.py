@@ -7,9 +7,9 @@ from pydantic import Field, JsonValue
 from trackway.wire.base import WireReply
 
 MAX_MESSAGES = 16_384
-"""Messages of one conversation."""
+"""Most messages of one conversation."""
 MAX_TOOLS = 1024
-"""Tools offered in one conversation."""
+"""Most tools offered in one conversation."""
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -22,7 +22,7 @@ class FunctionCall(WireReply):
 
 
 class ToolCall(WireReply):
-    """One call that the model asks for."""
+    """One tool call requested by the model."""
 
     id: str
     type: Literal["function"] = "function"

@@ -1,14 +1,14 @@
-"""Every error that crosses a process: its code, its HTTP status, and whether a retry can succeed.
+"""Errors that cross process boundaries: code, HTTP status, whether a retry can succeed, whether the model is told.
 
-A non-2xx body of ours is always `{"error": {"code", "message", "retryable", "detail"}}`. A 5xx without such a body was
-not made by us (Ray Serve answers plain text when a replica dies), and is therefore retried.
+A non-2xx body of ours is always `{"error": {"code", "message", "retryable", "detail"}}`. A 5xx without such a body
+comes from elsewhere (Ray Serve answers plain text when a replica dies), and is therefore retried.
 
 TrackwayError            one class, raised on both sides of the wire: services raise it, clients raise it again
-  .code                  a member of ErrorCode; ERRORS gives status and retryable
+  .code                  a member of ErrorCode; ERRORS gives status, retryable and `told`
 """
 
 import json
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import NamedTuple
 
 from pydantic import Field, JsonValue
@@ -17,9 +17,9 @@ from trackway.wire.base import WireReply, named_number
 from trackway.wire.text import well_formed
 
 MAX_MESSAGE_CHARS = 4096
-"""Longest message of an error; a longer one, which quotes what came, loses its middle."""
+"""Longest message of an error in characters; a longer one, which quotes its input, loses its middle."""
 MAX_DETAIL_BYTES = 8192
-"""Longest detail of an error as JSON; long texts are shortened, and values beyond it left out."""
+"""Longest detail of an error as JSON; long texts are shortened, and values beyond the limit dropped."""
 _SHORT_CHARS = 256
 
 
@@ -43,6 +43,7 @@ class ErrorCode(StrEnum):
     OVERLOADED = "overloaded"
     PAUSED = "paused"
     TOOL_FAILED = "tool_failed"
+    TOOL_TIMEOUT = "tool_timeout"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     ENGINE_FAILED = "engine_failed"
     WEIGHTS_CORRUPT = "weights_corrupt"
@@ -55,32 +56,42 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"
 
 
+class Told(Enum):
+    """Whether the message of a failed tool call becomes the model's observation."""
+
+    NO = "no"
+    """An infrastructure error: it ends the trajectory, and the model never reads it."""
+    YES = "yes"
+    """The call's own error: bad arguments, or a tool that raised or took too long."""
+    WITHOUT_AGENT = "at `/get_observation`"
+    """Only where no agent loop calls the tool: the agent service checks names, and recreates lost instances."""
+
+
 class ErrorSpec(NamedTuple):
-    """The HTTP status of a code, whether the same request may succeed later, and what the code means."""
+    """The HTTP status of a code, whether the same request may succeed later, its meaning, and if the model is told."""
 
     status: int
     retryable: bool
     meaning: str
+    told: Told = Told.NO
 
 
 ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.INVALID_REQUEST: ErrorSpec(
-        422, False, "The request does not fit its schema, or a value in it cannot be used."
+        422, False, "The request does not match its schema, or contains an invalid value.", Told.YES
     ),
-    ErrorCode.UNAUTHORIZED: ErrorSpec(
-        401, False, "The service expects a bearer token that it knows, and got none or another one."
-    ),
-    ErrorCode.FORBIDDEN: ErrorSpec(403, False, "The token is known but lacks the scope that the route needs."),
+    ErrorCode.UNAUTHORIZED: ErrorSpec(401, False, "The bearer token is missing or unknown."),
+    ErrorCode.FORBIDDEN: ErrorSpec(403, False, "The token lacks the scope that the route requires."),
     ErrorCode.NOT_FOUND: ErrorSpec(404, False, "There is no such route, run or file."),
-    ErrorCode.MODEL_NOT_FOUND: ErrorSpec(404, False, "The rollout service serves another model than the one named."),
-    ErrorCode.UNKNOWN_TOOL: ErrorSpec(404, False, "The tool server offers no tool of that name."),
+    ErrorCode.MODEL_NOT_FOUND: ErrorSpec(404, False, "The rollout service does not serve the requested model."),
+    ErrorCode.UNKNOWN_TOOL: ErrorSpec(404, False, "The tool server offers no tool of that name.", Told.WITHOUT_AGENT),
     ErrorCode.UNKNOWN_AGENT: ErrorSpec(404, False, "The agent service has no agent loop of that name."),
     ErrorCode.UNKNOWN_DATA_SOURCE: ErrorSpec(422, False, "The reward service has no scorer for that data source."),
     ErrorCode.INSTANCE_NOT_FOUND: ErrorSpec(
-        404, False, "The tool instance was never created on this replica, or has been released."
+        404, False, "The tool instance was never created on this replica, or has been released.", Told.WITHOUT_AGENT
     ),
     ErrorCode.INSTANCE_LOST: ErrorSpec(
-        410, False, "The tool instance existed and its state is gone; create another one."
+        410, False, "The state of the tool instance is gone; create another one.", Told.WITHOUT_AGENT
     ),
     ErrorCode.CONFLICT: ErrorSpec(
         409,
@@ -89,20 +100,23 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
     ),
     ErrorCode.WEIGHTS_BEHIND: ErrorSpec(409, True, "The replica does not hold the requested weight version yet."),
     ErrorCode.REQUEST_INCOMPLETE: ErrorSpec(
-        408, True, "The header or the body stopped coming: the connection broke, or its sender was too slow."
+        408, True, "The header or the body did not arrive completely: the connection broke, or the sender was too slow."
     ),
-    ErrorCode.PAYLOAD_TOO_LARGE: ErrorSpec(413, False, "The request is over a limit in bytes or JSON items."),
+    ErrorCode.PAYLOAD_TOO_LARGE: ErrorSpec(413, False, "The request is over a limit in bytes or JSON items.", Told.YES),
     ErrorCode.OVERLOADED: ErrorSpec(429, True, "The queue is full; `Retry-After` says when to ask again."),
     ErrorCode.PAUSED: ErrorSpec(503, True, "The engine is paused, as during a weight update or while it sleeps."),
     ErrorCode.TOOL_FAILED: ErrorSpec(
-        500, False, "The tool raised an exception, or its remote server refused the call."
+        500, False, "The tool raised an exception, or its remote server refused the call.", Told.YES
+    ),
+    ErrorCode.TOOL_TIMEOUT: ErrorSpec(
+        504, False, "The tool, or its remote server, took longer than its limit, such as `call_timeout_s`.", Told.YES
     ),
     ErrorCode.DEADLINE_EXCEEDED: ErrorSpec(
-        504, False, "The time limit of the call, or the caller's own deadline, has passed."
+        504, False, "The caller's deadline, or the time limit of a score or a trajectory, has passed."
     ),
-    ErrorCode.ENGINE_FAILED: ErrorSpec(500, False, "The inference engine failed or answered something unusable."),
+    ErrorCode.ENGINE_FAILED: ErrorSpec(500, False, "The inference engine failed or gave an invalid answer."),
     ErrorCode.WEIGHTS_CORRUPT: ErrorSpec(
-        500, False, "Published weights are incomplete, damaged, or not what the engine shows after loading them."
+        500, False, "Published weights are incomplete or damaged, or the engine holds others after loading them."
     ),
     ErrorCode.CHECKPOINT_CORRUPT: ErrorSpec(
         500, False, "A file of the checkpoint differs from its digest or cannot be read."
@@ -113,10 +127,10 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.NOT_FINITE: ErrorSpec(
         500, False, "A reward, a logprob or a weight is NaN, infinite, or too large for float32."
     ),
-    ErrorCode.DISK_FULL: ErrorSpec(507, False, "No room is left on the storage, or a quota is used up."),
+    ErrorCode.DISK_FULL: ErrorSpec(507, False, "The storage is full, or a quota is exhausted."),
     ErrorCode.NOT_WRITABLE: ErrorSpec(507, False, "The storage is read-only, broken, or not writable for this user."),
     ErrorCode.UNAVAILABLE: ErrorSpec(
-        503, True, "The service, or one that it depends on, is starting, stopping or does not answer."
+        503, True, "The service, or one that it depends on, is starting, stopping or not responding."
     ),
     ErrorCode.INTERNAL: ErrorSpec(500, False, "An unexpected exception; the service's log has it."),
 }
@@ -156,6 +170,11 @@ class TrackwayError(Exception):
         """Whether the same request may succeed later."""
         return ERRORS[self.code].retryable
 
+    @property
+    def told(self) -> Told:
+        """Whether the model is told, when this error ends a tool call."""
+        return ERRORS[self.code].told
+
     def to_reply(self) -> ErrorReply:
         """The wire form of this error."""
         detail = {key: _in_json(value) for key, value in self.detail.items()}
@@ -164,7 +183,7 @@ class TrackwayError(Exception):
 
     @classmethod
     def from_reply(cls, reply: ErrorReply) -> "TrackwayError":
-        """The error that a service answered with, to be raised on the client's side."""
+        """The error in a service's answer, for the client to raise."""
         return cls(reply.error.code, reply.error.message, **reply.error.detail)
 
 

@@ -4,7 +4,7 @@ from trackway.wire.base import WireReply
 
 
 class FileDigest(WireReply):
-    """One file and what it must hash to."""
+    """One file and its expected digest."""
 
     name: str
     """Path relative to the folder of its manifest."""

@@ -1,28 +1,32 @@
-"""What `/health`, `/ready` and `/replicas` answer, the same for every service."""
+"""Responses of `/health`, `/ready` and `/replicas`, shared by all services."""
+
+from typing import Literal
 
 from pydantic import Field
 
 from trackway.wire.base import WireReply
 from trackway.wire.rollout import WeightsReply
 
+ServiceName = Literal["rollout", "agent", "tools", "reward", "trainer"]
+
 
 class SpanCounts(WireReply):
-    """What happened to the spans of one process since its start; a span for two backends counts at each."""
+    """Span counts of one process since its start; a span for two backends counts twice."""
 
     ended: int = 0
     exported: int = 0
     dropped: int = 0
-    """The queue or the spool was full, or the process does not know their backend."""
+    """Spans dropped because the queue or the spool was full, or because the process has no such backend."""
     refused: int = 0
-    """The backend rejected them permanently."""
+    """Spans that the backend rejected permanently."""
     waiting: int = 0
-    """Spans that wait now, in memory and on disk."""
+    """Spans waiting: not encoded yet, in memory and on disk."""
     spool_bytes: int = 0
-    """Bytes that wait on disk now."""
+    """Bytes waiting on disk."""
 
 
 class Installation(WireReply):
-    """The interpreter of a process and the packages it would import."""
+    """The interpreter of a process and the versions of its packages."""
 
     python: str
     executable: str
@@ -30,20 +34,34 @@ class Installation(WireReply):
     """Versions of the packages whose mismatch breaks a deployment: trackway, ray, pydantic, fastapi, torch."""
 
 
+class OwnCode(WireReply):
+    """The user's own code that a process has loaded: the modules and files that its settings name."""
+
+    digest: str
+    """First 16 hexadecimal digits of the sha256 of its files, by name and content."""
+    commit: str = ""
+    """Git commit of its folder, with `+changes` after it when files differ from it; empty without git."""
+    modules: list[str] = Field(default_factory=list[str])
+    files: list[str] = Field(default_factory=list[str])
+    """Names of its files, the first 100."""
+
+
 class Health(Installation):
-    """A live process and its installation, in which the replicas of a deployment must not differ."""
+    """A live process and its installation, which must be the same for all replicas of a deployment."""
 
     service: str
     status: str = "ok"
     replica: str
     pid: int
-    trace_backends: list[str] = Field(default_factory=list)
-    """Backends that this process can export to, judged by its settings and environment."""
+    trace_backends: list[str] = Field(default_factory=list[str])
+    """Backends to which this process can export, according to its settings and environment."""
     spans: SpanCounts = Field(default_factory=SpanCounts)
+    code: OwnCode | None = None
+    """None when it has none."""
 
 
 class Ready(WireReply):
-    """Whether the service can do its work now, and if not, why."""
+    """Whether the service is ready, and if not, why."""
 
     ready: bool
     reason: str = ""
@@ -58,7 +76,7 @@ class ReplicaInfo(WireReply):
     ready: Ready
     weights: WeightsReply | None = None
     url: str | None = None
-    """Address at which it answers directly, without Ray Serve's proxy; None when it has none."""
+    """Its own address, without Ray Serve's proxy; None without one."""
 
 
 class ReplicaList(WireReply):
@@ -66,5 +84,5 @@ class ReplicaList(WireReply):
 
     replicas: list[ReplicaInfo]
     passes: dict[str, str] = Field(default_factory=dict, repr=False)
-    """By replica: the token to send to its `url` instead of the caller's own. It is valid there only, so another
-    process that takes over the address learns no other token. Empty without tokens."""
+    """By replica, the token to send to its `url` instead of the caller's own. It is valid at that replica only, so a
+    process that takes over the address cannot use it elsewhere. Empty without tokens."""

@@ -1,7 +1,7 @@
-"""Names that a user gives to runs and projects: one rule for every place that takes them.
+"""Rules for the names of runs and projects.
 
 A run's name is a folder and the first part of each trajectory's id: letters and digits of any script, without spaces
-and slashes. The label of a project or an experiment is only shown and sent to a backend: it may have those too.
+and slashes. The label of a project or an experiment is only displayed and sent to a backend, so it may have those.
 """
 
 import re
@@ -11,15 +11,15 @@ from typing import Annotated
 from pydantic import AfterValidator, StringConstraints
 
 LONGEST_RUN_NAME = 128
-"""Bytes in UTF-8."""
+"""Most bytes of a run's name in UTF-8."""
 RESERVED_NAMES = frozenset({"mlflow", "spool", "weights"})
-"""Folders of an outputs folder that are no runs."""
+"""Folders of an outputs folder that are not runs."""
 LONGEST_LABEL = 256
 """Characters."""
 
 
 def checked_run_name(name: str) -> str:
-    """The name, when a run may have it; else raises ValueError."""
+    """The name, if it is valid for a run. Raises ValueError otherwise."""
     fits = 1 <= len(name) <= LONGEST_RUN_NAME and name[0].isalnum() and all(map(_in_a_run_name, name))
     if not fits or len(name.encode()) > LONGEST_RUN_NAME:
         raise ValueError(
@@ -32,7 +32,7 @@ def checked_run_name(name: str) -> str:
 
 
 def checked_label(label: str) -> str:
-    """The label, when it can be shown and sent as it stands; else raises ValueError."""
+    """The label, if it is valid for a project or an experiment. Raises ValueError otherwise."""
     parts = re.split(r"[/\\]", label)
     if not 1 <= len(label) <= LONGEST_LABEL or label != label.strip() or not label.isprintable() or ".." in parts:
         raise ValueError(
@@ -44,15 +44,15 @@ def checked_label(label: str) -> str:
 
 RunName = Annotated[str, AfterValidator(checked_run_name)]
 RunNameInPath = Annotated[str, StringConstraints(min_length=1, max_length=LONGEST_RUN_NAME, pattern=r"^\w[\w.-]*$")]
-"""Says less when it refuses and shows its pattern in OpenAPI; the whole rule comes after it."""
+"""Shows a pattern in OpenAPI; the complete rule, with a better message, is checked after it."""
 Label = Annotated[str, AfterValidator(checked_label)]
 
 
 def _in_a_run_name(character: str) -> bool:
-    """Letters and digits, what is written above or below them, and three marks."""
+    """Whether the character is a letter, a digit, a combining mark, `.`, `_` or `-`."""
     return character.isalnum() or character in "._-" or unicodedata.category(character) in ("Mn", "Mc")
 
 
 def _shown(name: str) -> str:
-    """At most the beginning, in ASCII: it goes into logs."""
+    """The beginning of the name in ASCII, for logs."""
     return ascii(name) if len(name) <= LONGEST_LABEL else f"{name[:40]!a} of {len(name)} characters"

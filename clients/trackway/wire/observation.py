@@ -17,7 +17,7 @@ def _as_text(value: object) -> object:
 
 
 TrajectoryId = Annotated[str, BeforeValidator(_as_text), Field(max_length=MAX_SESSION_CHARS)]
-"""Text, or a whole number, which means the same as its digits."""
+"""Text, or a whole number, which is equal to its digits as text."""
 
 
 class ObservationRequest(BaseModel):
@@ -29,7 +29,7 @@ class ObservationRequest(BaseModel):
     actions: list[str] = Field(max_length=MAX_ACTIONS, fail_fast=True)
     """The model's output, which contains the tool call."""
     extra_fields: Annotated[list[dict[str, JsonValue]], _ENTRIES] | None = None
-    """The dataset rows' `extra_info`; `tools_kwargs.<tool>.create_kwargs` and `.execute_kwargs` count."""
+    """The dataset rows' `extra_info`; `tools_kwargs.<tool>.create_kwargs` and `.execute_kwargs` are used."""
     finish: Annotated[list[bool], _ENTRIES] | None = None
     """Whether the trajectory is over: its tools are released and its action is ignored."""
     is_last_step: Annotated[list[bool], _ENTRIES] | None = None
@@ -45,10 +45,10 @@ class ObservationRequest(BaseModel):
 
 
 class ToldObservation(WireReply):
-    """An observation with more than its text."""
+    """An observation with further fields."""
 
     obs: str
-    """What the model is shown."""
+    """Text for the model."""
     reward: float | None = None
     """The step reward of the calls, where it is not 0."""
     invalid_reason: str | None = None
@@ -59,10 +59,10 @@ class ToldObservation(WireReply):
 
 
 class ObservationReply(WireReply):
-    """An entry for each trajectory, in the order of the request."""
+    """One entry per trajectory, in the order of the request."""
 
     observations: list[str | ToldObservation]
     dones: list[bool]
     valids: list[bool]
-    """Whether the action had a valid call, which was run."""
+    """Whether the action contained a valid call, which was executed."""
     processing_time_ms: float

@@ -5,6 +5,9 @@ from pydantic import Field, JsonValue
 from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.trajectory import Reward
 
+ANY_DATA_SOURCE = "*"
+"""Wildcard among a scorer's data sources: every source without a scorer of its own."""
+
 
 class ScoreRequest(WireRequest):
     """One solution to score; `solution_str` holds the model's own text only (response_mask 1)."""
@@ -16,9 +19,9 @@ class ScoreRequest(WireRequest):
     """The scorer's method (`strict` or `flexible` for GSM8K); None takes the scorer's default."""
     trajectory_id: str | None = None
     extra_info: dict[str, JsonValue] = Field(default_factory=dict)
-    """The row's own, and of an agent's trajectory: `num_turns`; `tool_rewards`, a step reward per call (verl's);
+    """The row's `extra_info` and, from the agent, `num_turns`; `tool_rewards`, a step reward per call (verl's);
     `tool_calls`, a ToolCallRecord per call that was sent; `tool_metrics`, sums over the calls by tool and metric;
-    `tool_calc_rewards`, by tool the reward of its instance."""
+    `tool_calc_rewards`, the reward of the instance by tool."""
 
 
 class BatchScoreRequest(WireRequest):

@@ -16,16 +16,16 @@ class SamplingParams(WireRequest):
     """How tokens are sampled; logprobs are those of the distribution after temperature, top_k and top_p."""
 
     temperature: Float = Field(default=1.0, ge=0.0)
-    """0 is greedy: the logprobs are then those at temperature 1."""
+    """0 decodes greedily, with the logprobs of temperature 1."""
     top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: Int = Field(default=-1, ge=-1)
     """-1 or 0 keeps the whole vocabulary."""
     max_tokens: Int = Field(default=256, ge=1)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024, fail_fast=True)
-    """Stop tokens beside the model's own end-of-sequence token; a stop token is part of the output."""
+    stop_token_ids: list[TokenId] = Field(default_factory=list[TokenId], max_length=1024, fail_fast=True)
+    """Stop tokens in addition to the model's end-of-sequence token; a stop token is part of the output."""
     ignore_eos: bool = False
     logprobs: Int = Field(default=0, ge=0, le=0)
-    """Most likely tokens to return beside the sampled one; only 0 is supported, which vLLM needs to be sent."""
+    """Alternatives to return for each sampled token; only 0, vLLM's required value, is supported."""
     seed: Int | None = None
     """The same seed, prompt, weights and parameters give the same tokens, whatever else runs in the batch."""
 
@@ -35,18 +35,18 @@ class GenerateRequest(WireRequest):
 
     request_id: str | None = None
     model: str | None = None
-    """Name of the served model; any other is 404 `model_not_found`."""
+    """Name of the served model; any other name is answered 404 `model_not_found`."""
     token_ids: list[TokenId] = Field(min_length=1, fail_fast=True)
     sampling_params: SamplingParams = Field(default_factory=SamplingParams)
     min_weight_version: Int = Field(default=0, ge=0)
     """Oldest weight version that may answer; a replica with an older one loads it first, or answers 409
     `weights_behind`."""
     context_start: Int = Field(default=0, ge=0)
-    """Index of the first prompt token that no earlier call of this trajectory has shown; for the trace's text."""
+    """Index of the first prompt token that is new in this trajectory; for the text of the trace."""
 
 
 class TokenLogprob(WireReply):
-    """A sampled token and its natural-log probability under the sampling distribution."""
+    """A sampled token and the natural log of its probability under the sampling distribution."""
 
     token_id: int
     logprob: float
@@ -66,7 +66,7 @@ class GenerateChoice(WireReply):
     token_ids: list[int]
     logprobs: ChoiceLogprobs
     weight_versions: list[WeightSpan]
-    """Spans over `token_ids`; more than one when weights changed while it was generated."""
+    """Spans over `token_ids`; more than one if the weights changed during the generation."""
 
 
 class Usage(WireReply):
@@ -88,15 +88,15 @@ class GenerateReply(WireReply):
 
 
 class WeightsReply(WireReply):
-    """Which weights a replica holds."""
+    """The weights of a replica."""
 
     version: int
     latest: int
-    """The newest version that is published; greater than `version` while the replica is behind."""
+    """The newest published version; greater than `version` while the replica is behind."""
     model: str
     replica: str
     verdict: Verdict | None = None
-    """Result of the check when the replica loaded them; None for weights without a proof."""
+    """Result of the proof after the load; None for weights without a proof."""
 
 
 class WeightInfo(WireReply):
@@ -112,14 +112,14 @@ class AbortRequest(WireRequest):
 
 
 class AbortReply(WireReply):
-    """How many generations were aborted; each answers with its tokens so far and `finish_reason` `abort`."""
+    """Number of aborted generations; each returns its tokens so far with `finish_reason` `abort`."""
 
     status: str = "aborted"
     aborted: int
 
 
 class PauseRequest(WireRequest):
-    """How to pause: let requests finish, abort them with their tokens so far, or freeze them in place."""
+    """How to pause: let requests finish, abort them and return their tokens so far, or freeze them."""
 
     mode: PauseMode = "wait"
 
@@ -139,17 +139,17 @@ class PausedReply(WireReply):
 
 
 class SleepReply(WireReply):
-    """Which parts of its memory a replica has released; vLLM's `/is_sleeping` with further fields."""
+    """The memory that a replica has released; vLLM's `/is_sleeping` with further fields."""
 
     is_sleeping: bool
-    asleep: list[MemoryPart] = Field(default_factory=list)
+    asleep: list[MemoryPart] = Field(default_factory=list[MemoryPart])
     can_sleep: bool = False
     """Whether its engine can release memory."""
     replica: str = ""
 
 
 class SleepReplies(WireReply):
-    """The same of every replica."""
+    """The sleep state of every replica."""
 
     replicas: list[SleepReply]
 

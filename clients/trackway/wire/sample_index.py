@@ -1,7 +1,6 @@
-"""A dataset row's index, by which its trajectories are named: a whole number, or text such as `django__django-11099`.
+"""The index of a dataset row, part of its trajectories' ids: a whole number, or text such as `django__django-11099`.
 
-One spelling is one index: text that is a whole number as Python writes it is that number, so `"17"` and `17` are the
-same row, and `"017"` is another one.
+Text that is a whole number in Python's notation is that number: `"17"` and `17` are the same row, `"017"` is another.
 """
 
 import re
@@ -10,23 +9,22 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 LONGEST_INDEX = 128
-"""Characters of an index that is text."""
+"""Most characters of a text index."""
 
 _CANONICAL = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _INT64 = range(-(2**63), 2**63)
-"""What dumps and trace backends keep as a number."""
+"""Range of whole numbers in dumps and trace backends."""
 
 
 def sample_index(value: object) -> int | str:
-    """The index that a row or a person means; None, as where a row has none, is 0, as in verl.
+    """The index given by a row or a user; None (a row without an index) is 0, as in verl.
 
-    Raises ValueError for what is no index: a truth value, a fraction, a list, text that is empty, too long or does not
-    print.
+    Raises ValueError for anything else: a boolean, a fraction, a list, or text that is empty, too long or unprintable.
     """
     if value is None:
         return 0
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # tables turn a column of whole numbers with gaps into floats
+        value = int(value)  # pandas turns a column of whole numbers with gaps into floats
     if isinstance(value, int) and not isinstance(value, bool):
         return value if value in _INT64 else sample_index(str(value))
     if isinstance(value, str) and 1 <= len(value) <= LONGEST_INDEX and value.isprintable():

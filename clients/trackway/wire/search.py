@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, JsonValue, StrictBool, model_valida
 from trackway.wire.base import WireReply, WireRequest
 
 MAX_QUERIES = 4096
-"""Queries of one request: recipes ask for a whole batch of trajectories at once."""
+"""Most queries of one request; recipes send those of a whole batch of trajectories."""
 MAX_QUERY_CHARS = 8192
 MAX_TOPK = 100
 
@@ -19,13 +19,13 @@ def _no_bool_or_text(value: object) -> object:
 
 
 class RetrieveRequest(WireRequest):
-    """Find documents for each of the queries."""
+    """Find documents for each query."""
 
     queries: list[Annotated[str, Field(max_length=MAX_QUERY_CHARS)]] = Field(max_length=MAX_QUERIES, fail_fast=True)
     topk: Annotated[int, Field(ge=1, le=MAX_TOPK), BeforeValidator(_no_bool_or_text)] | None = None
-    """Documents per query; None takes the server's own number."""
+    """Documents per query; None takes the server's default."""
     return_scores: StrictBool = False
-    """Whether each document comes with its score: `{"document": ..., "score": ...}`."""
+    """Return each document with its score: `{"document": ..., "score": ...}`."""
 
 
 class RetrievedDocument(WireReply):
@@ -37,7 +37,7 @@ class RetrievedDocument(WireReply):
     @model_validator(mode="before")
     @classmethod
     def _from_title_and_text(cls, document: JsonValue) -> JsonValue:
-        """Corpora come with `contents`, or with `text` and mostly a `title`."""
+        """Corpora have `contents`, or `text` and usually a `title`."""
         if not isinstance(document, dict) or "contents" in document or "text" not in document:
             return document
         title = document.get("title", document.get("id", ""))
@@ -45,13 +45,13 @@ class RetrievedDocument(WireReply):
 
 
 class ScoredDocument(WireReply):
-    """A document and how well it fits; more is better."""
+    """A document and its score; higher is better."""
 
     document: RetrievedDocument
     score: float = 0.0
 
 
 class RetrieveReply(WireReply):
-    """One list per query, best first; with scores when they were asked for."""
+    """One list per query, best first; with scores if requested."""
 
     result: list[list[ScoredDocument | RetrievedDocument]]

@@ -1,4 +1,4 @@
-"""The tool server: create, execute, calculate the reward, release; a one-shot call; and what operators see."""
+"""The tool server: create, execute, reward, release; one-shot calls; and the operators' view."""
 
 from typing import Literal
 
@@ -8,15 +8,15 @@ from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.chat import ToolSchema
 
 MAX_SESSION_CHARS = 512
-"""Of a session's id: a trajectory's, whose run and row may each have 128."""
+"""Most characters of a session id, usually a trajectory's, whose run and index may each have 128."""
 
 
 class ToolList(WireReply):
     """Every tool as an OpenAI function schema."""
 
     tools: list[ToolSchema]
-    stateless: list[str] = Field(default_factory=list)
-    """Names of tools without state between calls; for these the one-shot route needs a fourth of the requests."""
+    stateless: list[str] = Field(default_factory=list[str])
+    """Tools without state between calls; one-shot calls of these need a quarter of the requests."""
 
 
 class CreateInstance(WireRequest):
@@ -24,7 +24,7 @@ class CreateInstance(WireRequest):
 
     tool: str = Field(max_length=128)
     session_id: str | None = Field(default=None, max_length=MAX_SESSION_CHARS)
-    """The trajectory; its instances are listed and released by it."""
+    """Id of the trajectory, by which its instances are listed and released."""
     create_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """The dataset row's `extra_info.tools_kwargs.<tool>.create_kwargs`."""
 
@@ -70,6 +70,12 @@ class ToolResult(WireReply):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
+class OneShotResult(ToolResult):
+    """The result of a one-shot call, with the reward of its temporary instance."""
+
+    instance_reward: float
+
+
 class ToolReward(WireReply):
     """The reward of an instance over its whole life."""
 
@@ -77,14 +83,13 @@ class ToolReward(WireReply):
 
 
 class InstanceInfo(WireReply):
-    """What an operator sees of an instance."""
+    """An instance as operators see it."""
 
     instance_id: str
     tool: str
     session_id: str | None
     state: Literal["creating", "idle", "busy", "stuck", "released"]
-    """`stuck`: its cancelled call has not stopped; no other call can use the instance, and it is released when that
-    call ends."""
+    """`stuck`: its cancelled call has not stopped. The instance cannot be used, and is released when that call ends."""
     age_s: float
     idle_s: float
     """Seconds since its last call ended; 0 while one runs."""
@@ -95,12 +100,12 @@ class InstanceList(WireReply):
 
     instances: list[InstanceInfo]
     total: int
-    """Instances of the replica, those beyond the request's limit included."""
+    """Number of instances of the replica, including those beyond the request's limit."""
 
 
 class SessionReleased(WireReply):
-    """How the release of a trajectory's instances went."""
+    """The result of releasing a trajectory's instances."""
 
     released: int
-    failed: list[str] = Field(default_factory=list)
+    failed: list[str] = Field(default_factory=list[str])
     """One message for each instance that could not be released cleanly."""

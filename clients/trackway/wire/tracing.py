@@ -1,7 +1,7 @@
-"""Where a trace goes, and what can happen to its trajectory."""
+"""The destination of a trace, and the incidents of a trajectory."""
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -9,47 +9,55 @@ from trackway.wire.base import WireRequest
 
 
 class TraceBackend(StrEnum):
-    """Who can keep traces; verl's names, and `otlp` for any OpenTelemetry receiver."""
+    """Trace backends: verl's names, and `otlp` for any OpenTelemetry receiver.
+
+    Services send spans to all of them but `trackio`, where the trainer logs the finished trajectories.
+    """
 
     MLFLOW = "mlflow"
     WEAVE = "weave"
     OTLP = "otlp"
+    TRACKIO = "trackio"
+
+
+SpanBackend = Literal[TraceBackend.MLFLOW, TraceBackend.WEAVE, TraceBackend.OTLP]
+SPAN_BACKENDS: tuple[SpanBackend, ...] = get_args(SpanBackend)
 
 
 HeaderText = Annotated[str, Field(pattern=r"^[\x20-\x7e]{1,1024}$")]
-"""What an HTTP header can carry: a target comes from outside and becomes headers."""
+"""Characters of an HTTP header: a target comes from outside and becomes headers."""
 
 
 class TraceTarget(WireRequest):
-    """Where a trace goes and what it carries; sent with each trace, since services outlive runs."""
+    """The destination and the content of a trace; sent with each trace, since services outlive runs."""
 
     model_config = ConfigDict(frozen=True)
 
     backends: tuple[TraceBackend, ...] = Field(default=(), max_length=16, fail_fast=True)
-    """One or several; none takes the services' own setting."""
+    """One or several backends; an empty list takes the service's setting."""
     mlflow_experiment_id: HeaderText | None = None
-    """MLflow experiment; None takes the services' own setting."""
+    """MLflow experiment; None takes the service's setting."""
     mlflow_run_id: HeaderText | None = None
-    """MLflow run that the trace belongs to."""
+    """MLflow run of the trace."""
     weave_project: HeaderText | None = Field(default=None, pattern="^[^/]+/[^/]+$")
-    """`entity/project` of Weave; None takes the services' own setting."""
+    """Weave's `entity/project`; None takes the service's setting."""
     wandb_run_id: str | None = Field(default=None, pattern="^[^/:]+$")
-    """W&B run that a Weave trace is linked to: the bare id, of a run in the same project."""
+    """W&B run to which Weave traces are linked: the bare id of a run in the same project."""
     token2text: bool | None = None
-    """Put decoded text on spans; None takes the services' own setting."""
+    """Put decoded text on spans; None takes the service's setting."""
 
 
 class Incident(StrEnum):
-    """Something that went wrong on the way of a trajectory and was survived, from mild to grave."""
+    """A problem from which a trajectory recovered; the members are in order of severity."""
 
     RETRIED = "retried"
     """A call was sent again and answered."""
     GENERATION_CUT = "generation_cut"
     """The engine cut a turn, which was then continued."""
     WEIGHTS_BEHIND = "weights_behind"
-    """A replica had to catch up with the weights before it generated."""
+    """A replica had to load newer weights before it generated."""
     PROMPT_CUT = "prompt_cut"
-    """The prompt was longer than its limit, and `limits.prompt_truncation` says to cut it."""
+    """The prompt exceeded its limit and was truncated according to `limits.prompt_truncation`."""
     TOOL_FAILED = "tool_failed"
     """A tool raised or refused the call; the model was told."""
     TOOL_TIMEOUT = "tool_timeout"
@@ -57,4 +65,4 @@ class Incident(StrEnum):
     INSTANCE_LOST = "instance_lost"
     """A tool's state was lost, and replayed on a new instance."""
     REPLICA_LOST = "replica_lost"
-    """A service's process went away during a call, which was then sent to another."""
+    """The process of a service died during a call, and another one answered it."""

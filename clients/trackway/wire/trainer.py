@@ -7,23 +7,24 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, JsonValue
 
 from trackway.wire.base import WireReply, WireRequest
+from trackway.wire.health import OwnCode
 from trackway.wire.names import RunName
 
 
 class RunState(StrEnum):
-    """The life of a run; RUN_TRANSITIONS says what may follow what."""
+    """The states of a run; RUN_TRANSITIONS lists the transitions."""
 
     STARTING = "starting"
     RUNNING = "running"
     RESTARTING = "restarting"
-    """The learner's process died and is started again from the last checkpoint."""
+    """The learner died and is being restarted from the last checkpoint."""
     STOPPING = "stopping"
     STOPPED = "stopped"
-    """Ended on request, with a resumable checkpoint."""
+    """Stopped on request, with a checkpoint to resume from."""
     FINISHED = "finished"
     FAILED = "failed"
     UNREADABLE = "unreadable"
-    """Its state file cannot be read and no process has it: `message` says why, and how to go on. Never written."""
+    """The state file is unreadable and no process owns the run; `message` has reason and remedy. Never stored."""
 
 
 RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
@@ -45,7 +46,7 @@ def _null_as_nan(value: object) -> object:
 
 
 MetricValue = Annotated[float, BeforeValidator(_null_as_nan)]
-"""The value of a metric, which may be NaN or infinite; files of earlier versions have null for both."""
+"""The value of a metric, which may be NaN or infinite; files of earlier versions have null for these."""
 
 
 class RunRequest(WireRequest):
@@ -53,77 +54,77 @@ class RunRequest(WireRequest):
 
     config: dict[str, JsonValue]
     run: RunName | None = None
-    """The run's name and its folder under the outputs; None takes `trainer.experiment_name`."""
+    """Name of the run and of its folder; None takes `trainer.experiment_name`."""
 
 
 class TraceSummary(WireReply):
-    """What a run traced, and what happened to the spans of every process of the deployment meanwhile."""
+    """Traced trajectories of a run, and span counts of all processes of the deployment in that time."""
 
     trajectories: int = 0
-    """Traced trajectories, validation included."""
+    """Traced trajectories, including validation."""
     bytes: int = 0
     """Bytes of their spans and of the trainer's own, before compression."""
     spans_dropped: int = 0
-    """Spans dropped because a queue or a spool was full, or a service did not know their backend."""
+    """Spans dropped because a queue or a spool was full, or a service lacked their backend."""
     spans_refused: int = 0
     """Spans that a backend rejected permanently."""
     spans_waiting: int = 0
-    """Spans not yet sent, now or when the run ended."""
+    """Spans not sent yet, or not sent when the run ended."""
     spool_bytes: int = 0
-    """Bytes of these on disk."""
-    unknown: list[str] = Field(default_factory=list)
-    """Services that did not report their spans."""
+    """Bytes of waiting spans on disk."""
+    unknown: list[str] = Field(default_factory=list[str])
+    """Services that did not report their span counts."""
 
     @property
     def spans_lost(self) -> int:
-        """Spans that some backend will never have."""
+        """Spans that were lost for at least one backend."""
         return self.spans_dropped + self.spans_refused
 
 
 class BackendSummary(WireReply):
-    """What a backend of metrics or feedback lacks of a run."""
+    """Metrics and feedback of a run that a backend has not received."""
 
     backend: str
-    """`mlflow`, `weave`, `wandb` or `tensorboard`."""
+    """`mlflow`, `weave`, `wandb`, `tensorboard` or `trackio`."""
     rows_waiting: int = 0
-    """Rows of metrics that wait on disk."""
+    """Rows of metrics waiting on disk."""
     feedback_waiting: int = 0
-    """Values of feedback that wait on disk."""
+    """Feedback values waiting on disk."""
     end_waiting: bool = False
-    """Whether the end of the run has not been sent yet."""
+    """Whether the end of the run still has to be sent."""
     metrics_lost: int = 0
-    """Values of metrics that it refused, or that found no room."""
+    """Metric values that the backend refused or that exceeded the queue's limit."""
     feedback_lost: int = 0
-    """Values of feedback that it refused, that found no room, or whose trace did not arrive."""
+    """Feedback values that the backend refused, that exceeded the queue's limit, or whose trace did not arrive."""
     waits_for: str = ""
-    """Why values wait; empty when nothing prevents sending them."""
+    """Why values wait; empty if nothing prevents sending."""
     lost_because: str = ""
-    """Why the most recent loss happened."""
+    """Reason of the most recent loss."""
 
     @property
     def waiting(self) -> bool:
-        """Whether anything will still be sent."""
+        """Whether anything still has to be sent."""
         return self.end_waiting or self.rows_waiting > 0 or self.feedback_waiting > 0
 
     @property
     def lost(self) -> int:
-        """Values that it will never have."""
+        """Lost values."""
         return self.metrics_lost + self.feedback_lost
 
 
 class RunInfo(WireReply):
-    """Where a run stands."""
+    """The status of a run."""
 
     run: str
     uid: str = ""
-    """Tells this run from others of the same name; kept when the run is resumed."""
+    """Distinguishes this run from others of the same name; kept when the run is resumed."""
     state: RunState
     step: int = 0
     total_steps: int = 0
     restarts: int = 0
-    """Automatic restarts: its process died, or was interrupted and the service resumes interrupted runs."""
+    """Automatic restarts, after the process died or was interrupted."""
     interrupted: bool = False
-    """Whether it is stopped or failed because its service or machine was lost, neither on request nor by an error of
+    """Whether the run stopped or failed because its service or machine was lost, and not on request or by an error of
     its own."""
     message: str = ""
     folder: str = ""
@@ -131,16 +132,20 @@ class RunInfo(WireReply):
     experiment_id: str | None = None
     run_id: str | None = None
     """MLflow's id of this run."""
+    threads: int | None = None
+    """CPU threads of the learner, kept when the run is resumed; None until it has loaded its model."""
     metrics: dict[str, MetricValue] = Field(default_factory=dict)
     """The newest value of each metric."""
     traces: TraceSummary | None = None
-    """None when the run traces nothing."""
-    tracking: list[BackendSummary] = Field(default_factory=list)
-    """What MLflow, Weave, W&B and TensorBoard do not have of the run, one entry for each that it uses."""
+    """None if the run is not traced."""
+    code: dict[str, OwnCode] = Field(default_factory=dict)
+    """The own code that each service had loaded when the run was started or resumed last, by service."""
+    tracking: list[BackendSummary] = Field(default_factory=list[BackendSummary])
+    """Unsent and lost values, one entry for each backend that the run uses."""
 
 
 class RunList(WireReply):
-    """Every run that this service knows."""
+    """All runs in the service's outputs folder."""
 
     runs: list[RunInfo]
 
@@ -150,5 +155,5 @@ class MetricsRow(WireReply):
 
     step: int
     timestamp: int = 0
-    """Milliseconds since 1970 when the step ended; 0 where it was not recorded."""
+    """End of the step in milliseconds since 1970; 0 if not recorded."""
     data: dict[str, MetricValue]

@@ -1,4 +1,4 @@
-"""Published weights: a folder per version with a digest manifest, and `latest.json` which names the newest."""
+"""Published weights: a folder per version with a manifest of digests, and `latest.json`, which names the newest."""
 
 from enum import StrEnum
 
@@ -9,7 +9,7 @@ from trackway.wire.files import FileDigest
 
 
 class Canary(WireReply):
-    """One fixed sequence and the logprobs the publisher's model gives its tokens 1..n-1 (temperature 1)."""
+    """A fixed sequence and the logprobs of its tokens 1..n-1 under the publisher's model (temperature 1)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -21,69 +21,69 @@ class TensorDigest(WireReply):
 
     name: str
     dtype: str
-    """As published, in torch's words: `float32`, `bfloat16`."""
+    """The published dtype, in torch's names: `float32`, `bfloat16`."""
     sha256: dict[str, str]
-    """By type: as published, and rounded to each narrower type."""
+    """By dtype: as published, and rounded to each narrower one."""
 
 
 class Probe(WireReply):
-    """One sequence, and the logprobs of some of its tokens (temperature 1) under the weights as they are published.
+    """One sequence, and the logprobs of some of its tokens (temperature 1) under the published weights.
 
-    They are computed in float32 from the weights in the type in which they are published.
+    They are computed in float32 from the weights in their published dtype.
     """
 
     token_ids: list[int]
     positions: list[int]
     """Positions of these tokens, ascending, from 1."""
     logprobs: list[float]
-    """One for each position."""
-    previous: list[float] = Field(default_factory=list)
-    """The same logprobs under the version before; empty where the publisher does not know them."""
+    """One per position."""
+    previous: list[float] = Field(default_factory=list[float])
+    """The same logprobs under the previous version; empty if the publisher does not know them."""
 
 
 class WeightProof(WireReply):
-    """Evidence that tells an engine with this version's weights from one with older, other or rounded ones."""
+    """Evidence that distinguishes an engine with this version's weights from one with older, other or rounded ones."""
 
-    digests: list[TensorDigest] = Field(default_factory=list)
-    probes: list[Probe] = Field(default_factory=list)
+    digests: list[TensorDigest] = Field(default_factory=list[TensorDigest])
+    probes: list[Probe] = Field(default_factory=list[Probe])
     previous_version: int | None = None
-    """The version that `Probe.previous` is of."""
+    """Version of `Probe.previous`."""
     dtype: str | None = None
-    """Of the published weights, in torch's words."""
+    """Dtype of the published weights, in torch's names."""
     tolerance: float = 1e-3
-    """Root mean square by which a float32 engine's logprobs may differ."""
+    """Largest root mean square difference of a float32 engine's logprobs."""
     rounding: float | None = None
-    """Root mean square by which computing in bfloat16 changed the publisher's own logprobs of the probes."""
+    """Root mean square change of the publisher's logprobs when computed in bfloat16."""
 
 
 class Verdict(StrEnum):
-    """What is known of the weights that an engine holds."""
+    """The result of proving an engine's weights."""
 
     PROVEN = "proven"
-    """Every tensor has the digest that was published."""
+    """Every tensor has its published digest."""
     ROUNDED = "rounded"
-    """The answers are those of the new version up to rounding, and not those of the version before."""
+    """The logprobs match the new version up to rounding, and not the previous one."""
     INDISTINGUISHABLE = "indistinguishable"
-    """The answers fit the new version; rounding hides whether they fit the version before, too."""
+    """The logprobs match the new version; rounding hides whether they also match the previous one."""
     STALE = "stale"
-    """The engine still holds the version before, or an older one."""
+    """The engine still holds the previous version, or an older one."""
     WRONG = "wrong"
-    """It holds neither version: a part of the new one, other weights, or it computes another model."""
+    """The engine holds neither version: a tensor is missing or swapped, or it serves another model."""
 
     @property
     def accepted(self) -> bool:
-        """Whether weights of this verdict may serve."""
+        """Whether weights with this verdict are accepted."""
         return self not in (Verdict.STALE, Verdict.WRONG)
 
 
 class WeightManifest(WireReply):
-    """What a version consists of."""
+    """The content of a version."""
 
     version: int = Field(ge=0)
     run: str
     files: list[FileDigest]
     canary: Canary | None = None
-    """For replicas of a release without `proof`."""
+    """For replicas of a release that does not know `proof`."""
     proof: WeightProof | None = None
 
 

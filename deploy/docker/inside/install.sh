@@ -19,7 +19,7 @@ torch_from() { # a folder with torch's wheel, PyTorch's index, or the package in
 
 case $1 in
   pins)
-    [ -n "$2" ] || { echo "expected --build-arg EXTRAS=..., such as tools,reward,serve,command, got none" >&2; exit 2; }
+    [ -n "$2" ] || { echo "expected --build-arg EXTRAS=..., such as tools,reward,serve, got none" >&2; exit 2; }
     torch_from "$3"
     read -ra extras <<<"--extra ${2//,/ --extra }"
     "$uv" pip compile --quiet --python "$python" --no-annotate --no-header --constraint constraints.txt \

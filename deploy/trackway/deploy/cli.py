@@ -1,18 +1,41 @@
 """Train tool-using agents with five microservices, and trace every trajectory."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
-from trackway.deploy.commands import config, data, demo, services, tools, traces, training
+from trackway.deploy.commands import demo, doctor, new_project, services, training, trial
 from trackway.deploy.terminal.entry import enter
+from trackway.deploy.terminal.group import group
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app.add_typer(new_project.app)
 app.add_typer(services.app)
 app.add_typer(training.app)
+app.add_typer(trial.app)
 app.add_typer(demo.app)
-app.add_typer(config.app, name="config")
-app.add_typer(data.app, name="data")
-app.add_typer(tools.app, name="tools")
-app.add_typer(traces.app, name="traces")
+app.add_typer(doctor.app)
+app.add_typer(group("config", "Look up the keys of a run's configuration."))
+app.add_typer(group("data", "Write datasets in verl's row schema."))
+app.add_typer(group("tools", "List and call the tools of a running tool server."))
+app.add_typer(group("runs", "List runs, and show their metrics and logs."))
+app.add_typer(group("traces", "Find, draw, compare and check trajectory traces."))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trackway {version('trackway')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _trackway(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """The options before a command."""
 
 
 def main() -> None:

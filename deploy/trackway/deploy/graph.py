@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # Ray sets it only from num_cpus;
 import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sized
-from typing import TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 import httpx
 import ray
@@ -20,7 +20,6 @@ from pydantic import BaseModel
 from ray import serve
 from ray.serve import Application
 
-from trackway.agent.settings import AgentSettings
 from trackway.deploy.autoscaling import DIRECT_REQUESTS
 from trackway.deploy.serve.direct_port import DirectPort
 from trackway.deploy.serve.fan_out import (
@@ -33,44 +32,31 @@ from trackway.deploy.serve.fan_out import (
 )
 from trackway.deploy.serve.replica_metrics import ReplicaMetrics, metrics_route
 from trackway.deploy.sigterm import end_at_sigterm
-from trackway.reward.settings import RewardSettings
-from trackway.rollout.settings import RolloutSettings
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
-from trackway.serving.settings import ServiceName
 from trackway.serving.tokens import TokenTable
-from trackway.tools.settings import ToolsSettings
-from trackway.trainer.settings import TrainerSettings
 from trackway.wire.errors import ErrorReply
 from trackway.wire.headers import REPLICA, REQUEST_DEADLINE
-from trackway.wire.health import Health, Ready, ReplicaInfo
+from trackway.wire.health import Health, Ready, ReplicaInfo, ServiceName
 from trackway.wire.rollout import SleepReply, WeightsReply
 
 M = TypeVar("M", bound=BaseModel)
 
 
-def rollout(args: RolloutSettings) -> Application:
-    """The rollout service."""
-    return _application("rollout", args)
+def __getattr__(name: str) -> Callable[[Any], Application]:
+    """The application builder of a service, `trackway.deploy.graph:<service>`.
 
+    The settings of a service are imported with its builder, so a node needs the packages of its own services only.
+    """
+    if name not in get_args(ServiceName):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    service = cast("ServiceName", name)
+    settings = getattr(importlib.import_module(f"trackway.{service}.settings"), f"{service.capitalize()}Settings")
 
-def tools(args: ToolsSettings) -> Application:
-    """The tool server."""
-    return _application("tools", args)
+    def build(args: ServiceSettings) -> Application:
+        return serve.deployment(name=service)(serve.ingress()(Replica)).bind(service, args)
 
-
-def reward(args: RewardSettings) -> Application:
-    """The reward service."""
-    return _application("reward", args)
-
-
-def agent(args: AgentSettings) -> Application:
-    """The agent service."""
-    return _application("agent", args)
-
-
-def trainer(args: TrainerSettings) -> Application:
-    """The trainer service."""
-    return _application("trainer", args)
+    build.__annotations__["args"] = settings  # Ray Serve reads here how to parse `args`
+    return build
 
 
 class Replica:
@@ -87,7 +73,8 @@ class Replica:
         self._app.include_router(metrics_route(to_each_replica_of(service)))
         if service == "rollout":
             self._app.include_router(sleep_routes(broadcast))
-        self._direct = _direct_port(settings, self._app)
+        # The trainer is called rarely and has one replica.
+        self._direct = None if service == "trainer" else _direct_port(settings, self._app)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
@@ -142,19 +129,15 @@ class Replica:
             return await client.request(method, path, headers=headers)
 
 
-def _application(service: ServiceName, settings: ServiceSettings) -> Application:
-    return serve.deployment(name=service)(serve.ingress()(Replica)).bind(service, settings)
-
-
 def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:
-    """The port for direct calls, for services whose calls are shorter than the detour through the proxy."""
-    if not isinstance(settings, ToolsSettings) or settings.direct_host == "":
+    """The port for direct calls, unless it is switched off."""
+    if settings.direct_host == "":
         return None
     host = settings.direct_host
     if host is None:
         local = httpx.URL(settings.base_url).host in ("127.0.0.1", "localhost", "::1")
         host = "127.0.0.1" if local else "node"
-    instances: Sized = app.state.instances
+    instances: Sized = getattr(app.state, "instances", ())  # only tools hold anything between two calls
     address = ray.util.get_node_ip_address() if host == "node" else host
     return DirectPort(app, address, instances.__len__, settings.drain_s, settings)
 

@@ -1,4 +1,4 @@
-"""Two trajectories laid side by side: head, prompt, turn by turn, scoring. Pure: two trees in, a model out."""
+"""Compares trajectories: head, prompt, turns, scoring. Pure: trees in, a model out."""
 
 import itertools
 import json
@@ -14,74 +14,69 @@ NO_TEXT = "(no text: traced without token2text)"
 
 
 class Field(BaseModel):
-    """One fact about both trajectories."""
+    """One fact about each trajectory."""
 
     name: str
-    left: str
-    right: str
+    values: list[str]
 
     @property
     def differs(self) -> bool:
-        """Whether the facts differ."""
-        return self.left != self.right
+        """Whether the values differ."""
+        return len(set(self.values)) > 1
 
 
-class CallPair(BaseModel):
-    """The nth tool call of a turn on both sides."""
+class ComparedCall(BaseModel):
+    """The nth tool call of a turn, in each trajectory."""
 
     name: Diff
     arguments: Diff
     observation: Diff
-    left_ms: float | None
-    right_ms: float | None
+    ms: list[float | None]
 
 
-class TurnPair(BaseModel):
-    """The nth turn on both sides."""
+class ComparedTurn(BaseModel):
+    """The nth turn of each trajectory."""
 
     name: str
-    left: list[str] | None
-    """Weights, tokens, time, events; None when this side has no such turn."""
-    right: list[str] | None
+    facts: list[list[str] | None]
+    """Weights, tokens, time and events; None for a trajectory without such a turn."""
     text: Diff
-    calls: list[CallPair]
+    calls: list[ComparedCall]
 
     @property
     def equal(self) -> bool:
-        """Whether model and tools said the same on both sides."""
+        """Whether the texts of model and tools are equal in all trajectories."""
         parts = [self.text, *(part for call in self.calls for part in (call.name, call.arguments, call.observation))]
         return all(part.equal for part in parts)
 
 
 class Comparison(BaseModel):
-    """Everything that the terminal and the page show."""
+    """Trajectories side by side; a diff compares each with the first."""
 
-    left: TraceTree
-    right: TraceTree
+    trees: list[TraceTree]
     head: list[Field]
     prompt: Diff
-    turns: list[TurnPair]
+    turns: list[ComparedTurn]
     scoring: Diff
-    """The reward's parts."""
+    """The components of the reward."""
 
 
-def compare(left: TraceTree, right: TraceTree) -> Comparison:
-    """Lay two trajectories side by side; the nth turn stands beside the nth turn."""
-    pairs = itertools.zip_longest(_turns(left), _turns(right))
+def compare(trees: Sequence[TraceTree]) -> Comparison:
+    """Compare two or more trajectories; turns are matched by their number."""
+    turns = itertools.zip_longest(*map(_turns, trees))
     return Comparison(
-        left=left,
-        right=right,
-        head=_head(left, right),
-        prompt=diff(_prompt(left), _prompt(right)),
-        turns=[_turn_pair(index, *pair) for index, pair in enumerate(pairs)],
-        scoring=diff(_scoring(left), _scoring(right)),
+        trees=list(trees),
+        head=_head(trees),
+        prompt=diff(*map(_prompt, trees)),
+        turns=[_turn(index, spans) for index, spans in enumerate(turns)],
+        scoring=diff(*map(_scoring, trees)),
     )
 
 
-def _head(left: TraceTree, right: TraceTree) -> list[Field]:
-    facts = _facts(left), _facts(right)
-    keys = dict.fromkeys([*facts[0], *facts[1]])
-    return [Field(name=key, left=facts[0].get(key, ""), right=facts[1].get(key, "")) for key in keys]
+def _head(trees: Sequence[TraceTree]) -> list[Field]:
+    facts = [_facts(tree) for tree in trees]
+    keys = dict.fromkeys(itertools.chain.from_iterable(facts))
+    return [Field(name=key, values=[known.get(key, "") for known in facts]) for key in keys]
 
 
 def _facts(tree: TraceTree) -> dict[str, str]:
@@ -109,21 +104,19 @@ def _facts(tree: TraceTree) -> dict[str, str]:
 
 
 def _turns(tree: TraceTree) -> list[SpanNode]:
-    """The turns; of an agent loop that opens none, what the root did."""
+    """The turns; for an agent loop that opens none, the children of the root."""
     turns = tree.of_kind("turn")
     return turns or [span for span in (tree.root.children if tree.root else tree.roots) if span.kind != "reward"]
 
 
-def _turn_pair(index: int, left: SpanNode | None, right: SpanNode | None) -> TurnPair:
-    calls = itertools.zip_longest(_within(left, "execute_tool"), _within(right, "execute_tool"))
-    span = left or right
-    assert span is not None
-    return TurnPair(
+def _turn(index: int, spans: Sequence[SpanNode | None]) -> ComparedTurn:
+    calls = itertools.zip_longest(*(_within(span, "execute_tool") for span in spans))
+    span = next(filter(None, spans))
+    return ComparedTurn(
         name=span.name if span.kind == "turn" else f"{index}: {span.name}",
-        left=_facts_of_turn(left),
-        right=_facts_of_turn(right),
-        text=diff(_written(left), _written(right)),
-        calls=[_call_pair(*pair) for pair in calls],
+        facts=[_facts_of_turn(span) for span in spans],
+        text=diff(*map(_written, spans)),
+        calls=[_call(call) for call in calls],
     )
 
 
@@ -140,22 +133,21 @@ def _facts_of_turn(turn: SpanNode | None) -> list[str] | None:
 
 
 def errors_of(span: SpanNode) -> list[str]:
-    """What went wrong in a span and below it."""
+    """The errors of a span and its descendants."""
     return [f"{node.name}: {node.error or 'ERROR'}" for node in span.walk() if node.status == "ERROR"]
 
 
-def _call_pair(left: SpanNode | None, right: SpanNode | None) -> CallPair:
-    return CallPair(
-        name=diff(*(None if call is None else call.name.removeprefix("execute_tool ") for call in (left, right))),
-        arguments=diff(*(None if call is None else pretty(call.inputs) for call in (left, right))),
-        observation=diff(*(None if call is None else observation(call) for call in (left, right))),
-        left_ms=None if left is None else left.duration_ms,
-        right_ms=None if right is None else right.duration_ms,
+def _call(calls: Sequence[SpanNode | None]) -> ComparedCall:
+    return ComparedCall(
+        name=diff(*(call and call.name.removeprefix("execute_tool ") for call in calls)),
+        arguments=diff(*(call and pretty(call.inputs) for call in calls)),
+        observation=diff(*(call and observation(call) for call in calls)),
+        ms=[None if call is None else call.duration_ms for call in calls],
     )
 
 
 def observation(call: SpanNode) -> str:
-    """What a tool answered, or how it failed."""
+    """The result of a tool call, or its error."""
     if call.status == "ERROR":
         return f"ERROR {call.error}"
     text = views.field_of(call.outputs, "text")
@@ -190,7 +182,7 @@ def _total_ms(tree: TraceTree, kind: str) -> float | None:
 
 
 def milliseconds(value: float | None) -> str:
-    """A duration for people: `0.31 ms`, `457 ms`, `12.30 s`."""
+    """A duration as text: `0.31 ms`, `457 ms`, `12.30 s`."""
     if value is None:
         return ""
     if value >= 1000:
@@ -199,7 +191,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def pretty(value: JsonValue) -> str:
-    """JSON for people: a text as it is, a flat object as `key: value` lines, anything else indented."""
+    """JSON in readable form: text unchanged, a flat object as `key: value` lines, anything else indented."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -219,7 +211,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def summary(pairs: Sequence[TurnPair]) -> str:
-    """How many turns differ."""
-    different = sum(not pair.equal for pair in pairs)
-    return f"{different} of {len(pairs)} turns differ" if different else f"all {len(pairs)} turns are the same"
+def summary(turns: Sequence[ComparedTurn]) -> str:
+    """A sentence with the number of turns that differ."""
+    different = sum(not turn.equal for turn in turns)
+    return f"{different} of {len(turns)} turns differ" if different else f"all {len(turns)} turns are the same"

@@ -1,47 +1,55 @@
-"""Two texts laid side by side, word by word: lines first, then the words of the lines that differ."""
+"""A word diff of texts: lines first, then the words of the lines that differ."""
 
 import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from itertools import groupby
 from typing import NamedTuple
 
 from pydantic import BaseModel
 
 _WORD = re.compile(r"\d+(?:\.\d+)*|\w+|\s+|[^\w\s]")
-"""A number, a word, white space, or one sign; together they are the whole text."""
+"""A number, a word, white space, or a single character; joined they give the text."""
 _MOST_COMPARISONS = 4_000_000
-"""Of word with word; difflib's time grows with their product, so longer passages differ as a whole."""
+"""Limit of word comparisons, the product of both lengths; longer passages differ as a whole."""
 
 
 class Piece(NamedTuple):
-    """A stretch of one side."""
+    """A piece of one text."""
 
     text: str
     changed: bool
-    """Whether the other side lacks it."""
+    """Of the first text: whether another lacks it. Of another: whether the first lacks it."""
 
 
 class Diff(BaseModel):
-    """Two texts; a side is None when it does not exist."""
+    """The diff of several texts; None for a side that does not exist."""
 
-    left: list[Piece] | None
-    right: list[Piece] | None
+    sides: list[list[Piece] | None]
 
     @property
     def equal(self) -> bool:
-        """Whether both sides say the same."""
-        return self.left == self.right
+        """Whether all texts are equal."""
+        return all(side == self.sides[0] for side in self.sides)
 
     @property
     def empty(self) -> bool:
-        """Whether neither side says anything."""
-        return not self.left and not self.right
+        """Whether all texts are empty."""
+        return not any(self.sides)
 
 
-def diff(left: str | None, right: str | None) -> Diff:
-    """What two texts share and where they differ; all of a side whose other side does not exist is changed."""
-    if left is None or right is None:
-        return Diff(left=_whole(left), right=_whole(right))
+def diff(*texts: str | None) -> Diff:
+    """The diff of each text against the first; all of a text without a counterpart is changed."""
+    first, *others = texts
+    if first is None:
+        return Diff(sides=[None, *map(_whole, others)])
+    pairs = [None if other is None else _pair(first, other) for other in others]
+    sides = [None if pair is None else pair[1] for pair in pairs]
+    firsts = [pair[0] for pair in pairs if pair is not None]
+    return Diff(sides=[_union(firsts) if firsts else _whole(first), *sides])
+
+
+def _pair(left: str, right: str) -> tuple[list[Piece], list[Piece]]:
     sides: tuple[list[Piece], list[Piece]] = ([], [])
     lines = left.splitlines(keepends=True), right.splitlines(keepends=True)
     for same, here, there in _blocks(*lines):
@@ -50,7 +58,22 @@ def diff(left: str | None, right: str | None) -> Diff:
             _append(sides, pair, changed=False)
         else:
             _append_words(sides, *pair)
-    return Diff(left=_merged(sides[0]), right=_merged(sides[1]))
+    return _merged(sides[0]), _merged(sides[1])
+
+
+def _union(versions: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """One text from its comparisons with several others: changed where any of them says so."""
+    text = "".join(piece.text for piece in versions[0])
+    changed = [False] * len(text)
+    for pieces in versions:
+        start = 0
+        for piece in pieces:
+            end = start + len(piece.text)
+            if piece.changed:
+                changed[start:end] = [True] * len(piece.text)
+            start = end
+    runs = groupby(range(len(text)), key=changed.__getitem__)
+    return [Piece("".join(text[place] for place in places), flag) for flag, places in runs]
 
 
 def _whole(text: str | None) -> list[Piece] | None:
@@ -67,7 +90,7 @@ def _append_words(sides: tuple[list[Piece], list[Piece]], left: str, right: str)
 
 
 def _blocks(left: Sequence[str], right: Sequence[str]) -> list[tuple[bool, Sequence[str], Sequence[str]]]:
-    """Aligned stretches, and whether they are the same."""
+    """Aligned slices of both sides, and whether they are equal."""
     codes = SequenceMatcher(None, left, right, autojunk=False).get_opcodes()
     return [(tag == "equal", left[a:b], right[c:d]) for tag, a, b, c, d in codes]
 
@@ -78,7 +101,7 @@ def _append(sides: tuple[list[Piece], list[Piece]], pair: tuple[str, str], chang
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one piece, without empty ones."""
+    """Merge adjacent pieces of the same kind and drop empty ones."""
     merged: list[Piece] = []
     for piece in pieces:
         if piece.text and merged and merged[-1].changed == piece.changed:

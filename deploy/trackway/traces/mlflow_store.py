@@ -1,13 +1,19 @@
-"""Traces in MLflow: a running server, or the database that a deployment left behind."""
+"""Traces in MLflow, read over its REST API: a running server, or the database of an earlier deployment.
 
+A local database without a server gets the shared one (tracing/local_mlflow). MLflow's own client takes four times the
+CPU, most of it for its import. https://mlflow.org/docs/latest/api_reference/rest-api.html
+"""
+
+import base64
 import itertools
-import os
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
+import httpx
+import tenacity
 from pydantic import JsonValue
 
 from trackway.system.user_error import UserError
@@ -24,17 +30,24 @@ from trackway.traces.tree import (
     kind_of,
 )
 from trackway.tracing import attributes as names
+from trackway.tracing.export.mlflow import credentials, mlflow_http
+from trackway.tracing.local_mlflow import client as local_mlflow
 
-if TYPE_CHECKING:
-    from mlflow import MlflowClient
-    from mlflow.entities import Span, Trace
-
+TIMEOUT_S = 30.0
+"""Timeout of one request; MLflow itself waits 20 s for a locked SQLite database."""
+_ATTEMPTS = 3
 _PAGE = 100
-_IDS_PER_QUERY = 100
+_SPANS_PER_QUERY = 50
+"""Traces whose spans are asked for at once. Their ids are in the URL, which gunicorn limits to 4094 characters."""
 _LISTED_STEPS = 50
-"""A range of at most so many steps is asked for by name: MLflow's filter for tags knows no < and >."""
+"""Longest range of steps that is filtered as a list of values, since MLflow's tag filter has no < and >."""
 _FOREIGN_TAGS = ("mlflow.", "service.", "telemetry.")
-"""Prefixes of tags that say nothing about the trajectory: MLflow's own, and OpenTelemetry's resource."""
+"""Prefixes of tags that do not describe the trajectory: MLflow's own, and OpenTelemetry's resource."""
+
+Info = dict[str, Any]
+"""MLflow's TraceInfo as JSON: id, times, state, tags, assessments."""
+Span = dict[str, Any]
+"""A span in OpenTelemetry's JSON, with ids in base64."""
 
 
 class MlflowStore:
@@ -42,53 +55,104 @@ class MlflowStore:
 
     def __init__(self, uri: str, experiments: Sequence[str]) -> None:
         """`experiments` by id."""
-        self.uri = uri
+        self._api = _Api(uri)
         self._experiments = list(experiments)
 
     @classmethod
     def open(cls, uri: str, project: str | None) -> "MlflowStore":
-        """The experiment of that name, or all. Raises UserError when there is none, or nothing answers."""
+        """The experiment with this name, or all. Raises UserError if there is none, or MLflow does not answer."""
         return cls(uri, experiment_ids(uri, project))
 
     def search(self, wanted: TraceFilter) -> Iterator[TraceTree]:
-        """See TraceStore; tags are filtered by MLflow, ranges here."""
-        trees = (tree_of(trace) for trace in self.raw(filter_string(wanted)))
-        return (tree for tree in trees if wanted.matches(tree))
+        """See TraceStore; MLflow filters tags, and ranges are filtered here."""
+        return (tree for tree in self.trees(filter_string(wanted)) if wanted.matches(tree))
 
     def get(self, trace_ids: Sequence[str]) -> dict[str, TraceTree]:
         """See TraceStore."""
         trees_by_id: dict[str, TraceTree] = {}
-        for start in range(0, len(trace_ids), _IDS_PER_QUERY):
-            ids = ", ".join(f"'tr-{trace_id}'" for trace_id in trace_ids[start : start + _IDS_PER_QUERY])
-            trees = (tree_of(trace) for trace in self.raw(f"request_id IN ({ids})"))
-            trees_by_id |= {tree.hex_id: tree for tree in trees}
+        for start in range(0, len(trace_ids), _PAGE):
+            ids = ", ".join(f"'tr-{trace_id}'" for trace_id in trace_ids[start : start + _PAGE])
+            trees_by_id |= {tree.hex_id: tree for tree in self.trees(f"request_id IN ({ids})")}
         return trees_by_id
 
     def ids_with_prefix(self, prefix: str, limit: int) -> list[str]:
         """See TraceStore."""
-        traces = self.raw(f"request_id LIKE 'tr-{prefix}%'", spans=False)
-        return [hex_id(trace.info.trace_id) for trace in itertools.islice(traces, limit)]
+        infos = self._infos(f"request_id LIKE 'tr-{prefix}%'")
+        return [hex_id(info["trace_id"]) for info in itertools.islice(infos, limit)]
 
-    def raw(self, filter_string: str = "", spans: bool = True) -> Iterator["Trace"]:
-        """MLflow's own objects, newest first, page by page."""
-        token = None
+    def trees(self, filter_string: str = "") -> Iterator[TraceTree]:
+        """The traces that match MLflow's filter, newest first, loaded page by page on demand."""
+        infos = self._infos(filter_string)
+        while page := list(itertools.islice(infos, _SPANS_PER_QUERY)):
+            spans = self._spans([info["trace_id"] for info in page])
+            yield from (_tree(info, spans.get(info["trace_id"], [])) for info in page)
+
+    def _infos(self, filter_string: str) -> Iterator[Info]:
+        locations = [
+            {"type": "MLFLOW_EXPERIMENT", "mlflow_experiment": {"experiment_id": experiment}}
+            for experiment in self._experiments
+        ]
+        body: dict[str, JsonValue] = {"locations": [*locations], "max_results": _PAGE}
+        return self._api.pages("3.0/mlflow/traces/search", body | _given(filter=filter_string), "traces")
+
+    def _spans(self, trace_ids: Sequence[str]) -> dict[str, list[Span]]:
+        traces = self._api.call("GET", "3.0/mlflow/traces/batchGet", params={"trace_ids": trace_ids}).get("traces", [])
+        return {trace["trace_info"]["trace_id"]: trace.get("spans", []) for trace in traces}
+
+
+class _Api:
+    """Calls to the server of a tracking URI; for a local database a server is started if necessary."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._http = mlflow_http(uri, TIMEOUT_S)
+        self._http.headers.update(credentials())
+        weakref.finalize(self, self._http.close)
+
+    def pages(self, path: str, body: Mapping[str, JsonValue], key: str) -> Iterator[dict[str, Any]]:
+        """The entries of `key` in all pages, each page requested on demand."""
+        token = ""
         while True:
-            with _answering(self.uri):
-                page = _client(self.uri).search_traces(
-                    locations=self._experiments,
-                    filter_string=filter_string or None,
-                    max_results=_PAGE,
-                    page_token=token,
-                    include_spans=spans,
-                )
-            yield from page
-            token = page.token
+            answer = self.call("POST", path, json=dict(body) | _given(page_token=token))
+            yield from answer.get(key, [])
+            token = answer.get("next_page_token", "")
             if not token:
                 return
 
+    def call(self, method: str, path: str, **content: Any) -> dict[str, Any]:
+        """The JSON object in the answer. Raises UserError if MLflow refuses or does not answer."""
+        try:
+            server = local_mlflow.server_uri(self._uri)
+        except (ValueError, OSError, local_mlflow.LocalMlflowError) as error:
+            raise UserError(str(error)) from error
+        try:
+            answer = self._request(method, f"{server}/api/{path}", content)
+            if answer.is_success:
+                return answer.json()
+            is_json = answer.headers.get("content-type", "").startswith("application/json")
+            reason = answer.json().get("message", "") if is_json else f"HTTP {answer.status_code} {answer.text}"
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            reason = f"{error}" or type(error).__name__
+        first_line = (reason.strip().splitlines() or ["no reason given"])[0]
+        raise UserError(f"MLflow at {self._uri} refused, or did not answer: {first_line[:300]}")
+
+    @tenacity.retry(
+        retry=tenacity.retry_if_exception_type(httpx.TransportError),
+        stop=tenacity.stop_after_attempt(_ATTEMPTS),
+        wait=tenacity.wait_fixed(0.5),
+        reraise=True,
+    )
+    def _request(self, method: str, url: str, content: Mapping[str, Any]) -> httpx.Response:
+        return self._http.request(method, url, **content)
+
+
+def _given(**fields: str) -> dict[str, JsonValue]:
+    """The fields that are not empty."""
+    return {key: value for key, value in fields.items() if value}
+
 
 def filter_string(wanted: TraceFilter) -> str:
-    """What MLflow can sort out of it: `tags.step IS NOT NULL AND tags.validate = 'False'`."""
+    """The part of the filter that MLflow supports: `tags.step IS NOT NULL AND tags.validate = 'False'`."""
     step = f"tags.{wanted.kind.step_tag}"
     return " AND ".join([_steps(step, wanted.steps), *(_tag(key, value) for key, value in wanted.tags.items())])
 
@@ -112,20 +176,21 @@ def _tag(key: str, value: str) -> str:
     return f"tags.`{key}` = {quote}{value}{quote}"
 
 
-def tree_of(trace: "Trace") -> TraceTree:
-    """MLflow's trace in our own words."""
-    info = trace.info
-    start_ns = min((span.start_time_ns for span in trace.data.spans), default=info.request_time * 1_000_000)
-    nodes = [_node(span, start_ns) for span in trace.data.spans]
+def _tree(info: Info, spans: Sequence[Span]) -> TraceTree:
+    """MLflow's trace as a TraceTree."""
+    requested = datetime.fromisoformat(info["request_time"])
+    start_ns = min((_ns(span, "start_time_unix_nano") for span in spans), default=int(requested.timestamp() * 1e9))
+    tags = info.get("tags", {})
+    duration = info.get("execution_duration")
     return TraceTree(
-        trace_id=info.trace_id,
-        name=info.tags.get("mlflow.traceName", ""),
-        state=_state(str(getattr(info.state, "value", info.state))),
-        tags={key: value for key, value in info.tags.items() if not key.startswith(_FOREIGN_TAGS)},
+        trace_id=info["trace_id"],
+        name=tags.get("mlflow.traceName", ""),
+        state=_state(info.get("state", "")),
+        tags={key: tags[key] for key in sorted(tags) if not key.startswith(_FOREIGN_TAGS)},
         started=datetime.fromtimestamp(start_ns / 1e9, UTC),
-        duration_ms=info.execution_duration,
-        feedback=_feedback(trace),
-        roots=assemble(nodes),
+        duration_ms=None if duration is None else round(float(duration.removesuffix("s")) * 1e3),
+        feedback=_feedback(info.get("assessments", [])),
+        roots=assemble(_node(span, start_ns) for span in spans),
     )
 
 
@@ -133,93 +198,85 @@ def _state(value: str) -> State:
     return "OK" if value == "OK" else "ERROR" if value == "ERROR" else "IN_PROGRESS"
 
 
-def _feedback(trace: "Trace") -> dict[str, JsonValue]:
-    from mlflow.entities import Feedback
-
-    feedback = [
-        assessment
-        for assessment in trace.info.assessments or []
-        if isinstance(assessment, Feedback) and assessment.valid is not False
-    ]
-    return _json(
-        {
-            assessment.name: assessment.value
-            for assessment in sorted(feedback, key=lambda assessment: assessment.create_time_ms or 0)
-        }
-    )
-
-
-def _json(values: Mapping[str, object]) -> dict[str, JsonValue]:
-    return cast("dict[str, JsonValue]", dict(values))  # MLflow has read them from JSON
+def _feedback(assessments: Sequence[Mapping[str, Any]]) -> dict[str, JsonValue]:
+    valid = [assessment for assessment in assessments if "feedback" in assessment and assessment.get("valid", True)]
+    ordered = sorted(valid, key=lambda assessment: datetime.fromisoformat(assessment["create_time"]))
+    return {assessment["assessment_name"]: assessment["feedback"].get("value") for assessment in ordered}
 
 
 _REPEATED = (names.MLFLOW_INPUTS, names.MLFLOW_OUTPUTS, "mlflow.traceRequestId")
-"""Attributes that the node says in fields of its own."""
+"""Attributes for which SpanNode has fields of its own."""
 
 
-def _node(span: "Span", start_ns: int) -> SpanNode:
-    def ms(at_ns: int) -> float:
-        return round((at_ns - start_ns) / 1e6, 3)
+def _node(span: Span, start_ns: int) -> SpanNode:
+    def ms(time: Mapping[str, Any], key: str) -> float:
+        return round((_ns(time, key) - start_ns) / 1e6, 3)
 
-    code = str(getattr(span.status.status_code, "value", span.status.status_code))
-    status: Status = "ERROR" if code == "ERROR" else "OK" if code == "OK" else "UNSET"
+    code = span.get("status", {}).get("code", "")
+    status: Status = "ERROR" if code == "STATUS_CODE_ERROR" else "OK" if code == "STATUS_CODE_OK" else "UNSET"
+    attributes = _attributes(span)
     return SpanNode(
-        span_id=span.span_id,
-        parent_id=span.parent_id,
-        name=span.name,
-        kind=kind_of(span.name),
-        service=str(span.get_attribute(names.SERVICE) or ""),
-        start_ms=ms(span.start_time_ns),
-        end_ms=None if span.end_time_ns is None else ms(span.end_time_ns),
+        span_id=_hex(span["span_id"]),
+        parent_id=_hex(span["parent_span_id"]) if span.get("parent_span_id") else None,
+        name=span["name"],
+        kind=kind_of(span["name"]),
+        service=str(attributes.get(names.SERVICE) or ""),
+        start_ms=ms(span, "start_time_unix_nano"),
+        end_ms=ms(span, "end_time_unix_nano") if span.get("end_time_unix_nano") else None,
         status=status,
-        error=span.status.description or "",
-        inputs=span.inputs,
-        outputs=span.outputs,
-        attributes={key: value for key, value in span.attributes.items() if key not in _REPEATED},
+        error=span.get("status", {}).get("message", ""),
+        inputs=attributes.get(names.MLFLOW_INPUTS),
+        outputs=attributes.get(names.MLFLOW_OUTPUTS),
+        attributes={key: value for key, value in attributes.items() if key not in _REPEATED},
         events=[
-            SpanEvent(name=event.name, at_ms=ms(event.timestamp), attributes=_json(event.attributes))
-            for event in span.events
+            SpanEvent(name=event["name"], at_ms=ms(event, "time_unix_nano"), attributes=_attributes(event))
+            for event in span.get("events", [])
         ],
-        links=[SpanLink(trace_id=hex_id(link.trace_id), span_id=link.span_id) for link in span.links],
+        links=[
+            SpanLink(trace_id=_hex(link["trace_id"]), span_id=_hex(link["span_id"])) for link in span.get("links", [])
+        ],
     )
 
 
+def _ns(time: Mapping[str, Any], key: str) -> int:
+    return int(time[key])  # a number, or text as in protobuf's JSON
+
+
+def _hex(id_base64: str) -> str:
+    return base64.b64decode(id_base64).hex()
+
+
+def _attributes(owner: Mapping[str, Any]) -> dict[str, JsonValue]:
+    return {pair["key"]: _value(pair.get("value", {})) for pair in owner.get("attributes", [])}
+
+
+def _value(typed: Mapping[str, Any]) -> JsonValue:
+    """OpenTelemetry's AnyValue, an object whose only key names the value's type."""
+    for kind, value in typed.items():
+        match kind:
+            case "array_value":
+                return [_value(item) for item in value.get("values", [])]
+            case "kvlist_value":
+                return {pair["key"]: _value(pair.get("value", {})) for pair in value.get("values", [])}
+            case "int_value":
+                return int(value)
+            case "double_value":
+                return float(value)
+            case _:
+                return value
+    return None
+
+
 def experiment_ids(mlflow_uri: str, project: str | None) -> list[str]:
-    """Ids of the experiments to look in: the named one, else all. Raises UserError when there is none."""
-    with _answering(mlflow_uri):
-        experiments = list(_client(mlflow_uri).search_experiments())
-    ids = [experiment.experiment_id for experiment in experiments if project in (None, experiment.name)]
+    """Ids of the named experiment, or of all. Raises UserError if there is none."""
+    experiments = list(_Api(mlflow_uri).pages("2.0/mlflow/experiments/search", {"max_results": 1000}, "experiments"))
+    ids = [str(experiment["experiment_id"]) for experiment in experiments if project in (None, experiment["name"])]
     if not ids:
-        known = ", ".join(experiment.name for experiment in experiments)
+        known = ", ".join(experiment["name"] for experiment in experiments)
         raise UserError(f"no MLflow experiment {project!r}; there are {known}")
     return ids
 
 
-def tag_filter(**tags: str | int | bool | None) -> str:
-    """MLflow's filter for tags: `tags.step = '1' AND tags.validate = 'False'`; None leaves a tag out."""
-    return " AND ".join(f"tags.{key} = '{value}'" for key, value in tags.items() if value is not None)
-
-
-def search(mlflow_uri: str, experiments: Iterable[str], filter_string: str = "", limit: int = 100) -> list["Trace"]:
-    """MLflow's own objects of the experiments (by id) that match, newest first, their spans included."""
-    return list(itertools.islice(MlflowStore(mlflow_uri, list(experiments)).raw(filter_string), limit))
-
-
-def _client(uri: str) -> "MlflowClient":
-    # mlflow's defaults (7 tries, 120 s each) keep a person waiting; a user's own values are kept.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-    from mlflow import MlflowClient
-
-    return MlflowClient(tracking_uri=uri)
-
-
-@contextmanager
-def _answering(uri: str) -> Iterator[None]:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except MlflowException as error:
-        first_line = (str(error).splitlines() or ["no reason given"])[0]
-        raise UserError(f"MLflow at {uri} refused, or did not answer: {first_line[:300]}") from error
+def search(mlflow_uri: str, experiments: Iterable[str], filter_string: str = "", limit: int = 100) -> list[TraceTree]:
+    """The traces in these experiments (by id) that match MLflow's filter, newest first."""
+    return list(itertools.islice(MlflowStore(mlflow_uri, list(experiments)).trees(filter_string), limit))

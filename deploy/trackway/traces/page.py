@@ -1,4 +1,4 @@
-"""A comparison as one HTML file that needs nothing else: it opens from disk, runs no script and loads nothing."""
+"""A comparison as a self-contained HTML file: no scripts, no external resources."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,7 @@ from trackway.traces.tree import SpanNode, TraceTree
 
 
 def write(path: Path, comparison: Comparison) -> None:
-    """Write the page. Raises UserError when the file cannot be written."""
+    """Write the page. Raises UserError if the file cannot be written."""
     try:
         atomic_write(path, render(comparison), what="the page")
     except StorageError as error:
@@ -26,22 +26,28 @@ def write(path: Path, comparison: Comparison) -> None:
 
 def render(comparison: Comparison) -> str:
     """The page's HTML; every text of the traces is escaped."""
-    # Autoescaping is what keeps a model's text from becoming part of the page.
+    # Autoescaping keeps a model's text from becoming markup.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"visible": visible, "ms": milliseconds, "shown": shown}
     template = environment.from_string(files(__package__ or "").joinpath("compare.html.j2").read_text(encoding="utf-8"))
-    lines = {"A": timeline(comparison.left), "B": timeline(comparison.right)}
-    return template.render(comparison=comparison, summary=summary(comparison.turns), timelines=lines)
+    lines = [timeline(tree) for tree in comparison.trees]
+    letters = [letter(index) for index in range(len(lines))]
+    return template.render(comparison=comparison, summary=summary(comparison.turns), timelines=lines, letters=letters)
+
+
+def letter(index: int) -> str:
+    """The name of a trajectory by its place: A to Z, then its number."""
+    return chr(ord("A") + index) if index < 26 else str(index + 1)
 
 
 def shown(piece: Piece) -> str:
-    """A piece's text; a line break that only one side has can be seen."""
+    """A piece's text, with a sign for a line break that only one side has."""
     text = visible(piece.text)
     return text.replace("\n", "↵\n") if piece.changed else text
 
 
 def timeline(tree: TraceTree) -> list[dict[str, object]]:
-    """The spans from top to bottom with their place on the time line, in per cent."""
+    """The spans from top to bottom with their position on the time line in per cent."""
     return [_bar(span, depth, tree) for root in tree.roots for depth, span in _levels(root, 0)]
 
 

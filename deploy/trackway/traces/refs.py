@@ -1,4 +1,4 @@
-"""From what a person types (an id, the beginning of one, `s3/i17/n2`) to the one trace that is meant."""
+"""Resolves references to traces: an id, its first digits, or a name such as `s3/i17/n2`."""
 
 import re
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ class Place:
 
     @property
     def name(self) -> str:
-        """As lists show it: `s3/i17/n2`, or `val3/i17/n2`."""
+        """The name shown in lists: `s3/i17/n2`, or `val3/i17/n2`."""
         return f"{'val' if self.validate else 's'}{self.step}/i{self.sample_index}/n{self.rollout_n}"
 
     @property
     def tags(self) -> dict[str, str]:
-        """The tags that say so."""
+        """The tags of the trajectory."""
         tags = {
             "step": str(self.step),
             "sample_index": str(self.sample_index),
@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Choice:
-    """How a person may say which two trajectories to compare."""
+    """The options that select two trajectories to compare."""
 
     sample_index: int | str | None = None
     steps: str | None = None
@@ -54,7 +54,7 @@ class Choice:
     validate: bool = False
 
     def pair(self, a: str | None, b: str | None) -> tuple[str, str]:
-        """Two references. Raises UserError when the choice names less than two trajectories, or more."""
+        """The two references. Raises UserError unless the options select exactly two trajectories."""
         by_place = self.steps is not None or self.rollouts is not None or self.step is not None
         if a is not None and b is not None and not by_place and self.sample_index is None:
             return a, b
@@ -88,10 +88,10 @@ def _two(option: str, text: str) -> tuple[int, int]:
 
 
 def resolve(store: TraceStore, ref: str, experiment_name: str | None = None) -> TraceTree:
-    """The trace that a reference means.
+    """The trace with this reference.
 
     Raises:
-        UserError: when it is no reference, or means no trace or several.
+        UserError: the reference is malformed, unknown or ambiguous.
     """
     if match := _ID.fullmatch(ref.lower()):
         return _by_id(store, match[1])
@@ -106,10 +106,10 @@ def resolve(store: TraceStore, ref: str, experiment_name: str | None = None) -> 
 
 
 def at(store: TraceStore, place: Place) -> TraceTree:
-    """The newest trace of a trajectory: a resumed run does a step again.
+    """The newest trace of a trajectory, since a resumed run repeats steps.
 
     Raises:
-        UserError: when there is none, or runs of several names have one.
+        UserError: there is none, or runs of several names have one.
     """
     trees = list(store.search(TraceFilter(tags=place.tags)))
     runs = sorted({tree.tags.get("experiment_name", "") for tree in trees})

@@ -1,4 +1,4 @@
-"""A trace on a terminal: the tree with a time line, texts, events, errors. Texts are never markup or Markdown here."""
+"""A trace on a terminal: the tree with a time line, texts, events and errors. Texts are never parsed as markup."""
 
 from dataclasses import dataclass
 
@@ -14,17 +14,17 @@ from trackway.traces.tree import SpanEvent, SpanNode, TraceTree
 
 COLOURS = {"agent": "blue", "rollout": "green", "tools": "yellow", "reward": "magenta", "trainer": "cyan"}
 _GUIDE = 4
-"""Columns that each level of rich's tree takes."""
+"""Columns per level of rich's tree."""
 _NAME, _SERVICE, _TIME = 40, 8, 20
 
 
 @dataclass(frozen=True)
 class Style:
-    """How much room there is."""
+    """Widths, and whether texts are complete."""
 
     width: int = 120
     full: bool = False
-    """Whole texts instead of their beginnings."""
+    """Show complete texts instead of their beginnings."""
 
     @property
     def bar(self) -> int:
@@ -32,7 +32,7 @@ class Style:
         return max(8, min(40, self.width - _NAME - _SERVICE - _TIME - 4))
 
     def text(self, text: str) -> str:
-        """A text as it is shown."""
+        """The text, shortened unless `full`."""
         return visible(text if self.full else shortened(text.strip("\n"), 12, 800))
 
 
@@ -47,7 +47,7 @@ def draw(tree: TraceTree, style: Style) -> RenderableType:
 
 
 def head(tree: TraceTree) -> RenderableType:
-    """What the trace is and what became of it."""
+    """The lines above the tree: names, tags, outcome, feedback."""
     state = {"OK": "green", "ERROR": "red", "IN_PROGRESS": "yellow"}[tree.state]
     title = Text.assemble((one_line(tree.name) or "(no name)", "bold"), "  ", (tree.state, state), "  ", tree.trace_id)
     facts = Table.grid(padding=(0, 2))
@@ -99,14 +99,14 @@ def _line(span: SpanNode, tree: TraceTree, style: Style, depth: int) -> Text:
 
 
 def _bar(span: SpanNode, tree: TraceTree, width: int) -> str:
-    """When a span ran, within the trace."""
+    """A span's bar on the time line."""
     start, length = extent(span, tree)
     offset = min(width - 1, int(start * width))
     return (" " * offset + "━" * max(1, round(length * width))).ljust(width)[:width]
 
 
 def extent(span: SpanNode, tree: TraceTree) -> tuple[float, float]:
-    """Where a span begins and how long it is, as parts of the whole trace."""
+    """Start and length of a span as fractions of the trace."""
     whole = max((node.end_ms or node.start_ms for node in tree.spans()), default=0.0) or 1.0
     end = whole if span.end_ms is None else span.end_ms
     start = min(1.0, max(0.0, span.start_ms / whole))
@@ -136,7 +136,7 @@ def _event(event: SpanEvent, style: Style) -> Text:
 
 
 def blocks(span: SpanNode, texts_below: bool) -> dict[str, str]:
-    """What a span has to say, by label; the root does not repeat texts that its generations carry."""
+    """The texts of a span by label; the root does not repeat those of its generations."""
     if span.kind == "trajectory":
         return _of_root(span, texts_below)
     if span.kind == "chat":

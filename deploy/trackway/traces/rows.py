@@ -1,4 +1,4 @@
-"""Trajectories' traces as rows of a list, and their order."""
+"""Traces as rows of a list, and their order."""
 
 import heapq
 import itertools
@@ -30,7 +30,7 @@ class TraceRow(BaseModel):
     response_tokens: int | None
     weight_versions: str
     answer: str
-    """What the model wrote last; empty without token2text."""
+    """The last text of the model; empty without token2text."""
 
 
 def row(tree: TraceTree) -> TraceRow:
@@ -58,7 +58,7 @@ Key = float | str | tuple[bool, float, str]
 
 
 def _sample(index: str | None) -> Key | None:
-    """Numbers first, in their order, then texts in theirs."""
+    """Sort key: numbers in their order, then texts in theirs."""
     number = views.number(index)
     return None if index is None else (number is None, number or 0.0, index)
 
@@ -76,16 +76,16 @@ _KEYS: dict[str, Callable[[TraceRow], Key | None]] = {
 
 NEWEST_FIRST = "-time"
 SORTS = ", ".join(_KEYS)
-"""What a list can be sorted by."""
+"""Keys by which a list can be sorted."""
 
 
 def ordered(rows: Iterable[TraceRow], sort: str, limit: int) -> list[TraceRow]:
-    """The first `limit` rows by `key`, or by `-key` from the greatest on; rows without a value come last.
+    """The first `limit` rows by `key`, or descending by `-key`; rows without a value come last.
 
-    Rows come newest first, so that order reads no more of them than it needs; any other keeps only `limit` in memory.
+    Rows arrive newest first, so that order stops reading early; any other keeps only `limit` rows in memory.
 
     Raises:
-        UserError: for an unknown key.
+        UserError: the key is unknown.
     """
     if sort == NEWEST_FIRST:
         return list(itertools.islice(rows, limit))

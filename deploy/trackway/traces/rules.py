@@ -1,4 +1,4 @@
-"""When a trajectory's trace is whole, as pure functions: a tree and the trajectory in, the reasons for each gap out."""
+"""Rules for complete traces, as pure functions: a tree and its trajectory in, the gaps out."""
 
 import math
 from collections import Counter
@@ -27,7 +27,7 @@ _REPEATABLE = frozenset({"chat", "execute_tool", "reward"})
 
 @dataclass(frozen=True)
 class Expected:
-    """How many spans of each kind a whole tree has."""
+    """Number of spans of each kind in a complete tree."""
 
     turns: int
     calls: int
@@ -39,14 +39,14 @@ class Expected:
         return cls(len(turns), sum(turn.calls_executed for turn in turns), rewards)
 
     def counts(self) -> dict[str, int]:
-        """By kind of span."""
+        """The counts by kind of span."""
         return {"turn": self.turns, "chat": self.turns, "execute_tool": self.calls, "reward": self.rewards}
 
 
 def gaps(tree: TraceTree | None, trajectory: Trajectory) -> list[str]:
-    """What the trace of a trajectory lacks or says differently; empty for a whole tree.
+    """The gaps and contradictions of a trajectory's trace; empty for a complete one.
 
-    A trajectory that failed needs a root that says ERROR and no orphan: work that never began has no span.
+    A failed trajectory needs only a root with status ERROR and no orphans, since work that never began has no span.
     """
     if tree is None:
         return ["the trace is absent"]
@@ -67,12 +67,12 @@ def gaps(tree: TraceTree | None, trajectory: Trajectory) -> list[str]:
 
 
 def tree_gaps(tree: TraceTree, expected: Expected) -> list[str]:
-    """What the tree lacks: its root, a parent, a span; and spans that the wrong service made."""
+    """Missing roots, parents and spans, and spans from the wrong service."""
     return [*_root_gaps(tree), *_count_gaps(tree, expected), *_wrong_services(tree)]
 
 
 def shared_processes(tree: TraceTree) -> list[str]:
-    """Processes that made spans of two services, which five separate services never do on one machine."""
+    """Processes with spans of two services, which cannot happen when each service has its own."""
     services: dict[str, set[str]] = {}
     for span in tree.spans():
         services.setdefault(str(span.attributes.get(names.PROCESS)), set()).add(span.service)
@@ -108,7 +108,7 @@ def _count_gaps(tree: TraceTree, expected: Expected) -> list[str]:
 
 
 def _where(tree: TraceTree, kind: str) -> str:
-    """Which turns have no generation."""
+    """Names the turns without a generation."""
     if kind != "chat":
         return ""
     without = [turn.name for turn in tree.of_kind("turn") if all(span.kind != "chat" for span in turn.walk())]
@@ -125,7 +125,7 @@ def _wrong_services(tree: TraceTree) -> list[str]:
 
 def _different_tags(tree: TraceTree, trajectory: Trajectory) -> list[str]:
     if tree.root is None:
-        return []  # tags come from the root, whose absence is said already
+        return []  # tags come from the root, whose absence is reported already
     expected = {key: str(value) for key, value in trajectory.tags.model_dump().items()}
     return [
         f"tag {key} is {tree.tags.get(key)!r}, expected {value!r}"
@@ -156,7 +156,7 @@ def _different_values(tree: TraceTree, trajectory: Trajectory) -> list[str]:
 
 
 def _rewards(tree: TraceTree) -> dict[str, float]:
-    """Every reward that the trace names, by where it stands."""
+    """Every reward in the trace, by its location."""
     scoring: SpanNode | None = next(iter(reversed(tree.of_kind("reward"))), None)
     rewards = {
         "the root": views.output_of(tree, "reward"),

@@ -1,4 +1,4 @@
-"""What a trace backend must be able to do to be read from, and what can be asked of it."""
+"""The interface of readable trace backends, and the filters they support."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from trackway.traces.views import number, reward_of
 
 
 class TraceKind(StrEnum):
-    """What a trace is of."""
+    """The kinds of traces."""
 
     TRAJECTORY = "trajectory"
     STEP = "step"
@@ -21,20 +21,20 @@ class TraceKind(StrEnum):
 
     @property
     def step_tag(self) -> str:
-        """The tag that holds the step, and that only traces of this kind have."""
+        """The tag with the step, unique to traces of this kind."""
         return "step" if self is TraceKind.TRAJECTORY else "train_step"
 
 
 @dataclass(frozen=True)
 class Steps:
-    """A range of steps, both ends included; `last` None is open."""
+    """An inclusive range of steps; open if `last` is None."""
 
     first: int = 0
     last: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "Steps":
-        """Of `3`, `3-7`, `3-` or `-7`. Raises UserError for anything else."""
+        """Parse `3`, `3-7`, `3-` or `-7`. Raises UserError for anything else."""
         low, dash, high = text.strip().partition("-")
         ends = [end for end in (low, high) if end]
         if not ends or not all(end.isdecimal() for end in ends):
@@ -51,17 +51,17 @@ class Steps:
 
 @dataclass(frozen=True)
 class TraceFilter:
-    """Which traces are wanted."""
+    """Filters of traces."""
 
     kind: TraceKind = TraceKind.TRAJECTORY
     tags: Mapping[str, str] = field(default_factory=dict)
-    """Exact values; `*` stands for any text."""
+    """Required values by tag; `*` matches any text."""
     steps: Steps | None = None
     reward_min: float | None = None
     reward_max: float | None = None
 
     def matches(self, tree: TraceTree) -> bool:
-        """Whether a trace is wanted; backends may sort out beforehand what they can."""
+        """Whether a trace matches; backends may filter beforehand."""
         step = number(tree.tags.get(self.kind.step_tag))
         if step is None or (self.steps is not None and step not in self.steps):
             return False
@@ -78,21 +78,21 @@ class TraceFilter:
 
 
 def _literal(pattern: str) -> str:
-    """Only `*` is special in our patterns; fnmatch's other signs stand for themselves."""
+    """Escape fnmatch's special characters except `*`."""
     return pattern.replace("[", "[[]").replace("?", "[?]")
 
 
 class TraceStore(Protocol):
-    """A backend to read traces from. Every method raises UserError when the backend does not answer."""
+    """A backend to read traces from. Every method raises UserError if the backend does not answer."""
 
     def search(self, wanted: TraceFilter) -> Iterator[TraceTree]:
-        """The traces that match, newest first, loaded page by page as they are taken."""
+        """The matching traces, newest first, loaded page by page on demand."""
         ...
 
     def get(self, trace_ids: Sequence[str]) -> dict[str, TraceTree]:
-        """The traces with these ids (32 hex digits each) that exist, by id."""
+        """The existing traces among these ids (32 hex digits each), by id."""
         ...
 
     def ids_with_prefix(self, prefix: str, limit: int) -> list[str]:
-        """At most `limit` ids (32 hex digits) that begin with these hex digits."""
+        """At most `limit` ids (32 hex digits) with this prefix."""
         ...

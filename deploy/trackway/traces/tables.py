@@ -1,42 +1,56 @@
-"""Tables on a terminal: the list of traces, and what a verification found."""
+"""Tables on a terminal: the list of traces, the facts of a comparison, and the result of a verification."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trackway.traces.compare import Comparison, summary
 from trackway.traces.rows import TraceRow
-from trackway.traces.text import ending, one_line
+from trackway.traces.text import ending, one_line, visible
 from trackway.traces.tree import hex_id
 
 if TYPE_CHECKING:
     from trackway.traces.verify import Verification
 
 _ROOM_FOR_IDS = 130
-"""On narrower terminals ids are shortened; `trackway traces show` takes their first digits."""
+"""Width below which ids are shortened; `trackway traces show` takes their first digits."""
 
 _SHOWN_GAPS = 50
+_GAP = 2
+"""Columns of a terminal between two columns of the list."""
+_SHORTEST_ANSWER = 18
+"""Width of its heading."""
 
 
 def listing(rows: Sequence[TraceRow], width: int) -> Table:
-    """One row per trace."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
+    """One row per trace. Names and numbers are whole: the answer gets what they leave of `width`, or is left out."""
     several_runs = len({row.tags.get("experiment_name") for row in rows}) > 1
-    table.add_column("trace", no_wrap=True)
-    for name in ["name", *(["run"] if several_runs else [])]:
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "sample", "n"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
-    for name in ("reward", "turns", "tokens", "ms"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("end of the answer", no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        run = [Text(one_line(row.tags.get("experiment_name", "")))] if several_runs else []
-        table.add_row(Text(_id(row, width)), Text(one_line(row.name)), *run, *_tags(row), *_numbers(row), _answer(row))
+    left = ["name", *(["run"] if several_runs else []), "trace", "outcome"]
+    names = [*left[:-1], "step", "sample", "n", "outcome", "reward", "turns", "tokens", "ms"]
+    cells = [_cells(row, width, several_runs) for row in rows]
+    taken = [
+        max(cell_len(name), *(line[number].cell_len for line in cells)) if cells else cell_len(name)
+        for number, name in enumerate(names)
+    ]
+    room = width - sum(taken) - _GAP * len(names)
+    table = Table(box=None, padding=(0, _GAP, 0, 0))
+    for name, longest in zip(names, taken, strict=True):
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True, min_width=longest)
+    if room >= _SHORTEST_ANSWER:
+        table.add_column("end of the answer", no_wrap=True, overflow="ellipsis", max_width=room)
+    for row, line in zip(rows, cells, strict=True):
+        table.add_row(*line, *([_answer(row)] if room >= _SHORTEST_ANSWER else []))
     return table
+
+
+def _cells(row: TraceRow, width: int, several_runs: bool) -> list[Text]:
+    """Every column but the answer."""
+    run = [Text(one_line(row.tags.get("experiment_name", "")))] if several_runs else []
+    return [Text(one_line(row.name)), *run, Text(_id(row, width)), *_tags(row), *map(Text, _numbers(row))]
 
 
 def _id(row: TraceRow, width: int) -> str:
@@ -63,8 +77,23 @@ def _answer(row: TraceRow) -> Text:
     return Text(ending(row.answer, 60))
 
 
+def facts(comparison: Comparison) -> RenderableType:
+    """The facts about each trajectory, those that differ marked with ≠, and the turns that differ."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    for _ in comparison.trees:
+        table.add_column(overflow="fold")
+    table.add_row("", "", *(Text(one_line(tree.name) or tree.trace_id, "bold") for tree in comparison.trees))
+    for field in comparison.head:
+        values = (Text(one_line(value), "yellow" if field.differs else "") for value in field.values)
+        table.add_row("≠" if field.differs else " ", field.name, *values)
+    turns = [f"{visible(turn.name)}: {'the same' if turn.equal else 'differs'}" for turn in comparison.turns]
+    return Group(table, Text(), *map(Text, turns), Text(summary(comparison.turns), "bold"))
+
+
 def verification(result: "Verification") -> RenderableType:
-    """The gaps, and one line that sums up."""
+    """The gaps, and a summary line."""
     parts: list[RenderableType] = []
     if result.gaps:
         table = Table("trajectory", "trace", "what is wrong", box=None, padding=(0, 2, 0, 0))
@@ -83,7 +112,7 @@ def verification(result: "Verification") -> RenderableType:
                 "yellow",
             )
         )
-    sum_up = f"run {result.run}: {result.complete} of {result.traced} traced trajectories are whole trees"
+    sum_up = f"run {result.run}: {result.complete} of {result.traced} traced trajectories have a complete trace"
     parts.append(
         Text(
             f"{sum_up} ({result.trajectories} trajectories in {result.dumps} files)", "red" if result.gaps else "green"

@@ -1,13 +1,13 @@
-"""Texts of a model on a terminal and on a page: nothing in them may act, everything in them is seen."""
+"""Escaping and shortening of a model's text for a terminal or a page."""
 
 import re
 
 _ACTING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but tab and newline, and those that turn the direction of writing."""
+"""Control characters except tab and newline, and bidirectional formatting characters."""
 
 
 def visible(text: str) -> str:
-    """The text with what would act on a terminal replaced by a sign for it."""
+    """The text with control characters replaced by symbols or escapes."""
     encodable = text.encode("utf-8", "backslashreplace").decode("utf-8")
     return _ACTING.sub(lambda match: _sign(ord(match[0])), encodable)
 
@@ -19,14 +19,14 @@ def _sign(code: int) -> str:
 
 
 def shortened(text: str, lines: int, characters: int) -> str:
-    """The beginning of a text, and how much is left out."""
+    """The beginning of a text, with the number of characters left out."""
     kept = "\n".join(text.split("\n")[:lines])[:characters]
     left_out = len(text) - len(kept)
     return f"{kept} … {left_out} more characters" if left_out > 0 else text
 
 
 def one_line(text: str) -> str:
-    """A text without line breaks, for a cell."""
+    """The text without line breaks, for a table cell."""
     return visible(text).replace("\n", "⏎")
 
 

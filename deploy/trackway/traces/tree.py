@@ -1,4 +1,4 @@
-"""One trace as any backend keeps it: a tree of spans, tags, feedback. What is drawn, compared and checked is this."""
+"""A trace independent of its backend: a tree of spans, tags and feedback."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
@@ -13,17 +13,17 @@ SERVICE_OF_SPAN = {
     "execute_tool": "tools",
     "reward": "reward",
 }
-"""Which service makes a span of a trajectory, by its kind."""
+"""The service that creates each kind of span of a trajectory."""
 
 KINDS = (*SERVICE_OF_SPAN, "train", "optimizer_step")
-"""First words of the names of our own spans; any other span is an `operation` of a user's own agent loop."""
+"""First words of our span names; any other span is an `operation` of a user's agent loop."""
 
 Status = Literal["OK", "ERROR", "UNSET"]
 State = Literal["OK", "ERROR", "IN_PROGRESS"]
 
 
 class SpanEvent(BaseModel):
-    """Something that happened within a span."""
+    """An event of a span."""
 
     name: str
     at_ms: float
@@ -32,7 +32,7 @@ class SpanEvent(BaseModel):
 
 
 class SpanLink(BaseModel):
-    """A span of another trace that this one is about."""
+    """A link to a span of another trace."""
 
     trace_id: str
     """32 hex digits."""
@@ -40,7 +40,7 @@ class SpanLink(BaseModel):
 
 
 class SpanNode(BaseModel):
-    """A span and what happened below it."""
+    """A span and its descendants."""
 
     span_id: str
     parent_id: str | None
@@ -54,7 +54,7 @@ class SpanNode(BaseModel):
     """None while the span is open."""
     status: Status = "UNSET"
     error: str = ""
-    """What the status says went wrong."""
+    """The status message of an error."""
     inputs: JsonValue = None
     outputs: JsonValue = None
     attributes: dict[str, JsonValue] = Field(default_factory=dict)
@@ -76,19 +76,19 @@ class SpanNode(BaseModel):
 
 
 class TraceTree(BaseModel):
-    """A trace: what it is found by, what is said about it, and its spans."""
+    """A trace: its id and tags, its feedback, and its spans."""
 
     trace_id: str
-    """As its backend spells it: `tr-<32 hex digits>` in MLflow, 32 hex digits in Weave."""
+    """The backend's own id: `tr-<32 hex digits>` in MLflow, 32 hex digits in Weave."""
     name: str
     state: State
     tags: dict[str, str]
     started: datetime
     duration_ms: float | None
     feedback: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the trainer said afterwards: reward, advantage, fate."""
+    """The trainer's feedback: reward, advantage, fate."""
     roots: list[SpanNode]
-    """The root, then the spans whose parent is absent."""
+    """The root, then the orphans."""
 
     @property
     def hex_id(self) -> str:
@@ -97,7 +97,7 @@ class TraceTree(BaseModel):
 
     @property
     def root(self) -> SpanNode | None:
-        """The span without a parent; None when it is missing."""
+        """The span without a parent; None if it is missing."""
         return next((span for span in self.roots if span.parent_id is None), None)
 
     @property
@@ -127,7 +127,7 @@ def kind_of(name: str) -> str:
 
 
 def assemble(spans: Iterable[SpanNode]) -> list[SpanNode]:
-    """Hang each span below its parent; what remains is the root, if there is one, and then the orphans."""
+    """Attach each span to its parent; returns the root, if there is one, then the orphans."""
     known: Mapping[str, SpanNode] = {span.span_id: span for span in spans}
     ordered = sorted(known.values(), key=lambda span: span.start_ms)
     roots = [span for span in ordered if span.parent_id not in known]

@@ -1,4 +1,4 @@
-"""Trajectories in, complete trees out: a run's dump held against what a trace backend has."""
+"""Verifies that a trace backend has a complete tree for each traced trajectory of a run."""
 
 import itertools
 import re
@@ -24,11 +24,11 @@ _LOOK_AGAIN_S = 0.5
 _DUMP = re.compile(r"(val_)?step_(\d+)\.parquet")
 
 Rule = Callable[[TraceTree | None, Trajectory], list[str]]
-"""The reasons why a trajectory's trace is not whole."""
+"""The reasons why a trace is incomplete."""
 
 
 class Gap(BaseModel):
-    """A traced trajectory whose trace is not whole."""
+    """A traced trajectory with an incomplete trace."""
 
     trajectory: str
     trace_id: str
@@ -37,18 +37,18 @@ class Gap(BaseModel):
 
 
 class Waiting(BaseModel):
-    """Spans that wait on disk for their backend."""
+    """Spans waiting on disk for their backend."""
 
     files: int
     bytes: int
 
 
 class Verification(BaseModel):
-    """What was found."""
+    """The result of a verification."""
 
     run: str
     dumps: int
-    """Files of trajectories that were read: one per step and kind."""
+    """Number of files of trajectories: one per step and kind."""
     trajectories: int
     traced: int
     complete: int
@@ -57,19 +57,19 @@ class Verification(BaseModel):
 
 
 class Meter(Protocol):
-    """Is told how far a check has come."""
+    """Receives the progress of a verification."""
 
     def expect(self, count: int) -> None:
-        """So many more trajectories are to be looked at."""
+        """`count` more trajectories will be checked."""
         ...
 
     def advance(self, count: int) -> None:
-        """So many more were looked at."""
+        """`count` more trajectories were checked."""
         ...
 
 
 class Unseen:
-    """A meter that nobody looks at."""
+    """A meter without output."""
 
     def expect(self, count: int) -> None:
         """Nothing."""
@@ -79,12 +79,13 @@ class Unseen:
 
 
 def find_run(outputs: Path, name: str | None) -> RunFolder:
-    """The named run of an outputs folder, else the one that moved last. Raises UserError when there is none."""
+    """The named run of an outputs folder, else the most recently active one. Raises UserError if there is none."""
     states = sorted(outputs.glob("*/state.json"), key=lambda path: path.stat().st_mtime)
     runs = [state.parent for state in states if name in (None, state.parent.name)]
     if not runs:
-        known = ", ".join(sorted(state.parent.name for state in states)) or "no run at all"
-        raise UserError(f"no run {name or ''!r} in {outputs}; there is {known}; give --run or --outputs")
+        wanted = "a run" if name is None else f"run {name!r}"
+        found = ", ".join(sorted(state.parent.name for state in states)) or "none"
+        raise UserError(f"expected {wanted} in {outputs}, found {found}; give --run or --outputs")
     return RunFolder(runs[-1])
 
 
@@ -92,7 +93,7 @@ def dumps(run: RunFolder, steps: Steps | None, validate: bool | None) -> list[Pa
     """The run's files of trajectories, by step; `validate` True or False leaves the other kind out.
 
     Raises:
-        UserError: when there is none.
+        UserError: there are none.
     """
     every = [
         (match, path) for path in (run.path / "trajectories").glob("*.parquet") if (match := _DUMP.fullmatch(path.name))
@@ -104,15 +105,15 @@ def dumps(run: RunFolder, steps: Steps | None, validate: bool | None) -> list[Pa
     ]
     if not chosen:
         there = sorted((int(match[2]), match[1] or "") for match, _ in every)
-        known = ", ".join(f"{'validation ' if kind else ''}{step}" for step, kind in there) or "no step yet"
-        raise UserError(f"run {run.name!r} has no such trajectories; it has those of {known}")
+        found = ", ".join(f"{'validation ' if kind else ''}{step}" for step, kind in there) or "none"
+        raise UserError(f"expected trajectories of the given steps in run {run.name!r}, found steps {found}")
     return [path for _, path in sorted(chosen)]
 
 
 def verify(
     store: TraceStore, run: RunFolder, files: Sequence[Path], wait_s: float, meter: Meter | None = None
 ) -> Verification:
-    """Hold each traced trajectory of the files against its trace; late spans are waited for, `wait_s` seconds."""
+    """Check each traced trajectory of the files against its trace, waiting `wait_s` seconds for late spans."""
     meter, total, traced = meter or Unseen(), 0, 0
     suspects: list[Trajectory] = []
     for path in files:
@@ -135,7 +136,7 @@ def verify(
 
 
 def settle(store: TraceStore, trajectories: Sequence[Trajectory], wait_s: float, rule: Rule = rules.gaps) -> list[Gap]:
-    """The gaps that remain once every trace is whole or `wait_s` seconds have passed."""
+    """The gaps that remain when every trace is complete or `wait_s` seconds have passed."""
     deadline = time.monotonic() + wait_s
     while True:
         reasons = look(store, trajectories, rule)
@@ -149,7 +150,7 @@ def settle(store: TraceStore, trajectories: Sequence[Trajectory], wait_s: float,
 def look(
     store: TraceStore, trajectories: Sequence[Trajectory], rule: Rule = rules.gaps, meter: Meter | None = None
 ) -> dict[str, list[str]]:
-    """The reasons of each trajectory whose trace is not whole now, by trace id."""
+    """The reasons of each trajectory with an incomplete trace, by trace id."""
     reasons_by_id: dict[str, list[str]] = {}
     for chunk in _chunks(trajectories):
         trees = store.get([trajectory.trace_id for trajectory in chunk if trajectory.trace_id])
@@ -162,13 +163,13 @@ def look(
 
 
 def waiting(outputs: Path) -> Waiting:
-    """What lies in the spool of an outputs folder."""
+    """Files and bytes in the spool of an outputs folder."""
     sizes = [size for path in (outputs / SPOOL_FOLDER).rglob("*.otlp") if (size := _size(path)) is not None]
     return Waiting(files=len(sizes), bytes=sum(sizes))
 
 
 def _size(path: Path) -> int | None:
-    """None when the file was sent meanwhile."""
+    """Size in bytes; None if the file was sent meanwhile."""
     try:
         return path.stat().st_size
     except FileNotFoundError:

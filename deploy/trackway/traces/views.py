@@ -1,4 +1,4 @@
-"""What a tree says about its trajectory: reward, tokens, turns, weights, the end of the answer."""
+"""Facts about a trajectory from its tree: reward, tokens, turns, weights, the end of the answer."""
 
 import math
 from collections.abc import Mapping
@@ -9,18 +9,18 @@ from trackway.traces.tree import SpanNode, TraceTree
 from trackway.tracing import attributes as names
 
 TEXT_KEYS = {"prompt": ("prompt_text", "prompt"), "response": ("response_text", "text")}
-"""Where a generation's texts stand; the second of each is how traces of version 0.1 spell it."""
+"""Attributes with a generation's texts; the second of each is the name in traces of version 0.1."""
 
 
 class Tokens(BaseModel):
-    """Tokens of a trajectory: its prompt, and everything behind it (observations too)."""
+    """Tokens of a trajectory: its prompt, and everything after it, including observations."""
 
     prompt: int
     response: int
 
 
 def number(value: object) -> float | None:
-    """A finite number, also from its text; None for anything else."""
+    """A finite number, possibly given as text; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -31,7 +31,7 @@ def number(value: object) -> float | None:
 
 
 def field_of(value: JsonValue, *keys: str) -> JsonValue:
-    """The first of these fields that a JSON object has; None when it is no object or has none."""
+    """The first of these fields in a JSON object; None if there is none or the value is not an object."""
     if not isinstance(value, Mapping):
         return None
     return next((value[key] for key in keys if value.get(key) is not None), None)
@@ -43,18 +43,18 @@ def output_of(tree: TraceTree, key: str) -> JsonValue:
 
 
 def reward_of(tree: TraceTree) -> float | None:
-    """The trainer's feedback `reward`, else what the root says."""
+    """The trainer's feedback `reward`, else the root's."""
     feedback = number(tree.feedback.get("reward"))
     return number(output_of(tree, "reward")) if feedback is None else feedback
 
 
 def prompt_text(span: SpanNode) -> str | None:
-    """What a generation saw that is new since the turn before; None without token2text."""
+    """The prompt text that is new since the previous turn; None without token2text."""
     return _text(field_of(span.inputs, *TEXT_KEYS["prompt"]))
 
 
 def response_text(span: SpanNode) -> str | None:
-    """What a generation wrote; None without token2text."""
+    """The response text of a generation; None without token2text."""
     return _text(field_of(span.outputs, *TEXT_KEYS["response"]))
 
 
@@ -63,12 +63,12 @@ def _text(value: JsonValue) -> str | None:
 
 
 def has_texts(tree: TraceTree) -> bool:
-    """Whether any generation carries its text."""
+    """Whether any generation has its text."""
     return any(response_text(chat) is not None for chat in tree.of_kind("chat"))
 
 
 def answer_of(tree: TraceTree) -> str:
-    """What the model wrote last; empty without token2text."""
+    """The last text of the model; empty without token2text."""
     for chat in reversed(tree.of_kind("chat")):
         if text := response_text(chat):
             return text
@@ -76,14 +76,14 @@ def answer_of(tree: TraceTree) -> str:
 
 
 def tokens_of(span: SpanNode) -> tuple[int, int] | None:
-    """Tokens that a generation was given and wrote."""
+    """Numbers of prompt and response tokens of a generation."""
     prompt = number(span.attributes.get(names.INPUT_TOKENS))
     output = number(span.attributes.get(names.OUTPUT_TOKENS))
     return None if prompt is None or output is None else (int(prompt), int(output))
 
 
 def tokens_in(tree: TraceTree) -> Tokens | None:
-    """What the root counted; a root that did not count has it from the first and the last generation."""
+    """The root's token counts, else those derived from the first and the last generation."""
     prompt, response = (number(output_of(tree, key)) for key in ("prompt_tokens", "response_tokens"))
     if prompt is not None and response is not None:
         return Tokens(prompt=int(prompt), response=int(response))
@@ -94,18 +94,18 @@ def tokens_in(tree: TraceTree) -> Tokens | None:
 
 
 def weight_version(span: SpanNode) -> str:
-    """The weights that wrote a generation: `3`, or `3,4` when they changed on the way; empty if unknown."""
+    """The weight versions of a generation: `3`, or `3,4` if they changed during it; empty if unknown."""
     return str(span.attributes.get(names.WEIGHT_VERSION, ""))
 
 
 def weight_versions(tree: TraceTree) -> str:
-    """All weights that wrote a part of the trajectory, in order."""
+    """All weight versions of the trajectory, in order."""
     versions = [version for chat in tree.of_kind("chat") for version in weight_version(chat).split(",") if version]
     return ",".join(dict.fromkeys(versions))
 
 
 def message_texts(tree: TraceTree) -> list[tuple[str, str]]:
-    """Role and content of the messages that the trajectory began with."""
+    """Role and content of the initial messages."""
     messages = field_of(tree.root.inputs, "messages") if tree.root else None
     if not isinstance(messages, list):
         return []

@@ -25,7 +25,7 @@ _TRACES_PER_QUERY = 50
 _NEWEST_FIRST = [{"field": "started_at", "direction": "desc"}]
 
 Span = dict[str, Any]
-"""A span as Weave keeps it: OpenTelemetry's fields, attributes nested at their dots."""
+"""A span in Weave: OpenTelemetry's fields, with attribute names split into nested objects at their dots."""
 
 
 class WeaveStore:
@@ -39,16 +39,16 @@ class WeaveStore:
         """`entity/project`, with the key of WANDB_API_KEY or of `wandb login`.
 
         Raises:
-            UserError: when Weave refuses or does not answer.
+            UserError: Weave refused or did not answer.
         """
         import weave
 
-        # weave greets on standard output, which is the command's.
+        # weave prints a greeting to standard output, which belongs to the command.
         with _answering(), contextlib.redirect_stdout(sys.stderr):
             return cls(weave.init(project))
 
     def search(self, wanted: TraceFilter) -> Iterator[TraceTree]:
-        """See TraceStore; tags and ranges of steps are filtered by Weave, patterns and rewards here."""
+        """See TraceStore; Weave filters tags and ranges of steps, and patterns and rewards are filtered here."""
         roots = self._calls(query=query_of(wanted), filter={"trace_roots_only": True}, sort_by=_NEWEST_FIRST)
         ids = (str(call.trace_id) for call in roots)
         while page := list(itertools.islice(ids, _TRACES_PER_QUERY)):
@@ -76,7 +76,7 @@ class WeaveStore:
 
 
 def query_of(wanted: TraceFilter) -> dict[str, Any] | None:
-    """What Weave can sort out of a filter; tags keep their types there, so `7` is looked for as text and as number."""
+    """The part of a filter that Weave supports; tags keep their types, so `7` is searched as text and number."""
     exact = {key: value for key, value in wanted.tags.items() if "*" not in value}
     terms = [_any_of(f"attributes.{key}", value) for key, value in exact.items()]
     terms += _within(f"attributes.{wanted.kind.step_tag}", wanted.steps)
@@ -102,7 +102,7 @@ def _within(name: str, steps: Steps | None) -> list[dict[str, Any]]:
 
 
 def trees_of(calls: Iterable[Any]) -> dict[str, TraceTree]:
-    """The traces that calls belong to, by id; calls that are no spans of OpenTelemetry are left out."""
+    """The traces of these calls, by id; calls that are not OpenTelemetry spans are skipped."""
     spans: dict[str, list[Span]] = defaultdict(list)
     feedback: dict[str, dict[str, JsonValue]] = defaultdict(dict)
     for call in calls:
@@ -177,7 +177,7 @@ def _link(link: Mapping[str, Any]) -> SpanLink:
 
 
 def _flat(nested: Mapping[str, Any], keep: tuple[str, ...] = (), prefix: str = "") -> dict[str, JsonValue]:
-    """Attributes with their dotted names again; the values of `keep` stay whole."""
+    """Attributes with dotted names restored; the values of `keep` stay nested."""
     flat: dict[str, JsonValue] = {}
     for key, value in nested.items():
         name = f"{prefix}{key}"
@@ -189,7 +189,7 @@ def _flat(nested: Mapping[str, Any], keep: tuple[str, ...] = (), prefix: str = "
 
 
 def _when(text: str) -> datetime:
-    """Weave writes UTC without saying so."""
+    """A time in UTC; Weave's times have no time zone."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
@@ -200,7 +200,7 @@ def _ms(moment: datetime, start: datetime) -> float:
 
 @contextlib.contextmanager
 def _answering() -> Iterator[None]:
-    """weave's errors have no common class but those of HTTP and of the login."""
+    """Turn weave's errors into UserError; they have no common class except those of HTTP and the login."""
     try:
         yield
     except Exception as error:

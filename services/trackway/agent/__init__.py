@@ -1,6 +1,6 @@
 """The agent service: calls the model, runs its tool calls, has the result scored, and returns trajectories.
 
-To add a loop, subclass `AgentLoop`, decorate it with `@register("name")`, and name its module in `agent_modules`.
+To add a loop, subclass `AgentLoop`, decorate it with `@register("name")`, and name its module in `modules`.
 """
 
 from trackway.agent.context import AgentContext

@@ -1,20 +1,21 @@
 """The agent service: a dataset row in, trajectories out."""
 
-import importlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 
 import httpx
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
 from trackway.agent.settings import AgentSettings
+from trackway.agent.verl.loading import load_loops
 from trackway.serving import ServiceRouter, service_app
-from trackway.serving.user_code import importing
 from trackway.tracing import Tracing
 from trackway.wire.agent import AgentList, GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -30,13 +31,13 @@ def create_app(
 
     Raises:
         OSError: `model_path` holds no tokenizer.
+        OwnCodeError: an own loop cannot be loaded.
         ValueError: the tokenizer has no chat template.
     """
     settings = settings or AgentSettings()  # pyright: ignore[reportCallIssue]  model_path comes from the environment
-    for module in settings.agent_modules:
-        with importing(f"setting agent_modules, {module!r}"):
-            importlib.import_module(module)
-    groups = Groups(AgentContext.connect(settings, http))
+    load_loops(settings)
+    context = AgentContext.connect(settings, http)
+    groups = Groups(context)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -46,7 +47,12 @@ def create_app(
             await groups.close()
 
     return service_app(
-        "agent", settings, routers=[_routes(groups)], lifespan=lifespan, tracing=tracing, collectors=[groups]
+        "agent",
+        settings,
+        routers=[_routes(groups)],
+        lifespan=lifespan,
+        tracing=tracing,
+        collectors=[groups.metrics, _SpilledCalls(context)],
     )
 
 
@@ -77,6 +83,20 @@ def _routes(groups: Groups) -> ServiceRouter:
         return AgentList(agents=agents())
 
     return router
+
+
+class _SpilledCalls(Collector):
+    """Calls that a full replica passed on to the next one, by service."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._clients = {"rollout": context.rollout, "tools": context.tools, "reward": context.reward}
+
+    def collect(self) -> Iterator[Metric]:
+        description = "Calls that a full replica of the service passed on to the next one"
+        spilled = CounterMetricFamily("trackway_spilled_calls", description, labels=["service"])
+        for service, client in self._clients.items():
+            spilled.add_metric([service], client.spilled)
+        yield spilled
 
 
 class GroupStream(StreamingResponse):

@@ -1,14 +1,17 @@
 """The services of an agent loop: three clients, the tokenizer, the call parser, the tool catalog."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import httpx
 
 from trackway.agent.catalog import ToolCatalog
 from trackway.agent.parser import ToolParser, tool_parser
 from trackway.agent.settings import AgentSettings
-from trackway.agent.tokens import ChatTokens
 from trackway.clients import RewardClient, RolloutClient, ToolsClient
+
+if TYPE_CHECKING:
+    from trackway.agent.tokens import ChatTokens
 
 
 @dataclass(frozen=True)
@@ -20,19 +23,21 @@ class AgentContext:
     tools: ToolsClient
     reward: RewardClient
     catalog: ToolCatalog
-    tokens: ChatTokens
+    tokens: "ChatTokens"
     parser: ToolParser
 
     @classmethod
     def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "AgentContext":
         """Load the tokenizer and create the clients; sends no request."""
-        direct = settings.tools_direct and http is None
+        from trackway.agent.tokens import ChatTokens
+
+        direct = settings.direct and http is None
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)
         return cls(
             settings=settings,
-            rollout=RolloutClient(settings.url("rollout"), http, settings.rollout_policy, settings.token),
+            rollout=RolloutClient(settings.url("rollout"), http, settings.rollout_policy, settings.token, direct),
             tools=tools,
-            reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token),
+            reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token, direct),
             catalog=ToolCatalog(tools, settings.tools_refresh_s),
             tokens=ChatTokens.load(settings.model_path, settings.chat_template_kwargs),
             parser=tool_parser(settings.tool_parser),

@@ -12,7 +12,7 @@ from trackway.clients import Deadline
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
-from trackway.wire.rollout import GenerateChoice
+from trackway.wire.rollout import GenerateChoice, SamplingParams
 from trackway.wire.trajectory import (
     Reward,
     StopReason,
@@ -48,6 +48,9 @@ class Episode:
     """Tokens of prompt and response sent by generation calls so far."""
     tool_rewards: list[float] = field(default_factory=list)
     reward: Reward | None = None
+    """A score that the loop sets itself is kept; otherwise the reward service is asked."""
+    first_turn: int = 0
+    """Number of the first turn, of which seeds and request ids depend."""
     stop_reason: StopReason = StopReason.ERROR
     error: ErrorBody | None = None
     timings: Timings = field(default_factory=Timings)
@@ -55,14 +58,14 @@ class Episode:
     @classmethod
     def begin(cls, request: GroupRequest, rollout_n: int, agent_name: str) -> "Episode":
         """A new episode for one rollout of the request."""
-        tags = Tags(
-            experiment_name=request.experiment_name,
-            step=request.step,
-            sample_index=request.sample.index,
-            rollout_n=rollout_n,
-            validate=request.validation,
-        )
-        return cls(request, tags, agent_name, Deadline.after(request.limits.timeout_s))
+        return cls(request, request.tags(rollout_n), agent_name, Deadline.after(request.limits.timeout_s))
+
+    def branch(self, turn: int, prompt_ids: Sequence[int], params: SamplingParams) -> "Episode":
+        """An episode for one generation of this trajectory, as its turn number `turn`, with another prompt."""
+        request = self.request.model_copy(update={"sampling_params": params})
+        branched = Episode(request, self.tags, self.agent_name, self.deadline, timings=self.timings)
+        branched.prompt_ids, branched.first_turn = [*prompt_ids], turn
+        return branched
 
     @property
     def id(self) -> str:
@@ -154,6 +157,11 @@ class Episode:
     def written(self) -> list[list[int]]:
         """The generated ids of each turn."""
         return [self.response_ids[turn.response_start : turn.response_end] for turn in self.turns]
+
+    def set_reward(self, score: float) -> None:
+        """Score the trajectory, so that the reward service is not asked. `not_finite` for another number."""
+        require_trainable("the loop's reward_score", [score])
+        self.reward = Reward(score=score)
 
     def fail(self, error: TrackwayError) -> None:
         """End with an error, which excludes the trajectory from the update."""

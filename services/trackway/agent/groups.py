@@ -1,15 +1,13 @@
 """Groups of rollouts: run concurrently, returned as each ends."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Counter, Gauge
 
 from trackway.agent.context import AgentContext
 from trackway.agent.loop import AgentLoop, agent_loop
-from trackway.serving.metrics import counted
+from trackway.serving.metrics import Collectors
 from trackway.serving.user_code import contained
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -19,14 +17,20 @@ _SLACK_S = 1.0
 """Time allowed for the work around a release."""
 
 
-class Groups(Collector):
+class Groups:
     """Runs the rollouts of every group of this process, at most `max_concurrent_trajectories` at once."""
 
     def __init__(self, services: AgentContext) -> None:
         self._services = services
         self._slots = asyncio.Semaphore(services.settings.max_concurrent_trajectories)
         self._tasks: set[asyncio.Task[Trajectory]] = set()
-        self._ended: Counter[tuple[str, str]] = Counter()
+        self._ended = Counter(
+            "trackway_trajectories", "Ended trajectories by kind and outcome", ["kind", "outcome"], registry=None
+        )
+        running = Gauge("trackway_trajectories_running", "Trajectories that run or wait for a slot", registry=None)
+        running.set_function(lambda: self.running)
+        self.metrics = Collectors(running, self._ended)
+        """An outcome is a stop reason, an error code, or `aborted`."""
         self._closed = False
 
     @property
@@ -84,18 +88,10 @@ class Groups(Collector):
             outcome = trajectory.error.code.value if trajectory.error else trajectory.stop_reason.value
             return trajectory
         finally:
-            self._ended["validation" if request.validation else "training", outcome] += 1
+            self._ended.labels("validation" if request.validation else "training", outcome).inc()
 
     async def _lived(self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int) -> Trajectory:
         return await loop(self._services).run(request, rollout_n)
-
-    def collect(self) -> Iterator[Metric]:
-        """Prometheus metrics; an outcome is a stop reason, an error code, or `aborted`."""
-        yield GaugeMetricFamily(
-            "trackway_trajectories_running", "Trajectories that run or wait for a slot", self.running
-        )
-        labels = ("kind", "outcome")
-        yield counted("trackway_trajectories", "Ended trajectories by kind and outcome", labels, self._ended)
 
 
 def _is_cancelled() -> bool:

@@ -6,6 +6,7 @@ dataset (verl's). Each instance runs one trajectory. An exception ends only that
 """
 
 import asyncio
+import hashlib
 import inspect
 import itertools
 import logging
@@ -17,19 +18,18 @@ from typing import ClassVar, Literal, TypeVar
 
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
-from trackway.agent.seeds import request_seed
 from trackway.agent.toolbox import Toolbox, tool_facts
 from trackway.chat.encoding import TooLong
 from trackway.serving.user_code import described, run_user_code
 from trackway.tracing import SpanHandle, add_incident, set_outcome, token2text, trajectory_span
-from trackway.tracing.attributes import STOP_REASON
+from trackway.tracing.attributes import STOP_REASON, group_id
 from trackway.wire.agent import AgentInfo, GroupRequest
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateChoice, GenerateRequest
 from trackway.wire.tracing import Incident
-from trackway.wire.trajectory import Reward, StopReason, Timings, Trajectory, require_trainable
+from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajectory, require_trainable
 
 logger = logging.getLogger("trackway.agent")
 
@@ -85,7 +85,8 @@ class AgentLoop(ABC):
             with stopwatch(episode.timings, "total"):
                 async with asyncio.timeout(episode.deadline.remaining):
                     episode.stop_reason = await run_user_code(lambda: self.converse(episode, toolbox))
-                    episode.reward = await self._score(episode, toolbox)
+                    if episode.reward is None:
+                        episode.reward = await self._score(episode, toolbox)
         except Exception as error:
             episode.fail(_named(error, episode))
         finally:
@@ -127,7 +128,7 @@ class AgentLoop(ABC):
         return "length"
 
     async def _generate_part(self, episode: Episode, max_tokens: int, part: int) -> GenerateChoice:
-        turn = len(episode.turns)
+        turn = episode.first_turn + len(episode.turns)
         params = episode.request.sampling_params
         seed = request_seed(params.seed, episode.tags, turn, part)
         request = GenerateRequest(
@@ -139,7 +140,8 @@ class AgentLoop(ABC):
         )
         rollout = self.services.rollout
         deadline = episode.deadline.earlier(rollout.policy.total_s)
-        reply = await rollout.generate(request, session_id=episode.id, deadline=deadline)
+        # A group's trajectories share their prompt, and so a replica's cache of it.
+        reply = await rollout.generate(request, session_id=group_id(episode.tags), deadline=deadline)
         return reply.choices[0]
 
     async def _score(self, episode: Episode, toolbox: Toolbox) -> Reward:
@@ -215,6 +217,19 @@ def agent_loop(agent_name: str | None) -> type[AgentLoop]:
         message = f"agent_name: expected one of {sorted(_AGENTS)}, got {name!r}; register yours with @register"
         raise TrackwayError(ErrorCode.UNKNOWN_AGENT, message)
     return _AGENTS[name]
+
+
+def request_seed(base: int | None, tags: Tags, turn: int, part: int = 0) -> int | None:
+    """32 bits of SHA-256 over (base, validation, step, sample_index, rollout_n, turn); None stays None.
+
+    The run's name and the rest of the batch are not part of it, so repeating a step draws the same tokens. `part`
+    counts the continuations of an aborted turn; the first part's seed does not depend on it.
+    """
+    if base is None:
+        return None
+    turn_name = f"{turn}" if part == 0 else f"{turn}+{part}"
+    source = f"{base}/{tags.validation}/{tags.step}/{tags.sample_index}/{tags.rollout_n}/{turn_name}"
+    return int.from_bytes(hashlib.sha256(source.encode()).digest()[:4])
 
 
 def agents() -> list[AgentInfo]:

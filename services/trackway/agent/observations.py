@@ -1,15 +1,52 @@
-"""Observations: the texts and truncation of verl, and truncation by tokens."""
+"""Observations: which errors of a call become one, the texts and truncation of verl, and truncation by tokens.
 
-from collections.abc import Sequence
+A fault of the call (bad arguments, a tool that raised or timed out) becomes an observation. A fault of the
+infrastructure is raised and ends the trajectory, so it never enters the context (verl adds both, verl #6978).
+`trackway.wire.errors.ERRORS` says which is which.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trackway.wire.agent import Limits
+from trackway.wire.errors import ErrorCode, Told, TrackwayError
+from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import ToolCallRecord
 
 CharSpan = tuple[int, int]
 """Start and end offset of a token's characters in a text."""
 
 _MARKERS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
+
+
+class CallFailed(Exception):
+    """The tool could not run this call; the message becomes an observation."""
+
+    def __init__(self, error: TrackwayError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether the call exceeded the tool's time limit."""
+        return self.error.code is ErrorCode.TOOL_TIMEOUT
+
+    @property
+    def incident(self) -> Incident:
+        """The incident to record: a time-out or a tool error."""
+        return Incident.TOOL_TIMEOUT if self.too_slow else Incident.TOOL_FAILED
+
+
+@contextmanager
+def faults_of_the_call() -> Iterator[None]:
+    """Raises CallFailed for errors of a call that the model may read, including a time-out of the tool."""
+    try:
+        yield
+    except TrackwayError as error:
+        if error.told is Told.YES:
+            raise CallFailed(error) from error
+        raise
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
 """Settings of the agent service: tokenizer, agent loops, concurrency, clients of the other services."""
 
+from pathlib import Path
+
 from pydantic import Field, JsonValue
 
 from trackway.clients import CallPolicy
-from trackway.serving import ServiceSettings
+from trackway.serving.own_code import OwnCodeSettings
 
 _OUTAGE_S = 120.0
 """Retries outlast a restart of Ray Serve's proxy or of a service, which takes up to a minute."""
 
 
-class AgentSettings(ServiceSettings):
+class AgentSettings(OwnCodeSettings):
     """Settings of an agent replica, beside the URLs of the other services."""
 
     model_path: str
@@ -18,14 +20,12 @@ class AgentSettings(ServiceSettings):
     """Variables of the chat template, e.g. `{"enable_thinking": false}`; verl's `data.apply_chat_template_kwargs`."""
     tool_parser: str = "hermes"
     """Parser of tool calls in the model's text, by the name given to `register_parser`."""
-    agent_modules: list[str] = Field(default_factory=list)
-    """Python modules to import at start-up; their classes with `@register` become agent loops."""
+    agent_loop_config_path: Path | None = None
+    """verl's YAML list of own agent loops, each with `name`, `_target_` and arguments of its class."""
     max_concurrent_trajectories: int = Field(default=1024, ge=1)
     """Concurrent trajectories on this replica; others wait, and their time limit starts when they run."""
     tools_refresh_s: float = Field(default=30.0, ge=0)
     """Seconds for which the tool server's schemas are cached."""
-    tools_direct: bool = True
-    """Call the tool server's replicas directly where they are reachable, else through Serve's proxy."""
     release_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for releasing a trajectory's tool instances; the tool server expires the rest."""
     rollout_policy: CallPolicy = CallPolicy(
@@ -36,3 +36,8 @@ class AgentSettings(ServiceSettings):
     """Client policy of tool calls."""
     reward_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)
     """Client policy of scoring."""
+
+    @property
+    def own_files(self) -> list[Path]:
+        """Files of own code that the settings name."""
+        return [self.agent_loop_config_path] if self.agent_loop_config_path else []

@@ -65,6 +65,16 @@ class ChatTokens:
 
         return cls(AutoTokenizer.from_pretrained(model_path), template_kwargs)
 
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer itself, for loops that render text on their own."""
+        return self._tokenizer
+
+    @property
+    def template_kwargs(self) -> Mapping[str, JsonValue]:
+        """Variables of the chat template."""
+        return self._template_kwargs
+
     async def prompt(self, messages: Sequence[Message], schemas: Sequence[ToolSchema], max_tokens: int) -> list[int]:
         """Ids of the conversation and the tools' schemas, including the generation prompt.
 

@@ -31,17 +31,17 @@ class ToolAgent(AgentLoop):
         await self.begin(episode, tools.schemas)
         while True:
             with turn_span(len(episode.turns)) as span:
-                parsed = await self._take_turn(episode)
+                parsed = await self.take_turn(episode)
                 stop = reason_to_stop(episode, parsed, tools)
                 if stop is not None:
                     return stop
-                calls = _with_ids(parsed, episode.turns[-1].index)
-                observations = await self._run_tools(episode, toolbox, calls, tools)
-                span.outputs(_outcome(episode.turns[-1], len(calls)))
-                if not await self._observe(episode, calls, observations):
+                has_room = await self.answer_calls(episode, toolbox, parsed, tools)
+                span.outputs(_outcome(episode.turns[-1], len(parsed.calls)))
+                if not has_room:
                     return StopReason.MAX_RESPONSE
 
-    async def _take_turn(self, episode: Episode) -> Parsed:
+    async def take_turn(self, episode: Episode) -> Parsed:
+        """Generate one assistant turn, append it to `episode.turns`, and return its text and tool calls."""
         start, spent = len(episode.response_ids), episode.timings.generate_sequences
         finish_reason = await self.generate(episode)
         parsed = self.services.parser.parse(await self.services.tokens.turn_text(episode.response_ids[start:]))
@@ -57,6 +57,21 @@ class ToolAgent(AgentLoop):
             )
         )
         return parsed
+
+    async def answer_calls(self, episode: Episode, toolbox: Toolbox, parsed: Parsed, tools: ToolSet) -> bool:
+        """Run the calls of the last turn and append an observation for each; False when the response is full.
+
+        Raises TrackwayError for a fault of the infrastructure; a call that fails becomes its observation.
+        """
+        calls = _with_ids(parsed, episode.turns[-1].index)
+        observations = await self._run_tools(episode, toolbox, calls, tools)
+        return await self._observe(episode, calls, observations)
+
+    async def tell(self, episode: Episode, text: str) -> bool:
+        """Append a text that the model reads before its next turn, in the role of a tool; False when the response is
+        full."""
+        ids = await self.services.tokens.observation([text], episode.response_ids)
+        return episode.add_observation(ids, [Message(role="tool", content=text)])
 
     async def _run_tools(
         self, episode: Episode, toolbox: Toolbox, calls: Mapping[str, ParsedCall], tools: ToolSet

@@ -10,12 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from trackway.agent.call_faults import CallFailed, faults_of_the_call
+from trackway.agent.observations import CallFailed, faults_of_the_call
 from trackway.clients import Deadline, ToolsClient
 from trackway.tracing import add_incident
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.tools import ExecuteRequest, InstanceCreated, OneShotRequest, ToolResult
+from trackway.wire.tools import ExecuteRequest, InstanceCreated, OneShotRequest, OneShotResult, ToolResult
 from trackway.wire.tracing import Incident
 
 R = TypeVar("R")
@@ -38,7 +38,7 @@ class ToolCallContext:
         """The deadline of a call that starts now."""
         return self.deadline.earlier(self.client.policy.total_s)
 
-    async def one_shot(self, tool: str, request: ExecuteRequest) -> ToolResult:
+    async def one_shot(self, tool: str, request: ExecuteRequest) -> OneShotResult:
         """One request instead of four, for a stateless tool."""
         kwargs = {
             kind: self.sample.tool_kwargs(tool, kind)

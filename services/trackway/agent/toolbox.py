@@ -13,9 +13,8 @@ from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 from pydantic import JsonValue
 
-from trackway.agent.call_faults import CallFailed
 from trackway.agent.catalog import ToolSet
-from trackway.agent.observations import Observation, failed_call, not_run, unknown_function
+from trackway.agent.observations import CallFailed, Observation, failed_call, not_run, unknown_function
 from trackway.agent.tool_instance import ToolCallContext, ToolInstance
 from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
@@ -26,9 +25,6 @@ from trackway.wire.tools import ExecuteRequest, ToolResult
 from trackway.wire.trajectory import ToolCallRecord
 
 logger = logging.getLogger("trackway.agent")
-
-INSTANCE_REWARD = "instance_reward"
-"""The metric in which a one-shot call returns the reward of its instance."""
 
 _releasing: set[asyncio.Task[None]] = set()
 """The event loop keeps only weak references to tasks; a release must survive its cancelled trajectory."""
@@ -95,7 +91,7 @@ class Toolbox:
         if instance is not None:
             return await instance.execute(request)
         result = await self._context.one_shot(call.name, request)
-        self._one_shot_rewards[call.name].append(result.metrics.pop(INSTANCE_REWARD, 0.0))
+        self._one_shot_rewards[call.name].append(result.instance_reward)
         return result
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Runs work on large texts or token lists in a thread, so that it does not block the event loop."""
+"""Run work on large texts or token lists in a thread, so that it does not block the event loop."""
 
 import asyncio
 from collections.abc import Callable

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
+from pydantic_core import from_json
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]{1,256})"')
@@ -86,9 +87,12 @@ def _name_in(block: str) -> str:
 
 
 def _json(text: str) -> JsonValue:
-    """Strict JSON: rejects NaN and lone surrogates, which cannot be sent as JSON."""
+    """Strict JSON that a service accepts: rejects NaN, infinite numbers, lone surrogates, and nesting above 201.
+
+    Raises ValueError, RecursionError.
+    """
     value: JsonValue = json.loads(text, parse_constant=_no_constant)
-    json.dumps(value, ensure_ascii=False).encode()
+    from_json(json.dumps(value, ensure_ascii=False).encode(), allow_inf_nan=False)
     return value
 
 

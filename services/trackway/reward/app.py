@@ -6,7 +6,7 @@ from typing import Annotated
 from fastapi import Body, FastAPI
 from pydantic import JsonValue
 
-from trackway.reward.scorers import Scorer, load_scorers
+from trackway.reward.scorers import Scorer, scorers_of
 from trackway.reward.service import RewardService
 from trackway.reward.settings import RewardSettings
 from trackway.serving import ServiceRouter, service_app
@@ -36,7 +36,7 @@ def create_app(
     """The reward service with the given scorers, or the built-in ones and those named in the settings."""
     settings = settings or RewardSettings()
     if scorers is None:
-        scorers = load_scorers(settings.extra_scorers)
+        scorers = scorers_of(settings)
     service = RewardService(scorers, settings.score_timeout_s, settings.batch_concurrency)
     return service_app("reward", settings, routers=[routes(service)], tracing=tracing)
 

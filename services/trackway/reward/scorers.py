@@ -1,13 +1,16 @@
 """The scorer protocol, and the scorers by data source."""
 
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+from trackway.reward.functions import scorer_of_file, scorers_of_modules
 from trackway.reward.gsm8k import Gsm8kScorer
+from trackway.reward.settings import RewardSettings
+from trackway.serving.own_code import import_modules
 from trackway.serving.user_code import importing, user_code
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.reward import ScoreRequest, ScorerInfo
+from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward
 
 
@@ -39,13 +42,13 @@ class ScorerRegistry:
 
     def get(self, data_source: str) -> Scorer:
         """The scorer of a data source. UNKNOWN_DATA_SOURCE lists the known sources."""
-        scorer = self._by_source.get(data_source)
+        scorer = self._by_source.get(data_source) or self._by_source.get(ANY_DATA_SOURCE)
         if scorer is None:
             known = sorted(self._by_source)
             raise TrackwayError(
                 ErrorCode.UNKNOWN_DATA_SOURCE,
                 f"expected one of the data sources {', '.join(known)}, got {data_source!r}; "
-                "add a scorer for it under extra_scorers",
+                "add a scorer for it (custom_reward_function, or @scorer in one of the modules)",
                 known=[*known],
             )
         return scorer
@@ -70,9 +73,21 @@ def method_of(scorer: Scorer, asked: str | None) -> str:
     return asked
 
 
-def load_scorers(paths: Sequence[str]) -> list[Scorer]:
-    """The built-in scorers and those at `pkg.mod:Class`. TypeError for a path that is not a Scorer."""
-    return [Gsm8kScorer(), *(_imported(path) for path in paths)]
+def scorers_of(settings: RewardSettings) -> list[Scorer]:
+    """The scorers that the settings name; imports their `modules`. The built-in ones only if no own scorer scores
+    every data source.
+
+    TypeError for a path that is not a Scorer; OwnCodeError for a module or file that cannot be imported.
+    """
+    import_modules(settings.modules, settings.code_path)
+    function = settings.custom_reward_function
+    own = [
+        *([scorer_of_file(function)] if function else []),
+        *(_imported(path) for path in settings.extra_scorers),
+        *scorers_of_modules(settings.modules),
+    ]
+    serves_all = any(ANY_DATA_SOURCE in scorer.info.data_sources for scorer in own)
+    return own if serves_all else [Gsm8kScorer(), *own]
 
 
 def _imported(path: str) -> Scorer:

@@ -1,16 +1,26 @@
 """Settings of the reward service."""
 
+from pathlib import Path
+
 from pydantic import Field
 
-from trackway.serving import ServiceSettings
+from trackway.reward.functions import RewardFunction
+from trackway.serving.own_code import OwnCodeSettings
 
 
-class RewardSettings(ServiceSettings):
+class RewardSettings(OwnCodeSettings):
     """The scorers and their limits."""
 
     extra_scorers: list[str] = Field(default_factory=list)
     """Additional scorers by import path `pkg.mod:Class`: classes with `info` and `score` as in scorers.Scorer."""
+    custom_reward_function: RewardFunction | None = None
+    """A function of a Python file that scores every data source, as verl's `custom_reward_function`."""
     score_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one score in seconds; a slower one is answered 504."""
     batch_concurrency: int = Field(default=64, ge=1)
     """Concurrent scores of a batch."""
+
+    @property
+    def own_files(self) -> list[Path]:
+        """Files of own code that the settings name."""
+        return [self.custom_reward_function.path] if self.custom_reward_function else []

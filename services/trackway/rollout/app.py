@@ -165,6 +165,6 @@ def _service(settings: RolloutSettings, engine: Engine, text: TokenText) -> Roll
         settings.watch_interval_s,
         settings.weight_wait_s,
         settings.update_mode,
-        settings.drain_s,
+        settings.update_drain_s,
     )
     return RolloutService(engine, watcher, text, settings)

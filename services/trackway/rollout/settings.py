@@ -65,7 +65,7 @@ class RolloutSettings(ServiceSettings):
     update_mode: Literal["keep", "wait", "abort"] = "keep"
     """Requests in flight when weights change: `keep` continues with the KV cache, `wait` finishes them first,
     `abort` ends them early and the agent resumes them."""
-    drain_s: float = Field(default=300.0, gt=0.0)
+    update_drain_s: float = Field(default=300.0, gt=0.0)
     """With `update_mode` wait: requests that need longer than this are aborted, and the agent resumes them."""
     stuck_s: float = Field(default=60.0, gt=0.0)
     """`/ready` fails when the engine has had requests for this long without progress."""

@@ -14,11 +14,13 @@ from starlette.types import Receive, Scope, Send
 from trackway.clients import close_shared_http
 from trackway.serving.auth import Authentication, show_tokens_in_docs
 from trackway.serving.connections import bound_server
+from trackway.serving.docs_page import serve_docs
 from trackway.serving.environment_check import installation
 from trackway.serving.error_responses import install_error_answers
 from trackway.serving.idempotency import Idempotency
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
 from trackway.serving.middleware import CatchAllErrors, DeadlineLimit, ReplicaName, TraceContext
+from trackway.serving.own_code import OwnCodeSettings
 from trackway.serving.request_limits import JsonSize, RequestBounds
 from trackway.serving.settings import ServiceSettings
 from trackway.serving.tokens import TokenTable
@@ -45,13 +47,15 @@ def service_app(
 ) -> FastAPI:
     """The app of a service: its routers, `/health`, `/ready`, `/metrics`, `/docs`, and the shared middleware.
 
-    ValueError when the tokens' file cannot be used.
+    Raises ValueError if the tokens file cannot be used.
     """
     escape_log_records()
     tracing = tracing or Tracing(service, settings.tracing)
     app = _ServiceApp(
         title=f"Trackway {service}",
         version=version("trackway"),
+        docs_url=None,
+        redoc_url=None,
         lifespan=_lifespan(tracing, lifespan),
         responses={"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}},
     )
@@ -62,6 +66,7 @@ def service_app(
     app.state.metrics = metrics = ServiceMetrics(service, tracing, gauges, collectors)
     for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)
+    serve_docs(app)
     install_error_answers(app)
     if tokens is not None:
         show_tokens_in_docs(app)
@@ -108,12 +113,13 @@ def _lifespan(tracing: Tracing, inner: Lifespan | None) -> Lifespan:
 def _common_routes(
     service: str, settings: ServiceSettings, tracing: Tracing, metrics: ServiceMetrics, ready: ReadyCheck | None
 ) -> APIRouter:
+    code = settings.version() if isinstance(settings, OwnCodeSettings) else None
     router = APIRouter(tags=["service"], generate_unique_id_function=lambda route: route.name)
 
     @router.get("/health", response_model=Health)
     async def health() -> Health:
-        """The process is up; reports its interpreter and packages."""
-        return process_health(service, settings.replica, tracing)
+        """The process is up; reports its interpreter, packages and own code."""
+        return process_health(service, settings.replica, tracing).model_copy(update={"code": code})
 
     @router.get("/ready", response_model=Ready)
     async def readiness() -> JSONResponse:
@@ -149,6 +155,6 @@ def span_counts(stats: SpanStats) -> SpanCounts:
         exported=sum(backend.exported for backend in backends),
         dropped=stats.dropped + sum(backend.dropped for backend in backends),
         refused=sum(backend.refused for backend in backends),
-        waiting=sum(backend.waiting for backend in backends),
+        waiting=stats.queued + sum(backend.waiting for backend in backends),
         spool_bytes=sum(backend.spool_bytes for backend in backends),
     )

@@ -28,7 +28,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 logger = logging.getLogger("trackway.serving")
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Limit beyond the first chunk of a header, which is at most 256 KiB."""
+"""Limit of a header, checked after its first chunk, which is at most 256 KiB."""
 _WARN_EVERY_S = 60.0
 
 

@@ -1,6 +1,6 @@
-"""Describes the Python installation of a process and compares two of them.
+"""Describe the Python installation of a process, and compare two installations.
 
-Workers that run on an unexpected Python or unexpected packages have cost people days.
+A worker with another Python or other packages than the driver fails late and with misleading errors.
 """
 
 import os
@@ -16,7 +16,7 @@ COMPARED_PACKAGES = (
     *("trackway", "ray", "pydantic", "fastapi", "httpx", "torch", "transformers", "tokenizers", "safetensors"),
     *("opentelemetry-sdk", "numpy"),
 )
-"""Packages whose mismatch breaks a deployment, or silently a run."""
+"""Packages whose mismatch breaks a deployment, or silently corrupts a run."""
 
 REMEDY = (
     "start both from one environment (no other PYTHONPATH, no runtime_env.py_executable), or install the same versions"

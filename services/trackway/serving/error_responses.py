@@ -1,4 +1,4 @@
-"""Makes all error responses of a service, in the format of wire/errors.py."""
+"""All error responses of a service, in the format of wire/errors.py."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ _CODE_OF_STATUS = {
 MAX_PROBLEMS = 10
 """Maximum problems of a request named in a response."""
 _MAX_LISTED = 1000
-"""Maximum problems that pydantic lists: each takes 10 us and 1.5 kB, and it lists all or none."""
+"""Most problems for which pydantic's list is built: each takes 10 us and 1.5 kB, and it lists all or none."""
 _MAX_PART = 200
 """Maximum characters of a problem's location and message: both may quote the request."""
 _METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
@@ -76,7 +76,7 @@ def body_problems(error: ValidationError) -> list[dict[str, Any]]:
 
 
 def misfit(error: RequestValidationError, *, skip: int = 0) -> str:
-    """Describes the problems of a request; `skip` drops that many leading parts of each location."""
+    """A description of a request's problems; `skip` drops that many leading parts of each location."""
     problems = error.errors()
     named = [_problem(item["loc"][skip:], item["msg"]) for item in problems[:MAX_PROBLEMS]]
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []

@@ -1,21 +1,13 @@
-"""Metrics of a service, by OpenTelemetry; `/metrics` exposes them in Prometheus' text format.
-
-Requests are counted in plain integers, which become metrics only at a scrape.
-"""
+"""Metrics of a service, by prometheus_client; `/metrics` exposes them in Prometheus' text format."""
 
 import time
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from opentelemetry.metrics import CallbackOptions, Observation
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.resources import Resource
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import Gauge as PrometheusGauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +16,9 @@ from trackway.wire.errors import TrackwayError
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+# A time of creation for each counter and histogram would double the number of series.
+disable_created_metrics()
 
 
 class Gauge(NamedTuple):
@@ -42,122 +37,80 @@ class ServiceMetrics:
     def __init__(
         self, service: str, tracing: Tracing, gauges: Sequence[Gauge] = (), collectors: Sequence[Collector] = ()
     ) -> None:
+        self.in_flight = PrometheusGauge("trackway_in_flight", "Requests in progress", registry=None)
+        self.requests = Counter(
+            "trackway_requests", "Requests by route and status", ["route", "method", "status"], registry=None
+        )
+        self.seconds = seconds_histogram("trackway_request_seconds", "Duration of requests in seconds", "route")
+        self.collectors: list[Collector] = [self.in_flight, self.requests, self.seconds, *collectors]
+        """Of all metrics."""
+        self.collectors += [_Target(service), _Spans(tracing), *map(_Read, gauges)]
         self._registry = CollectorRegistry()
-        reader = PrometheusMetricReader(registry=self._registry)
-        self._provider = MeterProvider([reader], resource=Resource({"service.name": service}), shutdown_on_exit=False)
-        self.requests = RequestCounts()
-        for collector in (self.requests, *collectors):
+        for collector in self.collectors:
             self._registry.register(collector)
-        meter = self._provider.get_meter("trackway")
-        spans = _span_counts(tracing)
-        meter.create_observable_counter("trackway_spans", callbacks=[spans], description="Spans by fate")
-        waiting = _spans_waiting(tracing)
-        meter.create_observable_gauge(
-            "trackway_spans_waiting", callbacks=[waiting], description="Spans that wait to be exported"
-        )
-        on_disk = _spool_bytes(tracing)
-        meter.create_observable_gauge(
-            "trackway_spool_bytes", callbacks=[on_disk], description="Bytes of spans that wait on disk"
-        )
-        for gauge in gauges:
-            create = meter.create_observable_counter if gauge.total else meter.create_observable_gauge
-            create(gauge.name, callbacks=[_observing(gauge)], description=gauge.description)
-
-    def collect(self) -> Iterable[Metric]:
-        """All metrics with type, description and samples."""
-        return self._registry.collect()
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-class Seconds:
-    """A histogram of durations by one label."""
+class Collectors(Collector):
+    """Several metrics as one collector."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._buckets: dict[str, list[int]] = {}
+    def __init__(self, *collectors: Collector) -> None:
+        self.collectors = collectors
 
-    def add(self, label: str, seconds: float) -> None:
-        """One more."""
-        if label not in self._buckets:
-            self._sums[label], self._buckets[label] = 0.0, [0] * (len(_BUCKETS_S) + 1)
-        self._sums[label] += seconds
-        self._buckets[label][bisect_left(_BUCKETS_S, seconds)] += 1
-
-    def family(self, name: str, description: str, label: str) -> Metric:
-        """As Prometheus wants it."""
-        family = HistogramMetricFamily(name, description, labels=[label])
-        bounds = [*map(str, _BUCKETS_S), "+Inf"]
-        for value, counts in self._buckets.items():
-            family.add_metric([value], list(zip(bounds, accumulate(counts), strict=True)), self._sums[value])
-        return family
+    def collect(self) -> Iterable[Metric]:
+        """The metrics of each."""
+        return chain.from_iterable(collector.collect() for collector in self.collectors)
 
 
-class RequestCounts(Collector):
-    """Active requests, and completed ones by route, method and status, with durations by route."""
+def seconds_histogram(name: str, description: str, label: str) -> Histogram:
+    """A histogram of durations by one label, in no registry yet."""
+    return Histogram(name, description, [label], buckets=_BUCKETS_S, registry=None)
 
-    def __init__(self) -> None:
-        self.in_flight = 0
-        self._ended: Counter[tuple[str, str, str]] = Counter()
-        self._seconds = Seconds()
 
-    def ended(self, route: str, method: str, status: str, seconds: float) -> None:
-        """One more."""
-        self._ended[route, method, status] += 1
-        self._seconds.add(route, seconds)
+class _Target(Collector):
+    def __init__(self, service: str) -> None:
+        self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """As Prometheus wants it."""
-        yield GaugeMetricFamily("trackway_in_flight", "Requests in progress", self.in_flight)
-        labels = ("route", "method", "status")
-        yield counted("trackway_requests", "Requests by route and status", labels, self._ended)
-        yield self._seconds.family("trackway_request_seconds", "Duration of requests in seconds", "route")
+        yield InfoMetricFamily("target", "Target metadata", {"service_name": self._service})
 
 
-def counted(name: str, description: str, labels: Sequence[str], counts: Mapping[tuple[str, ...], float]) -> Metric:
-    """A counter with labels."""
-    family = CounterMetricFamily(name, description, labels=labels)
-    for values, count in counts.items():
-        family.add_metric(values, count)
-    return family
+class _Read(Collector):
+    """The value of a gauge at the time of the scrape."""
 
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
 
-def _observing(gauge: Gauge) -> Callable[[CallbackOptions], list[Observation]]:
-    def observe(options: CallbackOptions) -> list[Observation]:
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily if self._gauge.total else GaugeMetricFamily
         try:
-            return [Observation(gauge.read())]
+            yield family(self._gauge.name, self._gauge.description, self._gauge.read())
         except TrackwayError:
-            return []
-
-    return observe
+            return
 
 
-def _span_counts(tracing: Tracing) -> Callable[[CallbackOptions], list[Observation]]:
-    def observe(options: CallbackOptions) -> list[Observation]:
-        stats = tracing.stats()
-        fates = [("ended", "", stats.ended), ("dropped", "", stats.dropped)]
+class _Spans(Collector):
+    """Counts of spans by fate and backend."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._tracing.stats()
+        spans = CounterMetricFamily("trackway_spans", "Spans by fate", labels=["fate", "backend"])
+        spans.add_metric(["ended", ""], stats.ended)
+        spans.add_metric(["dropped", ""], stats.dropped)
+        waiting = GaugeMetricFamily("trackway_spans_waiting", "Spans that wait to be exported", labels=["backend"])
+        on_disk = GaugeMetricFamily("trackway_spool_bytes", "Bytes of spans that wait on disk", labels=["backend"])
         for backend, its in stats.backends.items():
-            counts = {"exported": its.exported, "refused": its.refused, "dropped": its.dropped}
-            fates += [(fate, backend, count) for fate, count in counts.items()]
-        return [Observation(count, {"fate": fate, "backend": backend}) for fate, backend, count in fates]
-
-    return observe
-
-
-def _spans_waiting(tracing: Tracing) -> Callable[[CallbackOptions], list[Observation]]:
-    def observe(options: CallbackOptions) -> list[Observation]:
-        return [Observation(its.waiting, {"backend": name}) for name, its in tracing.stats().backends.items()]
-
-    return observe
-
-
-def _spool_bytes(tracing: Tracing) -> Callable[[CallbackOptions], list[Observation]]:
-    def observe(options: CallbackOptions) -> list[Observation]:
-        return [Observation(its.spool_bytes, {"backend": name}) for name, its in tracing.stats().backends.items()]
-
-    return observe
+            for fate, count in (("exported", its.exported), ("refused", its.refused), ("dropped", its.dropped)):
+                spans.add_metric([fate, backend], count)
+            waiting.add_metric([backend], its.waiting)
+            on_disk.add_metric([backend], its.spool_bytes)
+        yield from (spans, waiting, on_disk)
 
 
 class RequestMetrics:
@@ -180,13 +133,13 @@ class RequestMetrics:
                 status = str(message["status"])
             await send(message)
 
-        requests = self.metrics.requests
-        requests.in_flight += 1
         try:
-            await self.app(scope, receive, watch)
+            with self.metrics.in_flight.track_inprogress():
+                await self.app(scope, receive, watch)
         finally:
-            requests.in_flight -= 1
-            requests.ended(_route(scope), _method(scope), status, time.perf_counter() - started)
+            route = _route(scope)
+            self.metrics.requests.labels(route, _method(scope), status).inc()
+            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
 
 
 def _route(scope: Scope) -> str:

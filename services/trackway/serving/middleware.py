@@ -1,7 +1,6 @@
 """ASGI middleware around each request: trace context, last-resort error response, deadline.
 
-FastAPI's own telemetry is not used: our span per hop carries the content, and a second one around it would only add a
-row to the tree.
+FastAPI's own telemetry is not used, because our span per hop already carries the content.
 
 The receipt in `x-trackway-trace` reports what the request added to the trace. It is written before idempotency stores
 the response: errors have one, and a repeated response has that of the original, since a client retries only when it has

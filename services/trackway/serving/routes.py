@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 
 from trackway.serving.error_responses import body_problems
+from trackway.wire.errors import ErrorCode, TrackwayError, shortened
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -25,6 +26,7 @@ class JsonRoute(APIRoute):
         body_type: TypeAdapter[object] = TypeAdapter(self.body_field.field_info.annotation or object)
 
         async def answer(request: Request) -> Response:
+            _must_be_json(request)
             validating = _ValidatingRequest(request, body_type)
             try:
                 return await handle(validating)
@@ -36,8 +38,23 @@ class JsonRoute(APIRoute):
         return answer
 
 
+def _must_be_json(request: Request) -> None:
+    """Raise TrackwayError(INVALID_REQUEST) for a body of another content type: curl sends a form unless told."""
+    headers = request.headers
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return
+    content_type = headers.get("content-type", "")
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    if kind != "application" or (subtype != "json" and not subtype.endswith("+json")):
+        got = shortened(ascii(content_type), 80) if content_type else "none"
+        message = (
+            f"expected the header `content-type: application/json` with the body, got {got}; add it to the request"
+        )
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+
+
 class ServiceRouter(APIRouter):
-    """A router that makes JsonRoutes."""
+    """A router whose routes are JsonRoutes."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"route_class": JsonRoute, **kwargs})

@@ -5,15 +5,13 @@ A value comes from the Serve config (`args`), else from the environment (`TRACKW
 """
 
 import uuid
-from typing import Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from trackway.serving.tokens import AuthSettings
 from trackway.tracing import TracingSettings
-
-ServiceName = Literal["rollout", "agent", "tools", "reward", "trainer"]
+from trackway.wire.health import ServiceName
 
 
 class ConnectionSettings(BaseSettings):
@@ -52,6 +50,15 @@ class ServiceSettings(ConnectionSettings):
     """URL of the trainer service if it is not under `base_url`."""
     token: SecretStr | None = None
     """Bearer token that this service sends to the others."""
+    direct: bool = True
+    """Call the other services' replicas at their own ports where these are reachable, else through Serve's proxy."""
+    direct_host: str | None = None
+    """Under Ray Serve: address at which each replica also answers directly, on a free port that `/replicas` lists.
+    `node` is the node's own address, for callers on other nodes; None takes 127.0.0.1 when base_url is on this machine,
+    else `node`; with an empty one replicas answer only through the proxy, as the trainer always does."""
+    drain_s: float = Field(default=10.0, ge=0)
+    """Under Ray Serve: longest time in seconds that a stopping replica takes further calls at its own port, until its
+    tool instances are released and its callers have left; keep it below Serve's graceful_shutdown_timeout_s."""
     auth: AuthSettings = Field(default_factory=AuthSettings)
     """Tokens of this service's callers; without any, only callers on this machine are answered."""
     tracing: TracingSettings = Field(default_factory=TracingSettings)
@@ -59,11 +66,11 @@ class ServiceSettings(ConnectionSettings):
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     """Longest request body in bytes; a longer one is answered 413."""
     body_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds for a request's body to be complete; a slower one is answered 422."""
+    """Seconds for a request's body to be complete; a slower one is answered 408."""
     max_json_items: int = Field(default=500_000, ge=1024)
     """List items and object members in a request's JSON, token ids included; more are answered 413."""
     max_json_nodes: int = Field(default=100_000, ge=1024)
-    """Lists, objects and object members in a request's JSON, each up to 800 bytes of memory; more are answered 413."""
+    """Lists, objects and object members in a request's JSON, up to 800 bytes of memory each; more are answered 413."""
     replica: str = Field(default_factory=lambda: uuid.uuid4().hex[:12], pattern="^[0-9a-z]{4,32}$")
     """Name of this process among the service's replicas."""
 

@@ -117,7 +117,7 @@ class AuthSettings(BaseModel):
 
 
 class TokenTable:
-    """Every token by its digest. ValueError when the file cannot be read or has no token."""
+    """Every token by its digest. Raises ValueError if the file cannot be read or has no token."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """User code (tools, scorers, agent loops, their modules): its exceptions fail only its own call.
 
-SystemExit and KeyboardInterrupt leave asyncio's event loop and so end the server, and `except Exception` does not catch
-them, nor others that are not an Exception. Code that ends the process without raising is not contained:
+SystemExit and KeyboardInterrupt propagate through asyncio's event loop and end the server; `except Exception` catches
+neither them nor other BaseExceptions. Code that ends the process without raising is not contained:
 `os._exit`, a signal to itself, `loop.stop()`.
 """
 
@@ -48,7 +48,7 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Around a synchronous call: raises UserCodeExit, prefixed with `what`, for what is not an Exception."""
+    """Wrap a synchronous call: anything raised that is not an Exception becomes UserCodeExit, prefixed with `what`."""
     try:
         yield
     except Exception:
@@ -59,7 +59,7 @@ def user_code(what: str) -> Iterator[None]:
 
 @contextmanager
 def importing(what: str) -> Iterator[None]:
-    """Around the import of a user's module: raises UserCodeExit with the remedy when it exits."""
+    """Wrap the import of a user's module: an exit becomes UserCodeExit with the remedy."""
     with user_code(what):
         try:
             yield

@@ -15,7 +15,7 @@ from trackway.tools.core.server import ToolServer
 from trackway.tools.core.sessions import SessionInstances
 from trackway.tools.http.fast_path import add_fast_path
 from trackway.tools.http.routes import instance_routes, observation_routes, operator_routes, search_routes, tool_routes
-from trackway.tools.loading import load_tools
+from trackway.tools.loading import tools_of
 from trackway.tools.mcp.endpoint import McpFace
 from trackway.tools.settings import ToolsSettings
 from trackway.tools.verl.get_observation import ObservationFace
@@ -35,13 +35,7 @@ def create_app(
     """
     settings = settings or ToolsSettings()
     if tools is None:
-        tools = load_tools(
-            settings.built_in,
-            settings.extra_tools,
-            settings.tool_config,
-            settings.tool_config_path,
-            settings.function_tool_path,
-        )
+        tools = tools_of(settings)
     instances = InstanceTable(settings.replica, settings.max_instances, settings.instance_ttl_s)
     server = ToolServer(tools, settings.limits, instances)
     mcp = McpFace(server, settings.mcp_session_idle_s, settings.mcp_max_sessions, settings.max_body_bytes)

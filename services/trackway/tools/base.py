@@ -35,15 +35,15 @@ class ToolLimits(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     call_timeout_s: float = Field(default=30.0, gt=0)
-    """Time limit of a create, execute, reward or release in seconds."""
+    """Time limit of a create, execute, reward or release in seconds; a slower one is cancelled and answered 504."""
     stop_timeout_s: float = Field(default=2.0, gt=0)
-    """Seconds for a cancelled call to stop; after that its instance is lost."""
+    """Seconds for a cancelled call to stop; after that its instance is lost, and its slot stays taken."""
     wait_timeout_s: float = Field(default=60.0, gt=0)
-    """Longest wait of a call for its instance and for a free slot of its tool, in seconds."""
+    """Longest wait of a call for its instance and for a free slot of its tool, in seconds; then it is answered 429."""
     tool_concurrency: int = Field(default=64, ge=1)
     """Concurrent calls of a tool on this replica."""
     max_output_chars: int = Field(default=16384, ge=1)
-    """Characters of a result's text that are kept."""
+    """Characters of a result's text that are kept; a marker says how many were cut."""
 
     def narrowed(self, config: Mapping[str, JsonValue]) -> "ToolLimits":
         """These limits, lowered by a tool's config; a config cannot raise them."""
@@ -61,6 +61,8 @@ class BaseTool(ABC):
 
     default_schema: ClassVar[ToolSchema | None] = None
     default_config: ClassVar[ToolConfig] = {}
+    path_keys: ClassVar[Sequence[str]] = ()
+    """Keys of the config that hold local paths; those of a tool_config file are relative to the file's folder."""
     stateless: bool = False
     """Whether calls are independent, so that no instance is needed between them."""
 

@@ -1,4 +1,4 @@
-"""Loads the tools named in the settings: built-in ones, import paths, files, MCP servers."""
+"""Loads the tools named in the settings: built-in ones, import paths, modules, files, MCP servers."""
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from trackway.serving.own_code import import_modules
 from trackway.serving.user_code import failure_of, importing
 from trackway.tools.base import BaseTool, ToolConfig, ToolSource
 from trackway.tools.builtin.calculator import CalculatorTool
@@ -13,8 +14,9 @@ from trackway.tools.builtin.gsm8k import Gsm8kTool
 from trackway.tools.builtin.python import PythonTool
 from trackway.tools.builtin.search.tool import SearchTool
 from trackway.tools.core.registry import ToolRegistry
-from trackway.tools.functions.tool import FunctionTool, functions_of_file, is_function_tool
+from trackway.tools.functions.tool import FunctionTool, functions_of_file, functions_of_modules, is_function_tool
 from trackway.tools.mcp.source import McpSource
+from trackway.tools.settings import ToolsSettings
 from trackway.tools.verl.adapter import MCP_CLASSES, named_tool
 from trackway.tools.verl.tool_config import ToolEntry, read_tool_config
 
@@ -35,14 +37,30 @@ class _Planned(NamedTuple):
     """None if only the built tool knows its name."""
 
 
+def tools_of(settings: ToolsSettings) -> list[BaseTool | ToolSource]:
+    """The tools that the settings name; imports their `modules`. Errors as in `load_tools`, and OwnCodeError."""
+    import_modules(settings.modules, settings.code_path)
+    return load_tools(
+        settings.built_in(own_tools=bool(functions_of_modules(settings.modules))),
+        settings.extra_tools,
+        settings.tool_config,
+        settings.tool_config_path,
+        settings.function_tool_path,
+        settings.modules,
+    )
+
+
 def load_tools(
     names: Sequence[str],
     paths: Sequence[str],
     configs: Mapping[str, ToolConfig],
     tool_config_path: Path | None = None,
     function_tool_path: Path | None = None,
+    modules: Sequence[str] = (),
 ) -> list[BaseTool | ToolSource]:
-    """The tools named in the settings, each with its config from `configs` by tool name; MCP servers as sources.
+    """The tools of these names, import paths, files and imported modules; MCP servers as sources.
+
+    `configs` has configs by tool name.
 
     ValueError for an unknown name, a wrong file, a config without a tool or two tools of one name; TypeError for a
     class or function that is not a tool. The message names the setting or file, and the entry.
@@ -52,6 +70,7 @@ def load_tools(
         *(_imported(path) for path in paths),
         *(_entries(tool_config_path) if tool_config_path else []),
         *(_functions(function_tool_path) if function_tool_path else []),
+        *(_function(function, f"module {function.__module__}") for function in functions_of_modules(modules)),
     ]
     tools = [tool if isinstance(tool, ToolSource) else _build(tool, configs) for tool in planned]
     registry = ToolRegistry(tool for tool in tools if isinstance(tool, BaseTool))
@@ -110,7 +129,10 @@ def _entries(path: Path) -> list[_Planned | McpSource]:
 def _entry(origin: str, entry: ToolEntry, folder: Path) -> _Planned | McpSource:
     if entry.mcp is None:
         schema = entry.tool_schema.to_wire() if entry.tool_schema else None
-        make = lambda config: named_tool(entry.class_name, {**entry.own_config, **config}, schema, BUILT_IN)  # noqa: E731
+
+        def make(config: ToolConfig) -> BaseTool:
+            return named_tool(entry.class_name, {**entry.own_config, **config}, schema, BUILT_IN, folder)
+
         return _Planned(origin, make, schema.function.name if schema else None)
     if entry.class_name not in MCP_CLASSES:
         raise ValueError(

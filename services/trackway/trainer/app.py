@@ -52,8 +52,8 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
             await runs.close()
 
     def newest() -> RunInfo | None:
-        info = runs.newest()
-        return None if info is None else runs.tracked(info)
+        info = runs.registry.newest()
+        return None if info is None else runs.registry.tracked(info)
 
     gauges = RunGauges(newest)
     return service_app("trainer", settings, routers=[_routes(runs)], lifespan=lifespan, collectors=[gauges])
@@ -63,7 +63,7 @@ async def _send_leftovers(runs: RunManager, leftovers: Leftovers) -> None:
     """Check periodically: a run may end, or a backend recover, at any time."""
     while True:
         try:
-            leftovers.offer(runs.list())
+            leftovers.offer(runs.registry.list())
         except Exception:
             logger.exception("the check for unsent data of ended runs failed; next check in %s s", LEFTOVERS_S)
         await asyncio.sleep(LEFTOVERS_S)
@@ -85,12 +85,12 @@ def _routes(runs: RunManager) -> ServiceRouter:
     @router.get("/runs")
     async def list_runs() -> RunList:
         """Every run."""
-        return RunList(runs=[runs.tracked(info) for info in runs.list()])
+        return RunList(runs=[runs.registry.tracked(info) for info in runs.registry.list()])
 
     @router.get("/runs/{run}")
     async def one_run(run: RunNameInPath) -> RunInfo:
         """The status of a run."""
-        return runs.tracked(runs.info(run))
+        return runs.registry.tracked(runs.registry.info(run))
 
     @router.get(
         "/runs/{run}/metrics",
@@ -99,10 +99,10 @@ def _routes(runs: RunManager) -> ServiceRouter:
     )
     async def metrics(run: RunNameInPath, follow: bool = False) -> StreamingResponse:
         """One MetricsRow per line; with `follow`, until the run has ended."""
-        runs.info(run)  # raises 404 for an unknown run, before the response's status has been sent
+        runs.registry.info(run)  # raises 404 for an unknown run, before the response's status has been sent
 
         async def lines() -> AsyncIterator[str]:
-            async for row in runs.rows(run, follow):
+            async for row in runs.registry.rows(run, follow):
                 yield row.model_dump_json() + "\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")

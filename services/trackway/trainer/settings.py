@@ -25,6 +25,8 @@ class ServiceUrls(BaseModel):
     """Rollout service, queried for its span counts."""
     reward_url: str | None = None
     """Reward service, queried for its span counts and its scorers."""
+    direct: bool = True
+    """Call the agent service's replicas directly where they are reachable."""
 
     @property
     def traced(self) -> dict[str, str]:
@@ -59,6 +61,7 @@ class TrainerSettings(ServiceSettings):
             weights_url=self.weights_url,
             rollout_url=self.url("rollout"),
             reward_url=self.url("reward"),
+            direct=self.direct,
         )
 
 

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from trackway.clients import run
 from trackway.system import StorageError, escape_log_records, remove_drafts
 from trackway.system.storage import FULL, error_number, storage_error
-from trackway.trainer.config import no_effect
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.heartbeat import Heartbeat, OwnFolder
+from trackway.trainer.run_state.heartbeat import Heartbeat, exit_if_lost
 from trackway.trainer.settings import check_installation
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
@@ -61,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    folder = OwnFolder(options.folder)
+    folder = RunFolder(options.folder, exit_if_lost)
     try:
         run(_work(folder, options.lifeline, options.skip_damaged))
     except TrackwayError as error:
@@ -94,8 +93,6 @@ async def _work(folder: RunFolder, lifeline: bool, skip_damaged: bool) -> None:
         check_installation()
         _stop_on_request(folder, stop, lifeline)
         remove_drafts(folder.path)
-        for key, reason in no_effect(folder.config().trackway.ignored_keys):
-            logger.info("%s has no effect here: %s", key, reason)
         state, step = await _train(folder, stop, skip_damaged)
     how = "interrupted" if folder.info().interrupted else "stopped"
     if state is RunState.FINISHED:

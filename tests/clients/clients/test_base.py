@@ -7,8 +7,8 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel, JsonValue
-from time_limits import ENDS_SOON
 
+from tests.time_limits import ENDS_SOON
 from trackway.clients import CallPolicy, Deadline, ServiceClient
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
 from trackway.tracing.active import activated
@@ -33,6 +33,11 @@ def client_of(handler: Callable[[httpx.Request], httpx.Response], policy: CallPo
 def error_answer(code: ErrorCode, **detail: JsonValue) -> httpx.Response:
     error = TrackwayError(code, "why", **(detail or {"have": 1}))
     return httpx.Response(error.status, json=error.to_reply().model_dump(mode="json"))
+
+
+def test_a_question_is_asked_within_its_seconds() -> None:
+    assert CallPolicy.question(30.0, attempts=2) == CallPolicy(connect_s=2.0, read_s=30.0, total_s=30.0, attempts=2)
+    assert CallPolicy.question(1.0) == CallPolicy(connect_s=1.0, read_s=1.0, total_s=1.0, attempts=1)
 
 
 class Script:

@@ -16,7 +16,7 @@ async def test_a_one_shot_that_is_retried_goes_to_the_replica_that_knows_its_key
         seen.append((request.headers["x-session-id"], request.headers["idempotency-key"]))
         if len(seen) == 1:
             raise httpx.ReadError("the answer was lost")
-        return httpx.Response(200, json={"text": "7"})
+        return httpx.Response(200, json={"text": "7", "instance_reward": 0.0})
 
     http = httpx.AsyncClient(transport=httpx.MockTransport(handler))
     client = ToolsClient("http://tools", http, CallPolicy(attempts=3, backoff_s=0.001, max_backoff_s=0.002))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.system import append_line, atomic_write, remove_drafts, replacing
+from trackway.system import append_line, atomic_write, log_tail, new_folder, remove_drafts, replacing
 
 pytestmark = pytest.mark.usefixtures("umask")
 
@@ -96,3 +96,47 @@ def test_drafts_of_killed_processes_are_removed_once_they_are_old_and_nothing_el
     assert remove_drafts(tmp_path) == 2
     assert [path.exists() for path in [*old, *others]] == [False, False, True, True, True]
     assert remove_drafts(tmp_path / "nowhere") == 0
+
+
+def test_a_folder_gets_its_name_when_it_is_whole(tmp_path: Path):
+    with new_folder(tmp_path / "a" / "7") as draft:
+        (draft / "file").write_text("new")
+        assert names(draft.parent) == [draft.name] and draft.name.startswith(".7.")
+
+    assert ((tmp_path / "a" / "7" / "file").read_text(), names(tmp_path / "a")) == ("new", ["7"])
+
+
+def test_a_folder_whose_block_raises_is_removed(tmp_path: Path):
+    with pytest.raises(ValueError, match="half"), new_folder(tmp_path / "7") as draft:
+        (draft / "file").write_text("new")
+        raise ValueError("half")
+
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_another_process_made_meanwhile_stays(tmp_path: Path):
+    with new_folder(tmp_path / "7") as draft:
+        (draft / "file").write_text("new")
+        (tmp_path / "7").mkdir()
+        (tmp_path / "7" / "file").write_text("first")
+
+    assert ((tmp_path / "7" / "file").read_text(), names(tmp_path)) == ("first", ["7"])
+
+
+@pytest.mark.parametrize(
+    ("content", "tail"),
+    [
+        (b"", ""),
+        (b"one\n", "one"),
+        (b"one\ntwo\nthree\n\n", "two\nthree"),
+        (b"x" * 30 + b"\ny\xff", "x" * 17 + "\ny\ufffd"),
+    ],
+)
+def test_the_end_of_a_log_is_its_last_lines_within_the_bytes(tmp_path: Path, content: bytes, tail: str):
+    (tmp_path / "log").write_bytes(content)
+
+    assert log_tail(tmp_path / "log", lines=2, max_bytes=20) == tail
+
+
+def test_a_log_that_is_not_there_is_said_to_be_none(tmp_path: Path):
+    assert log_tail(tmp_path / "log") == "(no log)"

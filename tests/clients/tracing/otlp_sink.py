@@ -42,7 +42,7 @@ class Sink:
     @property
     def spans(self) -> list[str]:
         """Names of the spans that arrived, in order."""
-        return [name for one in self.arrived for name in one.spans]
+        return [name for request in self.arrived for name in request.spans]
 
 
 class _Server(ThreadingHTTPServer):
@@ -81,7 +81,7 @@ def _handler(sink: Sink) -> type[BaseHTTPRequestHandler]:
 def _parsed(path: str, headers: dict[str, str], body: bytes) -> Arrived:
     request = ExportTraceServiceRequest()
     request.ParseFromString(gzip.decompress(body))
-    spans = [span.name for one in request.resource_spans for scope in one.scope_spans for span in scope.spans]
+    spans = [span.name for resource in request.resource_spans for scope in resource.scope_spans for span in scope.spans]
     return Arrived(path, {name.lower(): value for name, value in headers.items()}, spans)
 
 

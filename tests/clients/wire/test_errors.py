@@ -3,7 +3,7 @@
 import pytest
 from pydantic import JsonValue
 
-from trackway.wire.errors import ErrorCode, TrackwayError, shortened
+from trackway.wire.errors import ERRORS, ErrorCode, Told, TrackwayError, shortened
 
 
 @pytest.mark.parametrize("size", [0, 4095, 4096])
@@ -42,3 +42,10 @@ def test_the_largest_error_fits_64_kb() -> None:
     detail = {f"k{number}": "\x00" * 1000 for number in range(100)}
     error = TrackwayError(ErrorCode.INTERNAL, "\x00" * 1_000_000, **detail)
     assert len(error.to_reply().model_dump_json()) < 40_000
+
+
+def test_the_model_is_told_the_errors_of_its_calls_and_no_other_ones() -> None:
+    told = {how: {code.value for code, spec in ERRORS.items() if spec.told is how} for how in Told}
+
+    assert told[Told.YES] == {"invalid_request", "payload_too_large", "tool_failed", "tool_timeout"}
+    assert told[Told.WITHOUT_AGENT] == {"unknown_tool", "instance_not_found", "instance_lost"}

@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from trackway.agent import loop
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.commands.main_ppo import app as main_ppo
 from trackway.deploy.commands.training import app as training
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.settings import bundled
 from trackway.system.user_error import UserError
 from trackway.trainer.data.parquet import write_rows
 from trackway.wire.agent import RewardModel, Sample
@@ -25,7 +25,7 @@ from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
 
 CHECKOUT = Path(__file__).parents[3]
-MODEL = bundled("examples/tiny/checkpoint")
+MODEL = TINY_MODEL
 R = "actor_rollout_ref.rollout"
 LOOP = f"{R}.agent.default_agent_loop"
 ROW = Sample(
@@ -349,11 +349,11 @@ def test_a_name_that_is_taken_or_cannot_be_is_told_before_anything_is_sent(words
     mine = words({}, f"{R}.trace.backend=null")
 
     taken = command(training, "train", *mine, "--dry-run")
-    other = command(training, "train", *mine, "--run", "other", "--dry-run")
+    other_run = command(training, "train", *mine, "--run", "other", "--dry-run")
     evil = command(training, "train", *mine, "--run", "../../evil")
 
-    assert (taken.status, other.status, evil.status) == (0, 0, 2)
-    assert "run 'plan' exists in" in taken.text.partition("missing here")[2] and "exists in" not in other.text
+    assert (taken.status, other_run.status, evil.status) == (0, 0, 2)
+    assert "run 'plan' exists in" in taken.text.partition("missing here")[2] and "exists in" not in other_run.text
     assert evil.text.startswith("--run: expected a run name of letters, digits")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from ray.serve.config import AutoscalingConfig
 
+from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.local.settings import UpSettings
@@ -18,14 +19,22 @@ def shipped() -> dict:
 
 
 def application(config: dict, name: str) -> dict:
-    return next(one for one in config["applications"] if one["name"] == name)
+    return next(app for app in config["applications"] if app["name"] == name)
+
+
+def test_the_shipped_file_is_a_valid_serve_config(shipped: dict) -> None:
+    serve_config.check(CPU_CONFIG, shipped)
+
+    shipped["applications"][0]["deployments"][0]["num_replica"] = 2
+    with pytest.raises(UserError, match="unknown key 'applications\\[rollout\\]"):
+        serve_config.check(CPU_CONFIG, shipped)
 
 
 def test_the_shipped_file_has_five_services_each_an_application_of_its_own(shipped: dict) -> None:
-    names = [one["name"] for one in shipped["applications"]]
+    names = [app["name"] for app in shipped["applications"]]
     assert names == ["rollout", "tools", "reward", "agent", "trainer"]
-    assert [one["route_prefix"] for one in shipped["applications"]] == [f"/{name}" for name in names]
-    assert all(one["deployments"][0]["max_ongoing_requests"] > 5 for one in shipped["applications"])
+    assert [app["route_prefix"] for app in shipped["applications"]] == [f"/{name}" for name in names]
+    assert all(app["deployments"][0]["max_ongoing_requests"] > 5 for app in shipped["applications"])
 
 
 @pytest.mark.parametrize(
@@ -83,20 +92,22 @@ def test_bounds_begin_autoscaling_and_a_number_is_then_two_equal_bounds(shipped:
     bounded = serve_config.with_replicas(shipped, "rollout", Replicas(1, 4))
     application(bounded, "rollout")["deployments"][0]["autoscaling_config"]["target_ongoing_requests"] = 64
     fixed = serve_config.with_replicas(bounded, "rollout", Replicas(2, 2))
-    [begun], [held] = (application(one, "rollout")["deployments"] for one in (bounded, fixed))
+    [begun], [held] = (application(config, "rollout")["deployments"] for config in (bounded, fixed))
+    del begun["autoscaling_config"]["policy"], held["autoscaling_config"]["policy"]
     assert begun["autoscaling_config"] == {"target_ongoing_requests": 64, "min_replicas": 1, "max_replicas": 4}
     assert held["autoscaling_config"] == {"target_ongoing_requests": 64, "min_replicas": 2, "max_replicas": 2}
     assert ("num_replicas" in begun, "num_replicas" in held) == (False, False)
 
 
-def test_the_tool_server_scales_by_all_its_calls_unless_it_is_told_otherwise(shipped: dict) -> None:
+@pytest.mark.parametrize("service", ["rollout", "tools", "reward", "agent"])
+def test_a_service_scales_by_all_its_calls_unless_it_is_told_otherwise(shipped: dict, service: str) -> None:
     policy = {"policy_function": "trackway.deploy.autoscaling:all_requests"}
-    [deployment] = application(serve_config.with_replicas(shipped, "tools", Replicas(1, 4)), "tools")["deployments"]
+    [deployment] = application(serve_config.with_replicas(shipped, service, Replicas(1, 4)), service)["deployments"]
     assert deployment["autoscaling_config"]["policy"] == policy
     AutoscalingConfig.model_validate(deployment["autoscaling_config"])  # Serve finds it
     own = {"policy_function": "ray.serve.autoscaling_policy:default_autoscaling_policy"}
-    application(shipped, "tools")["deployments"][0]["autoscaling_config"] = {"policy": own}
-    [kept] = application(serve_config.with_replicas(shipped, "tools", Replicas(1, 4)), "tools")["deployments"]
+    application(shipped, service)["deployments"][0]["autoscaling_config"] = {"policy": own}
+    [kept] = application(serve_config.with_replicas(shipped, service, Replicas(1, 4)), service)["deployments"]
     assert kept["autoscaling_config"]["policy"] == own
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from trackway.deploy.bundled import CPU_CONFIG
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.services_for_run import RunServices, decided_already, services_for
-from trackway.deploy.local.settings import bundled
 from trackway.rollout.settings import RolloutSettings
 from trackway.tools.settings import ToolsSettings
 from trackway.trainer.config import compose
@@ -30,7 +30,7 @@ def no_engine_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(gpus: int, *words: str, **rollout_args: object) -> RunServices:
-    base = serve_config.load(bundled("deploy/cpu.yaml"))
+    base = serve_config.load(CPU_CONFIG)
     if rollout_args:
         base = serve_config.with_options(base, "rollout", rollout_args)
     return services_for(compose([*words]), gpus, base)
@@ -46,7 +46,10 @@ def rollout_deployment(services: RunServices) -> dict[str, Any]:
 
 
 def told(services: RunServices) -> dict[str, tuple[str, str, str]]:
-    return {one.key.rpartition(".")[2]: (one.asked, one.got, one.reason) for one in services.decisions}
+    return {
+        decision.key.rpartition(".")[2]: (decision.asked, decision.got, decision.reason)
+        for decision in services.decisions
+    }
 
 
 def test_eight_gpus_make_four_replicas_of_two_that_sleep_while_the_learner_works() -> None:
@@ -158,7 +161,7 @@ def test_the_tools_of_a_file_are_the_tool_servers() -> None:
 
     settings = ToolsSettings(**args(made(0, f"{R}.multi_turn.tool_config_path={file}"), "tools"))
 
-    assert (settings.tool_config_path, settings.built_in, settings.drain_s) == (file, [], 60.0)
+    assert (settings.tool_config_path, settings.built_in(own_tools=False), settings.drain_s) == (file, [], 60.0)
     [missing] = made(0, f"{R}.multi_turn.tool_config_path=nowhere.yaml").missing
     assert missing == f"{R}.multi_turn.tool_config_path: expected a file, got nowhere.yaml; correct the path"
 
@@ -166,12 +169,12 @@ def test_the_tools_of_a_file_are_the_tool_servers() -> None:
 def test_on_running_services_each_given_key_of_the_deployment_is_told() -> None:
     decided = decided_already(compose(SCRIPT))
 
-    assert {one.key: one.asked for one in decided} == {
+    assert {decision.key: decision.asked for decision in decided} == {
         f"{R}.name": "sglang",
         f"{R}.tensor_model_parallel_size": "2",
         f"{R}.gpu_memory_utilization": "0.5",
         "trainer.n_gpus_per_node": "8",
         "trainer.nnodes": "1",
     }
-    assert {one.reason for one in decided} == {"decided by the running deployment"}
+    assert {decision.reason for decision in decided} == {"decided by the running deployment"}
     assert decided_already(compose([])) == []

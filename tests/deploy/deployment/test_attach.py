@@ -82,7 +82,7 @@ async def stranger(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "reason"),
+    ("app", "reason"),
     [
         (
             CatchAllErrors(defect),
@@ -93,9 +93,9 @@ async def stranger(scope: Scope, receive: Receive, send: Send) -> None:
     ids=["a service of ours that fails", "somebody else's"],
 )
 def test_a_service_that_fails_is_not_taken_for_a_stranger(
-    other: ASGIApp, reason: str, elsewhere, outputs: Path, monkeypatch
+    app: ASGIApp, reason: str, elsewhere, outputs: Path, monkeypatch
 ) -> None:
-    monkeypatch.setitem(elsewhere._apps, "rollout", other)
+    monkeypatch.setitem(elsewhere._apps, "rollout", app)
     assert unanswered(record(outputs, elsewhere.url)) == {"rollout": reason.format(url=elsewhere.url)}
 
 
@@ -176,7 +176,7 @@ def test_one_service_that_answers_is_enough_to_be_asked_for_the_others(elsewhere
     elsewhere.away = set(SERVICES[1:])
     there = record(outputs, elsewhere.url)
     assert load_running(outputs) == there
-    shown = {one.service: (one.status, one.message) for one in status.service_statuses(there)}
+    shown = {service.service: (service.status, service.message) for service in status.service_statuses(there)}
     assert shown["agent"][0] == "UNAVAILABLE" and "HTTP 503: no agent here" in shown["agent"][1]
 
 

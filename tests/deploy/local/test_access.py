@@ -39,7 +39,7 @@ def config(host: str, **args: dict[str, Any]) -> dict[str, Any]:
 def test_one_setting_gives_every_service_the_tokens(tokens_file: Path) -> None:
     settings = UpSettings(tokens_file=tokens_file)
     applications: Any = up._completed(config("127.0.0.1"), settings, "http://here", 1, "http://mlflow")["applications"]
-    assert [one["args"]["auth"] for one in applications] == [{"tokens_file": str(tokens_file)}] * 5
+    assert [app["args"]["auth"] for app in applications] == [{"tokens_file": str(tokens_file)}] * 5
 
 
 def test_what_the_serve_config_says_of_a_service_is_added(tokens_file: Path) -> None:

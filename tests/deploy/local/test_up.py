@@ -11,6 +11,7 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.deployment import processes
 from trackway.deploy.local import preflight, up
 from trackway.deploy.local.settings import UpSettings
+from trackway.system import free_port
 from trackway.system.user_error import UserError
 
 
@@ -23,7 +24,7 @@ def settings(tmp_path: Path, **given: object) -> UpSettings:
 def arguments(made: UpSettings) -> dict[str, dict]:
     completed = up._completed(serve_config.load(made.config), made, "http://here", 1234, "http://mlflow")
     applications: Any = completed["applications"]
-    return {one["name"]: one["args"] for one in applications}
+    return {app["name"]: app["args"] for app in applications}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_every_service_knows_mlflow_and_where_traces_wait(tmp_path) -> None:
     made = arguments(settings(tmp_path))
 
     tracing = {"mlflow_uri": "http://mlflow", "spool_dir": str(tmp_path / "out" / "spool")}
-    assert {name: one["tracing"] for name, one in made.items()} == dict.fromkeys(made, tracing)
+    assert {name: settings["tracing"] for name, settings in made.items()} == dict.fromkeys(made, tracing)
     assert len(made) == 5
 
 
@@ -75,7 +76,7 @@ def test_keys_of_the_environment_stand_in_no_serve_config(tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_a_local_database_gets_a_server_of_its_own_and_a_running_server_none(tmp_path) -> None:
-    port = preflight.free_port()
+    port = free_port()
     uri, [process] = up._mlflow(settings(tmp_path, mlflow_uri=f"sqlite:///{tmp_path}/mine.db"), port)
     try:
         running = process.find()

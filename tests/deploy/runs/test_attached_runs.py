@@ -184,7 +184,7 @@ def test_a_run_that_does_not_end_says_what_helps(there: Deployment, folder: RunF
     monkeypatch.setattr(launch, "STOP_DEADLINE_S", -1.0)
     advance(folder, RunState.RUNNING, RunState.STOPPING)
     again = f"`trackway train --resume {folder.name}` waits again, then resumes it"
-    with pytest.raises(UserError, match=f"expected it to stop within .* s, got no end; {again}$"):
+    with pytest.raises(UserError, match=f"expected it to stop within .* s, but it is still running; {again}$"):
         launch.resume_run(there, folder.name)
     with pytest.raises(UserError, match=f"{again}; or stop it together with its services: `trackway down`$"):
         launch.resume_run(here(there), folder.name)

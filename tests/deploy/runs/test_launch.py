@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.cli import app
-from trackway.deploy.runs.launch import check_backends_here, localised
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs.launch import check_backends_here, localised, placed
 from trackway.deploy.runs.losses import trace_losses, tracking_losses
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
@@ -107,3 +109,15 @@ def test_every_path_of_this_machine_is_made_whole_and_names_of_other_places_stay
     assert here.trainer.resume_from_path == f"{tmp_path}/run/global_step_3"
     assert here.actor_rollout_ref.model.path == f"{tmp_path}/model"
     assert hub.actor_rollout_ref.model.path == "Qwen/Qwen2.5-3B-Instruct"
+
+
+def test_a_run_without_a_model_trains_the_one_that_this_machine_serves(tmp_path: Path):
+    served: dict[str, object] = {"applications": [{"name": "rollout", "args": {"model_path": "/models/served"}}]}
+    here = Deployment(base_url="", dashboard_url="", mlflow_uri="", outputs=tmp_path, serve_config=served)
+    attached = Deployment(base_url="", dashboard_url="", mlflow_uri="", outputs=tmp_path, attached=True)
+    named = compose(["actor_rollout_ref.model.path=Some/Model"])
+
+    assert placed(compose([]), here).actor_rollout_ref.model.path == "/models/served"
+    assert placed(compose([]), None).actor_rollout_ref.model.path == str(TINY_MODEL)
+    assert placed(compose([]), attached).actor_rollout_ref.model.path is None
+    assert placed(named, here).actor_rollout_ref.model.path == "Some/Model"

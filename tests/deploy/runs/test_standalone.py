@@ -8,6 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.commands.main_ppo import app
 from trackway.deploy.runs.standalone import prepare
 from trackway.system.user_error import UserError
@@ -78,19 +79,37 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(rows: Path, tmp_path: Path
 
     assert told.exit_code == 0
     plan, _, found = told.stdout.partition("missing here")
-    assert lines(plan)[3:10] == [
+    assert lines(plan)[3:12] == [
         "rows 7473",
         "steps 29 an epoch x 15 = 435",
         "a step 256 prompts x 16 = 4096 trajectories",
         "optimiser 1 update a step, each of 4096 trajectories in 1 pass of at most 4096",
         "rollout engine torch, one replica; with the requested GPUs 8 GPUs / 2 each = 4",
+        "overlap none: rollouts and updates take turns",
+        "correction none",
         "validation after steps 0, 20, 40, 60, ... 435 (23 in all)",
         "checkpoints after step 435",
     ]
-    rest = " ".join(lines(plan)[10:])
+    rest = " ".join(lines(plan)[12:])
     assert "traces 4096 a step to mlflow, each 4 to 16 spans and 2.8 kB to 11.2 kB: 11.5 MB to 45.9 MB a step" in rest
     assert "Some/Model is not in this machine's Hugging Face cache; it is downloaded when the run starts" in found
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_plan_says_that_stale_rollouts_are_corrected(rows: Path, tmp_path: Path) -> None:
+    words = [f"data.train_files={rows}", f"actor_rollout_ref.model.path={TINY_MODEL}"]
+    words += ["--outputs", str(tmp_path / "outputs"), "--dry-run"]
+
+    ahead = main_ppo("async_training.staleness_threshold=0.5", *words).stdout
+    chosen = main_ppo(
+        "async_training.staleness_threshold=0.5", "algorithm.rollout_correction=bypass_ppo_clip", *words
+    ).stdout
+
+    assert (
+        "correction token importance weights, at most 2: set for rollouts of older weights; "
+        "algorithm.rollout_correction=disabled sets none"
+    ) in lines(ahead)
+    assert "correction ppo_clip against the sampler's logprobs" in lines(chosen)
 
 
 def test_a_plan_counts_the_prompts_that_are_short_enough(tmp_path: Path) -> None:
@@ -99,7 +118,7 @@ def test_a_plan_counts_the_prompts_that_are_short_enough(tmp_path: Path) -> None
     words = [f"data.train_files={tmp_path / 'train.parquet'}", "data.filter_overlong_prompts=True"]
     words += ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
 
-    model = f"actor_rollout_ref.model.path={EXAMPLES / 'tiny' / 'checkpoint'}"
+    model = f"actor_rollout_ref.model.path={TINY_MODEL}"
     told = main_ppo(*words, model, "--outputs", str(tmp_path / "outputs"), "--dry-run").stdout
     hub = main_ppo(*words, "actor_rollout_ref.model.path=Some/Model", "--outputs", str(tmp_path), "--dry-run").stdout
 
@@ -171,7 +190,7 @@ def test_the_module_runs_from_anywhere_and_refuses_an_unknown_option(tmp_path: P
 def test_a_name_that_is_taken_is_refused_before_anything_starts(
     rows: Path, tmp_path: Path, state: RunState, mode: str, refused: bool
 ) -> None:
-    words = [f"data.train_files={rows}", f"actor_rollout_ref.model.path={EXAMPLES / 'tiny' / 'checkpoint'}"]
+    words = [f"data.train_files={rows}", f"actor_rollout_ref.model.path={TINY_MODEL}"]
     run = prepare([*words, "trainer.experiment_name=again", f"trainer.resume_mode={mode}"], None, "default", tmp_path)
     checked = lambda: run.check(load=False).findings.missing_here  # noqa: E731
     folder = RunFolder(tmp_path / "again")

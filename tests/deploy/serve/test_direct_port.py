@@ -39,7 +39,9 @@ class Service:
         self._running: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
 
     async def start(self, name: str, drain_s: float = 0.0) -> None:
-        settings = ToolsSettings(tools=["calculator"], extra_tools=["faulty_tool:FaultyTool"], replica=name)
+        settings = ToolsSettings(
+            tools=["calculator"], extra_tools=["tests.services.tools.faulty_tool:FaultyTool"], replica=name
+        )
         app = self.apps[name] = create_app(settings)
         self.ports[name] = DirectPort(app, "127.0.0.1", app.state.instances.__len__, drain_s)
         await self._run(name, app)
@@ -108,13 +110,14 @@ async def test_calls_go_past_the_proxy_and_an_instance_stays_with_its_replica(se
     await service.open("aaaa", "bbbb")
     client = service.client
     made = [await client.create("faulty", f"session {number}") for number in range(12)]
-    assert {one.instance_id[:4] for one in made} == {"aaaa", "bbbb"}
+    assert {instance.instance_id[:4] for instance in made} == {"aaaa", "bbbb"}
     for count in (1, 2):
-        texts = [(await client.execute(one.instance_id, OK)).text for one in made]  # no session: the id is enough
+        # No session: the id is enough.
+        texts = [(await client.execute(instance.instance_id, OK)).text for instance in made]
         assert texts == [f"ok {count}"] * 12
     assert (await client.one_shot("calculator", SUM)).text == "2"
-    for one in made:
-        await client.release(one.instance_id)
+    for instance in made:
+        await client.release(instance.instance_id)
     assert service.by_proxy == []
 
 
@@ -138,15 +141,38 @@ async def test_a_replica_that_stops_answers_until_its_instances_are_released(ser
     await service.start("bbbb", drain_s=30.0)
     client, port = service.client, service.ports["bbbb"]
     made = [(await client.create("faulty", f"s{number}")).instance_id for number in range(12)]
-    mine = [one for one in made if one.startswith("bbbb")]
+    mine = [instance_id for instance_id in made if instance_id.startswith("bbbb")]
     stopping = asyncio.create_task(service.stop("bbbb"))
-    for one in mine:
-        assert (await client.execute(one, OK)).text == "ok 1"
+    for instance_id in mine:
+        assert (await client.execute(instance_id, OK)).text == "ok 1"
     assert port.url and not stopping.done()
-    for one in mine:
-        await client.release(one)
+    for instance_id in mine:
+        await client.release(instance_id)
     await asyncio.wait_for(stopping, 10)
     assert (port.url, service.by_proxy) == ("", [])
+
+
+async def test_calls_that_never_end_lose_none_when_a_replica_stops_though_each_is_sent_once(service: Service) -> None:
+    await service.open("aaaa")
+    await service.start("bbbb", drain_s=30.0)
+    answered, texts, enough = 0, set[str](), asyncio.Event()
+    async with httpx.AsyncClient(trust_env=False) as http:  # the replica closes this process's shared client
+        client = ToolsClient(service.client.base_url, http, CallPolicy(attempts=1), direct=True)
+
+        async def line() -> None:
+            nonlocal answered
+            while not enough.is_set():
+                texts.add((await client.one_shot("calculator", SUM)).text)
+                answered += 1
+
+        lines = [asyncio.create_task(line()) for _ in range(4)]
+        await until(lambda: answered >= 8)
+        await asyncio.wait_for(service.stop("bbbb"), 20)
+        before = answered
+        await until(lambda: answered >= before + 8)
+        enough.set()
+        await asyncio.gather(*lines)
+    assert texts == {"2"}
 
 
 async def test_a_stopping_replica_finishes_what_it_has_begun_and_counts_it(service: Service) -> None:
@@ -191,7 +217,7 @@ async def test_a_key_that_comes_twice_at_once_runs_once_at_the_port_too(service:
         sent = [asyncio.create_task(http.post(url, content=OK.model_dump_json(), headers=KEYED)) for _ in range(2)]
         await until(lambda: service.ports["aaaa"].in_flight == 2)
         gate.set()
-        assert {(await one).json()["text"] for one in sent} == {"ok 1"}
+        assert {(await call).json()["text"] for call in sent} == {"ok 1"}
     assert (await service.client.execute(made.instance_id, OK)).text == "ok 2"
 
 

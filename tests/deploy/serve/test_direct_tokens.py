@@ -82,8 +82,8 @@ async def test_a_caller_with_a_token_goes_past_the_proxy_and_one_without_learns_
     async with service.running() as client, httpx.AsyncClient(trust_env=False) as http:
         assert (await client.one_shot("calculator", SUM)).text == "2"
         refused = [await http.get(service.direct.url + path) for path in ("/tools", "/replicas", "/nothing", "/docs")]
-        assert (service.by_proxy, len({one.content for one in refused})) == (0, 1)
-        assert [(one.status_code, "x-trackway-replica" in one.headers) for one in refused] == [(401, False)] * 4
+        assert (service.by_proxy, len({reply.content for reply in refused})) == (0, 1)
+        assert [(reply.status_code, "x-trackway-replica" in reply.headers) for reply in refused] == [(401, False)] * 4
 
 
 async def test_whoever_has_a_replicas_address_hears_no_token_and_is_not_believed() -> None:
@@ -104,6 +104,8 @@ async def test_whoever_takes_a_replicas_port_over_hears_a_pass_that_opens_nothin
         await close_shared_http()
         async with somebody_else(int(ours.url.rpartition(":")[2])) as (_, heard):
             assert (await client.one_shot("calculator", SUM)).text == "2"
+            assert client._routes is not None and client._routes._refreshing is not None
+            await client._routes._refreshing  # it would connect while the server closes
         [sent] = {line for said in heard for line in said.splitlines() if line.lower().startswith("authorization")}
         stolen = {"authorization": sent.partition(": ")[2]}
         assert (TOKEN in sent, ours.by_proxy) == (False, 1)

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
-from replica_group import Group
-from time_limits import ENDS_SOON
 
+from tests.services.rollout.replica_group import Group
+from tests.time_limits import ENDS_SOON
 from trackway.clients import Deadline
 from trackway.deploy.serve.fan_out import Refusal, agreed, replicas_route
 from trackway.rollout.settings import RolloutSettings
@@ -56,9 +56,9 @@ async def test_all_replicas_sleep_and_wake_in_stages_however_often_they_are_told
         for call in calls:
             await call()
             told = (await client.sleeping()).replicas
-            assert [one.replica for one in told] == names
-            found.append([one.asleep for one in told])
-        ready = [(await one.describe()).ready.ready for one in group.replicas]
+            assert [state.replica for state in told] == names
+            found.append([state.asleep for state in told])
+        ready = [(await replica.describe()).ready.ready for replica in group.replicas]
     assert found == [[PARTS] * 2, [PARTS] * 2, [["kv_cache"]] * 2, [[]] * 2, [[]] * 2]
     assert ready == [True, True]
 
@@ -69,10 +69,10 @@ async def test_a_replica_that_came_while_the_others_slept_is_awake_and_stays_so(
         late = group.replicas.pop()
         await client.sleep()
         group.replicas.append(late)
-        found = [sorted(one.is_sleeping for one in (await client.sleeping()).replicas)]
+        found = [sorted(replica.is_sleeping for replica in (await client.sleeping()).replicas)]
         for parts in stages:
             await client.wake_up(parts)
-            found.append(sorted(one.is_sleeping for one in (await client.sleeping()).replicas))
+            found.append(sorted(replica.is_sleeping for replica in (await client.sleeping()).replicas))
     assert found == [[False, True], [False, True], [False, False]]
 
 
@@ -81,7 +81,9 @@ async def test_who_cannot_sleep_is_named_and_the_others_sleep(group: Group) -> N
         names = await group.names()
         with pytest.raises(TrackwayError) as refused:
             await client.sleep()
-        said = {one.replica: (one.can_sleep, one.is_sleeping) for one in (await client.sleeping()).replicas}
+        said = {
+            replica.replica: (replica.can_sleep, replica.is_sleeping) for replica in (await client.sleeping()).replicas
+        }
     assert refused.value.code is ErrorCode.INVALID_REQUEST
     assert refused.value.message.startswith(
         f"POST /sleep?mode=wait failed on 1 of 2 rollout replicas: {names[1]}: expected an engine that can sleep"
@@ -129,7 +131,7 @@ async def test_steering_all_is_an_operators(group: Group) -> None:
     async with group.running(settings, settings):
         for token in (AGENT, OPERATOR):
             headers = {"authorization": f"Bearer {token}"}
-            found[token] = [(await group.https[0].request(*one, headers=headers)).status_code for one in asked]
+            found[token] = [(await group.https[0].request(*call, headers=headers)).status_code for call in asked]
     assert found == {AGENT: [200, 403, 403], OPERATOR: [200, 200, 200]}
 
 

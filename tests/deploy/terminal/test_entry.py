@@ -1,9 +1,11 @@
 """The exit status of a command, however it ends."""
 
+import json
 import logging
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Annotated
 
 import pytest
 import typer
@@ -62,3 +64,28 @@ def test_a_command_that_is_told_to_end_is_interrupted() -> None:
     with pytest.raises(SystemExit) as caught:
         enter(app)
     assert caught.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("expected a run, got none"), "invalid_request", "expected a run, got none"),
+        (TrackwayError(ErrorCode.UNAVAILABLE, "no service"), "unavailable", "no service"),
+        (RuntimeError("a defect"), "internal", "RuntimeError: a defect"),
+    ],
+    ids=repr,
+)
+def test_every_error_is_one_json_document_with_json(
+    error: Exception, code: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trackway", "--json"])
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.command()
+    def command(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+        raise error
+
+    with pytest.raises((SystemExit, RuntimeError)):
+        enter(app)
+    body = json.loads(capsys.readouterr().out)["error"]
+    assert (body["code"], body["message"]) == (code, message)

@@ -1,1 +1,1 @@
-"""What is checked of the rendered manifests before a cluster sees them; one subject a module."""
+"""Checks of the rendered manifests, without a cluster; one subject per module."""

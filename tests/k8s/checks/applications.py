@@ -13,23 +13,23 @@ from ray.serve import Application
 from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeApplicationSchema
 
-from checks.environment import environment
-from checks.model import Fault, title
-from checks.render import Render
-from checks.serve import PATH, Config, configs, first
+from tests.k8s.checks.environment import environment
+from tests.k8s.checks.model import Fault, title
+from tests.k8s.checks.render import Render
+from tests.k8s.checks.serve import PATH, Config, configs, first
 
 _NOT_THERE = (ImportError, AttributeError, ValueError)
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Imports that fail, arguments that a builder does not take, and settings for deployments that it does not make."""
+    """Failing imports, arguments that a builder does not accept, and settings of unknown deployments."""
     for config in configs(render):
         for application in config.schema.applications:
             yield from _application(render, config, application)
 
 
 def argument_types(config: Config) -> Iterator[type[BaseModel]]:
-    """What the builders that can be imported take."""
+    """The argument models of the builders that can be imported."""
     for application in config.schema.applications:
         with contextlib.suppress(*_NOT_THERE):
             kind = _arguments(_imported(application.import_path))
@@ -46,7 +46,7 @@ def _application(render: Render, config: Config, application: ServeApplicationSc
         yield Fault(where, f"{path}.import_path", "something to import", str(error), remedy)
         return
     said = json.dumps(application.args, sort_keys=True, default=str)
-    for pod in [pod for pod in render.pods if pod.owner == where and pod.ray]:  # Serve may build it in any of them
+    for pod in [pod for pod in render.pods if pod.owner == where and pod.ray]:  # Serve may build it in any pod
         known = environment(render, pod.ray) if pod.ray else {}
         built = _built(application.import_path, application.name, said, tuple(sorted(known.items())))
         if isinstance(built, str):
@@ -61,7 +61,7 @@ def _application(render: Render, config: Config, application: ServeApplicationSc
 
 @cache
 def _built(import_path: str, name: str, args: str, known: tuple[tuple[str, str], ...]) -> set[str] | str:
-    """Build it without starting it, in a pod's environment: the names of its deployments, or what is wrong."""
+    """Build an application in a pod's environment, without starting it: the names of its deployments, or the error."""
     try:
         with _as_in(dict(known)):
             builder = _imported(import_path)
@@ -78,7 +78,7 @@ def _no_handle(*_: object) -> Any:
 
 
 def _arguments(builder: Any) -> type[BaseModel] | None:
-    """The model that a builder takes; None for an application that is built already."""
+    """The argument model of a builder; None for an application that is already built."""
     if isinstance(builder, Application):
         return None
     [kind] = [hint for name, hint in get_type_hints(builder).items() if name != "return"]
@@ -86,14 +86,14 @@ def _arguments(builder: Any) -> type[BaseModel] | None:
 
 
 def _imported(name: str) -> Any:
-    """What `pkg.mod:name` or `pkg.mod.name` stands for."""
+    """The object at `pkg.mod:name` or `pkg.mod.name`."""
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
 
 @contextlib.contextmanager
 def _as_in(pod: dict[str, str]) -> Iterator[None]:
-    """The environment of a pod instead of this process's."""
+    """Replace this process's environment by a pod's."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update({"PATH": before.get("PATH", ""), "HOME": before.get("HOME", "/"), **pod})

@@ -1,19 +1,19 @@
-"""PodDisruptionBudgets: Kubernetes can reckon with them, and they let a drain go on."""
+"""PodDisruptionBudgets: Kubernetes can evaluate them, and they do not block a drain."""
 
 from collections.abc import Iterator
 
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema
 
-from checks.model import Fault, part, title
-from checks.placement import held
-from checks.pods import Pod
-from checks.render import Render
-from checks.selectors import matches
+from tests.k8s.checks.model import Fault, part, title
+from tests.k8s.checks.placement import held
+from tests.k8s.checks.pods import Pod
+from tests.k8s.checks.render import Render
+from tests.k8s.checks.selectors import matches
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Budgets that Kubernetes cannot count for Ray's pods, and such that never let a pod go."""
+    """Budgets that Kubernetes cannot evaluate for Ray's pods, and budgets that never allow an eviction."""
     for budget in render.of("PodDisruptionBudget"):
         where, least = title(budget), part(budget, "spec.minAvailable")
         chosen = [pod for pod in render.pods if matches(part(budget, "spec.selector") or {}, pod.labels)]
@@ -28,7 +28,7 @@ def faults(render: Render) -> Iterator[Fault]:
 
 
 def _fewest(render: Render, pod: Pod) -> int:
-    """How many pods of the template there are at the least, if each holds one replica of a service."""
+    """The least number of pods of the template, if each holds one replica of a service."""
     if pod.group:
         return max((_fewest_replicas(deployment) for _, deployment in held(render, pod)), default=0)
     replicas = part(render.find(*pod.owner.split("/")), "spec.replicas")

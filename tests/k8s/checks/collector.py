@@ -1,4 +1,4 @@
-"""The OpenTelemetry collector's configuration, as its arguments put it together, beside the pod that it runs in."""
+"""The OpenTelemetry collector's configuration, merged from its arguments, against its pod."""
 
 import contextlib
 import copy
@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from checks.environment import environment, filled, mounted_files
-from checks.model import Fault, Object, parsed, part, walk
-from checks.pods import Container, Pod
-from checks.render import Render
+from tests.k8s.checks.environment import environment, filled, mounted_files
+from tests.k8s.checks.model import Fault, Object, parsed, part, walk
+from tests.k8s.checks.pods import Container, Pod
+from tests.k8s.checks.render import Render
 
 _PARTS = ("receivers", "processors", "exporters")
 _VARIABLE = re.compile(r"\$\{env:(\w+)\}")
@@ -21,21 +21,21 @@ _LISTENS = re.compile(r"0\.0\.0\.0:(\d+)")
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Missing parts, variables without a value, ports that the pod does not open, folders that it may not write."""
+    """Missing components, unset variables, ports that the pod does not open, and read-only folders."""
     for pod in render.pods:
         for container in pod.containers:
             files = mounted_files(render, pod, container)
             for file in files.keys() & set(_sources(container)):
                 if not isinstance(_read(files[file]), dict):
                     path, got = f"{container.path}.args[--config]", file
-                    yield Fault(pod.owner, path, "a file with a mapping in YAML", got, "mend its ConfigMap")
+                    yield Fault(pod.owner, path, "a file with a mapping in YAML", got, "correct its ConfigMap")
             config = in_use(render, pod, container)
             if config:
                 yield from _of_container(render, pod, container, config)
 
 
 def in_use(render: Render, pod: Pod, container: Container) -> Object | None:
-    """What of the configuration the pipelines use; None for a container that is no collector."""
+    """The components that the pipelines use; None for a container that is not a collector."""
     config: Object = {}
     for source in _sources(container):
         if source.startswith("yaml:"):
@@ -78,14 +78,16 @@ def text(render: Render, container: Container, config: Object) -> str:
 
 
 def _sources(container: Container) -> list[str]:
-    arguments = [str(one) for one in [*(container.spec.get("command") or []), *(container.spec.get("args") or [])]]
-    joined = [one.removeprefix("--config=") for one in arguments if one.startswith("--config=")]
+    arguments = [
+        str(argument) for argument in [*(container.spec.get("command") or []), *(container.spec.get("args") or [])]
+    ]
+    joined = [argument.removeprefix("--config=") for argument in arguments if argument.startswith("--config=")]
     apart = [after for before, after in pairwise(arguments) if before == "--config"]
     return joined + apart
 
 
 def _read(text: str) -> Any:
-    """None for what is no YAML."""
+    """The parsed YAML; None if it is invalid."""
     with contextlib.suppress(yaml.YAMLError):
         return parsed(text)
 
@@ -99,7 +101,7 @@ def _merged(below: Object, above: Object) -> Object:
 
 
 def _used(config: Object) -> Object:
-    """Without the parts that no pipeline names, and what only those use."""
+    """The configuration without components that no pipeline uses."""
     pipelines = config["service"]["pipelines"].values()
     named = {kind: {name for pipeline in pipelines for name in pipeline.get(kind) or []} for kind in _PARTS}
     parts = {kind: config.get(kind) or {} for kind in _PARTS}
@@ -109,10 +111,12 @@ def _used(config: Object) -> Object:
     missing = sorted(name for kind in _PARTS for name in named[kind] - parts[kind].keys())
     missing += sorted(extensions - (config.get("extensions") or {}).keys())
     return {
-        **{kind: {name: one for name, one in parts[kind].items() if name in named[kind]} for kind in _PARTS},
+        **{
+            kind: {name: component for name, component in parts[kind].items() if name in named[kind]} for kind in _PARTS
+        },
         "extensions": {
-            name: one
-            for name, one in (config.get("extensions") or {}).items()
+            name: component
+            for name, component in (config.get("extensions") or {}).items()
             if name in extensions and name not in only_idle
         },
         "telemetry": config["service"].get("telemetry") or {},

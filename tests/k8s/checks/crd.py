@@ -1,9 +1,9 @@
-"""A CustomResourceDefinition's OpenAPI schema as a JSON schema that refuses what the API server refuses under
+"""Converts a CustomResourceDefinition's OpenAPI schema to a JSON schema that is as strict as the API server with
 `fieldValidation: Strict`.
 
     kubectl get crd rayservices.ray.io -o yaml | .venv/bin/python tests/k8s/checks/crd.py [v1] | gzip -n9 > FILE.json.gz
 
-Not told by it: the rules in CEL (`x-kubernetes-validations`).
+CEL rules (`x-kubernetes-validations`) are not converted.
 """
 
 import json
@@ -24,8 +24,8 @@ _DEFAULTS = {"protocol": "TCP"}
 
 
 def strict_schema(crd: Schema, version: str = "v1") -> Schema:
-    """The JSON schema of that version; ValueError when the CRD has none or calls it deprecated."""
-    found = next((one for one in crd["spec"]["versions"] if one["name"] == version), None)
+    """The JSON schema of a version. Raises ValueError if the CRD lacks it or marks it as deprecated."""
+    found = next((served for served in crd["spec"]["versions"] if served["name"] == version), None)
     if found is None or found.get("deprecated"):
         raise ValueError(f"expected a CRD with a current version {version}, got {_versions(crd)}")
     schema = _strict(found["schema"]["openAPIV3Schema"])
@@ -38,10 +38,10 @@ def strict_schema(crd: Schema, version: str = "v1") -> Schema:
 
 
 def without_nulls(node: Any) -> Any:
-    """The server drops null fields before it validates."""
+    """The object without null fields, which the server drops before validation."""
     if isinstance(node, dict):
         return {key: without_nulls(value) for key, value in node.items() if value is not None}
-    return [without_nulls(one) for one in node] if isinstance(node, list) else node
+    return [without_nulls(item) for item in node] if isinstance(node, list) else node
 
 
 def _strict(node: Schema) -> Schema:
@@ -49,8 +49,8 @@ def _strict(node: Schema) -> Schema:
     if node.get("x-kubernetes-int-or-string"):
         made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
     if "properties" in node:
-        made["properties"] = {name: _strict(one) for name, one in node["properties"].items()}
-        # The server fills in defaults before it asks what is missing.
+        made["properties"] = {name: _strict(schema) for name, schema in node["properties"].items()}
+        # The server applies defaults before it checks required fields.
         required = [name for name in node.get("required", []) if "default" not in node["properties"].get(name, {})]
         made |= {"required": required} if required else {}
         if "additionalProperties" not in node and not node.get("x-kubernetes-preserve-unknown-fields"):
@@ -68,12 +68,14 @@ def _strict(node: Schema) -> Schema:
 
 
 def _versions(crd: Schema) -> str:
-    said = [one["name"] + (" (deprecated)" if one.get("deprecated") else "") for one in crd["spec"]["versions"]]
+    said = [
+        served["name"] + (" (deprecated)" if served.get("deprecated") else "") for served in crd["spec"]["versions"]
+    ]
     return ", ".join(said)
 
 
 def _distinct(_: Validator, keys: list[str], entries: object, __: object) -> Iterator[ValidationError]:
-    """No two entries are the same in the keys by which the server merges them."""
+    """No two entries have equal merge keys."""
     seen = set()
     for entry in entries if isinstance(entries, list) else []:
         same = tuple((key, str(entry.get(key, _DEFAULTS.get(key)))) for key in keys) if isinstance(entry, dict) else ()

@@ -1,14 +1,14 @@
-"""The end of a Ray pod: its replicas finish what they do, and the pod outlives the wait for it."""
+"""Termination of Ray pods: replicas finish their requests within the pod's grace period."""
 
 from collections.abc import Iterator
 
 from ray.serve.schema import DeploymentSchema
 
-from checks.model import Fault, part, title
-from checks.placement import held
-from checks.pods import Pod
-from checks.render import Render
-from checks.serve import configs
+from tests.k8s.checks.model import Fault, part, title
+from tests.k8s.checks.placement import held
+from tests.k8s.checks.pods import Pod
+from tests.k8s.checks.render import Render
+from tests.k8s.checks.serve import configs
 
 _COMMAND = "trackway.deploy.drain"
 _FLAG = "--timeout"
@@ -18,7 +18,7 @@ _KUBERAYS_DEFAULT_S = 60
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Worker pods without a drain, and times that do not grow: shutdown of a replica, drain, grace of the pod."""
+    """Worker pods without a drain, and times in the wrong order: replica shutdown < drain < the pod's grace period."""
     for config in configs(render):
         longest = max((_shutdown(deployment) for _, deployment in config.deployments()), default=0.0)
         delay = part(config.service, "spec.rayClusterDeletionDelaySeconds") or _KUBERAYS_DEFAULT_S
@@ -31,7 +31,7 @@ def faults(render: Render) -> Iterator[Fault]:
 
 
 def _of_group(render: Render, pod: Pod) -> Iterator[Fault]:
-    deployments = [one for _, one in held(render, pod)]
+    deployments = [deployment for _, deployment in held(render, pod)]
     if not deployments or pod.ray is None:
         return
     longest = max(deployments, key=_shutdown)

@@ -1,15 +1,15 @@
-"""The environment that a container starts with."""
+"""The environment of a container."""
 
 import re
 from collections.abc import Iterator
 
-from checks.model import Object, part
-from checks.pods import Container, Pod
-from checks.render import Render
+from tests.k8s.checks.model import Object, part
+from tests.k8s.checks.pods import Container, Pod
+from tests.k8s.checks.render import Render
 
 
 def environment(render: Render, container: Container) -> dict[str, str]:
-    """Its variables; one from a Secret has the Secret's name and key for a value."""
+    """The container's variables; one from a Secret has the Secret's name and key as its value."""
     known: dict[str, str] = {}
     for source in container.spec.get("envFrom") or []:
         settings = render.find("ConfigMap", part(source, "configMapRef.name") or "")
@@ -23,7 +23,7 @@ def environment(render: Render, container: Container) -> dict[str, str]:
 
 
 def words(render: Render, container: Container) -> Iterator[tuple[str, str]]:
-    """(path, text) of all that a container is told: its command, arguments and environment."""
+    """(path, text) of a container's command, arguments and environment."""
     known = environment(render, container)
     for kind in ("command", "args"):
         for at, word in enumerate(container.spec.get(kind) or []):
@@ -33,10 +33,10 @@ def words(render: Render, container: Container) -> Iterator[tuple[str, str]]:
 
 
 def mounted_files(render: Render, pod: Pod, container: Container) -> dict[str, str]:
-    """Text by path of the files that ConfigMaps give the container."""
+    """Text by path of the files that the container mounts from ConfigMaps."""
     files: dict[str, str] = {}
     for mount in container.spec.get("volumeMounts") or []:
-        volume = next((one for one in pod.spec.get("volumes") or [] if one["name"] == mount["name"]), {})
+        volume = next((volume for volume in pod.spec.get("volumes") or [] if volume["name"] == mount["name"]), {})
         data = part(render.find("ConfigMap", part(volume, "configMap.name") or ""), "data") or {}
         listed = part(volume, "configMap.items") or [{"key": key, "path": key} for key in data]
         for item in listed:
@@ -47,7 +47,7 @@ def mounted_files(render: Render, pod: Pod, container: Container) -> dict[str, s
 
 
 def filled(text: str, known: dict[str, str]) -> str:
-    """`${env:NAME:-default}` replaced as the OpenTelemetry collector does it; what is not known stays."""
+    """Expand `${env:NAME:-default}` as the OpenTelemetry collector does; unknown variables are left unchanged."""
     pattern = r"\$\{(?:env:)?(\w+)(?::-([^}]*))?\}"
     return re.sub(pattern, lambda found: known.get(found[1]) or (found[0] if found[2] is None else found[2]), text)
 
@@ -67,5 +67,5 @@ def _value(render: Render, entry: Object) -> str | None:
 
 
 def _expanded(text: str, known: dict[str, str]) -> str:
-    """`$(NAME)` replaced as Kubernetes does it: by variables that are known already."""
+    """Expand `$(NAME)` as Kubernetes does, with the variables defined so far."""
     return re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda found: known.get(found[1], found[0]), text)

@@ -1,12 +1,12 @@
-"""Folders that a Ray pod writes, its root being read-only: each lies on a volume that it may write."""
+"""Folders that a Ray pod writes: each is on a writable volume, since the root is read-only."""
 
 from collections.abc import Iterator
 
-from checks.environment import environment
-from checks.model import Fault
-from checks.placement import held
-from checks.pods import Pod
-from checks.render import Render
+from tests.k8s.checks.environment import environment
+from tests.k8s.checks.model import Fault
+from tests.k8s.checks.placement import held
+from tests.k8s.checks.pods import Pod
+from tests.k8s.checks.render import Render
 
 _RAYS = ("/tmp", "/tmp/ray", "/dev/shm", "/home/trackway")
 """Sockets, logs, the object store, caches; the last is HOME in deploy/docker/Dockerfile."""
@@ -16,14 +16,14 @@ _NEVER_WRITTEN = {"configMap", "secret", "projected", "downwardAPI"}
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Folders that cannot be written."""
+    """Folders on a read-only file system."""
     for pod in render.pods:
         if pod.ray is None:
             continue
         known = environment(render, pod.ray)
         trains = any(deployment.name == "trainer" for _, deployment in held(render, pod))
         told = [known.get(name, "") for name in (*_EVERY_SERVICES, *(_TRAINERS if trains else ()))]
-        for folder in (*_RAYS, *(one for one in told if one.startswith("/"))):
+        for folder in (*_RAYS, *(path for path in told if path.startswith("/"))):
             if not _written(pod, folder):
                 mounts = ", ".join(mount["mountPath"] for mount in pod.ray.spec.get("volumeMounts") or [])
                 expected = f"a volume to write at {folder}"
@@ -31,11 +31,11 @@ def faults(render: Render) -> Iterator[Fault]:
 
 
 def _written(pod: Pod, folder: str) -> bool:
-    """Whether the innermost mount above a folder may be written."""
+    """Whether the innermost mount of a folder is writable."""
     mounts = (pod.ray.spec.get("volumeMounts") or []) if pod.ray else []
-    above = [one for one in mounts if f"{folder}/".startswith(f"{one['mountPath'].rstrip('/')}/")]
+    above = [mount for mount in mounts if f"{folder}/".startswith(f"{mount['mountPath'].rstrip('/')}/")]
     if not above:
         return False
-    mount = max(above, key=lambda one: len(one["mountPath"]))
-    volume = next(one for one in pod.spec.get("volumes") or [] if one["name"] == mount["name"])
+    mount = max(above, key=lambda mount: len(mount["mountPath"]))
+    volume = next(volume for volume in pod.spec.get("volumes") or [] if volume["name"] == mount["name"])
     return not mount.get("readOnly") and not _NEVER_WRITTEN & volume.keys()

@@ -1,4 +1,4 @@
-"""What KubeRay v1.7.0 makes of a RayService: labels, Services, an autoscaler's container, a Ray node's resources.
+"""The objects that KubeRay v1.7.0 creates for a RayService: labels, Services, the autoscaler, Ray resources.
 
 Facts from its sources (ray-operator/controllers/ray/common/pod.go, service.go, utils/util.go, constant.go).
 """
@@ -9,9 +9,9 @@ import re
 import shlex
 from collections.abc import Iterator
 
-from checks.model import Object, called, part, title
-from checks.pods import Container, Pod
-from checks.quantity import quantity
+from tests.k8s.checks.model import Object, called, part, title
+from tests.k8s.checks.pods import Container, Pod
+from tests.k8s.checks.quantity import quantity
 
 HEAD = "headgroup"
 UNBOUNDED = 2147483647
@@ -39,7 +39,7 @@ def autoscales(service: Object) -> bool:
 
 
 def most_nodes(service: Object, group: Object) -> int:
-    """How many pods a worker group may have."""
+    """The most pods of a worker group."""
     most = group.get("maxReplicas", UNBOUNDED) if autoscales(service) else group.get("replicas", 0)
     return most * group.get("numOfHosts", 1)
 
@@ -70,7 +70,7 @@ def pods(service: Object) -> Iterator[Pod]:
 
 
 def services(service: Object) -> Iterator[Object]:
-    """The Services that KubeRay makes for a RayService: of the head, and of the pods with a proxy."""
+    """The Services that KubeRay creates for a RayService: for the head, and for the pods with a proxy."""
     name = part(service, "metadata.name")
     head = next(pods(service)).ray
     declared = [(port.get("name"), port["containerPort"]) for port in (head.spec.get("ports") or [] if head else [])]
@@ -92,7 +92,7 @@ def services(service: Object) -> Iterator[Object]:
 
 
 def capacity(group: Object) -> dict[str, float]:
-    """What one pod of the group offers Ray; ValueError when `ray start` could not read it."""
+    """The Ray resources of one pod of the group. Raises ValueError if `ray start` could not parse them."""
     params, listed = group.get("rayStartParams") or {}, group.get("resources") or {}
     containers = part(group, "template.spec.containers") or [{}]
     asked = containers[0].get("resources") or {}
@@ -121,7 +121,7 @@ def is_gpu(resource: str) -> bool:
 
 
 def _autoscaler(service: Object) -> Container:
-    """Has the head's image and KubeRay's own resources, unless autoscalerOptions say otherwise."""
+    """The autoscaler container: the head's image and KubeRay's resources, unless autoscalerOptions override them."""
     path = "spec.rayClusterConfig.autoscalerOptions"
     ample = {"cpu": "500m", "memory": "512Mi"}
     resources = {"limits": ample, "requests": ample}

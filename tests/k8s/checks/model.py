@@ -1,4 +1,4 @@
-"""A manifest as YAML gives it, and one thing that is wrong with it."""
+"""Manifests as parsed YAML, and faults in them."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +11,7 @@ Object = dict[str, Any]
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong in an object."""
+    """A fault in an object."""
 
     where: str
     path: str
@@ -23,26 +23,26 @@ class Fault(NamedTuple):
         return f"{self.where}: {self.path}: expected {self.expected}, got {self.got}; {self.remedy}"
 
 
-def title(one: Object) -> str:
+def title(manifest: Object) -> str:
     """Kind/name."""
-    return f"{one.get('kind', '?')}/{part(one, 'metadata.name') or '?'}"
+    return f"{manifest.get('kind', '?')}/{part(manifest, 'metadata.name') or '?'}"
 
 
-def part(one: object, path: str) -> Any:
-    """What stands at a dotted path, or None."""
+def part(node: object, path: str) -> Any:
+    """The value at a dotted path, or None."""
     for key in path.split("."):
-        one = one.get(key) if isinstance(one, dict) else None
-    return one
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
 
 
 @cache
 def parsed(text: str) -> Any:
-    """YAML, read once: not to be changed."""
+    """Parsed YAML, cached: do not modify."""
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def walk(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(path, key, value) of every entry below; the entries of a list are called by their names."""
+    """(path, key, value) of every nested entry; list entries are identified by their names."""
     if isinstance(node, dict):
         for key, value in node.items():
             below = f"{path}.{key}" if path else str(key)
@@ -54,6 +54,6 @@ def walk(node: object, path: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def called(entry: object, at: int) -> str:
-    """How a path names an entry of a list."""
+    """The identifier of a list entry in a path."""
     name = (entry.get("name") or entry.get("groupName")) if isinstance(entry, dict) else None
     return str(name or at)

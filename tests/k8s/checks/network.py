@@ -1,24 +1,24 @@
-"""NetworkPolicies: they let through what the pods need of one another."""
+"""NetworkPolicies: they allow the connections that the pods need."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from checks import kuberay
-from checks.addresses import addresses, behind, service_of
-from checks.model import Fault, Object, part, title
-from checks.pods import Pod
-from checks.render import Render
-from checks.selectors import FOR_PODS_OF_YOURS, matches
-from checks.serve import Config, configs
+from tests.k8s.checks import kuberay
+from tests.k8s.checks.addresses import addresses, behind, service_of
+from tests.k8s.checks.model import Fault, Object, part, title
+from tests.k8s.checks.pods import Pod
+from tests.k8s.checks.render import Render
+from tests.k8s.checks.selectors import FOR_PODS_OF_YOURS, matches
+from tests.k8s.checks.serve import Config, configs
 
 _RAY_PORTS = (1024, 6379, 10002, 43210, 65535)
 """Ray's processes listen on ports of their own choice; these stand for all."""
 _DASHBOARD = 8265
-_OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}  # whether Helm or kustomize installed it
+_OPERATOR = {"app.kubernetes.io/component": "kuberay-operator"}  # for Helm and for kustomize
 
 
 class Elsewhere(NamedTuple):
-    """What is no pod of the overlay: a pod of another namespace, or an address outside of the cluster."""
+    """A peer that is not a pod of the overlay: a pod of another namespace, or an address outside the cluster."""
 
     name: str
     labels: Mapping[str, str] | None = None
@@ -33,7 +33,7 @@ End = Pod | Elsewhere
 
 
 class Way(NamedTuple):
-    """A connection that something needs."""
+    """A required connection."""
 
     source: End
     target: End
@@ -43,7 +43,7 @@ class Way(NamedTuple):
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Connections that are needed and that a policy forbids."""
+    """Required connections that a policy denies."""
     reported: set[tuple[str, ...]] = set()
     chosen = {(pod, side): _isolating(render, pod, side) for pod in render.pods for side in ("ingress", "egress")}
     for way in ways(render):
@@ -59,7 +59,7 @@ def faults(render: Render) -> Iterator[Fault]:
 
 
 def ways(render: Render) -> Iterator[Way]:
-    """All that the overlay's pods need."""
+    """All connections that the overlay's pods need."""
     for address in addresses(render):
         service = service_of(render, address) if address.service else None
         for pod, port in behind(render, service, address.port) if service else []:
@@ -92,7 +92,7 @@ def _of_ray(config: Config, pods: list[Pod]) -> Iterator[Way]:
 
 
 def _isolating(render: Render, pod: Pod, side: str) -> list[Object]:
-    """The policies that choose the pod for this direction."""
+    """The policies that select the pod for this direction."""
     found = []
     for policy in render.of("NetworkPolicy"):
         kinds = part(policy, "spec.policyTypes") or ["Ingress", *(["Egress"] if part(policy, "spec.egress") else [])]
@@ -102,22 +102,22 @@ def _isolating(render: Render, pod: Pod, side: str) -> list[Object]:
 
 
 def _allows(policy: Object, side: str, way: Way) -> bool:
-    other = way.source if side == "ingress" else way.target
+    far_end = way.source if side == "ingress" else way.target
     for rule in part(policy, f"spec.{side}") or []:
         peers = rule.get("from" if side == "ingress" else "to")
-        if (not peers or any(_is(peer, other, policy) for peer in peers)) and _port(rule.get("ports"), way):
+        if (not peers or any(_is(peer, far_end, policy) for peer in peers)) and _port(rule.get("ports"), way):
             return True
     return False
 
 
 def _is(peer: Object, end: End, policy: Object) -> bool:
-    """Whether a rule's peer is that end."""
+    """Whether a rule's peer matches this end of the connection."""
     if "ipBlock" in peer:
         return isinstance(end, Elsewhere) and end.labels is None
     namespaces, pods = peer.get("namespaceSelector"), peer.get("podSelector")
     if end.labels is None or (pods is not None and not matches(pods, end.labels)):
         return False
-    if isinstance(end, Elsewhere):  # which namespace it has is the cluster's affair, unless that is one of yours
+    if isinstance(end, Elsewhere):  # the cluster decides its namespace, unless it is one of the overlay
         yours = (part(namespaces, "matchLabels") or {}).keys() & FOR_PODS_OF_YOURS
         return namespaces is not None and yours <= end.labels.keys()
     own = {"kubernetes.io/metadata.name": part(policy, "metadata.namespace")}
@@ -125,13 +125,13 @@ def _is(peer: Object, end: End, policy: Object) -> bool:
 
 
 def _port(ports: list[Object] | None, way: Way) -> bool:
-    for one in ports or []:
-        wanted = one.get("port")
+    for entry in ports or []:
+        wanted = entry.get("port")
         if isinstance(wanted, str):
             wanted = way.target.port(wanted) if isinstance(way.target, Pod) else None
-        first_to_last = wanted is not None and wanted <= way.port <= one.get("endPort", wanted)
-        open_for_all = "port" not in one
-        if one.get("protocol", "TCP") == way.protocol and (open_for_all or first_to_last):
+        first_to_last = wanted is not None and wanted <= way.port <= entry.get("endPort", wanted)
+        open_for_all = "port" not in entry
+        if entry.get("protocol", "TCP") == way.protocol and (open_for_all or first_to_last):
             return True
     return not ports
 

@@ -1,4 +1,4 @@
-"""Whether the replicas of every deployment have a place on the worker groups' pods."""
+"""Placement: the replicas of every deployment fit on the pods of the worker groups."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema
 
-from checks import kuberay
-from checks.model import Fault, Object, title
-from checks.pods import Pod
-from checks.render import Render
-from checks.serve import PATH, Config, configs
+from tests.k8s.checks import kuberay
+from tests.k8s.checks.model import Fault, Object, title
+from tests.k8s.checks.pods import Pod
+from tests.k8s.checks.render import Render
+from tests.k8s.checks.serve import PATH, Config, configs
 
 _SLACK = 1e-6
 
@@ -27,12 +27,12 @@ class Group:
     most: int
 
     def holds(self, need: dict[str, float]) -> bool:
-        """Whether one of its pods, still empty, holds a replica."""
+        """Whether a replica fits on an empty pod of the group."""
         return _fits(need, self.offers)
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Replicas that no group's pod holds, and more replicas than the groups' pods hold."""
+    """Replicas that fit on no pod, and more replicas than fit on all pods."""
     for config in configs(render):
         where = title(config.service)
         groups: list[Group] = []
@@ -52,14 +52,14 @@ def faults(render: Render) -> Iterator[Fault]:
 
 
 def held(render: Render, pod: Pod) -> list[tuple[ServeApplicationSchema, DeploymentSchema]]:
-    """The deployments whose replicas a pod may hold, with their applications."""
+    """The deployments whose replicas may run on a pod, with their applications."""
     return _held(render).get((pod.owner, pod.group or ""), [])
 
 
 @lru_cache(maxsize=1)
 def _held(render: Render) -> dict[tuple[str, str], list[tuple[ServeApplicationSchema, DeploymentSchema]]]:
     return {
-        (title(config.service), group.name): [one for one in config.deployments() if group.holds(needs(one[1]))]
+        (title(config.service), group.name): [pair for pair in config.deployments() if group.holds(needs(pair[1]))]
         for config in configs(render)
         for group in _groups(config.service)
         if isinstance(group, Group)
@@ -67,7 +67,7 @@ def _held(render: Render) -> dict[tuple[str, str], list[tuple[ServeApplicationSc
 
 
 def needs(deployment: DeploymentSchema) -> dict[str, float]:
-    """What one replica asks of Ray."""
+    """The Ray resources of one replica."""
     options: Any = deployment.ray_actor_options
     asked = options.model_dump() if hasattr(options, "model_dump") else {}
     cpus = asked.get("num_cpus")
@@ -81,7 +81,7 @@ def needs(deployment: DeploymentSchema) -> dict[str, float]:
 
 
 def most_replicas(deployment: DeploymentSchema) -> int:
-    """How many replicas the deployment may have."""
+    """The most replicas of a deployment."""
     scaling = deployment.autoscaling_config
     if isinstance(scaling, dict):
         return AutoscalingConfig.model_validate(scaling).max_replicas
@@ -96,7 +96,7 @@ def _groups(service: Object) -> Iterator[Group | Fault]:
             yield Group(name, path, kuberay.capacity(spec), kuberay.most_nodes(service, spec))
         except ValueError as error:
             expected = "resources that KubeRay and `ray start` can read"
-            yield Fault(title(service), path, expected, str(error), "mend resources or rayStartParams")
+            yield Fault(title(service), path, expected, str(error), "correct resources or rayStartParams")
 
 
 def _without_a_place(config: Config, groups: list[Group]) -> Iterator[tuple[str, DeploymentSchema]]:
@@ -106,7 +106,7 @@ def _without_a_place(config: Config, groups: list[Group]) -> Iterator[tuple[str,
 
 
 def _too_many(config: Config, groups: list[Group]) -> Iterator[tuple[str, int, int]]:
-    """(path, replicas, those that have a place) when all are placed, the most particular ones first."""
+    """(path, replicas, placed replicas) after placing all, the most constrained deployments first."""
     wanted = []
     for application, deployment in config.deployments():
         fitting = [group for group in groups if group.holds(needs(deployment))]
@@ -115,7 +115,7 @@ def _too_many(config: Config, groups: list[Group]) -> Iterator[tuple[str, int, i
             wanted.append((len(fitting), -max(needs(deployment).values()), path, deployment, fitting))
     total = sum(most_replicas(deployment) for *_, deployment, _ in wanted)
     nodes = {group.name: [dict(group.offers) for _ in range(min(group.most, total))] for group in groups}
-    for *_, path, deployment, fitting in sorted(wanted, key=lambda one: one[:3]):
+    for *_, path, deployment, fitting in sorted(wanted, key=lambda entry: entry[:3]):
         most, placed = most_replicas(deployment), 0
         limit = deployment.max_replicas_per_node if type(deployment.max_replicas_per_node) is int else most
         for node in (node for group in fitting for node in nodes[group.name]):
@@ -125,7 +125,7 @@ def _too_many(config: Config, groups: list[Group]) -> Iterator[tuple[str, int, i
 
 
 def _place(need: dict[str, float], node: dict[str, float], most: int) -> int:
-    """Put up to so many replicas on a node; how many there are."""
+    """Place up to `count` replicas on a node and return how many fit."""
     placed = 0
     while placed < most and _fits(need, node):
         for name, value in need.items():

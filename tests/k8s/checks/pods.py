@@ -1,11 +1,11 @@
-"""The pods that an overlay makes: one for each pod template."""
+"""The pods of an overlay: one for each pod template."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from checks.model import Object, part, title
+from tests.k8s.checks.model import Object, part, title
 
 _TEMPLATES = {
     **dict.fromkeys(("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job"), "spec.template"),
@@ -29,7 +29,7 @@ class Container(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pod:
-    """A pod template; of a RayService with what KubeRay adds to it."""
+    """A pod template, including KubeRay's additions for a RayService."""
 
     owner: str
     namespace: str | None
@@ -43,33 +43,33 @@ class Pod:
 
     @cached_property
     def containers(self) -> list[Container]:
-        """All of them, those that run before the others first."""
+        """All containers, init containers first."""
         own = [
-            Container(f"{self.path}.spec.{kind}[{one.get('name', at)}]", one, kind == "initContainers")
+            Container(f"{self.path}.spec.{kind}[{container.get('name', at)}]", container, kind == "initContainers")
             for kind in ("initContainers", "containers")
-            for at, one in enumerate(self.spec.get(kind) or [])
+            for at, container in enumerate(self.spec.get(kind) or [])
         ]
-        first = next((at for at, one in enumerate(own) if not one.init), None)
+        first = next((at for at, container in enumerate(own) if not container.init), None)
         if self.group and first is not None:
             own[first] = own[first]._replace(ray=True)
         return [*own, *self.added]
 
     @property
     def ray(self) -> Container | None:
-        """The container that Ray runs in."""
-        return next((one for one in self.containers if one.ray), None)
+        """The Ray container."""
+        return next((container for container in self.containers if container.ray), None)
 
     def port(self, wanted: int | str | None) -> int | None:
-        """The number of a port that some container declares by that number or name."""
-        declared = [port for one in self.containers for port in one.spec.get("ports") or []]
+        """The number of a declared port, by number or name."""
+        declared = [port for container in self.containers for port in container.spec.get("ports") or []]
         found = (port["containerPort"] for port in declared if wanted in (port["containerPort"], port.get("name")))
         return next(found, None)
 
 
-def own_pods(one: Object) -> Iterator[Pod]:
-    """The pod that one of Kubernetes' own kinds makes."""
-    path = _TEMPLATES.get(one.get("kind", ""))
+def own_pods(manifest: Object) -> Iterator[Pod]:
+    """The pod of a built-in workload kind."""
+    path = _TEMPLATES.get(manifest.get("kind", ""))
     if path:
-        template = part(one, path) or {}
+        template = part(manifest, path) or {}
         labels = part(template, "metadata.labels") or {}
-        yield Pod(title(one), part(one, "metadata.namespace"), path, labels, template.get("spec") or {})
+        yield Pod(title(manifest), part(manifest, "metadata.namespace"), path, labels, template.get("spec") or {})

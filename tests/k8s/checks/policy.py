@@ -1,18 +1,18 @@
-"""What every pod keeps to: no root, nothing writable but its volumes, bounded, of a known image, told no secret."""
+"""Rules for every pod: not root, read-only except for volumes, resource limits, a known image, no secret in clear."""
 
 from collections.abc import Iterator
 
-from checks.model import Fault, Object, part, title
-from checks.pods import Container, Pod
-from checks.quantity import quantity
-from checks.render import Render
+from tests.k8s.checks.model import Fault, Object, part, title
+from tests.k8s.checks.pods import Container, Pod
+from tests.k8s.checks.quantity import quantity
+from tests.k8s.checks.render import Render
 
 _HOSTS = ("hostNetwork", "hostPID", "hostIPC")
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Where a pod keeps not to it."""
+    """Violations of these rules."""
     for secret in render.of("Secret"):
         if secret.get("data") or secret.get("stringData"):
             remedy = "leave its making to k8s/secrets.sh, and name it only"

@@ -1,21 +1,21 @@
-"""Ports: Serve's own is the same everywhere, and each Service's leads to one that its pods open."""
+"""Ports: Serve's is the same everywhere, and each Service's target port is open on its pods."""
 
 from collections.abc import Iterator
 
 from ray.serve.config import ProxyLocation
 
-from checks.addresses import LOOPBACK, behind
-from checks.environment import environment
-from checks.model import Fault, part, title
-from checks.render import Render
-from checks.serve import PATH, Config, configs
+from tests.k8s.checks.addresses import LOOPBACK, behind
+from tests.k8s.checks.environment import environment
+from tests.k8s.checks.model import Fault, part, title
+from tests.k8s.checks.render import Render
+from tests.k8s.checks.serve import PATH, Config, configs
 from trackway.serving import ServiceSettings
 
 _BASE_URL: str = ServiceSettings.model_fields["base_url"].default
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Ports that do not meet."""
+    """Ports that do not match."""
     for service in render.services:
         for at, entry in enumerate(part(service, "spec.ports") or []):
             for pod, port in behind(render, service, entry["port"]):

@@ -1,19 +1,19 @@
-"""Probes: each container that serves has them, on ports that it opens, and a Ray pod's asks its services' /ready."""
+"""Probes: each serving container has them, on open ports, and a Ray pod's probe asks its services' /ready."""
 
 import re
 from collections.abc import Iterator
 
-from checks.model import Fault, Object
-from checks.placement import held
-from checks.pods import Container, Pod
-from checks.render import Render
+from tests.k8s.checks.model import Fault, Object
+from tests.k8s.checks.placement import held
+from tests.k8s.checks.pods import Container, Pod
+from tests.k8s.checks.render import Render
 
 _AGENT = 52365
 _PORT_IN_A_COMMAND = re.compile(r"(?<![\w./-])(\d{2,})/")
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Probes that are missing, or that ask where nobody answers."""
+    """Probes that are missing, or that ask a closed port."""
     for pod in render.pods:
         jobs = pod.owner.startswith(("Job/", "CronJob/"))
         for container in pod.containers:
@@ -27,10 +27,10 @@ def faults(render: Render) -> Iterator[Fault]:
 
 
 def _ready(render: Render) -> Iterator[Fault]:
-    """Each worker pod is ready when the services are that it may hold."""
+    """The readiness probe of a worker pod asks the services that may run on it."""
     for pod in render.pods:
         if pod.ray:
-            routes = [f"{(one.route_prefix or '').rstrip('/')}/ready" for one, _ in held(render, pod)]
+            routes = [f"{(app.route_prefix or '').rstrip('/')}/ready" for app, _ in held(render, pod)]
             probe = _said(pod.ray.spec.get("readinessProbe") or {})
             missing = [route for route in routes if not re.search(rf"{re.escape(route)}(?![\w-])", probe)]
             if missing:

@@ -8,7 +8,7 @@ _UNITS = _DECIMAL | _BINARY
 
 
 def quantity(text: str | int | float) -> float:
-    """Its value; ValueError for what is none."""
+    """The value of a quantity. Raises ValueError if it is invalid."""
     found = re.fullmatch(r"([+-]?[0-9.]+(?:[eE][+-]?[0-9]+)?)([numkKMGTPE]?i?)", str(text))
     if not found or found[2] not in _UNITS:
         raise ValueError(f"expected a quantity such as 500m or 2Gi, got {text!r}")

@@ -1,12 +1,12 @@
-"""What KubeRay v1.7.0 refuses of a RayService though its schema allows it, and what we ask of ours."""
+"""RayServices that KubeRay v1.7.0 rejects although its schema allows them, and our own requirements."""
 
 import contextlib
 from collections.abc import Iterator
 
-from checks import kuberay
-from checks.model import Fault, Object, part, title
-from checks.quantity import quantity
-from checks.render import Render
+from tests.k8s.checks import kuberay
+from tests.k8s.checks.model import Fault, Object, part, title
+from tests.k8s.checks.quantity import quantity
+from tests.k8s.checks.render import Render
 
 _UPGRADES = ("NewCluster", "NewClusterWithIncrementalUpgrade", "None")
 _CLUSTER = "spec.rayClusterConfig"
@@ -14,7 +14,7 @@ _LONGEST_NAME = 47
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Where a RayService is one that the operator would not take, or is open, or puts replicas in wrong places."""
+    """RayServices that the operator would reject, that lack authentication, or that place replicas wrongly."""
     for service in render.of("RayService"):
         yield from _service(service)
         for name, path, group in kuberay.groups(service):
@@ -34,7 +34,7 @@ def _service(service: Object) -> Iterator[Fault]:
         yield Fault(where, "spec.upgradeStrategy.type", " or ".join(_UPGRADES), upgrade, "KubeRay refuses others")
     mode = part(service, f"{_CLUSTER}.authOptions.mode")
     if mode != "token":
-        remedy = "without it whoever reaches the head runs code on the cluster"
+        remedy = "without it anyone who reaches the head can run code on the cluster"
         yield Fault(where, f"{_CLUSTER}.authOptions.mode", "token", str(mode), remedy)
     if not part(service, f"{_CLUSTER}.rayVersion"):
         yield Fault(where, f"{_CLUSTER}.rayVersion", "Ray's version, which token mode needs", "none", "name it")
@@ -66,14 +66,18 @@ def _gpus(service: Object, path: str, group: Object) -> Iterator[Fault]:
     [first, *_] = part(group, "template.spec.containers") or [{}]
     limits = {name: quantity(most) for name, most in (part(first, "resources.limits") or {}).items()}
     gpus = {name: most for name, most in limits.items() if kuberay.is_gpu(name)}
-    tolerated = [one for one in part(group, "template.spec.tolerations") or [] if kuberay.is_gpu(one.get("key", ""))]
+    tolerated = [
+        toleration
+        for toleration in part(group, "template.spec.tolerations") or []
+        if kuberay.is_gpu(toleration.get("key", ""))
+    ]
     if bool(gpus) != bool(tolerated):
         expected = f"a toleration of {min(gpus)}" if gpus else "no toleration of GPU nodes, where no GPU is asked for"
         got = tolerated[0]["key"] if tolerated else "none"
         remedy = "GPU pods go to GPU nodes, and others stay off them"
         yield Fault(title(service), f"{path}.template.spec.tolerations", expected, got, remedy)
     offered = part(group, "resources.GPU")
-    with contextlib.suppress(ValueError):  # which `placement` finds
+    with contextlib.suppress(ValueError):  # `placement` reports it
         if offered and quantity(offered) != sum(gpus.values()):
             expected = f"GPU {sum(gpus.values()):g}, as the container's limits"
             yield Fault(title(service), f"{path}.resources", expected, offered, "change one of them")

@@ -1,12 +1,12 @@
-"""Whatever one object names exists: ConfigMaps, Secrets, Services, their keys and ports, claims, accounts, files."""
+"""References between objects exist: ConfigMaps, Secrets, Services, their keys and ports, claims, accounts, files."""
 
 from collections.abc import Iterator, Set
 from typing import NamedTuple
 
-from checks.environment import words
-from checks.model import Fault, Object, part, title, walk
-from checks.pods import Container, Pod
-from checks.render import Render
+from tests.k8s.checks.environment import words
+from tests.k8s.checks.model import Fault, Object, part, title, walk
+from tests.k8s.checks.pods import Container, Pod
+from tests.k8s.checks.render import Render
 
 _IN_EVERY_NAMESPACE = {("ServiceAccount", "default"): frozenset(), ("ConfigMap", "kube-root-ca.crt"): {"ca.crt"}}
 _CERTIFIED = {"cert-manager.io/issuer", "cert-manager.io/cluster-issuer", "kubernetes.io/tls-acme"}
@@ -14,7 +14,7 @@ _CERTIFIED = {"cert-manager.io/issuer", "cert-manager.io/cluster-issuer", "kuber
 
 
 class Reference(NamedTuple):
-    """What an object names, and where."""
+    """A reference to another object, and its path."""
 
     path: str
     kind: str
@@ -23,10 +23,10 @@ class Reference(NamedTuple):
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Names without an object, keys that it lacks, mounts without a volume, paths to files that no mount has."""
-    for one in render.objects:
-        for reference in _references(one):
-            yield from _missing(render, one, reference)
+    """References to missing objects or keys, mounts without a volume, paths to missing files."""
+    for manifest in render.objects:
+        for reference in _references(manifest):
+            yield from _missing(render, manifest, reference)
     for pod in render.pods:
         for container in pod.containers:
             yield from _unmounted(render, pod, container)
@@ -34,23 +34,25 @@ def faults(render: Render) -> Iterator[Fault]:
 
 
 def keys_of(render: Render, kind: str, name: str) -> Set[str] | None:
-    """The keys of a ConfigMap or of a Secret that the user makes, a Service's ports; None when there is none."""
+    """The keys of a ConfigMap or of a user's Secret, or a Service's ports; None if there is no such object."""
     if kind == "Secret" and name in render.secrets:
         return render.secrets[name]
-    one = next((one for one in _all(render, kind) if part(one, "metadata.name") == name), None)
-    if one is None:
+    manifest = next((candidate for candidate in _all(render, kind) if part(candidate, "metadata.name") == name), None)
+    if manifest is None:
         return _IN_EVERY_NAMESPACE.get((kind, name))
     if kind == "Service":
-        return {str(word) for port in part(one, "spec.ports") or [] for word in (port["port"], port.get("name", "-"))}
-    return {*(one.get("data") or {}), *(one.get("binaryData") or {}), *(one.get("stringData") or {})}
+        return {
+            str(word) for port in part(manifest, "spec.ports") or [] for word in (port["port"], port.get("name", "-"))
+        }
+    return {*(manifest.get("data") or {}), *(manifest.get("binaryData") or {}), *(manifest.get("stringData") or {})}
 
 
 def _all(render: Render, kind: str) -> list[Object]:
     return render.services if kind == "Service" else render.of(kind)
 
 
-def _references(one: Object) -> Iterator[Reference]:
-    for path, key, value in walk(one):
+def _references(manifest: Object) -> Iterator[Reference]:
+    for path, key, value in walk(manifest):
         match key, value:
             case _, {"optional": True}:
                 continue
@@ -70,11 +72,11 @@ def _references(one: Object) -> Iterator[Reference]:
                 yield from (Reference(path, "Secret", secret["name"]) for secret in secrets)
             case "authOptions", {"secretName": name}:
                 yield Reference(f"{path}.secretName", "Secret", name, ("auth_token",))
-            case "serviceName", str(name) if one["kind"] == "StatefulSet":
+            case "serviceName", str(name) if manifest["kind"] == "StatefulSet":
                 yield Reference(path, "Service", name)
-            case "service", {"name": name, "port": {"number": port} | {"name": port}} if one["kind"] == "Ingress":
+            case "service", {"name": name, "port": {"number": port} | {"name": port}} if manifest["kind"] == "Ingress":
                 yield Reference(path, "Service", name, (str(port),))
-            case "tls", list(entries) if one["kind"] == "Ingress" and not _CERTIFIED & _annotations(one):
+            case "tls", list(entries) if manifest["kind"] == "Ingress" and not _CERTIFIED & _annotations(manifest):
                 names = [entry["secretName"] for entry in entries if "secretName" in entry]
                 yield from (Reference(path, "Secret", name, ("tls.crt", "tls.key")) for name in names)
             case "subjects", list(subjects):
@@ -93,26 +95,26 @@ def _items(volume: Object) -> tuple[str, ...]:
     return tuple(item["key"] for item in volume.get("items") or [])
 
 
-def _annotations(one: Object) -> Set[str]:
-    return (part(one, "metadata.annotations") or {}).keys()
+def _annotations(manifest: Object) -> Set[str]:
+    return (part(manifest, "metadata.annotations") or {}).keys()
 
 
-def _missing(render: Render, one: Object, reference: Reference) -> Iterator[Fault]:
+def _missing(render: Render, manifest: Object, reference: Reference) -> Iterator[Fault]:
     path, kind, name, wanted = reference
     if kind == "Namespace" and not render.of(kind):  # it is made elsewhere
         return
     has = keys_of(render, kind, name)
     if has is None:
-        exist = sorted({part(other, "metadata.name") for other in _all(render, kind)} | _others(render, kind))
+        exist = sorted({part(candidate, "metadata.name") for candidate in _all(render, kind)} | _others(render, kind))
         remedy = "have k8s/secrets.sh make it" if kind == "Secret" else "add it, or name one of those"
         known = f"a {kind} of the overlay ({', '.join(exist) or 'it has none'})"
-        yield Fault(title(one), path, known, name or "no name", remedy)
+        yield Fault(title(manifest), path, known, name or "no name", remedy)
         return
     for key in wanted:
         if key not in has:
             word = "port" if kind == "Service" else "key"
             yield Fault(
-                title(one), path, f"a {word} of {kind} {name} ({', '.join(sorted(has))})", key, f"add the {word}"
+                title(manifest), path, f"a {word} of {kind} {name} ({', '.join(sorted(has))})", key, f"add the {word}"
             )
 
 
@@ -132,7 +134,7 @@ def _unmounted(render: Render, pod: Pod, container: Container) -> Iterator[Fault
 
 
 def _no_such_file(render: Render, pod: Pod, container: Container) -> Iterator[Fault]:
-    """A path below a mounted ConfigMap or Secret that a container is told, and that is no key of it."""
+    """A path in a container's spec below a mounted ConfigMap or Secret that has no such key."""
     mounts = [
         (mount, files)
         for mount in container.spec.get("volumeMounts") or []
@@ -149,7 +151,7 @@ def _no_such_file(render: Render, pod: Pod, container: Container) -> Iterator[Fa
 
 def _files(render: Render, pod: Pod, volume: str) -> Set[str] | None:
     """The files of a volume that is a ConfigMap or a Secret."""
-    spec = next((one for one in pod.spec.get("volumes") or [] if one["name"] == volume), {})
+    spec = next((entry for entry in pod.spec.get("volumes") or [] if entry["name"] == volume), {})
     for source, kind in (("configMap", "ConfigMap"), ("secret", "Secret")):
         if source in spec:
             items = spec[source].get("items")

@@ -1,4 +1,4 @@
-"""What `kubectl kustomize` makes of a folder."""
+"""Overlays rendered by `kubectl kustomize`."""
 
 import subprocess
 import sysconfig
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import yaml
 
-from checks import kuberay
-from checks.crd import without_nulls
-from checks.model import Fault, Object, part
-from checks.pods import Pod, own_pods
+from tests.k8s.checks import kuberay
+from tests.k8s.checks.crd import without_nulls
+from tests.k8s.checks.model import Fault, Object, part
+from tests.k8s.checks.pods import Pod, own_pods
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,39 +25,39 @@ class Render:
     """The Secrets that the user makes, and their keys."""
 
     def of(self, kind: str) -> list[Object]:
-        """The objects of one kind."""
-        return [one for one in self.objects if one.get("kind") == kind]
+        """The objects of a kind."""
+        return [manifest for manifest in self.objects if manifest.get("kind") == kind]
 
     def find(self, kind: str, name: str) -> Object | None:
-        """The object of that kind and name."""
-        return next((one for one in self.of(kind) if part(one, "metadata.name") == name), None)
+        """The object with this kind and name."""
+        return next((manifest for manifest in self.of(kind) if part(manifest, "metadata.name") == name), None)
 
     @cached_property
     def pods(self) -> list[Pod]:
-        """Every pod template, KubeRay's additions included."""
-        return [pod for one in self.objects for pod in (*own_pods(one), *kuberay.pods(one))]
+        """Every pod template, including KubeRay's additions."""
+        return [pod for manifest in self.objects for pod in (*own_pods(manifest), *kuberay.pods(manifest))]
 
     @cached_property
     def services(self) -> list[Object]:
-        """Every Service, those that KubeRay makes included."""
-        made = [service for one in self.of("RayService") for service in kuberay.services(one)]
+        """Every Service, including those that KubeRay creates."""
+        made = [service for manifest in self.of("RayService") for service in kuberay.services(manifest)]
         return [*self.of("Service"), *made]
 
 
 def folders(k8s: Path) -> list[Path]:
     """The base and every overlay."""
-    return [k8s / "base", *sorted(one.parent for one in k8s.glob("overlays/*/kustomization.yaml"))]
+    return [k8s / "base", *sorted(file.parent for file in k8s.glob("overlays/*/kustomization.yaml"))]
 
 
 KUBECTL = Path(sysconfig.get_path("scripts"), "kubectl")
 
 
 def rendered(folder: Path, secrets: Mapping[str, Set[str]]) -> Render | Fault:
-    """One overlay's objects, or why kustomize refuses it."""
+    """The objects of an overlay, or kustomize's error."""
     made = subprocess.run([KUBECTL, "kustomize", folder], capture_output=True, text=True, check=False)
     if made.returncode:
         said = made.stderr.strip().splitlines()[-1]
         remedy = f"see `kubectl kustomize {folder}`"
         return Fault("kustomization.yaml", str(folder), "a folder that kustomize renders", said, remedy)
     documents = yaml.load_all(made.stdout, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return Render(folder.name, [without_nulls(one) for one in documents if one], secrets)
+    return Render(folder.name, [without_nulls(document) for document in documents if document], secrets)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from checks import (
+from tests.k8s.checks import (
     addresses,
     applications,
     budgets,
@@ -24,8 +24,8 @@ from checks import (
     settings,
     versions,
 )
-from checks.model import Fault
-from checks.render import Render
+from tests.k8s.checks.model import Fault
+from tests.k8s.checks.render import Render
 
 Check = Callable[[Render], Iterator[Fault]]
 
@@ -67,7 +67,7 @@ class Found(NamedTuple):
 
 
 def found(render: Render) -> list[Found]:
-    """What is wrong with an overlay: all that the first stage with a fault finds."""
+    """The faults of an overlay: all from the first stage that finds any."""
     for checks in STAGES:
         faults = [Found(render.name, name, fault) for name, check in checks.items() for fault in check(render)]
         if faults:

@@ -1,4 +1,4 @@
-"""The Secrets that a user makes: those that `k8s/secrets.sh` prints, and those that its head tells one to create."""
+"""Secrets created by the user: those printed by `k8s/secrets.sh`, and those of the commands in its header."""
 
 import re
 import shlex
@@ -8,23 +8,23 @@ from pathlib import Path
 
 import yaml
 
-from checks.model import Object
-from checks.render import KUBECTL
+from tests.k8s.checks.model import Object
+from tests.k8s.checks.render import KUBECTL
 
 
 def made_by(script: Path) -> dict[str, set[str]]:
-    """Names and keys; CalledProcessError when the script, or a command that it names, fails."""
+    """Keys by name. Raises CalledProcessError if the script, or a command in its header, fails."""
     texts = [_output(["bash", str(script)]), *_commanded(script.read_text())]
-    documents: list[Object] = [one for text in texts for one in yaml.safe_load_all(text) if one]
+    documents: list[Object] = [document for text in texts for document in yaml.safe_load_all(text) if document]
     found: dict[str, set[str]] = {}
-    for one in documents:
-        keys = {*(one.get("data") or {}), *(one.get("stringData") or {})}
-        found.setdefault(one["metadata"]["name"], set()).update(keys)
+    for secret in documents:
+        keys = {*(secret.get("data") or {}), *(secret.get("stringData") or {})}
+        found.setdefault(secret["metadata"]["name"], set()).update(keys)
     return found
 
 
 def _commanded(script: str) -> Iterator[str]:
-    """What the `kubectl create secret` commands of the comments would make."""
+    """The Secrets of the `kubectl create secret` commands in the comments."""
     comments = "\n".join(re.findall(r"^#(.*)$", script, re.MULTILINE)).replace("\\\n", " ")
     for command in re.findall(r"\bkubectl (.*\bcreate secret .*)", comments):
         yield _output([str(KUBECTL), *shlex.split(command), "--dry-run=client", "--output=yaml"])

@@ -1,4 +1,4 @@
-"""The services' settings that come from the pods' environment."""
+"""Settings of the services in the pods' environment."""
 
 import typing
 from collections.abc import Iterator
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
-from checks.applications import argument_types
-from checks.environment import environment
-from checks.model import Fault, title
-from checks.render import Render
-from checks.serve import configs
+from tests.k8s.checks.applications import argument_types
+from tests.k8s.checks.environment import environment
+from tests.k8s.checks.model import Fault, title
+from tests.k8s.checks.render import Render
+from tests.k8s.checks.serve import configs
 
 _PREFIX = "TRACKWAY_"
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Variables that are no setting of any service, and such that differ between Ray pods.
+    """Variables that are not a setting of any service, and settings that differ between Ray pods.
 
     Serve reads the settings where it builds an application, which may be any pod.
     """
@@ -42,10 +42,14 @@ def _ours(known: dict[str, str]) -> dict[str, str]:
 
 
 def _has(kind: object, names: list[str]) -> bool:
-    """Whether a settings model has the setting of that path; whatever is below a dict or a list may be anything."""
+    """Whether a settings model has a setting at this path; anything is allowed below a dict or a list."""
     if not names:
         return True
-    models = [one for one in (kind, *typing.get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel)]
+    models = [
+        candidate
+        for candidate in (kind, *typing.get_args(kind))
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel)
+    ]
     if not models:
         return typing.get_origin(kind) is not None
     fields = models[0].model_fields

@@ -1,4 +1,4 @@
-"""One version of Ray in the manifests, the pins and the package; one of Trackway in the images."""
+"""Versions: Ray's is the same in manifests, pins and package; Trackway's is the same in all images."""
 
 import re
 import tomllib
@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
-from checks.model import Fault, part, title
-from checks.render import Render
+from tests.k8s.checks.model import Fault, part, title
+from tests.k8s.checks.render import Render
 
 _ROOT = Path(__file__).parents[3]
 _OURS = re.compile(r"(trackway-[a-z-]+)(?::([^@]*))?(?:@.*)?")
@@ -19,7 +19,7 @@ _RAY = "spec.rayClusterConfig.rayVersion"
 
 
 class Wanted(NamedTuple):
-    """What the repository says."""
+    """The versions of the repository."""
 
     trackway: str
     ray: str
@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
 
 
 def faults(render: Render) -> Iterator[Fault]:
-    """Versions that are not the repository's."""
+    """Versions that differ from the repository's."""
     wanted = repository()
     for service in render.of("RayService"):
         version = part(service, _RAY)
@@ -48,10 +48,10 @@ def faults(render: Render) -> Iterator[Fault]:
 
 @cache
 def repository() -> Wanted:
-    """Read from pyproject.toml and constraints.txt."""
+    """The versions in pyproject.toml and constraints.txt."""
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
-    listed = [Requirement(one) for group in project["optional-dependencies"].values() for one in group]
-    ray = next(one for one in listed if one.name == "ray")
+    listed = [Requirement(line) for group in project["optional-dependencies"].values() for line in group]
+    ray = next(requirement for requirement in listed if requirement.name == "ray")
     pin = re.search(r"^ray==(\S+)$", (_ROOT / "constraints.txt").read_text(), re.MULTILINE)
     if pin is None:
         raise ValueError("constraints.txt: expected a line ray==VERSION, got none; run `make lock`")

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from agent_world import World, call
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
-from replaceable import answers, breaks
-from scripted_model import END
 
+from tests.services.agent.agent_services import AgentServices, call
+from tests.services.agent.replaceable import answers, breaks
+from tests.services.agent.scripted_model import END
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import Incident
 
@@ -54,66 +54,66 @@ def seen(spans: list[ReadableSpan]) -> Seen:
     )
 
 
-async def too_late(world: World) -> str:
+async def too_late(services: AgentServices) -> str:
     """The tool server's replica was lost while the model wrote."""
-    world.new_tool_server()
+    services.new_tool_server()
     return COUNT
 
 
-async def cut(world: World) -> str:
-    world.model.finish_reason = "abort"
+async def cut(services: AgentServices) -> str:
+    services.model.finish_reason = "abort"
     return "#### "
 
 
-async def rest(world: World) -> str:
-    world.model.finish_reason = None
+async def rest(services: AgentServices) -> str:
+    services.model.finish_reason = None
     return "18" + END
 
 
-def reward_is_busy_once(world: World) -> None:
-    world.reward.faults = [answers(429, json=BUSY)]
+def reward_is_busy_once(services: AgentServices) -> None:
+    services.reward.faults = [answers(429, json=BUSY)]
 
 
-def gateway_gives_up_once(world: World) -> None:
-    world.reward.faults = [answers(408, text="Request timeout")]
+def gateway_gives_up_once(services: AgentServices) -> None:
+    services.reward.faults = [answers(408, text="Request timeout")]
 
 
-def replica_is_dead_once(world: World) -> None:
-    world.rollout.faults = [answers(500, text="Internal Server Error")]  # what Ray Serve answers for it
+def replica_is_dead_once(services: AgentServices) -> None:
+    services.rollout.faults = [answers(500, text="Internal Server Error")]  # what Ray Serve answers for it
 
 
-def connection_breaks_once(world: World) -> None:
-    world.rollout.faults = [breaks(httpx.RemoteProtocolError("server disconnected"))]
+def connection_breaks_once(services: AgentServices) -> None:
+    services.rollout.faults = [breaks(httpx.RemoteProtocolError("server disconnected"))]
 
 
-def silence_once(world: World) -> None:
-    world.rollout.faults = [breaks(httpx.ReadTimeout("no answer"))]
+def silence_once(services: AgentServices) -> None:
+    services.rollout.faults = [breaks(httpx.ReadTimeout("no answer"))]
 
 
-def tool_is_slow(world: World) -> None:
-    world.slow_tool_server(call_timeout_s=0.05)
+def tool_is_slow(services: AgentServices) -> None:
+    services.slow_tool_server(call_timeout_s=0.05)
 
 
-def weights_are_published(world: World) -> None:
-    world.publish_weights(9)
+def weights_are_published(services: AgentServices) -> None:
+    services.publish_weights(9)
 
 
-def tool_cannot_let_go(world: World) -> None:
+def tool_cannot_let_go(services: AgentServices) -> None:
     async def refuse(instance_id: str) -> None:
         raise RuntimeError("cannot let go")
 
-    world.counter.release = refuse  # pyright: ignore[reportAttributeAccessIssue]
+    services.counter.release = refuse  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def no_tool_server(world: World) -> None:
-    world.tools.app = None
+def no_tool_server(services: AgentServices) -> None:
+    services.tools.app = None
 
 
-def nothing(world: World) -> None:
+def nothing(services: AgentServices) -> None:
     """The model's words are enough."""
 
 
-Words = str | Callable[[World], Any]
+Words = str | Callable[[AgentServices], Any]
 
 
 @dataclass
@@ -122,7 +122,7 @@ class BadPath:
 
     seen: Seen
     says: list[Words] = field(default_factory=lambda: [ANSWER])
-    prepare: Callable[[World], None] = nothing
+    prepare: Callable[[AgentServices], None] = nothing
     incidents: list[Incident] = field(default_factory=list)
     error: ErrorCode | None = None
     asked: dict[str, Any] = field(default_factory=dict)

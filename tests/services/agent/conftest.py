@@ -1,4 +1,4 @@
-"""Fixtures of the agent's tests; what they are made of is in agent_world.py."""
+"""Fixtures of the agent's tests; what they are made of is in agent_services.py."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from agent_world import World, open_world, until
-from scripted_model import CHATML, QWEN, byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from tests.services.agent.agent_services import AgentServices, open_services, until
+from tests.services.agent.scripted_model import CHATML, QWEN, byte_tokenizer
 from trackway.agent.settings import AgentSettings
 from trackway.agent.tokens import ChatTokens
 from trackway.clients import AgentClient, CallPolicy, shared_http
@@ -53,17 +53,17 @@ def settings(model_path: Path) -> AgentSettings:
 
 
 @pytest.fixture
-async def world(
+async def services(
     anyio_backend: str, settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
-) -> AsyncIterator[World]:
-    async with open_world(settings, tokenizer) as opened:
+) -> AsyncIterator[AgentServices]:
+    async with open_services(settings, tokenizer) as opened:
         yield opened
 
 
 @pytest.fixture
-async def agent(world: World) -> AsyncIterator[AgentClient]:
+async def agent(services: AgentServices) -> AsyncIterator[AgentClient]:
     """A client of the agent app behind a real socket."""
-    server = uvicorn.Server(uvicorn.Config(world.agent, port=0, log_level="warning", ws="none", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(services.agent, port=0, log_level="warning", ws="none", lifespan="off"))
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]

@@ -5,8 +5,8 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from scripted_model import ScriptedModel
 
+from tests.services.agent.scripted_model import ScriptedModel
 from trackway.wire.rollout import GenerateRequest
 
 Answer = Callable[[], Awaitable[httpx.Response]]

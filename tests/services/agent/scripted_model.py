@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from idle_engine import IdleEngine
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.services.rollout.idle_engine import IdleEngine
 from trackway.rollout.engines.protocol import FinishReason, Piece
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 
@@ -68,7 +68,7 @@ class ScriptedModel(IdleEngine):
 
     def seen(self, rollout_n: int = 0) -> list[GenerateRequest]:
         """Requests of one rollout, in order."""
-        return [request for session, request in self.requests if session.endswith(f"/{rollout_n}")]
+        return [request for _, request in self.requests if _rollout_n(str(request.request_id)) == rollout_n]
 
     def begin_again(self) -> None:
         """The next request of each rollout is the first turn of its script."""
@@ -79,7 +79,7 @@ class ScriptedModel(IdleEngine):
 
     async def stream(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> AsyncGenerator[Piece]:
         """The k-th token of turn t has logprob -(k + 1) / 8 and comes from weights 3 + t."""
-        rollout_n = int(request_id.rsplit("/", 2)[1])
+        rollout_n = _rollout_n(request_id)
         turn = self._said[rollout_n]
         self._said[rollout_n] += 1
         words = self.scripts[rollout_n][turn]
@@ -88,3 +88,7 @@ class ScriptedModel(IdleEngine):
         ended = len(ids) == len(said) and ids[-1:] == self.encode(END)
         logprobs = [-(place + 1) / 8 for place in range(len(ids))]
         yield Piece(ids, logprobs, self.version + turn, self.finish_reason or ("stop" if ended else "length"))
+
+
+def _rollout_n(request_id: str) -> int:
+    return int(request_id.rsplit("/", 2)[1])

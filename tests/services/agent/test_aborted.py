@@ -7,12 +7,12 @@ from contextlib import aclosing
 
 import httpx
 import pytest
-from agent_world import World, call, group, open_world, until
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
-from scripted_model import END
 from transformers import PreTrainedTokenizerFast
 
+from tests.services.agent.agent_services import AgentServices, call, group, open_services, until
+from tests.services.agent.scripted_model import END
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
 from trackway.agent.settings import AgentSettings
@@ -31,8 +31,8 @@ async def never() -> str:
     raise AssertionError
 
 
-def roots(world: World) -> list[ReadableSpan]:
-    return [span for span in world.spans() if span.parent is None]
+def roots(services: AgentServices) -> list[ReadableSpan]:
+    return [span for span in services.spans() if span.parent is None]
 
 
 def tag(span: ReadableSpan, name: str) -> object:
@@ -43,79 +43,79 @@ async def first_of(stream: AsyncIterator[Trajectory]) -> Trajectory:
     return await anext(stream)
 
 
-async def test_a_client_that_leaves_aborts_what_still_runs(world: World, agent: AgentClient) -> None:
-    world.model.scripts = {0: [ANSWER], 1: [COUNT, never]}
+async def test_a_client_that_leaves_aborts_what_still_runs(services: AgentServices, agent: AgentClient) -> None:
+    services.model.scripts = {0: [ANSWER], 1: [COUNT, never]}
     async with aclosing(agent.group(group(n=2, trace=True))) as stream:  # pyright: ignore[reportArgumentType]
         assert (await first_of(stream)).tags.rollout_n == 0
-        await until(lambda: len(world.model.requests) == 3)
+        await until(lambda: len(services.model.requests) == 3)
 
-    await until(lambda: len(roots(world)) == 2)
-    outcomes = {tag(root, "rollout_n"): tag(root, "outcome") for root in roots(world)}
+    await until(lambda: len(roots(services)) == 2)
+    outcomes = {tag(root, "rollout_n"): tag(root, "outcome") for root in roots(services)}
     assert outcomes == {"0": "ok", "1": "aborted"}
-    assert world.counter.released == list(world.counter.counts)
+    assert services.counter.released == list(services.counter.counts)
 
 
 async def test_the_root_of_an_aborted_trajectory_is_failed_and_tells_how_far_it_came(
-    world: World, settings: AgentSettings
+    services: AgentServices, settings: AgentSettings
 ) -> None:
-    world.model.scripts = {0: [COUNT, never]}
-    asking = asyncio.create_task(world.run(group(trace=True)))
-    await until(lambda: len(world.model.requests) == 2)
+    services.model.scripts = {0: [COUNT, never]}
+    asking = asyncio.create_task(services.run(group(trace=True)))
+    await until(lambda: len(services.model.requests) == 2)
     asking.cancel()
     await asyncio.wait([asking])
 
-    await until(lambda: len(roots(world)) == 1)
-    [root] = roots(world)
+    await until(lambda: len(roots(services)) == 1)
+    [root] = roots(services)
     assert root.status.status_code is StatusCode.ERROR
     assert root.status.description == "the group was closed before this rollout ended"
     outputs = json.loads(str((root.attributes or {})["mlflow.spanOutputs"]))
-    said = len(world.model.encode(COUNT))
+    said = len(services.model.encode(COUNT))
     assert (outputs["stop_reason"], outputs["num_turns"], outputs["reward"]) == ("aborted", 3, None)
     assert outputs["response_tokens"] > said and "response_text" not in outputs
 
 
-async def test_incidents_of_an_aborted_trajectory_are_kept(world: World) -> None:
-    world.model.scripts = {0: [call("counter", '{"refuse": true}') + END, never]}
-    asking = asyncio.create_task(world.run(group(trace=True)))
-    await until(lambda: len(world.model.requests) == 2)
+async def test_incidents_of_an_aborted_trajectory_are_kept(services: AgentServices) -> None:
+    services.model.scripts = {0: [call("counter", '{"refuse": true}') + END, never]}
+    asking = asyncio.create_task(services.run(group(trace=True)))
+    await until(lambda: len(services.model.requests) == 2)
     asking.cancel()
     await asyncio.wait([asking])
 
-    await until(lambda: len(roots(world)) == 1)
-    [root] = roots(world)
+    await until(lambda: len(roots(services)) == 1)
+    [root] = roots(services)
     assert (tag(root, "outcome"), tag(root, "incidents")) == ("aborted", "tool_failed")
 
 
 async def test_a_trajectory_that_waited_for_its_turn_leaves_no_trace(
     settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    async with open_world(settings.model_copy(update={"max_concurrent_trajectories": 1}), tokenizer) as world:
-        world.model.scripts = {number: [never] for number in range(3)}
-        asking = asyncio.create_task(world.run(group(n=3, trace=True)))
-        await until(lambda: len(world.model.requests) == 1)
+    async with open_services(settings.model_copy(update={"max_concurrent_trajectories": 1}), tokenizer) as services:
+        services.model.scripts = {number: [never] for number in range(3)}
+        asking = asyncio.create_task(services.run(group(n=3, trace=True)))
+        await until(lambda: len(services.model.requests) == 1)
         asking.cancel()
         await asyncio.wait([asking])
 
-        await until(lambda: len(roots(world)) == 1)
-        assert [tag(root, "rollout_n") for root in roots(world)] == ["0"]
+        await until(lambda: len(roots(services)) == 1)
+        assert [tag(root, "rollout_n") for root in roots(services)] == ["0"]
 
 
 @pytest.mark.parametrize(("route", "n", "status"), [("/groups", 2, 200), ("/trajectories", 1, 503)])
 async def test_a_service_that_stops_aborts_its_trajectories_before_it_ends(
     settings: AgentSettings, tokenizer: PreTrainedTokenizerFast, route: str, n: int, status: int
 ) -> None:
-    async with open_world(settings, tokenizer) as world:
-        world.model.scripts = {0: [COUNT, never], 1: [ANSWER]}
+    async with open_services(settings, tokenizer) as services:
+        services.model.scripts = {0: [COUNT, never], 1: [ANSWER]}
         body = group(n=n, trace=True).model_dump(mode="json")
-        asking = asyncio.create_task(world.client.post(route, json=body))
-        await until(lambda: len(world.model.seen(0)) == 2 and (n == 1 or len(roots(world)) == 1))
+        asking = asyncio.create_task(services.client.post(route, json=body))
+        await until(lambda: len(services.model.seen(0)) == 2 and (n == 1 or len(roots(services)) == 1))
 
     response = await asking
     assert (response.status_code, len(response.text.splitlines())) == (status, 1)
-    finished = [span for span in world.exporter.get_finished_spans() if span.parent is None]
+    finished = [span for span in services.exporter.get_finished_spans() if span.parent is None]
     [root] = [span for span in finished if tag(span, "rollout_n") == "0"]
     assert (tag(root, "outcome"), root.status.description) == ("aborted", "the agent service stops")
-    assert world.counter.released == list(world.counter.counts)
+    assert services.counter.released == list(services.counter.counts)
 
 
 async def test_a_service_that_stops_takes_no_new_group(settings: AgentSettings) -> None:

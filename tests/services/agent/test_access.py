@@ -4,11 +4,11 @@ import logging
 
 import httpx
 import pytest
-from agent_world import World, call, group, open_world
 from pydantic import SecretStr
-from scripted_model import END
 from transformers import PreTrainedTokenizerFast
 
+from tests.services.agent.agent_services import AgentServices, call, group, open_services
+from tests.services.agent.scripted_model import END
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient
 from trackway.wire.errors import ErrorCode
@@ -20,13 +20,13 @@ TOKEN, WRONG = "agent-0123456789abcdef", "wrong-0123456789abcdef"
 COUNT, ANSWER = call("counter") + END, "#### 18" + END
 
 
-async def rolled_out(world: World) -> Trajectory:
+async def rolled_out(services: AgentServices) -> Trajectory:
     """One traced trajectory, asked for as the trainer does."""
-    world.model.scripts[0] = [COUNT, ANSWER]
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(world.agent))
+    services.model.scripts[0] = [COUNT, ANSWER]
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(services.agent))
     async with http:
         client = AgentClient("http://agent", http, token=SecretStr(TOKEN))
-        [trajectory] = [one async for one in client.group(group(trace=True))]
+        [trajectory] = [trajectory async for trajectory in client.group(group(trace=True))]
     return trajectory
 
 
@@ -44,9 +44,9 @@ async def test_a_trajectory_needs_the_token_of_the_other_services(
     if sent is not None:
         monkeypatch.setenv("TRACKWAY_TOKEN", sent)
     settings = AgentSettings(**settings.model_dump(exclude={"token", "auth"}))
-    async with open_world(settings, tokenizer) as world:
-        trajectory = await rolled_out(world)
-        spans = "".join(span.to_json() for span in world.spans())
+    async with open_services(settings, tokenizer) as services:
+        trajectory = await rolled_out(services)
+        spans = "".join(span.to_json() for span in services.spans())
     assert (trajectory.error is None) is works
     if trajectory.error is None:
         assert (trajectory.stop_reason, trajectory.reward.score if trajectory.reward else None) == (

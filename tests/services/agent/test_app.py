@@ -3,10 +3,10 @@
 import asyncio
 
 import pytest
-from agent_world import World, call, group, open_world, until
-from scripted_model import END
 from transformers import PreTrainedTokenizerFast
 
+from tests.services.agent.agent_services import AgentServices, call, group, open_services, until
+from tests.services.agent.scripted_model import END
 from trackway.agent.app import create_app
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient
@@ -18,14 +18,14 @@ COUNT = call("counter") + END
 
 
 @pytest.mark.anyio
-async def test_each_trajectory_is_streamed_as_it_ends(world: World, agent: AgentClient) -> None:
+async def test_each_trajectory_is_streamed_as_it_ends(services: AgentServices, agent: AgentClient) -> None:
     first_was_seen = asyncio.Event()
 
     async def slow() -> str:
         await first_was_seen.wait()
         return ANSWER
 
-    world.model.scripts = {0: [slow], 1: [ANSWER]}
+    services.model.scripts = {0: [slow], 1: [ANSWER]}
     seen: list[int] = []
     async for trajectory in agent.group(group(n=2)):
         seen.append(trajectory.tags.rollout_n)
@@ -36,32 +36,32 @@ async def test_each_trajectory_is_streamed_as_it_ends(world: World, agent: Agent
 
 @pytest.mark.anyio
 async def test_a_client_that_leaves_ends_its_trajectories_and_releases_their_tools(
-    world: World, agent: AgentClient
+    services: AgentServices, agent: AgentClient
 ) -> None:
     async def never() -> str:
         await asyncio.Event().wait()
         raise AssertionError
 
-    world.model.scripts = {0: [ANSWER], 1: [COUNT, never], 2: [COUNT, never]}
+    services.model.scripts = {0: [ANSWER], 1: [COUNT, never], 2: [COUNT, never]}
     stream = agent.group(group(n=3))
     assert (await anext(stream)).tags.rollout_n == 0
-    await until(lambda: len(world.model.requests) == 5)
+    await until(lambda: len(services.model.requests) == 5)
     await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue]
 
-    await until(lambda: len(world.counter.released) == 2)
-    assert sorted(world.counter.released) == sorted(world.counter.counts)
+    await until(lambda: len(services.counter.released) == 2)
+    assert sorted(services.counter.released) == sorted(services.counter.counts)
 
 
 @pytest.mark.anyio
-async def test_trajectories_are_counted_by_kind_and_outcome(world: World) -> None:
+async def test_trajectories_are_counted_by_kind_and_outcome(services: AgentServices) -> None:
     async def refuse() -> str:
         raise TrackwayError(ErrorCode.INVALID_REQUEST, "no such prompt")
 
-    world.model.scripts = {0: [ANSWER], 1: [COUNT, ANSWER], 2: [refuse]}
-    await world.run(group(n=3))
-    world.model.begin_again()
-    await world.run(group(n=1, validate=True))
-    lines = (await world.client.get("/metrics")).text.splitlines()
+    services.model.scripts = {0: [ANSWER], 1: [COUNT, ANSWER], 2: [refuse]}
+    await services.run(group(n=3))
+    services.model.begin_again()
+    await services.run(group(n=1, validate=True))
+    lines = (await services.client.get("/metrics")).text.splitlines()
 
     assert {line for line in lines if line.startswith("trackway_trajectories")} == {
         'trackway_trajectories_total{kind="training",outcome="answered"} 2.0',
@@ -72,35 +72,44 @@ async def test_trajectories_are_counted_by_kind_and_outcome(world: World) -> Non
 
 
 @pytest.mark.anyio
-async def test_only_the_asked_rollouts_are_run(world: World) -> None:
-    world.model.scripts = {1: [ANSWER], 3: [ANSWER]}
+async def test_calls_that_full_replicas_passed_on_are_counted_by_service(services: AgentServices) -> None:
+    lines = (await services.client.get("/metrics")).text.splitlines()
 
-    trajectories = await world.run(group(n=4, rollouts=[3, 1]))
+    assert {line for line in lines if line.startswith("trackway_spilled_calls")} == {
+        f'trackway_spilled_calls_total{{service="{service}"}} 0.0' for service in ("rollout", "tools", "reward")
+    }
 
-    assert [one.id for one in trajectories] == ["run-a/1/7/1", "run-a/1/7/3"]
-    assert len(world.model.requests) == 2
+
+@pytest.mark.anyio
+async def test_only_the_asked_rollouts_are_run(services: AgentServices) -> None:
+    services.model.scripts = {1: [ANSWER], 3: [ANSWER]}
+
+    trajectories = await services.run(group(n=4, rollouts=[3, 1]))
+
+    assert [trajectory.id for trajectory in trajectories] == ["run-a/1/7/1", "run-a/1/7/3"]
+    assert len(services.model.requests) == 2
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("rollouts", [[0, 0], [4], [-1]])
-async def test_rollouts_outside_the_group_are_refused(world: World, rollouts: list[int]) -> None:
-    response = await world.client.post("/groups", json=group(n=4, rollouts=rollouts).model_dump(mode="json"))
+async def test_rollouts_outside_the_group_are_refused(services: AgentServices, rollouts: list[int]) -> None:
+    response = await services.client.post("/groups", json=group(n=4, rollouts=rollouts).model_dump(mode="json"))
 
     assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
 
 
 @pytest.mark.anyio
-async def test_an_unknown_agent_is_refused_before_the_stream_begins(world: World) -> None:
-    response = await world.client.post("/groups", json=group(agent_name="nobody").model_dump(mode="json"))
+async def test_an_unknown_agent_is_refused_before_the_stream_begins(services: AgentServices) -> None:
+    response = await services.client.post("/groups", json=group(agent_name="nobody").model_dump(mode="json"))
 
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_agent")
 
 
 @pytest.mark.anyio
-async def test_groups_are_ndjson(world: World) -> None:
-    world.model.scripts = {0: [ANSWER], 1: [ANSWER]}
+async def test_groups_are_ndjson(services: AgentServices) -> None:
+    services.model.scripts = {0: [ANSWER], 1: [ANSWER]}
 
-    response = await world.client.post("/groups", json=group(n=2).model_dump(mode="json"))
+    response = await services.client.post("/groups", json=group(n=2).model_dump(mode="json"))
 
     assert response.headers["content-type"] == "application/x-ndjson"
     assert len(response.text.splitlines()) == 2
@@ -108,24 +117,24 @@ async def test_groups_are_ndjson(world: World) -> None:
 
 
 @pytest.mark.anyio
-async def test_one_trajectory_is_answered_as_json(world: World) -> None:
-    world.model.scripts = {1: [ANSWER]}
+async def test_one_trajectory_is_answered_as_json(services: AgentServices) -> None:
+    services.model.scripts = {1: [ANSWER]}
 
-    response = await world.client.post("/trajectories", json=group(n=2, rollouts=[1]).model_dump(mode="json"))
+    response = await services.client.post("/trajectories", json=group(n=2, rollouts=[1]).model_dump(mode="json"))
 
     assert Trajectory.model_validate(response.json()).id == "run-a/1/7/1"
 
 
 @pytest.mark.anyio
-async def test_several_trajectories_are_refused_where_one_is_expected(world: World) -> None:
-    response = await world.client.post("/trajectories", json=group(n=2).model_dump(mode="json"))
+async def test_several_trajectories_are_refused_where_one_is_expected(services: AgentServices) -> None:
+    response = await services.client.post("/trajectories", json=group(n=2).model_dump(mode="json"))
 
     assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
 
 
 @pytest.mark.anyio
-async def test_the_agents_are_listed(world: World) -> None:
-    response = await world.client.get("/agents")
+async def test_the_agents_are_listed(services: AgentServices) -> None:
+    response = await services.client.get("/agents")
 
     names = {agent["name"] for agent in response.json()["agents"]}
     assert names >= {"single_turn_agent", "tool_agent"}
@@ -145,9 +154,9 @@ async def test_no_more_trajectories_run_at_once_than_the_settings_allow(
         running -= 1
         return ANSWER
 
-    async with open_world(settings.model_copy(update={"max_concurrent_trajectories": 2}), tokenizer) as world:
-        world.model.scripts = {number: [watched] for number in range(6)}
-        trajectories = await world.run(group(n=6))
+    async with open_services(settings.model_copy(update={"max_concurrent_trajectories": 2}), tokenizer) as services:
+        services.model.scripts = {number: [watched] for number in range(6)}
+        trajectories = await services.run(group(n=6))
 
     assert (most, len(trajectories)) == (2, 6)
 

@@ -6,32 +6,32 @@ from functools import partial
 
 import httpx
 import pytest
-from agent_world import World, open_world, until
-from bad_paths import ANSWER, BUSY, COUNT, PATHS, BadPath, Seen, seen
-from replaceable import Answer, answers
-from time_limits import ENDS_SOON
 from transformers import PreTrainedTokenizerFast
 
+from tests.services.agent.agent_services import AgentServices, open_services, until
+from tests.services.agent.bad_paths import ANSWER, BUSY, COUNT, PATHS, BadPath, Seen, seen
+from tests.services.agent.replaceable import Answer, answers
+from tests.time_limits import ENDS_SOON
 from trackway.agent.settings import AgentSettings
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Trajectory
 
 
-async def run(world: World, path: BadPath, trace: bool) -> Trajectory:
-    path.prepare(world)
-    said = [words if isinstance(words, str) else partial(words, world) for words in path.says]
-    return await world.say(*said, trace=trace, **path.asked)
+async def run(services: AgentServices, path: BadPath, trace: bool) -> Trajectory:
+    path.prepare(services)
+    said = [words if isinstance(words, str) else partial(words, services) for words in path.says]
+    return await services.say(*said, trace=trace, **path.asked)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 async def test_it_is_in_the_tags_and_on_the_span_where_it_happened(
-    world: World, path: BadPath, caplog: pytest.LogCaptureFixture
+    services: AgentServices, path: BadPath, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.CRITICAL):
-        trajectory = await run(world, path, trace=True)
+        trajectory = await run(services, path, trace=True)
 
-    assert seen(world.spans()) == path.seen
+    assert seen(services.spans()) == path.seen
     assert trajectory.incidents == path.incidents
     assert (trajectory.error.code if trajectory.error else None) == path.error
 
@@ -39,44 +39,44 @@ async def test_it_is_in_the_tags_and_on_the_span_where_it_happened(
 @pytest.mark.anyio
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 async def test_an_unrecorded_trajectory_knows_it_all_the_same(
-    world: World, path: BadPath, caplog: pytest.LogCaptureFixture
+    services: AgentServices, path: BadPath, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.CRITICAL):
-        trajectory = await run(world, path, trace=False)
+        trajectory = await run(services, path, trace=False)
 
-    assert (trajectory.incidents, trajectory.trace_bytes, world.spans()) == (path.incidents, 0, [])
+    assert (trajectory.incidents, trajectory.trace_bytes, services.spans()) == (path.incidents, 0, [])
 
 
 @pytest.mark.anyio
 async def test_a_refusal_for_stale_weights_is_seen_in_both_services(
     settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    async with open_world(settings, tokenizer, weight_wait_s=0.0) as world:
+    async with open_services(settings, tokenizer, weight_wait_s=0.0) as services:
 
         async def at_once(answer: Answer) -> httpx.Response:
             return await answer()
 
         async def after_a_load(answer: Answer) -> httpx.Response:
-            world.model.version = 9
+            services.model.version = 9
             return await answer()
 
-        world.rollout.faults = [at_once, after_a_load]
-        trajectory = await world.say(ANSWER, trace=True, min_weight_version=9)
+        services.rollout.faults = [at_once, after_a_load]
+        trajectory = await services.say(ANSWER, trace=True, min_weight_version=9)
 
         behind = ["weights_behind"]
         events = {"turn 0": behind, "chat tiny": [*behind, "exception"]}
-        assert seen(world.spans()) == Seen("weights_behind", "weights_behind", events, ["chat tiny"])
+        assert seen(services.spans()) == Seen("weights_behind", "weights_behind", events, ["chat tiny"])
         assert trajectory.incidents == [Incident.WEIGHTS_BEHIND]
 
 
 @pytest.mark.anyio
-async def test_an_event_says_what_where_and_which_try(world: World) -> None:
-    world.rollout.faults = [answers(500, text="Internal Server Error")]
-    world.reward.faults = [answers(429, json=BUSY)]
+async def test_an_event_says_what_where_and_which_try(services: AgentServices) -> None:
+    services.rollout.faults = [answers(500, text="Internal Server Error")]
+    services.reward.faults = [answers(429, json=BUSY)]
 
-    await world.say(ANSWER, trace=True)
+    await services.say(ANSWER, trace=True)
 
-    told = {event.name: dict(event.attributes or {}) for span in world.spans() for event in span.events}
+    told = {event.name: dict(event.attributes or {}) for span in services.spans() for event in span.events}
     assert told == {
         "replica_lost": {
             "url": "http://rollout/inference/v1/generate",
@@ -89,13 +89,13 @@ async def test_an_event_says_what_where_and_which_try(world: World) -> None:
 
 @ENDS_SOON
 @pytest.mark.anyio
-async def test_the_time_limit_fails_the_root_and_what_it_interrupted(world: World) -> None:
+async def test_the_time_limit_fails_the_root_and_what_it_interrupted(services: AgentServices) -> None:
     async def never() -> str:
         await asyncio.Event().wait()
         raise AssertionError
 
-    await world.say(COUNT, never, trace=True, limits__timeout_s=2.0)
+    await services.say(COUNT, never, trace=True, limits__timeout_s=2.0)
 
-    await until(lambda: len(world.spans()) == 6)
-    found = seen(world.spans())
+    await until(lambda: len(services.spans()) == 6)
+    found = seen(services.spans())
     assert (found.outcome, found.failed) == ("error:deadline_exceeded", ["chat tiny", "trajectory", "turn 1"])

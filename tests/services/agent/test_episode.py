@@ -2,8 +2,8 @@ import math
 from typing import Any, Literal
 
 import pytest
-from agent_world import group
 
+from tests.services.agent.agent_services import group
 from trackway.agent.episode import Episode, cut_prompt
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -6,10 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
-from agent_world import World, group
 from opentelemetry.sdk.trace import ReadableSpan
-from replaceable import Replaceable
-from scripted_model import END
+
+from tests.services.agent.agent_services import AgentServices, group
+from tests.services.agent.replaceable import Replaceable
+from tests.services.agent.scripted_model import END
 
 pytestmark = pytest.mark.anyio
 
@@ -81,20 +82,24 @@ REFUSED = {
 }
 
 
-async def send(world: World, service: str, method: str, path: str, **request: Any) -> httpx.Response:
+async def send(services: AgentServices, service: str, method: str, path: str, **request: Any) -> httpx.Response:
     """One request to one service; the scripts are renewed for it."""
-    world.model.scripts = {number: [ANSWER] * 9 for number in range(2)}
-    transports: dict[str, Replaceable] = {"rollout": world.rollout, "tools": world.tools, "reward": world.reward}
+    services.model.scripts = {number: [ANSWER] * 9 for number in range(2)}
+    transports: dict[str, Replaceable] = {
+        "rollout": services.rollout,
+        "tools": services.tools,
+        "reward": services.reward,
+    }
     if service == "agent":
-        return await world.client.request(method, path, **request)
+        return await services.client.request(method, path, **request)
     app = transports[service].app
     assert app is not None
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
         return await client.request(method, path, **request)
 
 
-async def work(world: World, what: Work, headers: dict[str, str]) -> None:
-    answer = await send(world, what.service, "POST", what.path, json=what.body, headers=headers)
+async def work(services: AgentServices, what: Work, headers: dict[str, str]) -> None:
+    answer = await send(services, what.service, "POST", what.path, json=what.body, headers=headers)
     assert answer.status_code == 200, answer.text
 
 
@@ -105,18 +110,20 @@ def below_the_caller(spans: list[ReadableSpan]) -> list[str]:
 
 
 @pytest.mark.parametrize("what", WORKS.values(), ids=WORKS.keys())
-async def test_a_recorded_trace_is_continued(world: World, what: Work) -> None:
-    await work(world, what, SAMPLED)
+async def test_a_recorded_trace_is_continued(services: AgentServices, what: Work) -> None:
+    await work(services, what, SAMPLED)
 
-    assert below_the_caller(world.spans()) == list(what.spans)
+    assert below_the_caller(services.spans()) == list(what.spans)
 
 
 @pytest.mark.parametrize("what", WORKS.values(), ids=WORKS.keys())
 @pytest.mark.parametrize("headers", INVALID.values(), ids=INVALID.keys())
-async def test_without_a_recorded_trace_there_is_no_span(world: World, what: Work, headers: dict[str, str]) -> None:
-    await work(world, what, headers)
+async def test_without_a_recorded_trace_there_is_no_span(
+    services: AgentServices, what: Work, headers: dict[str, str]
+) -> None:
+    await work(services, what, headers)
 
-    assert world.spans() == []
+    assert services.spans() == []
 
 
 @pytest.mark.parametrize(
@@ -124,51 +131,51 @@ async def test_without_a_recorded_trace_there_is_no_span(world: World, what: Wor
 )
 @pytest.mark.parametrize("what", WORKS.values(), ids=WORKS.keys())
 async def test_baggage_that_cannot_be_read_costs_the_target_and_not_the_trace(
-    world: World, what: Work, target: str
+    services: AgentServices, what: Work, target: str
 ) -> None:
-    await work(world, what, {**SAMPLED, "baggage": f"agentic.target={target}"})
+    await work(services, what, {**SAMPLED, "baggage": f"agentic.target={target}"})
 
-    assert below_the_caller(world.spans()) == list(what.spans)
+    assert below_the_caller(services.spans()) == list(what.spans)
 
 
 @pytest.mark.parametrize("service", REFUSED)
 @pytest.mark.parametrize("headers", [{}, SAMPLED], ids=["alone", "with a trace"])
-async def test_no_other_request_leaves_a_span(world: World, service: str, headers: dict[str, str]) -> None:
+async def test_no_other_request_leaves_a_span(services: AgentServices, service: str, headers: dict[str, str]) -> None:
     for request in ON_EVERY_SERVICE:
         method, path = request.split()
-        answer = await send(world, service, method, path, headers=headers)
+        answer = await send(services, service, method, path, headers=headers)
         assert answer.status_code == (404 if path == "/nowhere" else 200)
-    refused = await send(world, service, "POST", REFUSED[service], json={"wrong": 1}, headers=headers)
+    refused = await send(services, service, "POST", REFUSED[service], json={"wrong": 1}, headers=headers)
 
-    assert (refused.status_code, world.spans()) == (422, [])
+    assert (refused.status_code, services.spans()) == (422, [])
 
 
-async def test_a_trajectory_with_a_trace_of_its_own_is_linked_to_its_caller(world: World) -> None:
+async def test_a_trajectory_with_a_trace_of_its_own_is_linked_to_its_caller(services: AgentServices) -> None:
     asked = Work("agent", "/trajectories", group(trace=True).model_dump(mode="json"), ())
-    await work(world, asked, SAMPLED)
+    await work(services, asked, SAMPLED)
 
-    [root] = [span for span in world.spans() if span.parent is None]
-    links = [(format(one.context.trace_id, "032x"), format(one.context.span_id, "016x")) for one in root.links]
+    [root] = [span for span in services.spans() if span.parent is None]
+    links = [(format(link.context.trace_id, "032x"), format(link.context.span_id, "016x")) for link in root.links]
     assert (root.name, links) == ("trajectory", [(TRACE, SPAN)])
     assert format(root.get_span_context().trace_id, "032x") != TRACE
 
 
-async def test_a_trajectory_that_is_not_to_be_recorded_is_not_for_any_caller(world: World) -> None:
+async def test_a_trajectory_that_is_not_to_be_recorded_is_not_for_any_caller(services: AgentServices) -> None:
     asked = Work("agent", "/trajectories", group(trace=False).model_dump(mode="json"), ())
-    await work(world, asked, SAMPLED)
+    await work(services, asked, SAMPLED)
 
-    assert world.spans() == []
+    assert services.spans() == []
 
 
-async def test_the_whole_tree_of_a_trajectory_is_in_the_callers_trace(world: World) -> None:
-    await work(world, WORKS["a trajectory"], SAMPLED)
+async def test_the_whole_tree_of_a_trajectory_is_in_the_callers_trace(services: AgentServices) -> None:
+    await work(services, WORKS["a trajectory"], SAMPLED)
 
-    spans = world.spans()
+    spans = services.spans()
     assert below_the_caller(spans) == ["trajectory"]
     assert sorted(span.name for span in spans) == ["chat tiny", "reward", "trajectory", "turn 0"]
 
 
-async def test_the_answer_names_the_callers_trace(world: World) -> None:
-    answer = await send(world, "agent", "POST", "/trajectories", json=WORKS["a trajectory"].body, headers=SAMPLED)
+async def test_the_answer_names_the_callers_trace(services: AgentServices) -> None:
+    answer = await send(services, "agent", "POST", "/trajectories", json=WORKS["a trajectory"].body, headers=SAMPLED)
 
     assert json.loads(answer.text)["trace_id"] == TRACE

@@ -5,10 +5,10 @@ import logging
 import sys
 
 import pytest
-from agent_world import World, call, group
-from replaceable import answers
-from scripted_model import END, Words
 
+from tests.services.agent.agent_services import AgentServices, call, group
+from tests.services.agent.replaceable import answers
+from tests.services.agent.scripted_model import END, Words
 from trackway.agent import AgentLoop, Episode, Toolbox, register
 from trackway.agent.loop import agent_loop, agents
 from trackway.rollout.engines.protocol import FinishReason
@@ -29,9 +29,11 @@ class DefectiveAgent(AgentLoop):
 
 
 @pytest.mark.anyio
-async def test_a_defect_ends_one_trajectory_and_is_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_defect_ends_one_trajectory_and_is_logged_once(
+    services: AgentServices, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.ERROR):
-        [trajectory] = await world.run(group(agent_name="defective_agent"))
+        [trajectory] = await services.run(group(agent_name="defective_agent"))
 
     assert trajectory.error is not None
     assert trajectory.error.code is ErrorCode.INTERNAL
@@ -73,10 +75,10 @@ class ExitingAgent(AgentLoop):
         ("cancel", "it cancelled itself"),
     ],
 )
-async def test_a_loop_that_exits_ends_its_own_trajectory_alone(world: World, how: str, what: str) -> None:
+async def test_a_loop_that_exits_ends_its_own_trajectory_alone(services: AgentServices, how: str, what: str) -> None:
     prompt = [{"role": "user", "content": how}]
 
-    fine, ended = await world.run(group(agent_name="exiting_agent", n=2, sample__prompt=prompt))
+    fine, ended = await services.run(group(agent_name="exiting_agent", n=2, sample__prompt=prompt))
 
     assert (fine.error, fine.stop_reason) == (None, StopReason.ANSWERED)
     assert ended.error is not None
@@ -87,24 +89,24 @@ async def test_a_loop_that_exits_ends_its_own_trajectory_alone(world: World, how
 
 
 @pytest.mark.anyio
-async def test_a_seed_gives_each_rollout_its_own_whatever_the_run_is_called(world: World) -> None:
-    world.model.scripts = {0: ["a" + END, "a" + END], 1: ["b" + END, "b" + END]}
+async def test_a_seed_gives_each_rollout_its_own_whatever_the_run_is_called(services: AgentServices) -> None:
+    services.model.scripts = {0: ["a" + END, "a" + END], 1: ["b" + END, "b" + END]}
 
-    await world.run(group(n=2, sampling_params__seed=1, run="first"))
-    await world.run(group(n=2, sampling_params__seed=1, run="second"))
+    await services.run(group(n=2, sampling_params__seed=1, run="first"))
+    await services.run(group(n=2, sampling_params__seed=1, run="second"))
 
-    first, second = ([request.sampling_params.seed for request in world.model.seen(number)] for number in (0, 1))
+    first, second = ([request.sampling_params.seed for request in services.model.seen(number)] for number in (0, 1))
     assert first[0] == first[1]
     assert second[0] == second[1]
     assert first[0] != second[0]
 
 
-def says(world: World, *parts: str) -> list[Words]:
+def says(services: AgentServices, *parts: str) -> list[Words]:
     """One turn whose generation the engine cuts behind each part but the last."""
 
     def part(text: str, finish_reason: FinishReason | None) -> Words:
         async def word() -> str:
-            world.model.finish_reason = finish_reason
+            services.model.finish_reason = finish_reason
             return text
 
         return word
@@ -113,12 +115,14 @@ def says(world: World, *parts: str) -> list[Words]:
 
 
 @pytest.mark.anyio
-async def test_a_turn_that_was_cut_goes_on_under_a_name_of_its_own_with_the_tokens_it_has_left(world: World) -> None:
-    trajectory = await world.say(
-        call("counter") + END, *says(world, "####", " ", "18" + END), sampling_params__max_tokens=100
+async def test_a_turn_that_was_cut_goes_on_under_a_name_of_its_own_with_the_tokens_it_has_left(
+    services: AgentServices,
+) -> None:
+    trajectory = await services.say(
+        call("counter") + END, *says(services, "####", " ", "18" + END), sampling_params__max_tokens=100
     )
 
-    assert [(request.request_id, request.sampling_params.max_tokens) for request in world.model.seen()] == [
+    assert [(request.request_id, request.sampling_params.max_tokens) for request in services.model.seen()] == [
         ("run-a/1/7/0/0", 100),
         ("run-a/1/7/0/1", 100),
         ("run-a/1/7/0/1+1", 96),
@@ -131,18 +135,18 @@ async def test_a_turn_that_was_cut_goes_on_under_a_name_of_its_own_with_the_toke
 @pytest.mark.parametrize("limit", ["sampling_params__max_tokens", "limits__max_response_length"])
 @pytest.mark.parametrize(("tokens", "asked"), [(4, [4]), (5, [5, 1]), (6, [6, 2])])
 async def test_a_turn_that_was_cut_ends_with_its_last_token(
-    world: World, limit: str, tokens: int, asked: list[int]
+    services: AgentServices, limit: str, tokens: int, asked: list[int]
 ) -> None:
-    trajectory = await world.say(*says(world, "####", "1234" + END), **{limit: tokens})
+    trajectory = await services.say(*says(services, "####", "1234" + END), **{limit: tokens})
 
-    assert [request.sampling_params.max_tokens for request in world.model.seen()] == asked
-    assert trajectory.response_ids == world.model.encode("####1234"[:tokens])
+    assert [request.sampling_params.max_tokens for request in services.model.seen()] == asked
+    assert trajectory.response_ids == services.model.encode("####1234"[:tokens])
     assert [turn.finish_reason for turn in trajectory.turns] == ["length"]
     assert trajectory.error is None
 
 
 @pytest.mark.anyio
-async def test_a_wrong_answer_of_the_rollout_service_is_an_error(world: World) -> None:
+async def test_a_wrong_answer_of_the_rollout_service_is_an_error(services: AgentServices) -> None:
     choice = GenerateChoice(
         finish_reason="stop",
         token_ids=[5, 6],
@@ -151,9 +155,9 @@ async def test_a_wrong_answer_of_the_rollout_service_is_an_error(world: World) -
     )
     usage = Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
     reply = GenerateReply(request_id="r", model="other", created=0, usage=usage, choices=[choice])
-    world.rollout.faults = [answers(200, text=reply.model_dump_json())]
+    services.rollout.faults = [answers(200, text=reply.model_dump_json())]
 
-    trajectory = await world.say("a" + END)
+    trajectory = await services.say("a" + END)
 
     assert trajectory.error is not None
     assert trajectory.error.code is ErrorCode.INTERNAL

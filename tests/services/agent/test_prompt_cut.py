@@ -3,44 +3,46 @@
 import time
 
 import pytest
-from agent_world import World
 from opentelemetry.sdk.trace import ReadableSpan
-from scripted_model import END
 
+from tests.services.agent.agent_services import AgentServices
+from tests.services.agent.scripted_model import END
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import StopReason, Trajectory
 
 ANSWER = "#### 18" + END
 
 
-async def cut(world: World, side: str, limit: int) -> Trajectory:
-    return await world.say(ANSWER, limits__max_prompt_length=limit, limits__prompt_truncation=side, trace=True)
+async def cut(services: AgentServices, side: str, limit: int) -> Trajectory:
+    return await services.say(ANSWER, limits__max_prompt_length=limit, limits__prompt_truncation=side, trace=True)
 
 
-def root_of(world: World) -> ReadableSpan:
-    [root] = [span for span in world.spans() if span.parent is None]
+def root_of(services: AgentServices) -> ReadableSpan:
+    [root] = [span for span in services.spans() if span.parent is None]
     return root
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("side", "head", "tail"), [("left", 0, 11), ("right", 11, 0), ("middle", 5, 6)])
-async def test_the_model_is_shown_what_is_kept_of_the_prompt(world: World, side: str, head: int, tail: int) -> None:
-    whole = (await world.say(ANSWER)).prompt_ids
-    world.model.begin_again()
+async def test_the_model_is_shown_what_is_kept_of_the_prompt(
+    services: AgentServices, side: str, head: int, tail: int
+) -> None:
+    whole = (await services.say(ANSWER)).prompt_ids
+    services.model.begin_again()
 
-    trajectory = await cut(world, side, limit=11)
+    trajectory = await cut(services, side, limit=11)
 
     assert trajectory.prompt_ids == whole[:head] + whole[len(whole) - tail :]
-    assert world.model.seen()[-1].token_ids == trajectory.prompt_ids
+    assert services.model.seen()[-1].token_ids == trajectory.prompt_ids
     assert (trajectory.stop_reason, trajectory.error) == (StopReason.ANSWERED, None)
     assert trajectory.reward is not None and trajectory.reward.score == 1.0
 
 
 @pytest.mark.anyio
-async def test_a_cut_prompt_is_an_incident_of_the_trajectory_and_of_its_trace(world: World) -> None:
-    trajectory = await cut(world, "middle", limit=11)
+async def test_a_cut_prompt_is_an_incident_of_the_trajectory_and_of_its_trace(services: AgentServices) -> None:
+    trajectory = await cut(services, "middle", limit=11)
 
-    root = root_of(world)
+    root = root_of(services)
     [event] = [event for event in root.events if event.name == "prompt_cut"]
     assert trajectory.incidents == [Incident.PROMPT_CUT]
     assert dict(event.attributes or {}) == {"tokens": 85, "kept": 11, "side": "middle"}
@@ -49,19 +51,21 @@ async def test_a_cut_prompt_is_an_incident_of_the_trajectory_and_of_its_trace(wo
 
 
 @pytest.mark.anyio
-async def test_a_prompt_within_its_limit_stays_whole_and_is_no_incident(world: World) -> None:
-    trajectory = await cut(world, "left", limit=85)
+async def test_a_prompt_within_its_limit_stays_whole_and_is_no_incident(services: AgentServices) -> None:
+    trajectory = await cut(services, "left", limit=85)
 
     assert (len(trajectory.prompt_ids), trajectory.incidents) == (85, [])
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("side", "most"), [("error", 2048), ("left", 65_536)])
-async def test_a_prompt_that_is_far_too_long_is_refused_and_not_sent_back(world: World, side: str, most: int) -> None:
+async def test_a_prompt_that_is_far_too_long_is_refused_and_not_sent_back(
+    services: AgentServices, side: str, most: int
+) -> None:
     prompt = [{"role": "user", "content": "1" * 4_000_000}]
     began = time.process_time()
 
-    trajectory = await world.say(ANSWER, sample__prompt=prompt, limits__prompt_truncation=side)
+    trajectory = await services.say(ANSWER, sample__prompt=prompt, limits__prompt_truncation=side)
 
     assert time.process_time() - began < 2.0
     assert (trajectory.stop_reason, trajectory.prompt_messages, trajectory.prompt_ids) == (StopReason.ERROR, [], [])

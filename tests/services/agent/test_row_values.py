@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-from agent_world import World, call, group
-from scripted_model import END
+
+from tests.services.agent.agent_services import AgentServices, call, group
+from tests.services.agent.scripted_model import END
 
 pytestmark = pytest.mark.anyio
 
@@ -26,17 +27,17 @@ def body(**changes: object) -> dict[str, Any]:
     ],
 )
 async def test_a_row_is_followed_by_its_index_whatever_its_script(
-    world: World, run: str, index: int | str, name: str
+    services: AgentServices, run: str, index: int | str, name: str
 ) -> None:
     row = {"index": index, "tools_kwargs": {"counter": {"create_kwargs": {"a": 1}}}}
 
-    trajectory = await world.say(COUNT, ANSWER, run=run, sample__extra_info=row, trace=True)
+    trajectory = await services.say(COUNT, ANSWER, run=run, sample__extra_info=row, trace=True)
 
     assert (trajectory.error, trajectory.id, trajectory.session_id) == (None, name, name)
     assert trajectory.tags.sample_index == index
     assert trajectory.reward is not None and trajectory.reward.score == 1.0
-    assert world.counter.given == [{"a": 1}]
-    [root] = [span for span in world.spans() if span.parent is None]
+    assert services.counter.given == [{"a": 1}]
+    [root] = [span for span in services.spans() if span.parent is None]
     assert root.attributes is not None
     assert root.attributes["mlflow.traceTag.sample_index"] == str(index)
     assert root.attributes["wandb.attributes.sample_index"] == index
@@ -58,8 +59,10 @@ async def test_a_row_is_followed_by_its_index_whatever_its_script(
         ([], "extra_info: Input should be an object"),
     ],
 )
-async def test_a_wrong_value_of_a_row_is_refused_by_its_field(world: World, extra_info: object, told: str) -> None:
-    response = await world.client.post("/groups", json=body(sample={**body()["sample"], "extra_info": extra_info}))
+async def test_a_wrong_value_of_a_row_is_refused_by_its_field(
+    services: AgentServices, extra_info: object, told: str
+) -> None:
+    response = await services.client.post("/groups", json=body(sample={**body()["sample"], "extra_info": extra_info}))
 
     assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_request")
     assert "sample.extra_info: " in response.json()["error"]["message"]
@@ -69,23 +72,23 @@ async def test_a_wrong_value_of_a_row_is_refused_by_its_field(world: World, extr
 @pytest.mark.parametrize(
     "extra_info", [{}, {"index": None}, {"tools_kwargs": None}, {"tools_kwargs": {"counter": None}}]
 )
-async def test_what_a_row_does_not_say_is_no_mistake(world: World, extra_info: dict[str, object]) -> None:
-    trajectory = await world.say(COUNT, ANSWER, sample__extra_info=extra_info)
+async def test_what_a_row_does_not_say_is_no_mistake(services: AgentServices, extra_info: dict[str, object]) -> None:
+    trajectory = await services.say(COUNT, ANSWER, sample__extra_info=extra_info)
 
     assert (trajectory.error, trajectory.id) == (None, "run-a/1/0/0")
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a\nb", "a\x1b[0m", "a b"])
-async def test_a_run_with_a_name_that_is_none_is_refused(world: World, name: str) -> None:
-    response = await world.client.post("/groups", json=body(run=name))
+async def test_a_run_with_a_name_that_is_none_is_refused(services: AgentServices, name: str) -> None:
+    response = await services.client.post("/groups", json=body(run=name))
 
     assert response.status_code == 422
     assert "body.run: Value error, expected a run name of letters, digits" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "../..", "a\x1b[0m"])
-async def test_an_experiment_with_a_name_that_is_none_is_refused(world: World, name: str) -> None:
-    response = await world.client.post("/groups", json=body(experiment_name=name))
+async def test_an_experiment_with_a_name_that_is_none_is_refused(services: AgentServices, name: str) -> None:
+    response = await services.client.post("/groups", json=body(experiment_name=name))
 
     assert response.status_code == 422
     assert "body.experiment_name: Value error, expected a name of" in response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-from trackway.agent.seeds import request_seed
+from trackway.agent.loop import request_seed
 from trackway.wire.trajectory import Tags
 
 
@@ -19,7 +19,7 @@ def test_each_coordinate_changes_the_seed() -> None:
         request_seed(43, tags(), 0),
         request_seed(42, tags(), 1),
         request_seed(42, tags(), 0, part=1),
-        *(request_seed(42, other, 0) for other in others),
+        *(request_seed(42, changed, 0) for changed in others),
     }
 
     assert len(seeds) == 8

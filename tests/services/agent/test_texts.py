@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from agent_world import World, call, open_world
 from opentelemetry.sdk.trace import ReadableSpan
-from replaceable import answers
-from scripted_model import END
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from tests.services.agent.agent_services import AgentServices, call, open_services
+from tests.services.agent.replaceable import answers
+from tests.services.agent.scripted_model import END
 from trackway.agent.settings import AgentSettings
 from trackway.tracing import TracingSettings
 
@@ -32,14 +32,14 @@ def texts(spans: list[ReadableSpan], name: str, side: str) -> list[Any]:
     """`mlflow.spanInputs` or `Outputs` of the spans of a name, by their start; None where there are none."""
     found = sorted((span for span in spans if span.name == name), key=lambda span: span.start_time or 0)
     said = [(span.attributes or {}).get(f"mlflow.span{side}") for span in found]
-    return [None if one is None else json.loads(str(one)) for one in said]
+    return [None if value is None else json.loads(str(value)) for value in said]
 
 
 @pytest.fixture
 def decodes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a tokenizer turned ids into text."""
     counts: Counter[str] = Counter()
-    [owner] = [one for one in PreTrainedTokenizerFast.__mro__ if "decode" in vars(one)][:1]
+    [owner] = [base for base in PreTrainedTokenizerFast.__mro__ if "decode" in vars(base)][:1]
     decode = vars(owner)["decode"]
 
     def counting(self: PreTrainedTokenizerBase, *args: Any, **kwargs: Any) -> Any:
@@ -50,37 +50,37 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-async def test_each_generation_shows_what_is_new_and_the_root_the_whole(world: World) -> None:
-    await world.say(COUNT, ANSWER, trace=True)
+async def test_each_generation_shows_what_is_new_and_the_root_the_whole(services: AgentServices) -> None:
+    await services.say(COUNT, ANSWER, trace=True)
 
-    spans = world.spans()
+    spans = services.spans()
     assert texts(spans, "chat tiny", "Inputs") == [{"prompt_text": PROMPT}, {"prompt_text": OBSERVED}]
     assert texts(spans, "chat tiny", "Outputs") == [{"response_text": COUNT}, {"response_text": ANSWER}]
     [root] = texts(spans, "trajectory", "Outputs")
     assert (root["prompt_text"], root["response_text"]) == (PROMPT, COUNT + OBSERVED + ANSWER)
 
 
-async def test_a_generation_that_was_cut_shows_its_rest_alone(world: World) -> None:
+async def test_a_generation_that_was_cut_shows_its_rest_alone(services: AgentServices) -> None:
     async def cut() -> str:
-        world.model.finish_reason = "abort"
+        services.model.finish_reason = "abort"
         return "#### "
 
     async def rest() -> str:
-        world.model.finish_reason = None
+        services.model.finish_reason = None
         return "18" + END
 
-    await world.say(cut, rest, trace=True)
+    await services.say(cut, rest, trace=True)
 
-    spans = world.spans()
+    spans = services.spans()
     assert texts(spans, "chat tiny", "Inputs") == [{"prompt_text": PROMPT}, {"prompt_text": ""}]
     assert texts(spans, "chat tiny", "Outputs") == [{"response_text": "#### "}, {"response_text": "18" + END}]
 
 
-async def said_without_text(world: World, **asked: Any) -> list[ReadableSpan]:
+async def said_without_text(services: AgentServices, **asked: Any) -> list[ReadableSpan]:
     """The spans of a trajectory that used tools, rightly and wrongly."""
     malformed = "<tool_call>I ponder</tool_call>" + END
-    await world.say(COUNT, malformed, ANSWER, trace=True, **asked)
-    return world.spans()
+    await services.say(COUNT, malformed, ANSWER, trace=True, **asked)
+    return services.spans()
 
 
 @pytest.mark.parametrize("by", ["the run", "the service"])
@@ -89,26 +89,26 @@ async def test_without_token2text_there_are_counts_and_no_text(
 ) -> None:
     asked = {"trace_target": {"token2text": False}} if by == "the run" else {}
     tracing = TracingSettings(token2text=by == "the run")
-    async with open_world(settings, tokenizer, tracing=tracing) as world:
-        spans = await said_without_text(world, **asked)
+    async with open_services(settings, tokenizer, tracing=tracing) as services:
+        spans = await said_without_text(services, **asked)
 
-    assert [one for one in spans if "ponder" in one.to_json() or "<|im_" in one.to_json()] == []
+    assert [span for span in spans if "ponder" in span.to_json() or "<|im_" in span.to_json()] == []
     assert texts(spans, "chat tiny", "Inputs") == texts(spans, "chat tiny", "Outputs") == [None] * 3
     [root] = texts(spans, "trajectory", "Outputs")
     assert root.keys() == {"reward", "num_turns", "stop_reason", "prompt_tokens", "response_tokens"}
     usage = [
-        one.attributes["gen_ai.usage.output_tokens"] for one in spans if one.name == "chat tiny" and one.attributes
+        span.attributes["gen_ai.usage.output_tokens"] for span in spans if span.name == "chat tiny" and span.attributes
     ]
     assert all(isinstance(count, int) and count > 0 for count in usage)
     [reward] = texts(spans, "reward", "Inputs")
     assert reward == {"data_source": "openai/gsm8k", "method": "strict", "ground_truth": "18"}
 
 
-async def test_without_token2text_tools_show_their_arguments_and_results_all_the_same(world: World) -> None:
+async def test_without_token2text_tools_show_their_arguments_and_results_all_the_same(services: AgentServices) -> None:
     said = call("calculator", '{"expression": "2+3"}') + END
-    await world.say(said, ANSWER, trace=True, trace_target={"token2text": False})
+    await services.say(said, ANSWER, trace=True, trace_target={"token2text": False})
 
-    spans = world.spans()
+    spans = services.spans()
     assert texts(spans, "execute_tool calculator", "Inputs") == [{"expression": "2+3"}]
     assert texts(spans, "execute_tool calculator", "Outputs") == [{"text": "5", "reward": 0.0}]
 
@@ -116,14 +116,16 @@ async def test_without_token2text_tools_show_their_arguments_and_results_all_the
 async def test_a_run_that_wants_texts_gets_them_where_the_service_would_leave_them_out(
     settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    async with open_world(settings, tokenizer, tracing=TracingSettings(token2text=False)) as world:
-        await world.say(ANSWER, trace=True, trace_target={"token2text": True})
-        spans = world.spans()
+    async with open_services(settings, tokenizer, tracing=TracingSettings(token2text=False)) as services:
+        await services.say(ANSWER, trace=True, trace_target={"token2text": True})
+        spans = services.spans()
 
     assert texts(spans, "chat tiny", "Outputs") == [{"response_text": ANSWER}]
 
 
-async def test_text_is_decoded_for_traces_only_when_they_carry_it(world: World, decodes: Counter[str]) -> None:
+async def test_text_is_decoded_for_traces_only_when_they_carry_it(
+    services: AgentServices, decodes: Counter[str]
+) -> None:
     spent = {}
     off = {"token2text": False}
     for name, asked in {
@@ -133,8 +135,8 @@ async def test_text_is_decoded_for_traces_only_when_they_carry_it(world: World, 
         "with texts": {"trace": True},
     }.items():
         decodes.clear()
-        world.model.begin_again()
-        await world.say(COUNT, ANSWER, **asked)
+        services.model.begin_again()
+        await services.say(COUNT, ANSWER, **asked)
         spent[name] = decodes["decode"]
 
     # Each turn is decoded once to find its calls and once to be scored, traced or not.
@@ -160,10 +162,10 @@ async def test_a_text_that_is_too_long_is_cut_behind_a_marker_that_counts_what_i
 ) -> None:
     long = "ä" * 3000
     bounds = {"limits__max_tool_response_length": 9999, "limits__max_response_length": 9999}
-    async with open_world(settings, tokenizer, tracing=TracingSettings(max_text_bytes=1000)) as world:
-        world.counter.text = long
-        trajectory = await world.say(COUNT, ANSWER, trace=True, **bounds)
-        spans = world.spans()
+    async with open_services(settings, tokenizer, tracing=TracingSettings(max_text_bytes=1000)) as services:
+        services.counter.text = long
+        trajectory = await services.say(COUNT, ANSWER, trace=True, **bounds)
+        spans = services.spans()
 
     [result] = texts(spans, "execute_tool counter", "Outputs")
     [_, prompt] = texts(spans, "chat tiny", "Inputs")
@@ -180,9 +182,9 @@ async def test_a_secret_is_hidden_on_every_span_and_left_in_the_training_data(
     note: str,
 ) -> None:
     tracing = TracingSettings(max_text_bytes=300)  # so that texts are cut, and cuts do not uncover it
-    async with open_world(settings, tokenizer, lambda text: text.replace(SECRET, "***"), tracing) as world:
-        world.counter.text = f"your number is {SECRET}"
-        world.rollout.faults = [answers(500, text=f"{SECRET} is dead")]
+    async with open_services(settings, tokenizer, lambda text: text.replace(SECRET, "***"), tracing) as services:
+        services.counter.text = f"your number is {SECRET}"
+        services.rollout.faults = [answers(500, text=f"{SECRET} is dead")]
         said = [
             call("counter", f'{{"note": {note}}}') + END,
             call(f"dial_{SECRET}") + END,
@@ -191,10 +193,10 @@ async def test_a_secret_is_hidden_on_every_span_and_left_in_the_training_data(
             f"I dial {SECRET}. " * 20 + f"#### {SECRET}" + END,
         ]
         with caplog.at_level(logging.CRITICAL):
-            trajectory = await world.say(
+            trajectory = await services.say(
                 *said, trace=True, truth=SECRET, sample__prompt=[{"role": "user", "content": f"Call {SECRET}!"}]
             )
-        spans = world.spans()
+        spans = services.spans()
 
     leaks = {span.name: span.to_json() for span in spans if SECRET in span.to_json()}
     assert (leaks, len(spans)) == ({}, 14)
@@ -208,15 +210,15 @@ async def test_a_secret_is_hidden_on_every_span_and_left_in_the_training_data(
 async def test_a_secret_in_an_exception_is_hidden(
     settings: AgentSettings, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture, failing: str
 ) -> None:
-    async with open_world(settings, tokenizer, lambda text: text.replace(SECRET, "***")) as world:
+    async with open_services(settings, tokenizer, lambda text: text.replace(SECRET, "***")) as services:
 
         async def fail() -> str:
             raise RuntimeError(f"cannot dial {SECRET}")
 
-        world.counter.before = fail
+        services.counter.before = fail
         with caplog.at_level(logging.CRITICAL):
-            await world.say(*([COUNT, ANSWER] if failing == "tool" else [fail]), trace=True)
-        spans = world.spans()
+            await services.say(*([COUNT, ANSWER] if failing == "tool" else [fail]), trace=True)
+        spans = services.spans()
 
     assert [span.name for span in spans if SECRET in span.to_json()] == []
     [failed] = [

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted_model import CHATML, END, byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
+from tests.services.agent.scripted_model import CHATML, END, byte_tokenizer
 from trackway.agent.tokens import ChatTokens
 from trackway.wire.chat import FunctionCall, FunctionSchema, Message, ToolCall, ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError

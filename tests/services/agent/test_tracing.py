@@ -4,11 +4,11 @@ import json
 
 import httpx
 import pytest
-from agent_world import World, call, group
 from opentelemetry.sdk.trace import ReadableSpan
-from replaceable import loses_the_answer
-from scripted_model import END
 
+from tests.services.agent.agent_services import AgentServices, call, group
+from tests.services.agent.replaceable import loses_the_answer
+from tests.services.agent.scripted_model import END
 from trackway.agent import AgentLoop, Episode, Toolbox, register
 from trackway.tracing.export.batch import weight
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -32,10 +32,10 @@ def root_of(spans: list[ReadableSpan]) -> ReadableSpan:
 
 
 @pytest.mark.anyio
-async def test_turns_tools_and_reward_join_one_tree(world: World) -> None:
-    trajectory = await world.say(COUNT, ANSWER, trace=True)
+async def test_turns_tools_and_reward_join_one_tree(services: AgentServices) -> None:
+    trajectory = await services.say(COUNT, ANSWER, trace=True)
 
-    spans = world.spans()
+    spans = services.spans()
     assert tree(spans) == [
         ("chat tiny", "turn 0"),
         ("chat tiny", "turn 1"),
@@ -49,10 +49,10 @@ async def test_turns_tools_and_reward_join_one_tree(world: World) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_root_carries_tags_and_how_it_ended(world: World) -> None:
-    trajectory = await world.say(COUNT, ANSWER, trace=True)
+async def test_the_root_carries_tags_and_how_it_ended(services: AgentServices) -> None:
+    trajectory = await services.say(COUNT, ANSWER, trace=True)
 
-    attributes = dict(root_of(world.spans()).attributes or {})
+    attributes = dict(root_of(services.spans()).attributes or {})
     tags = {key.rsplit(".", 1)[1]: value for key, value in attributes.items() if key.startswith("mlflow.traceTag.")}
     assert tags == {
         "step": "1",
@@ -69,10 +69,10 @@ async def test_the_root_carries_tags_and_how_it_ended(world: World) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_root_shows_texts_reward_and_turns(world: World) -> None:
-    trajectory = await world.say(ANSWER, trace=True)
+async def test_the_root_shows_texts_reward_and_turns(services: AgentServices) -> None:
+    trajectory = await services.say(ANSWER, trace=True)
 
-    outputs = json.loads(str((root_of(world.spans()).attributes or {})["mlflow.spanOutputs"]))
+    outputs = json.loads(str((root_of(services.spans()).attributes or {})["mlflow.spanOutputs"]))
     assert outputs["prompt_text"].endswith("<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n")
     del outputs["prompt_text"]
     assert outputs == {
@@ -86,30 +86,30 @@ async def test_the_root_shows_texts_reward_and_turns(world: World) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_unsampled_trajectory_records_nothing(world: World) -> None:
-    trajectory = await world.say(COUNT, ANSWER)
+async def test_an_unsampled_trajectory_records_nothing(services: AgentServices) -> None:
+    trajectory = await services.say(COUNT, ANSWER)
 
-    assert (world.spans(), trajectory.trace_id) == ([], None)
+    assert (services.spans(), trajectory.trace_id) == ([], None)
 
 
 @pytest.mark.anyio
-async def test_the_rollouts_of_a_group_have_a_trace_each(world: World) -> None:
-    world.model.scripts = {number: [ANSWER] for number in range(3)}
+async def test_the_rollouts_of_a_group_have_a_trace_each(services: AgentServices) -> None:
+    services.model.scripts = {number: [ANSWER] for number in range(3)}
 
-    trajectories = await world.run(group(n=3, trace=True))
+    trajectories = await services.run(group(n=3, trace=True))
 
     assert len({trajectory.trace_id for trajectory in trajectories}) == 3
-    assert len(world.spans()) == 3 * 4
+    assert len(services.spans()) == 3 * 4
 
 
 @pytest.mark.anyio
-async def test_the_root_is_linked_to_its_caller_and_not_its_child(world: World) -> None:
-    world.model.scripts = {0: [ANSWER]}
+async def test_the_root_is_linked_to_its_caller_and_not_its_child(services: AgentServices) -> None:
+    services.model.scripts = {0: [ANSWER]}
     parent = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
 
-    await world.client.post("/groups", json=group(trace=True).model_dump(mode="json"), headers=parent)
+    await services.client.post("/groups", json=group(trace=True).model_dump(mode="json"), headers=parent)
 
-    root = root_of(world.spans())
+    root = root_of(services.spans())
     assert [format(link.context.trace_id, "032x") for link in root.links] == ["a" * 32]
 
 
@@ -118,35 +118,35 @@ def weighed(spans: list[ReadableSpan]) -> int:
 
 
 @pytest.mark.anyio
-async def test_a_trajectory_knows_what_its_trace_weighs_in_all_services(world: World) -> None:
+async def test_a_trajectory_knows_what_its_trace_weighs_in_all_services(services: AgentServices) -> None:
     refused = call("counter", '{"refuse": true}') + END
-    trajectory = await world.say(COUNT, refused, ANSWER, trace=True)
+    trajectory = await services.say(COUNT, refused, ANSWER, trace=True)
 
-    assert trajectory.trace_bytes == weighed(world.spans()) > 0
+    assert trajectory.trace_bytes == weighed(services.spans()) > 0
 
 
 @pytest.mark.anyio
-async def test_an_answer_that_was_lost_on_its_way_counts_once(world: World) -> None:
+async def test_an_answer_that_was_lost_on_its_way_counts_once(services: AgentServices) -> None:
     async def calculate() -> str:
-        world.tools.faults = [loses_the_answer(httpx.ReadError("connection reset"))]
+        services.tools.faults = [loses_the_answer(httpx.ReadError("connection reset"))]
         return call("calculator", '{"expression": "1+1"}') + END
 
-    trajectory = await world.say(calculate, ANSWER, trace=True)
+    trajectory = await services.say(calculate, ANSWER, trace=True)
 
-    spans = world.spans()
-    assert world.tools.paths == ["GET tools", "POST execute", "POST execute"]
+    spans = services.spans()
+    assert services.tools.paths == ["GET tools", "POST execute", "POST execute"]
     assert [span.name for span in spans].count("execute_tool calculator") == 1
     assert (trajectory.trace_bytes, trajectory.incidents) == (weighed(spans), [Incident.REPLICA_LOST])
 
 
 @pytest.mark.anyio
-async def test_both_tries_count_when_the_first_was_refused(world: World) -> None:
+async def test_both_tries_count_when_the_first_was_refused(services: AgentServices) -> None:
     async def paused() -> str:
         raise TrackwayError(ErrorCode.PAUSED, "generation is paused; ask again")
 
-    trajectory = await world.say(paused, ANSWER, trace=True)
+    trajectory = await services.say(paused, ANSWER, trace=True)
 
-    spans = world.spans()
+    spans = services.spans()
     assert [span.name for span in spans].count("chat tiny") == 2
     assert (trajectory.trace_bytes, trajectory.incidents) == (weighed(spans), [Incident.RETRIED])
 
@@ -161,10 +161,10 @@ class UnreadableAgent(AgentLoop):
 
 
 @pytest.mark.anyio
-async def test_a_text_that_cannot_be_decoded_costs_no_trajectory(world: World) -> None:
-    [trajectory] = await world.run(group(agent_name="unreadable_agent", trace=True))
+async def test_a_text_that_cannot_be_decoded_costs_no_trajectory(services: AgentServices) -> None:
+    [trajectory] = await services.run(group(agent_name="unreadable_agent", trace=True))
 
-    root = root_of(world.spans())
+    root = root_of(services.spans())
     assert (trajectory.error, trajectory.response_ids) == (None, [1 << 40])
     assert [event.name for event in root.events] == ["text_unavailable"]
     assert (root.attributes or {})["mlflow.traceTag.outcome"] == "ok"

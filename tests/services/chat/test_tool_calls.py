@@ -34,12 +34,18 @@ def test_what_names_no_function_carries_what_was_expected(block: str) -> None:
     assert read_call(block) == ParsedCall("", raw=block, error=error)
 
 
-@pytest.mark.parametrize("value", [r'"\ud800"', "[" * 100_000, "1" * 5000])
+@pytest.mark.parametrize("value", [r'"\ud800"', "[" * 100_000, "[" * 200 + "]" * 200, "1" * 5000, "1e400"])
 def test_json_that_cannot_be_sent_on_is_malformed(value: str) -> None:
     call = read_call(f'{{"name": "add", "arguments": {{"a": {value}}}}}')
 
     assert call.error is not None
     assert call.name == "add"
+
+
+def test_a_call_may_nest_as_deeply_as_a_request() -> None:
+    lists = "[" * 199 + "]" * 199
+
+    assert read_call(f'{{"name": "add", "arguments": {{"a": {lists}}}}}').error is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A user's own scorer, loaded by import path: `shouting_scorer:ShoutingScorer`."""
+"""A user's own scorer, loaded by import path: `tests.services.reward.shouting_scorer:ShoutingScorer`."""
 
 import asyncio
 

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from time_limits import ENDS_SOON
 
+from tests.time_limits import ENDS_SOON
 from trackway.clients.reward import RewardClient
 from trackway.reward.app import create_app
 from trackway.reward.settings import RewardSettings
@@ -25,7 +25,9 @@ RECORDED = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
 
 
 def app_of(tracing: Tracing | None = None) -> FastAPI:
-    settings = RewardSettings(extra_scorers=["shouting_scorer:ShoutingScorer"], score_timeout_s=0.05)
+    settings = RewardSettings(
+        extra_scorers=["tests.services.reward.shouting_scorer:ShoutingScorer"], score_timeout_s=0.05
+    )
     return create_app(settings, tracing=tracing)
 
 
@@ -85,7 +87,7 @@ async def test_scorers_are_listed_with_the_default_method_first(running: Run) ->
     async with running(app_of()) as http:
         scorers = await RewardClient("http://reward", http).scorers()
 
-    assert [(one.name, one.methods[0]) for one in scorers] == [("gsm8k", "strict"), ("shouting", "share")]
+    assert [(scorer.name, scorer.methods[0]) for scorer in scorers] == [("gsm8k", "strict"), ("shouting", "share")]
     assert scorers[0].data_sources == ["openai/gsm8k", "trackway/tiny_math"]
 
 

@@ -1,8 +1,9 @@
 import pytest
-from shouting_scorer import ShoutingScorer
 
+from tests.services.reward.shouting_scorer import ShoutingScorer
 from trackway.reward.gsm8k import Gsm8kScorer
-from trackway.reward.scorers import ScorerRegistry, load_scorers, method_of
+from trackway.reward.scorers import ScorerRegistry, method_of, scorers_of
+from trackway.reward.settings import RewardSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
 
@@ -39,7 +40,7 @@ def test_strict_is_the_default_and_an_unknown_method_is_told_with_the_known() ->
 
 @pytest.mark.parametrize("source", ["openai/gsm8k", "trackway/tiny_math"])
 def test_both_data_sources_have_the_same_scorer(source: str) -> None:
-    assert isinstance(ScorerRegistry(load_scorers([])).get(source), Gsm8kScorer)
+    assert isinstance(ScorerRegistry(scorers_of(RewardSettings())).get(source), Gsm8kScorer)
 
 
 def test_an_unknown_data_source_is_told_with_the_known() -> None:
@@ -58,4 +59,4 @@ def test_two_scorers_of_one_source_are_refused() -> None:
 
 def test_an_import_path_that_is_no_scorer_is_refused() -> None:
     with pytest.raises(TypeError, match="to have `info` and `score`"):
-        load_scorers(["json:JSONDecoder"])
+        scorers_of(RewardSettings(extra_scorers=["json:JSONDecoder"]))

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from engine_runs import started
-from rollout_models import VOCAB, build
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from tests.services.rollout.engine_runs import started
+from tests.services.rollout.rollout_models import VOCAB, build
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 from trackway.wire.weights import WeightProof
 
@@ -51,7 +52,7 @@ def batch(pairs: Pairs, good: int) -> list[Trajectory]:
 
 def learner_of(model: Path, dtype: str, lr: float) -> Learner:
     """Of a run from its beginning."""
-    return Learner(LearnerConfig(str(model), dtype=dtype, lr=lr, recompute_old_logprobs=True))
+    return Learner(learner_config(model, dtype=dtype, lr=lr, bypass_mode=False))
 
 
 def planted(base: Path, folder: Path, change: Callable[[Tensors], object]) -> Path:
@@ -65,8 +66,8 @@ def planted(base: Path, folder: Path, change: Callable[[Tensors], object]) -> Pa
 
 def swap(tensors: Tensors) -> None:
     """Two that no shape tells apart."""
-    one, other = SWAPPED
-    tensors[one], tensors[other] = tensors[other].clone(), tensors[one].clone()
+    first, second = SWAPPED
+    tensors[first], tensors[second] = tensors[second].clone(), tensors[first].clone()
 
 
 def make_versions(model: Path, pairs: Pairs, root: Path, dtype: str, lr: float) -> Versions:

@@ -23,7 +23,7 @@ class Group:
         self.https: list[httpx.AsyncClient] = []
 
     async def _broadcast(self, method: str, *args: object, within_s: float) -> list[object]:
-        calls: list[Awaitable[object]] = [getattr(one, method)(*args) for one in self.replicas]
+        calls: list[Awaitable[object]] = [getattr(replica, method)(*args) for replica in self.replicas]
         async with asyncio.timeout(within_s):
             return pickle.loads(pickle.dumps(await asyncio.gather(*calls, return_exceptions=True)))
 
@@ -31,8 +31,8 @@ class Group:
     async def running(self, *settings: RolloutSettings) -> AsyncIterator[RolloutClient]:
         """A client of the first one."""
         async with AsyncExitStack() as stack:
-            for one in settings:
-                replica = Replica("rollout", one)
+            for replica_settings in settings:
+                replica = Replica("rollout", replica_settings)
                 await stack.enter_async_context(replica._app.router.lifespan_context(replica._app))
                 transport = httpx.ASGITransport(replica._app)
                 http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
@@ -42,4 +42,4 @@ class Group:
 
     async def names(self) -> list[str]:
         """Of the replicas, in order."""
-        return [(await one.describe()).health.replica for one in self.replicas]
+        return [(await replica.describe()).health.replica for replica in self.replicas]

@@ -87,7 +87,7 @@ async def test_what_the_load_proved_is_told_and_measured(
     async with running(create_app(settings)) as client:
         weights = WeightsReply.model_validate((await client.get("/weights")).json())
         metrics = (await client.get("/metrics")).text
-    shown = {line.split("{")[0]: float(line.split()[-1]) for line in metrics.splitlines() if line[0] != "#"}
+    shown = {line.split("{")[0].split()[0]: float(line.split()[-1]) for line in metrics.splitlines() if line[0] != "#"}
     assert weights.verdict is Verdict.PROVEN
     assert (shown["trackway_weight_tensors_proven"], shown["trackway_weight_distinct"]) == (1.0, 1.0)
     assert shown["trackway_weight_logprobs_off"] == 0.0

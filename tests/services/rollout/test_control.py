@@ -9,10 +9,10 @@ from typing import Protocol
 
 import httpx
 import pytest
-from engine_runs import until
 from fastapi import FastAPI
-from time_limits import ENDS_SOON
 
+from tests.services.rollout.engine_runs import until
+from tests.time_limits import ENDS_SOON
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
 from trackway.rollout.engines.torch.engine import TorchEngine
@@ -63,7 +63,7 @@ async def test_aborted_generations_answer_with_what_they_have(running: Running, 
         assert (await client.post("/abort_requests", json={"request_ids": ["a", "c"]})).json()["aborted"] == 1
         assert (await client.post("/inference/v1/abort_requests")).json() == {"status": "aborted", "aborted": 1}
         answers = [(await call).json()["choices"][0] for call in calls]
-    assert [(one["finish_reason"], len(one["token_ids"]) < 900) for one in answers] == [("abort", True)] * 2
+    assert [(answer["finish_reason"], len(answer["token_ids"]) < 900) for answer in answers] == [("abort", True)] * 2
 
 
 async def test_pausing_by_vllms_query_cuts_for_good(running: Running, settings: RolloutSettings) -> None:

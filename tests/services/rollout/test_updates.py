@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runs import until, watching
 from transformers import AutoModelForCausalLM
 
+from tests.services.rollout.engine_runs import until, watching
 from trackway.clients.weights import WeightStore
 from trackway.rollout.continuation import ResumableGeneration
 from trackway.rollout.engines.generation_builder import Collector

@@ -15,11 +15,11 @@ from pathlib import Path
 import fsspec
 import httpx
 import pytest
-from engine_runs import watching
 
+from tests.services.rollout.engine_runs import watching
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.remote.server_process import free_port
 from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 pytestmark = pytest.mark.anyio
@@ -142,7 +142,7 @@ async def test_a_replica_killed_while_it_loads_is_right_when_it_is_back(
             body = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
             [choice] = (await client.post("/inference/v1/generate", json=body)).json()["choices"]
     assert choice["weight_versions"] == [{"version": 8, "start": 0, "end": 4}]
-    assert [one.name for one in cache.iterdir()] == ["8"]
+    assert [path.name for path in cache.iterdir()] == ["8"]
 
 
 async def is_ready(client: httpx.AsyncClient) -> bool:
@@ -173,7 +173,7 @@ async def test_a_replica_without_room_for_new_weights_keeps_the_old_ones_and_say
         store.publish(3, "run", other_path)
         watcher._wait_s = 10.0
         await watcher.catch_up(3)
-    assert sorted(one.name for one in (small_disk / "cache").iterdir()) == ["1", "3"]  # nothing of 2
+    assert sorted(path.name for path in (small_disk / "cache").iterdir()) == ["1", "3"]  # nothing of 2
     fsspec.filesystem("memory").store.clear()
 
 
@@ -183,5 +183,5 @@ async def test_of_copied_versions_only_the_last_two_stay(engine: TorchEngine, ot
         for version in (1, 2, 3):
             store.publish(version, "run", other_path)
             await watcher.catch_up(version)
-    assert sorted(one.name for one in (tmp_path / "cache").iterdir()) == ["2", "3"]
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["2", "3"]
     fsspec.filesystem("memory").store.clear()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from engine_runs import until, watching
-from idle_engine import IdleEngine
 
+from tests.services.rollout.engine_runs import until, watching
+from tests.services.rollout.idle_engine import IdleEngine
 from trackway.clients.weights import WeightStore
 from trackway.rollout import weight_watcher as module
 from trackway.rollout.engines.weight_proof import Judgement

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from engine_runs import started, until, watching
 from safetensors.torch import load_file, save_file
 
+from tests.services.rollout.engine_runs import started, until, watching
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.torch import engine as torch_engine

@@ -10,8 +10,8 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import BaseModel
-from time_limits import ENDS_SOON
 
+from tests.time_limits import ENDS_SOON
 from trackway.serving import Gauge, ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, inject, tool_span
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
@@ -169,8 +169,8 @@ async def test_a_repeated_key_is_answered_from_the_first_run(running) -> None:
     async with running(app_of(counter)) as client:
         first = await client.post("/add", json={"value": 10}, headers={"idempotency-key": "a"})
         again = await client.post("/add", json={"value": 10}, headers={"idempotency-key": "a"})
-        other = await client.post("/add", json={"value": 10}, headers={"idempotency-key": "b"})
-    assert [first.json()["value"], again.json()["value"], other.json()["value"]] == [11, 11, 12]
+        other_reply = await client.post("/add", json={"value": 10}, headers={"idempotency-key": "b"})
+    assert [first.json()["value"], again.json()["value"], other_reply.json()["value"]] == [11, 11, 12]
 
 
 async def test_a_key_under_another_body_is_a_conflict(running) -> None:
@@ -250,10 +250,7 @@ async def test_a_services_own_numbers_are_shown_once_there_are_any(running) -> N
     async with running(service_app("counter", ServiceSettings(), routers=[], gauges=gauges)) as client:
         lines = (await client.get("/metrics")).text.splitlines()
     shown = [line for line in lines if line.startswith("own_")]
-    assert [(line.split("{")[0], line.split()[-1]) for line in shown] == [
-        ("own_now", "3.0"),
-        ("own_ever_total", "12.0"),
-    ]
+    assert shown == ["own_now 3.0", "own_ever_total 12.0"]
 
 
 async def test_a_request_continues_the_callers_trace_and_a_direct_one_leaves_none(running) -> None:

@@ -8,9 +8,17 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from service_with_tokens import AGENT, NEEDS_TOKEN, OPERATOR, TOKENS, app_with, bearer, client_from
 from starlette.types import Receive, Scope, Send
 
+from tests.services.serving.service_with_tokens import (
+    AGENT,
+    NEEDS_TOKEN,
+    OPERATOR,
+    TOKENS,
+    app_with,
+    bearer,
+    client_from,
+)
 from trackway.serving import from_inside
 from trackway.serving.tokens import AuthScope, Caller
 from trackway.tracing import Tracing, TracingSettings
@@ -51,7 +59,7 @@ async def test_without_a_token_every_path_and_method_has_the_same_answer(method:
 )
 @pytest.mark.parametrize("address", ["10.1.2.3", "127.0.0.1"])
 async def test_no_other_word_opens(authorization: list[str], address: str) -> None:
-    headers = [(b"authorization", one.encode("latin-1")) for one in authorization]
+    headers = [(b"authorization", value.encode("latin-1")) for value in authorization]
     async with client_from(address, app_with({"tokens": TOKENS})) as client:
         answer = await client.post("/work", headers=headers)
     assert (answer.status_code, answer.content) == (401, NEEDS_TOKEN)
@@ -132,9 +140,9 @@ async def test_a_kept_answer_is_given_to_its_own_caller_only() -> None:
     async with client_from("10.1.2.3", app_with({"tokens": TOKENS})) as client:
         key = {"idempotency-key": "once"}
         first = await client.post("/pause", headers={**key, **bearer(OPERATOR)})
-        other = await client.post("/pause", headers={**key, **bearer(AGENT)})
+        other_reply = await client.post("/pause", headers={**key, **bearer(AGENT)})
         again = await client.post("/pause", headers={**key, **bearer(OPERATOR)})
-    assert [first.status_code, other.status_code, again.status_code] == [200, 403, 200]
+    assert [first.status_code, other_reply.status_code, again.status_code] == [200, 403, 200]
 
 
 async def test_the_documentation_says_that_tokens_are_wanted_exactly_when_they_are() -> None:

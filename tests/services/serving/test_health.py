@@ -44,10 +44,11 @@ def test_the_counts_of_a_process_are_the_sums_over_its_backends() -> None:
     stats = SpanStats(
         ended=9,
         dropped=1,
+        queued=5,
         backends={
             "mlflow": BackendStats(exported=5, refused=1, dropped=2, waiting=3, spool_bytes=70),
             "weave": BackendStats(exported=4, refused=2, dropped=0, waiting=1, spool_bytes=7),
         },
     )
 
-    assert span_counts(stats) == SpanCounts(ended=9, exported=9, dropped=3, refused=3, waiting=4, spool_bytes=77)
+    assert span_counts(stats) == SpanCounts(ended=9, exported=9, dropped=3, refused=3, waiting=9, spool_bytes=77)

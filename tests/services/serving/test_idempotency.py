@@ -179,7 +179,7 @@ async def together(app: Gated, way: str) -> list[object]:
         app.gate.set()
         got = await asyncio.wait_for(asyncio.gather(*posts, return_exceptions=True), 5)
         late = await client.post("/", headers={"idempotency-key": "a"})
-    return [*(one.text if isinstance(one, httpx.Response) else str(one) for one in got), late.text]
+    return [*(reply.text if isinstance(reply, httpx.Response) else str(reply) for reply in got), late.text]
 
 
 @pytest.mark.parametrize("way", ["a task", "unbroken"])

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 import uvicorn
-from service_with_tokens import AGENT, NEEDS_TOKEN, TOKENS, app_with, bearer, client_from
 from starlette.testclient import TestClient
+
+from tests.services.serving.service_with_tokens import AGENT, NEEDS_TOKEN, TOKENS, app_with, bearer, client_from
 
 pytestmark = pytest.mark.anyio
 
@@ -116,7 +117,7 @@ async def test_a_real_server_without_tokens_answers_its_own_machine_only(server:
         spoofed = await client.post(f"http://{own_address}:{server}/work", headers={"host": "127.0.0.1"})
         forwarded = await client.post(f"http://127.0.0.1:{server}/work", headers={"x-forwarded-for": "127.0.0.1"})
         inside = await client.post(f"http://127.0.0.1:{server}/work")
-    assert [one.json() for one in (outside, spoofed, forwarded, inside)] == [REFUSAL, REFUSAL, REFUSAL, "worked"]
+    assert [reply.json() for reply in (outside, spoofed, forwarded, inside)] == [REFUSAL, REFUSAL, REFUSAL, "worked"]
 
 
 @pytest.mark.parametrize("server", [{"tokens": TOKENS}], indirect=True)
@@ -125,6 +126,6 @@ async def test_a_real_server_with_tokens_answers_who_has_one(server: int, own_ad
         refused = [await client.request(method, "/x") for method in ("GET", "POST", "HEAD", "OPTIONS")]
         large = await client.post("/work", content=b"[" * 1_000_000)
         welcome = await client.post("/work", headers=bearer(AGENT))
-    assert {one.status_code for one in refused} == {401}
-    assert len({tuple(sorted({**one.headers, "date": ""}.items())) for one in [*refused, large]}) == 1
+    assert {reply.status_code for reply in refused} == {401}
+    assert len({tuple(sorted({**reply.headers, "date": ""}.items())) for reply in [*refused, large]}) == 1
     assert (large.content, welcome.json()) == (NEEDS_TOKEN, "worked")

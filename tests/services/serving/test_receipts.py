@@ -10,8 +10,8 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import StreamingResponse
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from time_limits import ENDS_SOON
 
+from tests.time_limits import ENDS_SOON
 from trackway.serving import ServiceSettings, service_app
 from trackway.tracing import Tracing, TracingSettings, add_incident, tool_span
 from trackway.tracing.export.batch import weight
@@ -151,5 +151,5 @@ async def test_who_asks_again_because_the_first_answer_was_lost_gets_its_receipt
 async def test_a_refused_repetition_has_no_receipt_of_somebody_elses_work(running, worker: Worker) -> None:
     async with running(worker.app) as client:
         await client.post("/work", headers={**RECORDED, "idempotency-key": "a"})
-        other = await client.post("/work", json={}, headers={**RECORDED, "idempotency-key": "a"})
-    assert (other.status_code, RECEIPT in other.headers) == (409, False)
+        other_reply = await client.post("/work", json={}, headers={**RECORDED, "idempotency-key": "a"})
+    assert (other_reply.status_code, RECEIPT in other_reply.headers) == (409, False)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 
 from trackway.agent.app import create_app as agent_app
 from trackway.agent.settings import AgentSettings
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.reward.app import create_app as reward_app
 from trackway.rollout.app import create_app as rollout_app
 from trackway.rollout.settings import RolloutSettings
@@ -22,7 +23,7 @@ from trackway.wire.base import WireRequest
 
 pytestmark = pytest.mark.anyio
 
-TINY = "examples/tiny/checkpoint"
+TINY = str(TINY_MODEL)
 APPS = {
     "rollout": lambda: rollout_app(RolloutSettings.model_validate({"model_path": TINY, "engine": "sim"})),
     "agent": lambda: agent_app(AgentSettings(model_path=TINY)),
@@ -171,3 +172,31 @@ def test_the_walk_finds_a_list_that_collects_errors() -> None:
 
     app = service_app("tools", ServiceSettings(), routers=[router])
     assert [list(collecting_lists(route)) for route in bodies(app)] == [["body.numbers"]]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "got"),
+    [
+        (None, "none"),
+        ("application/x-www-form-urlencoded", "'application/x-www-form-urlencoded'"),
+        ("text/json", "'text/json'"),
+    ],
+)
+async def test_a_body_without_its_content_type_is_refused_by_name(running, content_type: str | None, got: str) -> None:
+    async with running(app_of()) as client:
+        headers = {} if content_type is None else {"content-type": content_type}
+        answer = await client.post("/order", content=b'{"note": "hello"}', headers=headers)
+
+    assert message_of(answer).startswith(
+        f"expected the header `content-type: application/json` with the body, got {got}"
+    )
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "Application/JSON; charset=utf-8", "application/a+json"])
+async def test_json_is_read_under_each_of_its_content_types(running, content_type: str) -> None:
+    async with running(app_of()) as client:
+        answer = await client.post(
+            "/order", content=b'{"items": [{"number": 1}]}', headers={"content-type": content_type}
+        )
+
+    assert (answer.status_code, answer.json()) == (200, 1)

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from service_with_tokens import AGENT, OPERATOR, TOKENS, app_with, bearer, client_from, write_tokens
 
+from tests.services.serving.service_with_tokens import (
+    AGENT,
+    OPERATOR,
+    TOKENS,
+    app_with,
+    bearer,
+    client_from,
+    write_tokens,
+)
 from trackway.serving import AuthSettings, ServiceSettings
 from trackway.serving.tokens import AuthScope, Caller, Token, TokenTable, digest_of
 
@@ -59,7 +67,10 @@ def test_admin_includes_execute() -> None:
 def test_a_pass_opens_what_its_token_does_at_one_process_alone() -> None:
     here, there = (TokenTable(settings(tokens=TOKENS).auth) for _ in range(2))
     passes = [here.pass_for(digest_of(secret.encode())) for secret in (AGENT, OPERATOR, "nobody's-0123456789")]
-    assert [here.find(one.encode()) for one in passes[:2]] == [here.find(AGENT.encode()), here.find(OPERATOR.encode())]
+    assert [here.find(issued.encode()) for issued in passes[:2]] == [
+        here.find(AGENT.encode()),
+        here.find(OPERATOR.encode()),
+    ]
     assert (names(here, passes[2]), names(there, *passes)) == ([None], [None] * 3)
 
 

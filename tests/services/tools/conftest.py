@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from faulty_tool import FaultyTool
-from tools_rig import FakeClock, Make, Rig
 
+from tests.services.tools.faulty_tool import FaultyTool
+from tests.services.tools.tool_harness import FakeClock, Make, ToolHarness
 from trackway.tools.base import ToolLimits
 from trackway.tools.core.instances import InstanceTable
 from trackway.tools.core.server import ToolServer
@@ -17,18 +17,18 @@ from trackway.tools.sandbox import SandboxSettings, SandboxUnavailableError, lau
 def make_rig() -> Make:
     """`make_rig(max_instances=..., config=..., **limits)`."""
 
-    def make(max_instances: int = 8, config: dict[str, float] | None = None, **limits: float) -> Rig:
+    def make(max_instances: int = 8, config: dict[str, float] | None = None, **limits: float) -> ToolHarness:
         clock = FakeClock()
         faulty = FaultyTool.default({**(config or {})})
         tools = [*load_tools(["calculator", "calc_gsm8k_reward"], [], {}), faulty]
         table = InstanceTable("replica0", max_instances, ttl_s=60.0, clock=clock)
-        return Rig(ToolServer(tools, ToolLimits.model_validate(limits), table), table, clock, faulty)
+        return ToolHarness(ToolServer(tools, ToolLimits.model_validate(limits), table), table, clock, faulty)
 
     return make
 
 
 @pytest.fixture
-def rig(make_rig: Make) -> Rig:
+def harness(make_rig: Make) -> ToolHarness:
     return make_rig()
 
 

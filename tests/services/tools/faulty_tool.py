@@ -1,4 +1,4 @@
-"""A tool that fails on demand, loaded by import path: `faulty_tool:FaultyTool`."""
+"""A tool that fails on demand, loaded by import path: `tests.services.tools.faulty_tool:FaultyTool`."""
 
 import asyncio
 import sys

@@ -8,12 +8,12 @@ from contextlib import AbstractAsyncContextManager
 import httpx
 import pytest
 from fastapi import FastAPI
-from faulty_tool import FaultyTool
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
-from time_limits import ENDS_SOON
-from tools_rig import eventually
 
+from tests.services.tools.faulty_tool import FaultyTool
+from tests.services.tools.tool_harness import eventually
+from tests.time_limits import ENDS_SOON
 from trackway.clients.tools import ToolsClient
 from trackway.tools.app import create_app
 from trackway.tools.builtin.calculator import CalculatorTool
@@ -62,7 +62,7 @@ async def test_both_built_in_tools_are_listed_as_openai_functions(running: Run) 
 
 
 async def test_settings_choose_the_tools_and_load_further_ones_by_import_path(running: Run) -> None:
-    settings = ToolsSettings(tools=["calculator"], extra_tools=["faulty_tool:FaultyTool"])
+    settings = ToolsSettings(tools=["calculator"], extra_tools=["tests.services.tools.faulty_tool:FaultyTool"])
     async with running(create_app(settings)) as http:
         listed = await ToolsClient("http://tools", http).list()
 
@@ -74,7 +74,7 @@ async def test_a_one_shot_needs_no_instance(running: Run) -> None:
         request = OneShotRequest(arguments={"expression": "(84 + 16) / 4"})
         result = await ToolsClient("http://tools", http).one_shot("calculator", request)
 
-    assert (result.text, result.metrics) == ("25", {"instance_reward": 0.0})
+    assert (result.text, result.metrics, result.instance_reward) == ("25", {}, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ async def test_the_callers_mistakes_are_told(
 @ENDS_SOON
 @pytest.mark.parametrize(
     ("mode", "status", "code"),
-    [("raise", 500, ErrorCode.TOOL_FAILED), ("sleep", 504, ErrorCode.DEADLINE_EXCEEDED)],
+    [("raise", 500, ErrorCode.TOOL_FAILED), ("sleep", 504, ErrorCode.TOOL_TIMEOUT)],
 )
 async def test_a_tools_own_failure_is_a_5xx_and_the_instance_stays_usable(
     running: Run, mode: str, status: int, code: ErrorCode

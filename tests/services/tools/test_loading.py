@@ -1,19 +1,21 @@
+import sys
 from pathlib import Path
 
 import pytest
-from faulty_tool import FaultyTool
 
+from tests.services.tools.faulty_tool import FaultyTool
 from trackway.tools.base import BaseTool, ToolLimits
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.core.registry import ToolRegistry
-from trackway.tools.loading import load_tools
+from trackway.tools.loading import load_tools, tools_of
+from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-FAULTY = "faulty_tool:FaultyTool"
+FAULTY = "tests.services.tools.faulty_tool:FaultyTool"
 
 
 def test_tools_are_loaded_by_name_and_by_import_path_with_their_config() -> None:
-    paths = [FAULTY, "travel_functions:plan"]
+    paths = [FAULTY, "tests.services.tools.travel_functions:plan"]
     loaded = load_tools(["calculator"], paths, {"faulty": {"call_timeout_s": 1.5}, "plan": {"call_timeout_s": 2}})
 
     tools = [tool for tool in loaded if isinstance(tool, BaseTool)]
@@ -41,7 +43,7 @@ def test_two_tools_of_one_name_are_refused_by_where_both_come_from(tmp_path: Pat
     (tmp_path / "mine.py").write_text(
         "from trackway.tools import function_tool\n@function_tool\ndef faulty(mode: str) -> str: ...\n"
     )
-    sources = r"from setting extra_tools, 'faulty_tool:FaultyTool' and from function_tool_path .*mine\.py"
+    sources = rf"from setting extra_tools, '{FAULTY}' and from function_tool_path .*mine\.py"
     with pytest.raises(ValueError, match=rf"two named 'faulty': {sources}; rename one"):
         load_tools([], [FAULTY], {}, function_tool_path=tmp_path / "mine.py")
 
@@ -75,3 +77,27 @@ def test_an_import_path_from_before_a_move_fails_with_the_new_one() -> None:
     moved = "expected trackway.tools.builtin.gsm8k, got trackway.tools.gsm8k: the module has moved"
     with pytest.raises(AttributeError, match=moved):
         load_tools([], ["trackway.tools.gsm8k.Gsm8kTool"], {})
+
+
+def test_function_tools_of_a_module_are_offered_alone_or_beside_named_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own_tools"
+    package.mkdir()
+    (package / "__init__.py").write_text("import own_tools.words")
+    (package / "words.py").write_text(
+        "from trackway.tools import function_tool\n@function_tool\ndef shout(text: str) -> str: return text\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = ToolsSettings(modules=["own_tools"], code_path=tmp_path)
+    both = ToolsSettings(modules=["own_tools"], code_path=tmp_path, tools=["calculator"])
+
+    loaded = [[tool.name for tool in tools_of(settings) if isinstance(tool, BaseTool)] for settings in (own, both)]
+
+    assert loaded == [["shout"], ["calculator", "shout"]]
+
+
+def test_a_module_without_tools_leaves_the_built_in_ones() -> None:
+    loaded = tools_of(ToolsSettings(modules=["time"]))
+
+    assert [tool.name for tool in loaded if isinstance(tool, BaseTool)] == ["calculator", "calc_gsm8k_reward"]

@@ -47,13 +47,7 @@ class Serving(Protocol):
 
 def scripted_trajectory(request: GroupRequest, rollout_n: int) -> Trajectory:
     """A rollout whose tokens and reward follow from its place alone."""
-    tags = Tags(
-        experiment_name=request.experiment_name,
-        step=request.step,
-        sample_index=request.sample.index,
-        rollout_n=rollout_n,
-        validate=request.validation,
-    )
+    tags = request.tags(rollout_n)
     index = request.sample.index
     row = index if isinstance(index, int) else len(index)
     ids = [3 + (request.step + row + rollout_n + place) % 20 for place in range(4)]

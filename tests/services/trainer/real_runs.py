@@ -59,8 +59,8 @@ async def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> Non
 
 async def ended(runs: RunManager, name: str) -> RunInfo:
     """How a run stands at its end."""
-    await until(lambda: runs.info(name).state in ENDED)
-    return runs.info(name)
+    await until(lambda: runs.registry.info(name).state in ENDED)
+    return runs.registry.info(name)
 
 
 def held_at(agent, step: int) -> bool:
@@ -70,7 +70,7 @@ def held_at(agent, step: int) -> bool:
 
 def pid_of(runs: RunManager, name: str) -> int:
     """The process that has a run."""
-    owner = RunFolder(Path(runs.info(name).folder)).owner()
+    owner = RunFolder(Path(runs.registry.info(name).folder)).owner()
     assert owner is not None
     return owner.pid
 

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 from pydantic import SecretStr
 
@@ -31,12 +34,17 @@ def stopped_run(settings: TrainerSettings, tmp_path) -> RunFolder:
     return folder
 
 
+def test_the_service_starts_without_torch() -> None:
+    code = "import sys, trackway.trainer.app; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
 async def test_runs_of_an_earlier_service_are_listed(running, settings, stopped_run):
     async with running(create_app(settings)) as client:
         listed = (await client.get("/runs")).json()["runs"]
         run = (await client.get("/runs/old")).json()
 
-    assert [(each["run"], each["state"]) for each in listed] == [("old", "stopped")]
+    assert [(run["run"], run["state"]) for run in listed] == [("old", "stopped")]
     assert run["folder"] == str(stopped_run.path)
 
 

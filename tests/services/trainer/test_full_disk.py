@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from real_runs import Pod, ended, held_at, on_disk, pid_of, run_request, until, urls
 
+from tests.services.trainer.real_runs import Pod, ended, held_at, on_disk, pid_of, run_request, until, urls
 from trackway.system import StorageError
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
@@ -56,7 +56,7 @@ def temporary(folder: Path) -> list[str]:
 
 def told(runs: RunManager, name: str) -> RunInfo:
     """As `GET /runs` says it."""
-    [info] = [info for info in runs.list() if info.run == name]
+    [info] = [info for info in runs.registry.list() if info.run == name]
     return info
 
 
@@ -64,7 +64,7 @@ async def reach_step_2(runs: RunManager, agent, request: RunRequest) -> RunFolde
     """A run that has done its first step and waits for the rollouts of the second."""
     agent.holding_at = 2
     info = await runs.start(request)
-    await until(lambda: runs.info(info.run).step == 1 and held_at(agent, 2))
+    await until(lambda: runs.registry.info(info.run).step == 1 and held_at(agent, 2))
     return RunFolder(Path(info.folder))
 
 
@@ -201,16 +201,16 @@ async def test_a_process_elsewhere_that_cannot_write_its_beat_is_not_taken_for_d
     folder.write_owner(owner)
     (outputs / ".runs.lock").touch()
     pod = Pod(outputs, urls(agent_url, tmp_path))
-    pod.runs.info("far")
+    pod.runs.registry.info("far")
     filler = fill(small_disk)
 
     pod.now += DEAD_AFTER_S
-    silent, kept = pod.runs.info("far"), folder.owner()
+    silent, kept = pod.runs.registry.info("far"), folder.owner()
     filler.unlink()
 
     assert (silent.state, kept) == (RunState.RUNNING, owner)
     assert f"bytes free on the disk at {small_disk}" in silent.message
-    assert pod.runs.info("far").state is RunState.FAILED
+    assert pod.runs.registry.info("far").state is RunState.FAILED
 
 
 async def test_a_log_without_room_does_not_become_the_exit_status(small_disk: Path, fill):
@@ -236,6 +236,6 @@ async def test_a_run_cannot_begin_on_a_full_disk_and_leaves_no_folder(
     left = sorted(path.name for path in outputs.iterdir())
     filler.unlink()
 
-    assert (caught.value.status, left, runs.list()) == (507, [".runs.lock"], [])
+    assert (caught.value.status, left, runs.registry.list()) == (507, [".runs.lock"], [])
     await runs.start(request_of("new"))
     await asyncio.wait_for(runs.close(), 60)

@@ -1,16 +1,17 @@
-"""The queue of one backend and the thread that sends from it: from memory while the backend keeps up, else from disk.
+"""The queue of one backend and the thread that sends from it, from disk if there is a disk queue.
 
-Each backend has its own queue, so a slow backend does not delay others, and no caller waits.
+A batch is on disk before it is sent and until it is answered, so a killed process loses no batch. Each backend has its
+own queue, so a slow backend does not delay others, and no caller waits for one.
 """
 
 import logging
-import random
 import threading
 import time
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from trackway.system import Backoff
 from trackway.tracing.export.batch import Batch
 from trackway.tracing.export.disk_queue import DiskQueue
 from trackway.tracing.export.otlp_http import Answer, Endpoint, Verdict
@@ -19,8 +20,7 @@ logger = logging.getLogger("trackway.tracing")
 
 MEMORY_BATCHES = 64
 """Batches (of up to 512 spans) that wait in memory without a disk queue; further ones are dropped."""
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 15.0
+BACKOFF = Backoff(first_s=0.5, longest_s=15.0)
 LOOK_FOR_ORPHANS_S = 30.0
 POSTPONE_AFTER = 3
 """Retryable answers to one stored batch before it moves behind the others."""
@@ -66,10 +66,7 @@ class BackendQueue:
         """Queue a batch without blocking."""
         with self._changed:
             self._ensure_thread()
-            if self._closing_at is None and not self._down and self._has_room():
-                self._memory.append(batch)
-            else:
-                self._store(batch)
+            self._store(batch)
             self._changed.notify_all()
 
     def stats(self) -> BackendStats:
@@ -115,16 +112,18 @@ class BackendQueue:
         return self._disk_queue.bytes if self._disk_queue else 0
 
     def _has_room(self) -> bool:
-        """Whether a batch may wait in memory. With a disk queue only one may, because a killed process loses it."""
+        """Whether a batch may wait in memory; beside a full disk only one may, while the backend keeps up."""
+        if self._closing_at is not None:
+            return False
         if self._disk_queue is None:
             return len(self._memory) < MEMORY_BATCHES
-        return not self._memory and self._sending is None
+        return not self._down and not self._memory and self._sending is None
 
     def _store(self, batch: Batch) -> None:
-        """Store a batch on disk, or in memory without a disk queue, until the backend is back; else drop it."""
+        """Store a batch on disk, or in memory where there is no disk queue or no room on disk; else drop it."""
         if self._disk_queue is not None and self._disk_queue.push(batch):
             return
-        if self._disk_queue is None and len(self._memory) < MEMORY_BATCHES and self._closing_at is None:
+        if self._has_room():
             self._memory.append(batch)
             return
         if self._dropped == 0:
@@ -138,10 +137,14 @@ class BackendQueue:
             self._store(self._memory.popleft())
 
     def _work(self) -> None:
-        pause = 0.0
+        pause, failures = 0.0, 0
         while self._wait_for_work(pause):
             answer = self._send_next()
-            pause = 0.0 if answer is None else self._next_pause(answer, pause)
+            if answer is not None and answer.verdict is Verdict.LATER:
+                failures += 1
+                pause = max(answer.retry_after_s, BACKOFF.pause_s(failures))
+            else:
+                pause, failures = 0.0, 0
         self._endpoint.close()
 
     def _wait_for_work(self, pause: float) -> bool:
@@ -222,9 +225,3 @@ class BackendQueue:
             self._refused += refused
             self._exported += batch.spans - refused
         self._changed.notify_all()
-
-    def _next_pause(self, answer: Answer, last: float) -> float:
-        if answer.verdict is not Verdict.LATER:
-            return 0.0
-        doubled = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, last * 2))
-        return max(answer.retry_after_s, doubled * random.uniform(0.75, 1.25))

@@ -5,11 +5,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.util.types import Attributes
 
 from trackway.tracing import attributes as names
-from trackway.tracing.export.otlp_encoder import serialized
 from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend, TraceTarget
 
@@ -57,7 +57,7 @@ def joined(first: Batch, second: Batch) -> Batch:
 
 def encoded(spans: Sequence[ReadableSpan]) -> bytes:
     """OTLP protobuf of the spans, gzip at the fastest level, as most receivers are on the same machine."""
-    return gzip.compress(serialized(spans), compresslevel=1)
+    return gzip.compress(encode_spans(spans).SerializeToString(), compresslevel=1)
 
 
 def routing(backend: TraceBackend, target: TraceTarget, settings: TracingSettings) -> dict[str, str]:

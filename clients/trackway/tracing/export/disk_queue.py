@@ -10,7 +10,6 @@ files, so a killed replica loses nothing that was on disk.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -18,7 +17,9 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-from trackway.system import atomic_write, writing
+from filelock import FileLock
+
+from trackway.system import acquire_lock, atomic_write, writing
 from trackway.tracing.export.batch import MAX_ROOTS, Batch, joined
 
 JOINED_FROM = 64
@@ -50,7 +51,7 @@ class DiskQueue:
         self._folder, self._lock = self._made()
         self.adopt()
 
-    def _made(self) -> tuple[Path, int | None]:
+    def _made(self) -> tuple[Path, FileLock | None]:
         """Create and lock a folder for this process. Raises StorageError; the folder is then removed."""
         name = f"{self._owner}-{os.getpid()}-{os.urandom(3).hex()}"
         # Hidden until it is locked, because another process would adopt an unlocked folder.
@@ -112,7 +113,7 @@ class DiskQueue:
         self._bytes = self._spans = 0
         self._newest = None
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
         self._folder, self._lock = folder, lock
         return True
 
@@ -178,7 +179,7 @@ class DiskQueue:
                     adopted += 1
             except OSError as error:  # the disk is not writable; the rest is adopted later
                 logger.warning("traces in %s cannot be taken over: %s", folder, error)
-                os.close(lock)
+                lock.release()
                 return adopted
             for leftover in folder.glob(".*.tmp"):
                 leftover.unlink(missing_ok=True)
@@ -210,7 +211,7 @@ class DiskQueue:
         if self._lock is None:
             return
         if self._sizes:
-            os.close(self._lock)
+            self._lock.release()
         else:
             _remove_empty(self._folder, self._lock)
         self._lock = None
@@ -221,23 +222,17 @@ def _spans(path: Path) -> int:
     return int(count) if count.isdecimal() else 0
 
 
-def _locked(folder: Path) -> int | None:
-    """A descriptor that holds the folder's lock until it is closed; None when another process holds it."""
+def _locked(folder: Path) -> FileLock | None:
+    """The folder's lock; None when another process holds it."""
     try:
-        descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        return acquire_lock(folder / _LOCK)
     except OSError:
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
-def _remove_empty(folder: Path, lock: int) -> None:
+def _remove_empty(folder: Path, lock: FileLock) -> None:
     with contextlib.suppress(OSError):
         (folder / _LOCK).unlink(missing_ok=True)
-    os.close(lock)
+    lock.release()
     with contextlib.suppress(OSError):
         folder.rmdir()

@@ -52,6 +52,12 @@ class ExportSpanProcessor(SpanProcessor):
         """Ended spans lost because the queue was full, or because this process has no such backend."""
         self._thread: threading.Thread | None = None
 
+    @property
+    def queued(self) -> int:
+        """Ended spans that are in no backend's queue yet."""
+        with self._changed:
+            return len(self._queue) + self._encoding
+
     def on_start(self, span: Span, parent_context: Context | None = None) -> None:
         """Set the service and process attributes."""
         span.set_attributes(self._stamp)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import httpx
 
+from trackway.system import log_tail
 from trackway.tracing.local_mlflow import mlflow_server
 from trackway.tracing.local_mlflow.mlflow_server import START_DEADLINE_S, ServerFiles, flocked
 from trackway.tracing.local_mlflow.uri import local_database
@@ -147,7 +148,7 @@ class _LocalServer:
             time.sleep(_POLL_S)
         raise LocalMlflowError(
             f"the MLflow server for {self._files.database} did not answer in time; the end of {self._files.log}:\n"
-            + _tail(self._files.log)
+            + log_tail(self._files.log)
         )
 
     def _attach(self, end: float) -> None:
@@ -168,7 +169,7 @@ class _LocalServer:
         if started or (reason and time.time() - files.failed.stat().st_mtime < RETRY_A_FAILED_START_S):
             raise LocalMlflowError(
                 f"the MLflow server for {files.database} did not start: {reason or 'its keeper is gone'}; "
-                f"the end of {files.log}:\n{_tail(files.log)}"
+                f"the end of {files.log}:\n{log_tail(files.log)}"
             )
 
 
@@ -258,10 +259,6 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def _tail(log: Path, lines: int = 15) -> str:
-    return "\n".join(_text(log).splitlines()[-lines:])
 
 
 def _forget_after_fork() -> None:

@@ -86,7 +86,10 @@ class ServerFiles:
 
 
 def flocked(path: Path, exclusive: bool) -> int | None:
-    """A descriptor that holds the file's lock until it is closed; None when the lock is taken."""
+    """A descriptor that holds the file's lock until it is closed; None when the lock is taken.
+
+    Apart from `trackway.system.locks`, because these locks are shared by users and inherited by the supervisor.
+    """
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -190,7 +193,8 @@ def _port(port: int | None) -> Iterator[int]:
 @contextlib.contextmanager
 def _server(files: ServerFiles, port: int) -> Iterator["subprocess.Popen[bytes]"]:
     """Run `mlflow server`, which creates and migrates its database; it is stopped with its children after the block."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    program = str(Path(__file__).with_name("server_process.py"))
+    command = [sys.executable, "-P", program, "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", f"sqlite:///{files.database}", "--artifacts-destination", str(files.artifacts)]
     command += ["--uvicorn-opts=--no-access-log"]  # a line per request would fill the disk
     process = subprocess.Popen(command, env=_environment(files), stdin=subprocess.DEVNULL, start_new_session=True)

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import SecretStr
-
 from trackway.tracing.active import install, uninstall
 from trackway.tracing.export.mlflow import experiment_by_name
 from trackway.tracing.export.weave import full_project
@@ -23,7 +21,7 @@ from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.tracing.local_mlflow.uri import local_database
 from trackway.tracing.provider import Tracing
 from trackway.tracing.settings import TracingSettings
-from trackway.wire.tracing import TraceBackend, TraceTarget
+from trackway.wire.tracing import SPAN_BACKENDS, SpanBackend, TraceBackend, TraceTarget
 
 logger = logging.getLogger("trackway.tracing")
 
@@ -64,7 +62,8 @@ class RolloutTraceConfig:
         token2text: bool = False,
         max_samples_per_step_per_worker: int | None = None,
     ) -> None:
-        """Trace to `backend` (mlflow, weave, otlp; a list or `mlflow,weave` for several); None disables tracing.
+        """Trace to `backend` (mlflow, weave, otlp; a list or `mlflow,weave` for several); None or verl's `dummy`
+        disables tracing.
 
         Keys and addresses come from the environment (`TracingSettings`). MLflow: the experiment is `project_name`,
         created with the first spans. Weave: the project is `entity/project`; without an entity, it is that of
@@ -124,7 +123,7 @@ class RolloutTraceConfig:
             uninstall(config.client)
             config.client.shutdown(EXIT_DEADLINE_S)
 
-    def _start(self, backends: Sequence[TraceBackend], project_name: str, token2text: bool) -> None:
+    def _start(self, backends: Sequence[SpanBackend], project_name: str, token2text: bool) -> None:
         settings = _settings(backends, project_name, token2text)
         self.target = TraceTarget(
             backends=tuple(backends),
@@ -139,34 +138,42 @@ class RolloutTraceConfig:
             threading.Thread(target=_start_server, args=(settings.mlflow_uri,), daemon=True).start()
 
 
-def _parsed(backend: str | Sequence[str] | None) -> list[TraceBackend]:
+def _parsed(backend: str | Sequence[str] | None) -> list[SpanBackend]:
     requested = backend.split(",") if isinstance(backend, str) else backend or ()
     wanted = list(dict.fromkeys(name for item in requested if (name := str(item).strip().lower())))
-    known = [known_backend.value for known_backend in TraceBackend]
+    if wanted == ["dummy"]:
+        return []
+    known: dict[str, SpanBackend] = {backend.value: backend for backend in SPAN_BACKENDS}
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ValueError(
             f"unknown trace backend {', '.join(unknown)}: expected {', '.join(known)}, or None for no traces"
         )
-    return [TraceBackend(name) for name in wanted]
+    return [known[name] for name in wanted]
 
 
-def _settings(backends: Sequence[TraceBackend], project_name: str, token2text: bool) -> TracingSettings:
+def _settings(backends: Sequence[SpanBackend], project_name: str, token2text: bool) -> TracingSettings:
     """Settings from the environment for these backends only. Raises ValueError when a backend is not configured."""
     environment = TracingSettings(backends=list(backends), token2text=token2text)
     mlflow, weave = TraceBackend.MLFLOW in backends, TraceBackend.WEAVE in backends
+    project = full_project(project_name, environment.weave_api_key) if weave else None
     settings = environment.model_copy(
         update={
             "mlflow_uri": _mlflow_uri(environment.mlflow_uri) if mlflow else None,
             "experiment_id": experiment_by_name(project_name) if mlflow else None,
             "weave_api_key": environment.weave_api_key if weave else None,
-            "weave_project": _weave_project(project_name, environment.weave_api_key) if weave else None,
+            "weave_project": project,
             "otlp_endpoint": environment.otlp_endpoint if TraceBackend.OTLP in backends else None,
         }
     )
-    for backend in backends:
-        if missing := settings.missing(backend):
-            raise ValueError(missing)
+    problems = [missing for backend in backends if (missing := settings.missing(backend))]
+    if weave and project is None:
+        problems.append(
+            f"trace backend weave: expected project_name as entity/project, got {project_name!r}; "
+            "use that form, or set WANDB_ENTITY"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
     return settings.model_copy(update={"spool_dir": _spool_dir(settings)})
 
 
@@ -176,16 +183,6 @@ def _mlflow_uri(configured: str | None) -> str:
     local_mlflow.check(uri)
     database = local_database(uri)
     return uri if database is None else f"sqlite:///{database}"
-
-
-def _weave_project(project_name: str, key: SecretStr | None) -> str:
-    full = full_project(project_name, key)
-    if full is None:
-        raise ValueError(
-            f"trace backend weave: expected project_name as entity/project, got {project_name!r}; "
-            "use that form, or set WANDB_ENTITY"
-        )
-    return full
 
 
 def _spool_dir(settings: TracingSettings) -> Path | None:

@@ -1,1 +1,1 @@
-"""OpenAI's completions and chat completions, with vLLM's names for what OpenAI lacks."""
+"""OpenAI's completions and chat completions, with vLLM's names for additional fields."""

@@ -1,4 +1,4 @@
-"""Replies of OpenAI's completions and chat completions, with vLLM's names for what OpenAI lacks."""
+"""Responses of OpenAI's completions and chat completions, with vLLM's names for additional fields."""
 
 from typing import Literal
 
@@ -11,10 +11,10 @@ from trackway.wire.trajectory import WeightSpan
 
 
 class OpenAIReply(WireReply):
-    """A reply in which only the fields that were set are sent, null ones included."""
+    """A response that sends only the fields that were set, null values included."""
 
     def sent(self) -> str:
-        """The JSON of the reply."""
+        """The response as JSON."""
         return self.model_dump_json(exclude_unset=True)
 
 
@@ -22,11 +22,11 @@ ChoiceEnd = Literal["stop", "length", "tool_calls"]
 
 
 class Choice(OpenAIReply):
-    """Fields of both kinds of choice."""
+    """Fields shared by both kinds of choice."""
 
     index: int
     finish_reason: ChoiceEnd | None
-    """None in every chunk of a stream but the last."""
+    """None in every chunk of a stream except the last."""
     token_ids: list[int] | None = None
     """Token ids of the output, the stop token included; with `return_token_ids`."""
     weight_versions: list[WeightSpan] | None = None
@@ -49,11 +49,11 @@ class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None = None
-    """With `return_token_ids`; in a stream in the choice's first chunk."""
+    """With `return_token_ids`; in a stream, in the choice's first chunk."""
 
 
 class Completion(OpenAIReply):
-    """The answer, and every chunk of a stream."""
+    """A completion, and every chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -69,7 +69,7 @@ class ChatLogprob(OpenAIReply):
     token: str
     logprob: float
     bytes: list[int] | None
-    """Of its text in UTF-8; None for a token that is a part of a character."""
+    """The token's text as UTF-8 bytes; None for a token that is part of a character."""
     top_logprobs: list[JsonValue]
     """Always empty: only the sampled token's logprob is known."""
 
@@ -81,11 +81,11 @@ class ChatLogprobs(OpenAIReply):
 
 
 class ChatReplyMessage(OpenAIReply):
-    """What the model wrote."""
+    """The message written by the model."""
 
     role: Literal["assistant"]
     content: str | None
-    """None when it consists of tool calls only."""
+    """None if it consists of tool calls only."""
     tool_calls: list[ToolCall] | None = None
 
 
@@ -102,11 +102,11 @@ class _ChatAnswer(OpenAIReply):
     model: str
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
-    """With `return_token_ids`; in a stream in its first chunk."""
+    """With `return_token_ids`; in a stream, in its first chunk."""
 
 
 class ChatCompletion(_ChatAnswer):
-    """The whole answer."""
+    """The complete answer."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]

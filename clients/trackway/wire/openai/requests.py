@@ -1,6 +1,6 @@
-"""Requests of OpenAI's routes, with vLLM's names for what OpenAI lacks (token ids, `top_k`, ...).
+"""Requests of OpenAI's routes, with vLLM's names for additional fields (token ids, `top_k`, ...).
 
-A request is refused when a field would change its result and we do not have it. Null is the same as not sent.
+A request is refused if it has an unsupported field that would change its result. Null means not set.
 """
 
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, ToolCall
 WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
 )
-"""Fields that change nothing about the answer: accepted whatever they hold."""
+"""Fields without influence on the answer, accepted with any value."""
 
 NEUTRAL: dict[str, list[JsonValue]] = {
     "presence_penalty": [0],
@@ -46,7 +46,7 @@ NEUTRAL: dict[str, list[JsonValue]] = {
     "truncate_prompt_tokens": [],
     "spaces_between_special_tokens": [True],
 }
-"""Fields that we do not have, with the values under which they change nothing; any other value is refused."""
+"""Unsupported fields with their neutral values; any other value is refused."""
 
 
 def _as_list(value: object) -> object:
@@ -62,11 +62,11 @@ def _sampled_only(value: object) -> object:
 
 
 class OpenAIRequest(WireRequest):
-    """Drops null and neutral fields before the typed ones are read."""
+    """Drops null and neutral fields before validation."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral(cls, fields: object) -> object:
+    def _without_neutral(cls, fields: JsonValue) -> JsonValue:
         if not isinstance(fields, dict):
             return fields
         for name in fields.keys() & NEUTRAL.keys():
@@ -82,13 +82,13 @@ class StreamOptions(OpenAIRequest):
     """Options of a stream."""
 
     include_usage: bool = False
-    """Send a last chunk without choices that has the token counts."""
+    """Send the token counts in a last chunk without choices."""
     include_obfuscation: bool = False
-    """Without effect: no padding is ever sent."""
+    """No effect: padding is never sent."""
 
 
 class SampledRequest(OpenAIRequest):
-    """Fields of both kinds of request."""
+    """Fields shared by both kinds of request."""
 
     model: str
     n: Int = Field(default=1, ge=1, le=128)
@@ -96,22 +96,22 @@ class SampledRequest(OpenAIRequest):
     top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: Int = Field(default=-1, ge=-1)
     seed: Int | None = None
-    """Choice i of a prompt draws with `seed + i`."""
+    """Choice i of a prompt samples with `seed + i`."""
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]],
         Field(max_length=256, fail_fast=True),
         BeforeValidator(_as_list),
-    ] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024, fail_fast=True)
+    ] = Field(default_factory=list[str])
+    stop_token_ids: list[TokenId] = Field(default_factory=list[TokenId], max_length=1024, fail_fast=True)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    """Also return the ids of prompt and output, and the weight versions that generated them."""
+    """Also return the token ids of prompt and output, and the weight versions that generated them."""
     return_tokens_as_token_ids: bool = False
-    """Logprobs name tokens as `token_id:17`, which is exact where text is not."""
+    """Name tokens of logprobs `token_id:17`, which is unambiguous, unlike their text."""
     min_weight_version: Int = Field(default=0, ge=0)
     """Oldest weight version that may answer; a replica with an older one loads it first, or answers 409
     `weights_behind`."""
@@ -125,13 +125,13 @@ class SampledRequest(OpenAIRequest):
 
 
 MAX_CHOICES = 4096
-"""Answers of one request: `n` for each of its prompts."""
+"""Most choices of one request: `n` for each prompt."""
 
 TokenPrompt = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(SampledRequest):
-    """Continue one prompt or several, each text or token ids."""
+    """Continue one or several prompts, each as text or token ids."""
 
     prompt: (
         str
@@ -140,7 +140,7 @@ class CompletionRequest(SampledRequest):
     )
     max_tokens: Int = Field(default=16, ge=1)
     logprobs: Annotated[Int | None, BeforeValidator(_sampled_only)] = None
-    """0 for the logprob of each sampled token; more is refused."""
+    """0 returns the logprob of each sampled token; higher values are refused."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens (a BOS) to a text prompt."""
 
@@ -162,7 +162,7 @@ class CompletionRequest(SampledRequest):
 
 
 class TextPart(WireRequest):
-    """Text as one part of a message; other kinds are refused."""
+    """A text part of a message; other kinds are refused."""
 
     type: Literal["text"]
     text: str
@@ -174,14 +174,14 @@ class ChatMessage(OpenAIRequest):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
     name: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list, fail_fast=True)
+    tool_calls: list[ToolCall] = Field(default_factory=list[ToolCall], fail_fast=True)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """Given to the chat template as it is."""
+    """Passed to the chat template unchanged."""
 
 
 class ChatTool(WireRequest):
-    """A function that the model may call; the chat template gets its keys in the client's order."""
+    """A function that the model may call; the chat template receives its keys in the client's order."""
 
     type: Literal["function"]
     function: dict[str, JsonValue]
@@ -219,10 +219,10 @@ class ChatRequest(SampledRequest):
     max_completion_tokens: Int | None = Field(default=None, ge=1)
     """Takes precedence over `max_tokens`; without both, the rest of the model's context length."""
     logprobs: bool = False
-    tools: list[ChatTool] = Field(default_factory=list, max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[ChatTool] = Field(default_factory=list[ChatTool], max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    """False keeps the first call only."""
+    """False keeps only the first call."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ from trackway.deploy.checks.model import tokenizer_here
 from trackway.deploy.checks.rows import MEASURED_ROWS, RowsHere
 from trackway.deploy.checks.served_names import offered_by
 from trackway.deploy.config import serve_config
+from trackway.deploy.config.code_versions import changed_since_start
 from trackway.deploy.config.engine_python import check_engine_python
 from trackway.deploy.config.services_for_run import RunServices, gpus_here
 from trackway.deploy.deployment.record import Deployment
@@ -26,13 +27,14 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.system.user_error import UserError
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
-from trackway.trainer.config.weave_project import weave_project
+from trackway.trainer.data.dataset import Rows
 from trackway.trainer.data.name_check import CHECK_POLICY, Served, ask_services, unserved
+from trackway.trainer.data.own_code import SERVICES, loaded_code, not_loaded
 from trackway.trainer.loop.forecast import Forecast, forecast
 from trackway.trainer.run_state.checkpoint import named_checkpoint
 from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.supervisor.manager import runnable
-from trackway.trainer.traces.preflight import require
+from trackway.trainer.traces.preflight import unusable, without_entity
 from trackway.trainer.tracking import missing_for_loggers
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Health
@@ -110,7 +112,7 @@ class RunCheck:
             findings.missing_here += missing_for_loggers(config, deployment.mlflow_uri if deployment else "its own")
         if deployment is None:
             self._backends([TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
-            self._weave()
+            self.findings.missing_here += without_entity(self._subject.config)
         if self._subject.services is not None:
             self._start(self._subject.services)
         elif deployment is None:
@@ -134,18 +136,9 @@ class RunCheck:
                 self.findings.missing_here.append(str(error))
 
     def _backends(self, usable: Sequence[str], who: str) -> None:
-        for backend in self._subject.config.actor_rollout_ref.rollout.trace.backend:
-            try:
-                require([backend], usable, who)
-            except TrackwayError as error:
-                self.findings.missing_here.append(error.message)
-
-    def _weave(self) -> None:
-        """Check that the Weave project has an entity, from the configuration, the environment or the API key."""
-        try:
-            weave_project(self._subject.config)
-        except TrackwayError as error:
-            self.findings.missing_here.append(error.message)
+        self.findings.missing_here += unusable(
+            self._subject.config.actor_rollout_ref.rollout.trace.backend, usable, who
+        )
 
     def served(self) -> Served:
         """The agents, scorers and tools that the services offer: queried from running services, else loaded here."""
@@ -165,8 +158,14 @@ class RunCheck:
 
     def _asked(self, deployment: Deployment) -> Served:
         base, findings = deployment.base_url, self.findings
-        urls = {f"{name}_url": f"{base}/{name}" for name in ("agent", "tools", "reward")}
-        served, errors = run(ask_services(ServiceUrls(**urls, weights_url="")))
+        urls = ServiceUrls(
+            agent_url=f"{base}/agent", tools_url=f"{base}/tools", reward_url=f"{base}/reward", weights_url=""
+        )
+        served, errors = run(ask_services(urls))
+        code = run(loaded_code({name: f"{base}/{name}" for name in SERVICES}))
+        findings.missing_here += not_loaded(self._subject.config, code)
+        if not deployment.attached:
+            findings.missing_here += changed_since_start(deployment.serve_config, code)
         unanswered = findings.missing_here if self._load else findings.not_checked
         unanswered += [f"the {name} service: {error.message}" for name, error in errors.items()]
         if self._subject.config.actor_rollout_ref.rollout.trace.backend:
@@ -207,6 +206,23 @@ def check_run(subject: Subject, load: bool, report: Report = lambda name, state:
         check.findings.wrong.append(error.message)
         plan = forecast(config, None)
     return Checked(check.findings, plan, here.sentence)
+
+
+def check_parts(subject: Subject, report: Report = lambda name, state: None) -> tuple[Findings, dict[str, Rows]]:
+    """Check what trajectories need: values, rows, agent loops, scorers, tools, the tokenizer; and the rows, by key.
+
+    Rows are read here also for services on other machines. Problems are collected in the findings and not raised.
+    """
+    check, config = RunCheck(subject, True, report), subject.config
+    check.values()
+    if subject.services is not None:
+        check.findings.missing_here += subject.services.missing
+    served = check.served()
+    here = RowsHere(config, check.findings, report, MEASURED_ROWS)
+    here.read()
+    here.measure(check.tokenizer(), served)
+    check.findings.wrong += unserved(config, here.used, served)
+    return check.findings, here.used
 
 
 def _with_tokens(config: dict[str, Any], settings: UpSettings) -> dict[str, Any]:

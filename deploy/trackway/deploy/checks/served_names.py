@@ -1,7 +1,6 @@
 """The names that services will offer once started: their registries, loaded as a replica loads them."""
 
 import asyncio
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -10,7 +9,7 @@ from pydantic import ValidationError
 from trackway.clients import run
 from trackway.deploy.checks.findings import Findings
 from trackway.deploy.config import serve_config
-from trackway.serving.user_code import described, importing, run_user_code
+from trackway.serving.user_code import described, run_user_code
 from trackway.tools.base import BaseTool, ToolSource
 from trackway.tools.core.registry import ToolRegistry
 from trackway.trainer.data.name_check import Served
@@ -51,8 +50,12 @@ def _loaded(what: str, findings: Findings, load: Callable[[], T]) -> T | None:
     try:
         return load()
     except Exception as error:  # user code and files may fail in any way
-        reason = f"{what}: {_reason(error)}"
-        (findings.missing_here if _is_missing(error) else findings.wrong).append(reason)
+        problems, reason = findings.missing_here if _is_missing(error) else findings.wrong, f": {_reason(error)}"
+        same = next((text for text in problems if text.endswith(reason)), None)
+        if same is None:
+            problems.append(f"{what}{reason}")
+        else:  # several services import the project's modules
+            problems[problems.index(same)] = f"{same.removesuffix(reason)}, {what}{reason}"
         return None
 
 
@@ -72,29 +75,28 @@ def _is_missing(error: BaseException) -> bool:
 
 def _agents(args: dict[str, Any]) -> frozenset[str]:
     from trackway.agent.loop import agents
+    from trackway.agent.parser import tool_parser
     from trackway.agent.settings import AgentSettings
+    from trackway.agent.verl.loading import load_loops
 
-    for module in AgentSettings(**{"model_path": "", **args}).agent_modules:
-        with importing(f"setting agent_modules, {module!r}"):
-            importlib.import_module(module)
+    settings = AgentSettings(**{"model_path": "", **args})
+    load_loops(settings)
+    tool_parser(settings.tool_parser)
     return frozenset(loop.name for loop in agents())
 
 
 def _data_sources(args: dict[str, Any]) -> frozenset[str]:
-    from trackway.reward.scorers import load_scorers
+    from trackway.reward.scorers import scorers_of
     from trackway.reward.settings import RewardSettings
 
-    scorers = load_scorers(RewardSettings(**args).extra_scorers)
-    return frozenset(source for scorer in scorers for source in scorer.info.data_sources)
+    return frozenset(source for scorer in scorers_of(RewardSettings(**args)) for source in scorer.info.data_sources)
 
 
 def _tools(args: dict[str, Any]) -> list[BaseTool | ToolSource]:
-    from trackway.tools.loading import load_tools
+    from trackway.tools.loading import tools_of
     from trackway.tools.settings import ToolsSettings
 
-    settings = ToolsSettings(**args)
-    sources = (settings.extra_tools, settings.tool_config, settings.tool_config_path, settings.function_tool_path)
-    return load_tools(settings.built_in, *sources)
+    return tools_of(ToolsSettings(**args))
 
 
 async def _started(tools: Sequence[BaseTool | ToolSource]) -> tuple[list[BaseTool], list[str]]:

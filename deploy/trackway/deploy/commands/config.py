@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trackway.deploy.commands.options import Json
+from trackway.deploy.commands.options import json_of
 from trackway.deploy.terminal.console import print_json, stdout
 
 if TYPE_CHECKING:
     from trackway.trainer.config import Explanation
 
-app = typer.Typer(no_args_is_help=True, help="Look up the keys of a run's configuration.")
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
@@ -24,7 +24,7 @@ def explain(
     key: Annotated[str, typer.Argument(help="A key or a section such as actor_rollout_ref.rollout; default all.")] = "",
     config: Annotated[Path | None, typer.Option(help="YAML file, or the folder that has --config-name.")] = None,
     config_name: Annotated[str, typer.Option(help="Preset or file whose values are shown too.")] = "default",
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the keys with their defaults and meanings")] = False,
 ) -> None:
     """Show a key's meaning, default and origin in verl.  Example: trackway config explain data.truncation"""
     from trackway.deploy.runs.report import table, wide

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from rich.progress import track
 
-from trackway.deploy.commands.options import Json
+from trackway.deploy.commands.options import json_of
 from trackway.deploy.terminal.console import print_json, stderr, stdout
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, help="Write datasets in verl's row schema.")
+app = typer.Typer(no_args_is_help=True)
 
 VERL_SPELLING = {"token_normalize_func": lambda name: name.replace("_", "-")}
 """Accept `_` for `-` in option names, as in verl's preprocessing scripts."""
@@ -29,7 +29,7 @@ def make_tiny(
     train_size: Annotated[int, typer.Option(min=1)] = 2000,
     test_size: Annotated[int, typer.Option(min=1)] = 256,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the files and their numbers of rows")] = False,
 ) -> None:
     """Write the tiny word-problem dataset.  Example: trackway data make-tiny data/tiny"""
     from trackway.trainer.data import make_tiny
@@ -50,7 +50,7 @@ def gsm8k(
         str | None,
         typer.Option("--hdfs-dir", help="Also copy the files to this fsspec URL (hdfs://, s3://, ...) or path."),
     ] = None,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the files and their numbers of rows")] = False,
 ) -> None:
     """Convert GSM8K.  Example: trackway data gsm8k --local-dir data/gsm8k --local-dataset-path ~/gsm8k"""
     from trackway.trainer.data import make_gsm8k

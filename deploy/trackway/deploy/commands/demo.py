@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from trackway.deploy.commands.options import DEMO_OUTPUTS, Json, Wait, up_settings
-from trackway.deploy.commands.training import report_losses
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.commands.options import DEMO_MEMORY_GB, DEMO_OUTPUTS, Wait, json_of, up_settings
+from trackway.deploy.commands.run_output import report_losses
 from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
 from trackway.system.user_error import UserError
 
 if TYPE_CHECKING:
-    from trackway.deploy.runs.demo import Summary
-    from trackway.deploy.runs.demo_attached import AttachedDemo
+    from trackway.deploy.deployment.record import Deployment
+    from trackway.deploy.runs.demo import Clock, Demo, Summary
 
 app = typer.Typer()
 
@@ -43,7 +41,7 @@ def demo(
         typer.Option(help="With --attached: model path or id as the services see it.", envvar="TRACKWAY_MODEL_PATH"),
     ] = None,
     wait: Wait = 0.0,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the run's accuracies, trajectories, traces and seconds")] = False,
 ) -> None:
     """Train the tiny model on local or attached services and trace every step.
 
@@ -51,53 +49,106 @@ def demo(
 
     Example: trackway demo --attached --data-dir /var/lib/trackway/data --wait 600
     """
-    if not attached:
-        if data_dir or wait:
-            raise UserError("--data-dir and --wait: expected --attached with them, got none; add --attached")
-        _train_here(seed, outputs or DEMO_OUTPUTS, overrides or [], keep, as_json)
+    if attached:
+        deployment = _attached(up_settings().outputs if outputs is None else outputs)
+        _train_attached(deployment, seed, data_dir, model_path, overrides or [], wait, as_json)
         return
-    from trackway.deploy.runs.demo_attached import AttachedDemo
-
-    deployment = _attached(UpSettings.read().outputs if outputs is None else outputs)
-    _train_attached(AttachedDemo(deployment, seed, data_dir, model_path, overrides or []), wait, as_json)
+    if data_dir or wait:
+        raise UserError("--data-dir and --wait: expected --attached with them, got none; add --attached")
+    _train_here(seed, outputs or DEMO_OUTPUTS, overrides or [], keep, as_json)
 
 
 def _train_here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: bool) -> None:
     from trackway.deploy.local.up import bring_up, take_down
-    from trackway.deploy.runs import demo as demonstration
+    from trackway.deploy.runs.demo import Clock, Demo
     from trackway.deploy.runs.launch import check_backends_here
     from trackway.trainer.config import compose
 
     check_backends_here(compose(overrides, config_name="tiny_demo"))
-    clock = demonstration.Clock(time.monotonic())
+    clock = Clock(time.monotonic())
     _set_aside(outputs)
-    settings = up_settings(outputs=outputs, min_memory_gb=4.0)
+    settings = up_settings(outputs=outputs, min_memory_gb=DEMO_MEMORY_GB)
     settings.mlflow_uri = None  # the demo starts its own MLflow and ignores MLFLOW_TRACKING_URI
     with board(as_json) as shown:
         deployment = bring_up(settings, shown.report)
     started = dict(shown.seconds)
-    clock.services_ready = time.monotonic()
+    if not as_json:
+        stderr.print(
+            f"seconds: Ray ready at {started['ray']:.0f}, MLflow at {started['mlflow']:.0f}, all services at "
+            f"{max(started.values()):.0f}"
+        )
+    model = str(settings.model_path.resolve())
+    demo = Demo(deployment, seed, deployment.outputs / "data", model, overrides)
     try:
-        with run_bar(as_json) as bar:
-            info = demonstration.run(deployment, settings, seed, overrides, bar.show)
-        clock.trained = time.monotonic()
-        summary = demonstration.summarise(deployment, info, clock)
-    except KeyboardInterrupt:
-        stderr.print(f"checkpoint saved; to resume: trackway up --outputs {outputs}, then")
-        stderr.print(f"trackway train --resume {demonstration.run_name(seed)} --outputs {outputs}")
-        raise
+        _train(demo, clock, f"run `trackway up --outputs {outputs}`, then", as_json)
     finally:
         if not keep:
             with board(as_json) as shown:
                 take_down(deployment, shown.report)
+
+
+def _train_attached(
+    deployment: "Deployment",
+    seed: int,
+    data_dir: Path | None,
+    model_path: str | None,
+    overrides: list[str],
+    wait: float,
+    as_json: bool,
+) -> None:
+    from trackway.deploy.deployment.attach import wait_for
+    from trackway.deploy.runs.demo import Clock, Demo
+    from trackway.wire.health import Ready
+
+    clock = Clock(time.monotonic())
+    with board(as_json) as shown:
+        wait_for(deployment, wait, shown.report, "/ready", Ready)
+    _train(Demo(deployment, seed, data_dir, model_path, overrides), clock, "repeat this command or run:", as_json)
+
+
+def _train(demo: "Demo", clock: "Clock", to_resume: str, as_json: bool) -> None:
+    """Start or resume the run, follow it, and print its summary."""
+    from trackway.deploy.runs.demo import summarise
+
+    deployment = demo.deployment
+    clock.services_ready = time.monotonic()
+    info, done = demo.start()
+    stderr.print(escape(done), soft_wrap=True)
+    try:
+        with run_bar(as_json) as bar:
+            info = demo.follow(info, bar.show)
+    except KeyboardInterrupt:
+        resume = f"{to_resume} trackway train --resume {info.run} --outputs {deployment.outputs}"
+        stderr.print(f"checkpoint saved; to resume, {escape(resume)}", soft_wrap=True)
+        raise
+    clock.trained = time.monotonic()
+    summary, notes = summarise(deployment, info, clock)
     if as_json:
         print_json(summary)
         return
-    _print_summary(summary, started, deployment, Path(info.folder))
+    for note in notes:
+        stderr.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
+    _print_summary(summary, deployment, f"{info.run} in {info.folder}")
     report_losses(info, deployment)
 
 
+def _print_summary(summary: "Summary", deployment: "Deployment", run: str) -> None:
+    from trackway.deploy.runs.demo import REWARD_CURVE, sentence
+
+    outputs, curve = deployment.outputs, deployment.outputs / REWARD_CURVE
+    where = summary.mlflow_uri if deployment.attached else f"trackway ui --outputs {outputs}"
+    stdout.print(f"\n{sentence(summary)}", soft_wrap=True)
+    stdout.print(f"seconds        training {summary.seconds_training:.0f}; {summary.seconds_total:.0f} in all")
+    if curve.exists():
+        stdout.print(f"reward curve   {curve}", soft_wrap=True)
+    stdout.print(f"run            {run}", soft_wrap=True)
+    stdout.print(f"summary        {outputs / 'summary.json'}", soft_wrap=True)
+    if where:
+        stdout.print(f"traces         {where}   then filter by Tag: step = 1", soft_wrap=True)
+
+
 def _set_aside(outputs: Path) -> None:
+    from trackway.deploy.deployment.record import Deployment
     from trackway.deploy.runs.demo import set_aside
 
     previous = Deployment.load(outputs.resolve())
@@ -113,22 +164,9 @@ def _set_aside(outputs: Path) -> None:
         stderr.print(f"earlier demo kept in {aside}")
 
 
-def _print_summary(summary: "Summary", started: dict[str, float], deployment: Deployment, folder: Path) -> None:
-    from trackway.deploy.runs.demo import sentence
+def _attached(outputs: Path) -> "Deployment":
+    from trackway.deploy.deployment.record import Deployment
 
-    stdout.print(f"\n{sentence(summary)}")
-    stdout.print(
-        f"seconds: Ray ready at {started['ray']:.0f}, MLflow at {started['mlflow']:.0f}, all services at "
-        f"{max(started.values()):.0f}; training took {summary.seconds_training:.0f}; {summary.seconds_total:.0f} in all"
-    )
-    stdout.print(f"reward curve   {deployment.outputs / 'reward.png'}", soft_wrap=True)
-    stdout.print(f"run            {folder}", soft_wrap=True)
-    stdout.print(
-        f"traces         trackway ui --outputs {deployment.outputs}   then search: tags.step = '1'", soft_wrap=True
-    )
-
-
-def _attached(outputs: Path) -> Deployment:
     deployment = Deployment.load(outputs.resolve())
     if deployment is None or not deployment.attached:
         raise UserError(
@@ -136,44 +174,3 @@ def _attached(outputs: Path) -> Deployment:
             f"--base-url http://... --outputs {outputs}` first"
         )
     return deployment
-
-
-def _train_attached(demo: "AttachedDemo", wait: float, as_json: bool) -> None:
-    from trackway.deploy.deployment.attach import wait_for
-    from trackway.deploy.runs.demo import Clock
-    from trackway.deploy.runs.demo_attached import summarise
-    from trackway.wire.health import Ready
-
-    clock, deployment = Clock(time.monotonic()), demo.deployment
-    with board(as_json) as shown:
-        wait_for(deployment, wait, shown.report, "/ready", Ready)
-    clock.services_ready = time.monotonic()
-    info, done = demo.start()
-    stderr.print(escape(done), soft_wrap=True)
-    try:
-        with run_bar(as_json) as bar:
-            info = demo.follow(info, bar.show)
-    except KeyboardInterrupt:
-        again = f"trackway train --resume {info.run} --outputs {deployment.outputs}"
-        stderr.print(f"checkpoint saved; to resume, repeat this command or run: {escape(again)}", soft_wrap=True)
-        raise
-    clock.trained = time.monotonic()
-    summary, notes = summarise(deployment, info, clock)
-    if as_json:
-        print_json(summary)
-        return
-    for note in notes:
-        stderr.print(f"[yellow]note:[/] {escape(note)}", soft_wrap=True)
-    _print_attached_summary(summary, deployment, f"{info.run} in {info.folder}")
-    report_losses(info, deployment)
-
-
-def _print_attached_summary(summary: "Summary", deployment: Deployment, run: str) -> None:
-    from trackway.deploy.runs.demo import sentence
-
-    stdout.print(sentence(summary), soft_wrap=True)
-    stdout.print(f"seconds   training {summary.seconds_training:.0f}; {summary.seconds_total:.0f} in all")
-    stdout.print(f"run       {run}", soft_wrap=True)
-    stdout.print(f"summary   {deployment.outputs / 'summary.json'}", soft_wrap=True)
-    if summary.mlflow_uri:
-        stdout.print(f"traces    {summary.mlflow_uri}   search: tags.step = '1'", soft_wrap=True)

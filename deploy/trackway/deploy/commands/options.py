@@ -1,14 +1,14 @@
 """Options shared by several commands."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trackway.deploy.local.settings import UpSettings
+if TYPE_CHECKING:
+    from trackway.deploy.local.settings import UpSettings
 
 Outputs = Annotated[Path, typer.Option(help="Folder of runs, weights and logs.", envvar="TRACKWAY_UP_OUTPUTS")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -26,8 +26,18 @@ Preflight = Annotated[
 Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for attached services to become reachable.")]
 OUTPUTS = Path("outputs")
 DEMO_OUTPUTS = Path("outputs/demo")
+DEMO_MEMORY_GB = 4.0
 
 
-def up_settings(**options: Any) -> UpSettings:
+def json_of(document: str) -> Any:
+    """The option `--json`; `document` says what is printed."""
+    return typer.Option(
+        "--json", help=f"Print one JSON document and nothing else: {document}. An error is a document as well."
+    )
+
+
+def up_settings(**options: Any) -> "UpSettings":
     """Settings from the options that are not None; the others keep their defaults."""
+    from trackway.deploy.local.settings import UpSettings
+
     return UpSettings.read(**{name: value for name, value in options.items() if value is not None})

@@ -1,16 +1,22 @@
-"""`trackway up | attach | down | status | scale`: manage the services."""
+"""`trackway up | serve | attach | down | clean | status | scale`: manage the services."""
 
+import sys
+from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from trackway.deploy.commands.options import OUTPUTS, Json, Outputs, Wait, up_settings
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.terminal.console import board, print_json, stdout
+from trackway.deploy.commands.options import OUTPUTS, Outputs, Wait, json_of, up_settings
+from trackway.deploy.terminal.console import board, print_json, stderr, stdout
+from trackway.system import free_port
 from trackway.system.user_error import UserError
+
+if TYPE_CHECKING:
+    from trackway.deploy.deployment.record import Deployment
 
 app = typer.Typer()
 
@@ -21,11 +27,11 @@ MOST_NOTES = 8
 @app.command()
 def up(
     outputs: Outputs = OUTPUTS,
-    config: Annotated[Path | None, typer.Option(help="Ray Serve config file; default deploy/cpu.yaml.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Ray Serve config file; default: this machine's CPU.")] = None,
     model_path: Annotated[Path | None, typer.Option(help="Hugging Face folder of the policy.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the services; default 8000, 0 for any free port.")] = None,
     dashboard_port: Annotated[
-        int | None, typer.Option(help="Port of Ray's dashboard; default 8265, 0 for any.")
+        int | None, typer.Option(help="Port of Ray Serve's REST API; default 8265, 0 for any.")
     ] = None,
     ray_port: Annotated[int | None, typer.Option(help="Port of Ray's control store; default 6379, 0 for any.")] = None,
     mlflow_port: Annotated[int | None, typer.Option(help="Port of the MLflow server; default 5000, 0 for any.")] = None,
@@ -35,10 +41,22 @@ def up(
     tokens_file: Annotated[
         Path | None, typer.Option(help="JSON file of bearer tokens; TRACKWAY_TOKEN must be one of them.")
     ] = None,
-    as_json: Json = False,
+    reload: Annotated[
+        bool,
+        typer.Option("--reload", help="Watch own code until Ctrl-C, and restart the services whose code changed."),
+    ] = False,
+    as_json: Annotated[bool, json_of("addresses, folders and processes of the deployment")] = False,
 ) -> None:
-    """Start Ray, MLflow and the five services, and wait until they are ready.  Example: trackway up --port 0"""
+    """Start Ray, MLflow and the five services, and wait until they are ready.
+
+    In a folder with `trackway.yaml`, they are the services of that project, with its own code. With --reload on running
+    services, only the watch is started.
+
+    Example: trackway up --port 0
+    """
+    from trackway.deploy.deployment.record import Deployment
     from trackway.deploy.local.up import bring_up
+    from trackway.deploy.runs.standalone import services_of_project
 
     settings = up_settings(
         outputs=outputs,
@@ -51,14 +69,71 @@ def up(
         mlflow_uri=mlflow_uri,
         tokens_file=tokens_file,
     )
-    with board(as_json) as shown:
-        deployment = bring_up(settings, shown.report)
+    deployment = Deployment.load(outputs.resolve()) if reload else None
+    if deployment is None or deployment.attached or not deployment.started_here:
+        settings, serve_config = services_of_project(settings)
+        with board(as_json) as shown:
+            deployment = bring_up(settings, shown.report, serve_config)
     if as_json:
         print_json(deployment.model_dump(mode="json", exclude={"token", "serve_config"}))
-        return
-    stdout.print(f"services  {deployment.base_url}/<rollout|tools|reward|agent|trainer>/docs", soft_wrap=True)
-    stdout.print(f"MLflow    {deployment.mlflow_uri}", soft_wrap=True)
-    stdout.print("next      trackway status | trackway train --config-name tiny_demo ... | trackway down")
+    else:
+        stdout.print(f"services  {deployment.base_url}/<rollout|tools|reward|agent|trainer>/docs", soft_wrap=True)
+        stdout.print(f"MLflow    {deployment.mlflow_uri}", soft_wrap=True)
+        stdout.print("next      trackway status | trackway train --config-name tiny_demo ... | trackway down")
+    if reload:
+        _reload_on_changes(deployment, as_json)
+
+
+def _reload_on_changes(deployment: "Deployment", as_json: bool) -> None:
+    """Restart services when their code changes, until Ctrl-C, which leaves them running."""
+    from trackway.deploy.local.reload import changes
+    from trackway.deploy.local.reload import reload as restart_changed
+
+    stderr.print("watching own code; Ctrl-C ends the watch and leaves the services running")
+    with suppress(KeyboardInterrupt):
+        for _ in changes(deployment.serve_config):
+            try:
+                with board(as_json) as shown:
+                    restart_changed(deployment, shown.report)
+            except UserError as error:
+                stderr.print(escape(str(error)), soft_wrap=True)
+
+
+class Service(StrEnum):
+    """The services that `serve` starts alone."""
+
+    AGENT = "agent"
+    ROLLOUT = "rollout"
+    TOOLS = "tools"
+    REWARD = "reward"
+    TRAINER = "trainer"
+
+
+@app.command()
+def serve(
+    service: Annotated[Service, typer.Argument(help="Service to start.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines, with tokens.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free port.")] = 8000,
+    config: Annotated[Path | None, typer.Option(help="Ray Serve config file; takes the service's args.")] = None,
+    as_json: Annotated[bool, json_of("the name of the service and its URL, before it starts to serve")] = False,
+) -> None:
+    """Start one service in this process, without Ray, until Ctrl-C. Settings come from TRACKWAY_... variables.
+
+    Example: trackway serve tools --port 8001
+    """
+    from trackway.deploy.local import preflight, single_service
+
+    port = port or free_port()
+    preflight.check_port("--port", port)
+    service_app = single_service.app_of(service.value, config)
+    url = f"http://{host}:{port}"
+    if as_json:
+        print_json({"service": service.value, "url": url})
+    else:
+        stdout.print(f"{service.value}  {url}/docs   (Ctrl-C stops it)", soft_wrap=True)
+    single_service.run_app(service_app, host, port)
 
 
 @app.command()
@@ -72,7 +147,7 @@ def attach(
     ] = None,
     outputs: Outputs = OUTPUTS,
     wait: Wait = 0.0,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("addresses and folders of the deployment")] = False,
 ) -> None:
     """Use services that run elsewhere, such as on Kubernetes. Starts nothing.
 
@@ -92,30 +167,71 @@ def attach(
 
 
 @app.command()
-def down(outputs: Outputs = OUTPUTS) -> None:
+def down(
+    outputs: Outputs = OUTPUTS, as_json: Annotated[bool, json_of("whether services were stopped or detached")] = False
+) -> None:
     """Stop what `trackway up` started. Attached services keep running.  Example: trackway down"""
-    from trackway.deploy.local.up import take_down
+    from trackway.deploy.deployment.record import Deployment
 
     deployment = Deployment.load(outputs.resolve())
-    if deployment is None:
+    if deployment is not None:
+        from trackway.deploy.local.up import take_down
+
+        with board(as_json or deployment.attached) as shown:
+            take_down(deployment, shown.report)
+    if as_json:
+        stopped = bool(deployment and not deployment.attached)
+        print_json({"outputs": str(outputs), "stopped": stopped, "detached": bool(deployment and deployment.attached)})
+    elif deployment is None:
         stdout.print(f"nothing runs for {outputs}", soft_wrap=True)
-        return
-    if deployment.attached:
-        take_down(deployment)
+    elif deployment.attached:
         stdout.print(f"detached from the services at {deployment.base_url}; they keep running", soft_wrap=True)
-        return
-    with board(quiet=False) as shown:
-        take_down(deployment, shown.report)
 
 
 @app.command()
-def status(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
+def clean(
+    outputs: Outputs = OUTPUTS,
+    everything: Annotated[bool, typer.Option("--all", help="Also remove runs, metrics and traces.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    as_json: Annotated[bool, json_of("the removed paths and the number of bytes")] = False,
+) -> None:
+    """Remove published weights, logs and damaged checkpoints from an outputs folder whose services are down.
+
+    Example: trackway clean --outputs outputs/demo --all
+    """
+    from trackway.deploy.runs.cleaning import parts, remove
+    from trackway.deploy.runs.report import size_of, table
+
+    found = parts(outputs, everything)
+    total = size_of(sum(part.size for part in found))
+    if found and not yes:
+        if as_json or not sys.stdin.isatty():
+            raise UserError(
+                f"expected --yes to remove {total} from {outputs} without asking, got no terminal to ask on"
+            )
+        rows = [(str(part.path.relative_to(outputs)), size_of(part.size), part.what) for part in found]
+        stdout.print(table("", ("", "size", "what"), rows))
+        if not typer.confirm(f"remove these {total} from {outputs}?"):
+            raise typer.Exit(1)
+    remove(found)
+    if as_json:
+        print_json({"removed": [str(part.path) for part in found], "bytes": sum(part.size for part in found)})
+        return
+    stdout.print(f"removed {total} from {outputs}" if found else f"nothing to remove in {outputs}", soft_wrap=True)
+
+
+@app.command()
+def status(
+    outputs: Outputs = OUTPUTS,
+    as_json: Annotated[bool, json_of("the services with their replicas, weights and notes")] = False,
+) -> None:
     """Show services, replicas, weight versions and undelivered metrics.  Example: trackway status --json"""
     from trackway.deploy.deployment.running import load_running
     from trackway.deploy.deployment.status import service_statuses
-    from trackway.deploy.runs.losses import run_notes
 
     deployment = load_running(outputs)
+    from trackway.deploy.runs.losses import run_notes
+
     statuses = service_statuses(deployment)
     for service_status in statuses:
         service_status.notes = (
@@ -156,7 +272,7 @@ def scale(
     service: Annotated[str, typer.Argument(help="rollout, tools, reward or agent.")],
     replicas: Annotated[str, typer.Argument(help="A fixed number, or autoscaling bounds such as 1-4.")],
     outputs: Outputs = OUTPUTS,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the replicas of the service")] = False,
 ) -> None:
     """Change the number of replicas of a running service.  Example: trackway scale rollout 2"""
     from trackway.deploy.config.serve_config import Replicas

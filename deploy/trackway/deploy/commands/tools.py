@@ -7,17 +7,19 @@ import typer
 from rich.markup import escape
 
 from trackway.clients import ToolsClient, run
-from trackway.deploy.commands.options import OUTPUTS, Json, Outputs
+from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
 from trackway.deploy.deployment.running import load_running
 from trackway.deploy.terminal.console import print_json, stdout
 from trackway.system.user_error import UserError
 from trackway.wire.tools import OneShotRequest
 
-app = typer.Typer(no_args_is_help=True, help="List and call the tools of a running tool server.")
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.command("list")
-def tools_list(outputs: Outputs = OUTPUTS, as_json: Json = False) -> None:
+def tools_list(
+    outputs: Outputs = OUTPUTS, as_json: Annotated[bool, json_of("the schemas of the tools")] = False
+) -> None:
     """List the tools.  Example: trackway tools list"""
     tools = run(ToolsClient(f"{load_running(outputs).base_url}/tools").list())
     if as_json:
@@ -34,7 +36,7 @@ def tools_call(
     arguments: Annotated[str, typer.Argument(help="Arguments as JSON.")],
     create_kwargs: Annotated[str, typer.Option(help="Arguments that create the tool's state, as JSON.")] = "{}",
     outputs: Outputs = OUTPUTS,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the result of the call")] = False,
 ) -> None:
     """Call a tool once.  Example: trackway tools call calculator '{"expression": "12*7"}'"""
     request = OneShotRequest(

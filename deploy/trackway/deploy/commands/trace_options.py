@@ -16,6 +16,7 @@ from trackway.system.user_error import UserError
 from trackway.traces.mlflow_store import MlflowStore
 from trackway.traces.store import TraceStore
 from trackway.traces.weave_store import WeaveStore
+from trackway.tracing.local_mlflow import client as local_mlflow
 
 if TYPE_CHECKING:
     from trackway.traces.verify import Meter
@@ -51,7 +52,11 @@ def open_store(
     """
     try:
         if backend is Backend.MLFLOW:
-            return MlflowStore.open(store_uri(outputs, mlflow_uri, fallback), project)
+            uri = store_uri(outputs, mlflow_uri, fallback)
+            if uri.startswith("sqlite:") and not local_mlflow.answers(uri):
+                stops = f"it stops {local_mlflow.LINGER_S:.0f} s after its last use"
+                stderr.print(f"starting MLflow for {uri}; {stops}", soft_wrap=True, highlight=False)
+            return MlflowStore.open(uri, project)
         if project is None:
             raise UserError("--backend weave: expected --project entity/project, got none; give --project")
         return WeaveStore.open(project)

@@ -1,12 +1,13 @@
 """`trackway traces list | show | compare | verify`: find, draw, compare and check trajectory traces."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from trackway.deploy.commands.options import OUTPUTS, Json, Outputs
+from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
 from trackway.deploy.commands.trace_options import (
     Backend,
     BackendOption,
@@ -20,12 +21,16 @@ from trackway.deploy.commands.trace_options import (
     tags_of,
     wide_enough,
 )
-from trackway.deploy.terminal.console import print_json, stdout
-from trackway.traces import columns, refs, render, rows, tables
+from trackway.deploy.terminal.console import print_json, stderr, stdout
+from trackway.system.user_error import UserError
+from trackway.traces import refs, render, rows, tables
 from trackway.traces.compare import compare
-from trackway.traces.store import Steps, TraceFilter, TraceKind
+from trackway.traces.store import Steps, TraceFilter, TraceKind, TraceStore
 
-app = typer.Typer(no_args_is_help=True, help="Find, draw, compare and check trajectory traces.")
+_MOST_LOOKED_AT = 200
+"""Traces looked at for the names of the runs."""
+
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.command("list")
@@ -47,7 +52,7 @@ def traces_list(
     mlflow_uri: MlflowUri = None,
     outputs: Outputs = OUTPUTS,
     width: Width = None,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the rows of the list")] = False,
 ) -> None:
     """List traces by tag, step and reward.
 
@@ -65,6 +70,8 @@ def traces_list(
     wanted = TraceFilter(kind, {**tags, **tags_of(tag or [])}, steps, reward_min, reward_max)
     store = open_store(backend, outputs, project, mlflow_uri)
     matches = rows.ordered((rows.row(tree) for tree in store.search(wanted)), sort, limit + 1)
+    if not matches and experiment_name is not None:
+        raise UserError(_no_experiment(store, kind, experiment_name))
     if as_json:
         print_json([row.model_dump(mode="json") for row in matches[:limit]])
         return
@@ -72,6 +79,16 @@ def traces_list(
     console.print(tables.listing(matches[:limit], console.width))
     more = " (more exist: raise --limit)" if len(matches) > limit else ""
     console.print(f"{min(len(matches), limit)} traces{more}", highlight=False)
+
+
+def _no_experiment(store: TraceStore, kind: TraceKind, name: str) -> str:
+    """Why a search with --experiment-name found nothing: the name, or the other options."""
+    newest = islice(store.search(TraceFilter(kind)), _MOST_LOOKED_AT)
+    names = sorted({tree.tags.get("experiment_name", "") for tree in newest})
+    if name in names:
+        return f"no trace of --experiment-name {name} matches the other options; leave one out"
+    known = ", ".join(names) or "none"
+    return f"--experiment-name: expected a run with traces (the newest are of {known}), got {name!r}"
 
 
 @app.command("show")
@@ -84,7 +101,7 @@ def traces_show(
     mlflow_uri: MlflowUri = None,
     outputs: Outputs = OUTPUTS,
     width: Width = None,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the trace as a tree of spans")] = False,
 ) -> None:
     """Draw one trajectory: spans, texts, tool calls, rewards.  Example: trackway traces show s3/i17/n2"""
     tree = refs.resolve(open_store(backend, outputs, project, mlflow_uri), trace, experiment_name)
@@ -112,17 +129,16 @@ def traces_compare(
     mlflow_uri: MlflowUri = None,
     outputs: Outputs = OUTPUTS,
     width: Width = None,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the trajectories and their differences")] = False,
 ) -> None:
-    """Show two trajectories side by side: facts, texts, tool calls.
+    """Show two trajectories side by side: facts, and with --html texts and tool calls.
 
     Example: trackway traces compare --sample-index 7 --steps 1,10 --html compare.html
     """
     choice = refs.Choice(sample_index, steps, step, rollouts, rollout_n, bool(validate))
     pair = choice.pair(a, b)
     store = open_store(backend, outputs, project, mlflow_uri)
-    left, right = (refs.resolve(store, reference, experiment_name) for reference in pair)
-    comparison = compare(left, right)
+    comparison = compare([refs.resolve(store, reference, experiment_name) for reference in pair])
     if html is not None:
         from trackway.traces import page
 
@@ -132,8 +148,8 @@ def traces_compare(
     elif html is not None:
         stdout.print(Text(str(html)), soft_wrap=True)
     else:
-        console = wide_enough(width)
-        console.print(columns.draw(comparison, colours=console.color_system is not None and not console.no_color))
+        wide_enough(width).print(tables.facts(comparison))
+        stderr.print("the texts side by side: --html FILE", highlight=False)
 
 
 @app.command("verify")
@@ -147,7 +163,7 @@ def traces_verify(
     mlflow_uri: MlflowUri = None,
     outputs: Outputs = OUTPUTS,
     width: Width = None,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the counts, and each trace with its gaps")] = False,
 ) -> None:
     """Check that each traced trajectory of a run has a complete trace. Exit status 1 if any trace has gaps.
 

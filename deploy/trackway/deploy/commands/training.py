@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from trackway.deploy.commands.options import DEMO_OUTPUTS, OUTPUTS, DryRun, Json, Outputs, Preflight
-from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.commands.options import DEMO_OUTPUTS, OUTPUTS, DryRun, Outputs, Preflight, json_of, up_settings
+from trackway.deploy.commands.run_output import print_end, print_plan
+from trackway.deploy.commands.standalone_run import train_standalone
 from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
 from trackway.system.user_error import UserError
-from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:
     from trackway.deploy.checks.run import Checked, Subject
+    from trackway.deploy.deployment.record import Deployment
     from trackway.trainer.config import RunConfig
 
 app = typer.Typer()
@@ -34,16 +33,19 @@ def train(
     dry_run: DryRun = False,
     preflight: Preflight = False,
     outputs: Outputs = OUTPUTS,
-    as_json: Json = False,
+    as_json: Annotated[bool, json_of("the run at its end, or the plan and its problems")] = False,
 ) -> None:
     """Train on the running services. For attached services, give paths on their volume.
+
+    In a folder with `trackway.yaml`, that file is the configuration, and services are started for the run when none is
+    running.
 
     Example: trackway train --config-name tiny_demo data.train_files=d/train.parquet data.val_files=d/test.parquet
     actor_rollout_ref.model.path=d/model. Check the command first with --dry-run or --preflight.
     """
+    from trackway.deploy.deployment.record import Deployment
     from trackway.deploy.deployment.running import load_running
-    from trackway.deploy.runs import launch
-    from trackway.trainer.config import compose
+    from trackway.deploy.runs import launch, project
 
     if skip_damaged and resume is None:
         raise UserError("--skip-damaged: expected --resume with it, got none; give --resume NAME")
@@ -52,7 +54,11 @@ def train(
     for option, name in (("--run", run), ("--resume", resume)):
         launch.check_run_name(option, name)
     known = Deployment.load(outputs.resolve())
-    run_config = None if resume else launch.placed(compose(overrides or [], config, config_name), known)
+    file = project.project_file(config, config_name)
+    if file is not None and not _running(known):
+        _train_project(file, overrides or [], outputs, run, resume, skip_damaged, dry_run, preflight, as_json)
+        return
+    run_config = None if resume else project.configured(overrides or [], config, config_name, known)
     if (dry_run or preflight) and run_config is not None:
         if not as_json:
             _print_settings(run_config)
@@ -73,11 +79,40 @@ def train(
         except KeyboardInterrupt:
             stderr.print(f"checkpoint saved; to resume: trackway train --resume {name}")
             raise
-    if as_json:
-        print_json(info)
-        return
-    stdout.print(f"run {info.run} {info.state.value} at step {info.step}; folder {info.folder}", soft_wrap=True)
-    report_losses(info, deployment)
+    print_end(info, deployment, as_json)
+
+
+def _running(known: "Deployment | None") -> bool:
+    return known is not None and (known.attached or known.started_here)
+
+
+def _train_project(
+    file: Path,
+    overrides: list[str],
+    outputs: Path,
+    run: str | None,
+    resume: str | None,
+    skip_damaged: bool,
+    dry_run: bool,
+    preflight: bool,
+    as_json: bool,
+) -> None:
+    """Train a project with services of its own; `resume` resumes that run."""
+    from trackway.deploy.runs.launch import occupied
+    from trackway.deploy.runs.standalone import prepare
+    from trackway.trainer.run_state.folder import RunFolder
+
+    if resume is not None and not RunFolder(outputs.resolve() / resume).exists:
+        raise UserError(f"--resume: expected a run in {outputs}, got {resume}; `trackway train` starts one")
+    name = resume or run
+    named = [f"trainer.experiment_name='{name}'"] if name else []
+    resumed = ["trainer.resume_mode=auto"] if resume else []
+    prepared = prepare([*overrides, *named, *resumed], file, "default", outputs)
+    if run is not None and prepared.left_off() is not None:
+        raise UserError(occupied(outputs, run))
+    train_standalone(
+        prepared, dry_run=dry_run, preflight=preflight, keep=False, as_json=as_json, skip_damaged=skip_damaged
+    )
 
 
 def _print_settings(config: "RunConfig") -> None:
@@ -88,51 +123,30 @@ def _print_settings(config: "RunConfig") -> None:
 
 
 def _checked(
-    config: "RunConfig", name: str | None, known: Deployment | None, outputs: Path, load: bool, as_json: bool
+    config: "RunConfig", name: str | None, known: "Deployment | None", outputs: Path, load: bool, as_json: bool
 ) -> "tuple[Subject, Checked]":
     from trackway.deploy.checks.run import Subject, check_run
     from trackway.deploy.runs.launch import occupied
 
-    running = known if known and (known.attached or known.started_here) else None
+    running = known if _running(known) else None
     taken = occupied(outputs, name or config.trainer.experiment_name) if running and not running.attached else ""
-    subject = Subject(config, None, running, UpSettings.read(outputs=outputs), taken)
+    subject = Subject(config, None, running, up_settings(outputs=outputs), taken)
     with board(as_json) as shown:
         return subject, check_run(subject, load, shown.report)
-
-
-def print_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json: bool) -> None:
-    """Print the plan and its problems. Exits with status 2 if a problem prevents the run from starting.
-
-    Without `preflight`, only problems on any machine count.
-    """
-    from trackway.deploy.runs.dry_run import plan_as_json, plan_of
-    from trackway.deploy.runs.report import wide
-
-    if as_json:
-        print_json(plan_as_json(checked))
-    else:
-        wide(stdout).print(plan_of(subject, checked))
-    if checked.findings.wrong or (preflight and not checked.findings.starts_here):
-        raise typer.Exit(2)
-
-
-def report_losses(info: RunInfo, deployment: Deployment) -> None:
-    """Print which spans, metrics and feedback of the run were lost or are still waiting."""
-    from trackway.deploy.runs.losses import trace_losses, tracking_losses
-
-    for sentence in trace_losses(info, None if deployment.attached else deployment.outputs):
-        stderr.print(f"[yellow]traces:[/] {escape(sentence)}", soft_wrap=True)
-    for sentence in tracking_losses(info):
-        stderr.print(f"[yellow]tracking:[/] {escape(sentence)}", soft_wrap=True)
 
 
 @app.command()
 def ui(
     outputs: Outputs = DEMO_OUTPUTS,
     port: Annotated[int, typer.Option(help="Port of MLflow.")] = 5000,
+    as_json: Annotated[bool, json_of("the address of MLflow and the page of the traces, once it answers")] = False,
 ) -> None:
-    """Serve the MLflow UI for an outputs folder until Ctrl-C.  Example: trackway ui"""
+    """Serve the MLflow UI for an outputs folder until Ctrl-C, and print the page of its newest run's traces.
+
+    Example: trackway ui
+    """
     from trackway.deploy.deployment import processes
+    from trackway.deploy.deployment.record import Deployment
     from trackway.deploy.local import mlflow_server, preflight
 
     deployment = Deployment.load(outputs.resolve())
@@ -142,11 +156,29 @@ def ui(
     if not (outputs / "mlflow" / "mlflow.db").exists():
         raise UserError(f"no MLflow database in {outputs}; run `trackway demo` first, or give --outputs")
     preflight.check_port("--port", port)
+    url = f"http://127.0.0.1:{port}"
     server = mlflow_server.start(outputs / "mlflow", port)
-    stdout.print(f"MLflow  http://127.0.0.1:{port}   (Ctrl-C stops it)")
     try:
+        with board(as_json) as shown:
+            shown.report("mlflow", "starting")
+            mlflow_server.wait_until_ready(server, url)
+            shown.report("mlflow", "ready")
+        page = f"{url}{_traces_page(outputs)}"
+        if as_json:
+            print_json({"mlflow": url, "traces": page})
+        else:
+            stdout.print(f"MLflow  {page}   (Ctrl-C stops it)", soft_wrap=True)
         while True:
             processes.check_alive(server)
             time.sleep(1.0)
     finally:
         processes.stop_tree(server)
+
+
+def _traces_page(outputs: Path) -> str:
+    """The path of MLflow's page with the traces of the newest run; empty when no run has an experiment."""
+    from trackway.deploy.runs.found import find_runs
+
+    experiments = (run.info.experiment_id for run in find_runs(outputs))
+    newest = next((experiment for experiment in experiments if experiment), None)
+    return f"/#/experiments/{newest}/traces" if newest else ""

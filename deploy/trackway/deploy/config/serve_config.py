@@ -6,31 +6,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import yaml
 from pydantic import ValidationError
 
+from trackway.deploy.bundled import CPU_CONFIG
 from trackway.system.user_error import UserError
 
 _POLICIES = {
-    # Serve does not count direct calls, which are most calls of the tool server.
-    "trackway.deploy.graph:tools": {"policy": {"policy_function": "trackway.deploy.autoscaling:all_requests"}}
+    # Serve does not count direct calls, which are most calls of these services.
+    f"trackway.deploy.graph:{service}": {"policy": {"policy_function": "trackway.deploy.autoscaling:all_requests"}}
+    for service in ("rollout", "tools", "reward", "agent")
 }
 
 
 def load(path: Path) -> dict[str, Any]:
     """The parsed Serve config. Raises UserError for an unknown key, which Serve itself would ignore."""
+    import yaml
+
+    content = yaml.safe_load(path.read_text())
+    if path != CPU_CONFIG:  # our own file, which a test checks: importing Ray takes seconds
+        check(path, content)
+    return content
+
+
+def check(path: Path, content: dict[str, Any]) -> None:
+    """Raise UserError for an unknown key or an invalid value of a Serve config."""
     from ray.serve.schema import ServeDeploySchema
 
     from trackway.deploy.config.serve_keys import unknown_keys
 
-    content = yaml.safe_load(path.read_text())
     for key, known in unknown_keys(content):
         raise UserError(f"{path}: unknown key {key!r}; expected one of {', '.join(sorted(known))}")
     try:
         ServeDeploySchema.model_validate(content)
     except ValidationError as error:
         raise UserError(f"{path}: expected a Ray Serve config, got an invalid one: {error}") from error
-    return content
 
 
 def complete(
@@ -129,5 +138,10 @@ def with_options(
 def args_of(config: dict[str, Any], service: str) -> dict[str, Any]:
     """The settings of one service; empty when the config does not have it."""
     return next(
-        (application.get("args", {}) for application in config["applications"] if application["name"] == service), {}
+        (
+            application.get("args", {})
+            for application in config.get("applications", [])
+            if application["name"] == service
+        ),
+        {},
     )

@@ -2,6 +2,9 @@
 
 rollout.name, tensor_model_parallel_size, ...     ->  the rollout service's engine, replicas and GPUs
 multi_turn.tool_config_path, function_tool_path   ->  the tool server's tools
+trackway.modules, code_path                       ->  what the agent, tools and reward services import
+agent.agent_loop_config_path, multi_turn.format   ->  the agent service's loops and parser
+custom_reward_function                            ->  the reward service's scorer
 
 A request that this machine cannot meet is recorded: as a decision with its reason, or as missing if the run would
 differ.
@@ -116,18 +119,17 @@ def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServi
         _place_without_gpu(config, services)
     _set_engine(config, gpus, services)
     _set_tools(config, services)
+    _set_agent(config, services)
+    _set_modules(config, services)
+    _set_reward_function(config, services)
     services.config = _without(config, free_cache=services.engine not in SERVERS, gpus=not gpus)
     return services
 
 
 def _without(config: RunConfig, *, free_cache: bool, gpus: bool) -> RunConfig:
     """The configuration without settings that the run's process could not use here."""
-    tree = config.model_dump(mode="json")
-    if free_cache:
-        tree["actor_rollout_ref"]["rollout"]["free_cache_engine"] = None
-    if gpus:
-        tree["trainer"]["n_gpus_per_node"] = None
-    return RunConfig.model_validate(tree)
+    unusable = {"actor_rollout_ref.rollout.free_cache_engine": free_cache, "trainer.n_gpus_per_node": gpus}
+    return config.with_values({key: None for key, left_out in unusable.items() if left_out})
 
 
 def _engine(config: RunConfig, gpus: int, base: dict[str, Any]) -> str:
@@ -234,3 +236,31 @@ def _set_tools(config: RunConfig, services: RunServices) -> None:
             services.has_tool_files = False
         args[name] = file
     services.serve_config = serve_config.with_options(services.serve_config, "tools", args)
+
+
+def _set_agent(config: RunConfig, services: RunServices) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    given = {"agent_loop_config_path": rollout.agent.agent_loop_config_path, "tool_parser": rollout.multi_turn.format}
+    args = {name: value for name, value in given.items() if value is not None}
+    services.serve_config = serve_config.with_options(services.serve_config, "agent", args)
+
+
+def _set_modules(config: RunConfig, services: RunServices) -> None:
+    own = config.trackway
+    args: dict[str, Any] = {}
+    if own.modules is not None:
+        args["modules"] = own.modules
+    if own.code_path is not None:
+        if not Path(own.code_path).is_dir():
+            services.missing.append(f"trackway.code_path: expected a folder, got {own.code_path}; correct the path")
+        args["code_path"] = own.code_path
+    for service in ("agent", "tools", "reward"):
+        services.serve_config = serve_config.with_options(services.serve_config, service, args)
+
+
+def _set_reward_function(config: RunConfig, services: RunServices) -> None:
+    function = config.custom_reward_function
+    if function.path is None:
+        return
+    args = {"custom_reward_function": function.model_dump(mode="json")}
+    services.serve_config = serve_config.with_options(services.serve_config, "reward", args)

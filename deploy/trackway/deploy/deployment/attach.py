@@ -8,6 +8,7 @@ import os
 import re
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 from pydantic import BaseModel
@@ -18,9 +19,11 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import summarize_reasons, unanswered
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.system.user_error import UserError
-from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.health import Health
 from trackway.wire.trainer import RunInfo
+
+if TYPE_CHECKING:
+    from trackway.trainer.run_state.folder import RunFolder
 
 _POLL_S = 0.5
 
@@ -92,8 +95,10 @@ def runs_folder(outputs: Path) -> Path:
     return here.path.parent
 
 
-def folder_here(info: RunInfo) -> RunFolder | None:
+def folder_here(info: RunInfo) -> "RunFolder | None":
     """The folder of a run; None when this machine does not mount the services' volume."""
+    from trackway.trainer.run_state.folder import RunFolder
+
     folder = RunFolder(Path(info.folder))
     try:
         return folder if folder.exists and folder.info().uid == info.uid else None

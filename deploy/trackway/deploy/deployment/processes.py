@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 from pydantic import BaseModel
 
+from trackway.system import log_tail
 from trackway.system.user_error import UserError
 
 _children: list[subprocess.Popen[bytes]] = []
@@ -51,12 +52,7 @@ def start(name: str, command: Sequence[str], env: Mapping[str, str], log: Path) 
 def check_alive(record: ProcessRecord) -> None:
     """Raise UserError with the end of the log if the process has exited."""
     if record.find() is None:
-        raise UserError(f"{record.name} exited during start-up; the end of {record.log}:\n{tail(record.log)}")
-
-
-def tail(log: Path, lines: int = 15) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "(no log)"
+        raise UserError(f"{record.name} exited during start-up; the end of {record.log}:\n{log_tail(record.log)}")
 
 
 def stop_tree(record: ProcessRecord, grace_s: float = 8.0) -> None:

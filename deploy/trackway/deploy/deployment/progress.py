@@ -3,4 +3,4 @@
 from collections.abc import Callable
 
 Report = Callable[[str, str], None]
-"""Called with a component's name and state; the last state is `ready` or `stopped`."""
+"""Called with a component's name and state; the last is `ready` or `stopped`, of spans `sent` or `left on disk`."""

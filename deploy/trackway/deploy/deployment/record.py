@@ -6,8 +6,8 @@ from typing import get_args
 from pydantic import BaseModel, Field
 
 from trackway.deploy.deployment.processes import ProcessRecord
-from trackway.serving.settings import ServiceName
 from trackway.system import atomic_write, writing
+from trackway.wire.health import ServiceName
 
 
 class Deployment(BaseModel):

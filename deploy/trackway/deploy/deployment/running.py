@@ -14,7 +14,7 @@ from trackway.system.user_error import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health
 
-_ASK = CallPolicy(read_s=5.0, total_s=5.0, attempts=1)
+_ASK = CallPolicy.question(5.0)
 
 
 class NothingRuns(UserError):

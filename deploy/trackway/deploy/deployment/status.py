@@ -13,7 +13,7 @@ from trackway.system.user_error import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import ReplicaInfo, ReplicaList
 
-_ASK = CallPolicy(read_s=30.0, total_s=30.0, attempts=1)
+_ASK = CallPolicy.question(30.0)
 
 
 class ServiceStatus(BaseModel):

@@ -1,11 +1,17 @@
 """A local MLflow server that runs until it is stopped, on a fixed port."""
 
+import time
 from pathlib import Path
+
+import httpx
 
 from trackway.deploy.deployment import processes
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.system.user_error import UserError
 from trackway.tracing.local_mlflow import client as local_mlflow
+
+START_DEADLINE_S = 180.0
+"""Longest wait for a server's first answer; the first start of a database migrates it."""
 
 
 def start(folder: Path, port: int) -> ProcessRecord:
@@ -24,3 +30,24 @@ def start_for(database: Path, port: int) -> ProcessRecord:
     except local_mlflow.LocalMlflowError as error:
         raise UserError(str(error)) from error
     return processes.start("mlflow", local_mlflow.server_command(database, port), {}, files.log)
+
+
+def answers(url: str) -> bool:
+    """Whether an MLflow server answers at this URL."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_until_ready(server: ProcessRecord, url: str) -> None:
+    """Wait until a started server answers. Raises UserError if its process exits, or after `START_DEADLINE_S`."""
+    deadline = time.monotonic() + START_DEADLINE_S
+    while not answers(url):
+        processes.check_alive(server)
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"expected MLflow to answer at {url} within {START_DEADLINE_S:.0f} s, got no answer; its log is "
+                f"{server.log}"
+            )
+        time.sleep(0.25)

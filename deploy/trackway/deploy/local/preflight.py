@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.packages import missing_packages
 from trackway.deploy.local.settings import UpSettings
 from trackway.system.user_error import UserError
 
@@ -30,7 +31,7 @@ def missing_for_start(settings: UpSettings) -> list[str]:
         partial(_check_exists, settings.config, "Ray Serve config", "give --config"),
         partial(_check_memory, settings.min_memory_gb),
         partial(_check_mlflow, settings),
-        *(partial(check_port, option, port) for option, port in _ports(settings).items()),
+        *(partial(check_port, option, port) for option, port in ports(settings).items()),
     ]
     missing = []
     for check_one in checks:
@@ -41,15 +42,9 @@ def missing_for_start(settings: UpSettings) -> list[str]:
     return missing
 
 
-def free_port() -> int:
-    """A port that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _ports(settings: UpSettings) -> dict[str, int]:
-    ports = {
+def ports(settings: UpSettings) -> dict[str, int]:
+    """Option -> port that a start takes; without that of MLflow when a running server is given."""
+    taken = {
         "--port": settings.port,
         "--dashboard-port": settings.dashboard_port,
         "--ray-port": settings.ray_port,
@@ -58,7 +53,7 @@ def _ports(settings: UpSettings) -> dict[str, int]:
         starts_mlflow = settings.mlflow_database is not None
     except ValueError:  # reported by _check_mlflow
         starts_mlflow = False
-    return {**ports, "--mlflow-port": settings.mlflow_port} if starts_mlflow else ports
+    return {**taken, "--mlflow-port": settings.mlflow_port} if starts_mlflow else taken
 
 
 def _check_not_running(outputs: Path) -> None:
@@ -80,9 +75,14 @@ def _check_not_running(outputs: Path) -> None:
 
 def _check_mlflow(settings: UpSettings) -> None:
     try:
-        _ = settings.mlflow_database
+        starts = settings.mlflow_database is not None
     except ValueError as error:
         raise UserError(str(error)) from error
+    if starts and missing_packages("mlflow"):
+        raise UserError(
+            "expected the package mlflow, since this starts its server, found none; pip install 'trackway[mlflow]', or "
+            "give --mlflow-uri"
+        )
 
 
 def _check_exists(path: Path, what: str, remedy: str) -> None:

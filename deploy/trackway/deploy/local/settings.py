@@ -7,14 +7,8 @@ from typing import Any, Self
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
 from trackway.system.user_error import UserError
-from trackway.tracing.local_mlflow.uri import local_database
-
-
-def bundled(relative: str) -> Path:
-    """A file of the repository, or its copy inside an installed wheel."""
-    checkout = Path(__file__).resolve().parents[4] / relative
-    return checkout if checkout.exists() else Path(__file__).resolve().parents[1] / "bundled" / Path(relative).name
 
 
 class UpSettings(BaseSettings):
@@ -24,16 +18,18 @@ class UpSettings(BaseSettings):
         env_prefix="TRACKWAY_UP_", extra="forbid", protected_namespaces=(), allow_inf_nan=False
     )
 
-    config: Path = Field(default_factory=lambda: bundled("deploy/cpu.yaml"))
+    config: Path = Field(default_factory=lambda: CPU_CONFIG)
     """Ray Serve config file: one application per service, with its replicas and settings."""
     outputs: Path = Path("outputs")
     """Folder of runs, weights, MLflow's database and logs."""
-    model_path: Path = Field(default_factory=lambda: bundled("examples/tiny/checkpoint"))
+    model_path: Path = Field(default_factory=lambda: TINY_MODEL)
     """Hugging Face folder of the policy."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of the services; 0 takes a free one."""
     dashboard_port: int = Field(default=8265, ge=0, le=65535)
-    """Port of Ray's dashboard and REST API; 0 takes a free one."""
+    """Port of Ray Serve's REST API; 0 takes a free one."""
+    ray_dashboard: bool = False
+    """Serve Ray's dashboard at `dashboard_port` as well; its processes take memory and CPU while nothing runs."""
     ray_port: int = Field(default=6379, ge=0, le=65535)
     """Port of Ray's control store; 0 takes a free one."""
     mlflow_port: int = Field(default=5000, ge=0, le=65535)
@@ -66,6 +62,8 @@ class UpSettings(BaseSettings):
 
         Raises ValueError when `mlflow_uri` is neither a server's address nor a local database.
         """
+        from trackway.tracing.local_mlflow.uri import local_database
+
         if self.mlflow_uri is None:
             return self.outputs.resolve() / "mlflow" / "mlflow.db"
         return local_database(self.mlflow_uri)

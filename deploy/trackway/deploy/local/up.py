@@ -14,6 +14,7 @@ import httpx
 
 from trackway.clients.token import authorization, resolve_token
 from trackway.deploy.config import serve_config
+from trackway.deploy.config.code_versions import with_versions
 from trackway.deploy.config.engine_python import check_engine_python
 from trackway.deploy.deployment import processes
 from trackway.deploy.deployment.installation_check import check_interpreters
@@ -23,9 +24,10 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.local import mlflow_server, preflight, ray_cluster
 from trackway.deploy.local.access import address_of, check_access, host_of
+from trackway.deploy.local.last_spans import deliver_spans
 from trackway.deploy.local.settings import UpSettings
+from trackway.system import LockTaken, acquire_lock, free_port
 from trackway.system.user_error import UserError
-from trackway.tracing.local_mlflow.mlflow_server import flocked
 from trackway.tracing.settings import SPOOL_FOLDER
 
 _POLL_S = 0.3
@@ -43,7 +45,7 @@ def bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None
 
 def _bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | None) -> Deployment:
     preflight.check(settings)
-    config = serve_config.load(settings.config) if config is None else config
+    config = with_versions(serve_config.load(settings.config) if config is None else config)
     check_engine_python(serve_config.args_of(config, "rollout"))
     settings = settings.model_copy(update={"outputs": settings.outputs.resolve()})
     check_access(_completed(config, settings, "", 0, ""))
@@ -52,7 +54,7 @@ def _bring_up(settings: UpSettings, report: Report, config: dict[str, Any] | Non
     try:
         _wait_until_ready(deployment, settings, report)
     except BaseException:
-        take_down(deployment)
+        _stop(deployment)
         raise
     return deployment
 
@@ -62,23 +64,29 @@ def _alone(outputs: Path) -> Iterator[None]:
     """Hold the start-up lock of a folder, because the deployment record is written only during the start."""
     path = Deployment.path(outputs).with_name("up.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = flocked(path, exclusive=True)
-    if lock is None:
-        first = path.read_text() or "another process"
-        raise UserError(
-            f"expected no other start of services in {outputs}, got one in progress: {first}; wait until it ends, stop "
-            "it, or give another --outputs"
-        )
     try:
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()}".encode(), 0)
+        lock = acquire_lock(path, holder=f"process {os.getpid()}")
+    except LockTaken as taken:
+        raise UserError(
+            f"expected no other start of services in {outputs}, got one in progress: "
+            f"{taken.holder or 'another process'}; wait until it ends, stop it, or give another --outputs"
+        ) from None
+    try:
         yield
     finally:
-        os.close(lock)
+        lock.release()
 
 
 def take_down(deployment: Deployment, report: Report = lambda name, state: None) -> None:
-    """Stop the processes that were started, services first, and remove the record."""
+    """Wait for the last spans, then stop the processes that were started, services first, and remove the record."""
+    try:
+        if deployment.processes:
+            deliver_spans(deployment, report)
+    finally:
+        _stop(deployment, report)
+
+
+def _stop(deployment: Deployment, report: Report = lambda name, state: None) -> None:
     for process in deployment.processes:
         report(process.name, "stopping")
         processes.stop_tree(process)
@@ -88,14 +96,15 @@ def take_down(deployment: Deployment, report: Report = lambda name, state: None)
 
 def _launch(settings: UpSettings, config: dict[str, object]) -> Deployment:
     port, dashboard_port, ray_port, mlflow_port = (
-        port or preflight.free_port()
+        port or free_port()
         for port in (settings.port, settings.dashboard_port, settings.ray_port, settings.mlflow_port)
     )
     logs = Deployment.path(settings.outputs).parent
     token = ray_cluster.new_token()
     # Before Ray: the MLflow start may be refused, and nothing must be left running then.
     mlflow_uri, mlflow = _mlflow(settings, mlflow_port)
-    started = [ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log"), *mlflow]
+    ray = ray_cluster.start(ray_port, dashboard_port, token, logs / "ray.log", dashboard=settings.ray_dashboard)
+    started = [ray, *mlflow]
     base_url = f"http://{address_of(host_of(config))}:{port}"
     return Deployment(
         base_url=base_url,
@@ -144,7 +153,7 @@ def _wait_until_ready(deployment: Deployment, settings: UpSettings, report: Repo
     deadline = time.monotonic() + settings.start_timeout_s
     api = ServeApi(deployment.dashboard_url, deployment.token)
     report("ray", "starting")
-    _wait(deployment, api.answers, "ray", deadline, report)
+    _wait(deployment, settings, api.answers, "ray", deadline, report)
     report("ray", "ready")
     api.deploy(deployment.serve_config)
     waiting = set(deployment.services)
@@ -152,7 +161,7 @@ def _wait_until_ready(deployment: Deployment, settings: UpSettings, report: Repo
     while waiting or mlflow_waits:
         for process in deployment.processes:
             processes.check_alive(process)
-        if mlflow_waits and _answers(f"{deployment.mlflow_uri}/health"):
+        if mlflow_waits and mlflow_server.answers(deployment.mlflow_uri):
             report("mlflow", "ready")
             mlflow_waits = False
         for service in sorted(waiting):
@@ -164,7 +173,13 @@ def _wait_until_ready(deployment: Deployment, settings: UpSettings, report: Repo
 
 
 def _wait(
-    deployment: Deployment, done: Callable[[], bool], name: str, deadline: float, report: Report, retries: int = 1
+    deployment: Deployment,
+    settings: UpSettings,
+    done: Callable[[], bool],
+    name: str,
+    deadline: float,
+    report: Report,
+    retries: int = 1,
 ) -> None:
     """Wait until `done`; a Ray process that exits during start-up, as on a busy machine, is restarted once."""
     while not done():
@@ -172,17 +187,17 @@ def _wait(
             if process.name == name and process.find() is None and retries > 0:
                 retries -= 1
                 report(name, f"did not start ({process.log}); retrying once")
-                deployment.processes[position] = _again(deployment)
+                deployment.processes[position] = _again(deployment, settings)
                 deployment.save()
             else:
                 processes.check_alive(process)
         _pause(deadline, name, deployment.outputs)
 
 
-def _again(deployment: Deployment) -> ProcessRecord:
+def _again(deployment: Deployment, settings: UpSettings) -> ProcessRecord:
     port = httpx.URL(deployment.dashboard_url).port or 8265
     log = Deployment.path(deployment.outputs).parent / "ray-retry.log"
-    return ray_cluster.start(preflight.free_port(), port, deployment.token, log)
+    return ray_cluster.start(free_port(), port, deployment.token, log, dashboard=settings.ray_dashboard)
 
 
 def _service_ready(deployment: Deployment, api: ServeApi, service: str, report: Report) -> bool:

@@ -1,7 +1,18 @@
-"""`trackway demo`: train the tiny model on a laptop, with a trace of every trajectory."""
+"""`trackway demo`: train the tiny model with a trace of every trajectory, on local or attached services.
 
+An active run of the same seed is followed. A stopped run is resumed if its settings are the same. Otherwise a new run
+starts under the next free name: seed0, seed0-2, seed0-3, ...
+
+demo = Demo(deployment, seed, data_dir, model_path, overrides)
+info, done = demo.start()
+info = demo.follow(info, show)
+summary, notes = summarise(deployment, info, clock)
+"""
+
+import importlib.util
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -9,22 +20,26 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from trackway import traces
+from trackway.clients import TrainerClient, run
+from trackway.deploy.deployment.attach import folder_here
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import launch, plot
+from trackway.deploy.runs.standalone import changed_since
 from trackway.system import atomic_write
 from trackway.system.user_error import UserError
 from trackway.traces import rules
 from trackway.traces.verify import Rule, settle
-from trackway.trainer.config import compose
+from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data import make_tiny
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.base import NON_FINITE
-from trackway.wire.trainer import MetricsRow, RunInfo
+from trackway.wire.tracing import TraceBackend
+from trackway.wire.trainer import ENDED, MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Trajectory
 
 TRAIN_ROWS, HELD_OUT_ROWS = 2000, 256
+REWARD_CURVE = "reward.png"
 TRACES_DEADLINE_S = 60.0
 """Longest wait for the last spans to arrive in MLflow."""
 
@@ -106,53 +121,155 @@ def set_aside(outputs: Path) -> Path | None:
     return aside
 
 
-def prepare(outputs: Path, seed: int) -> list[str]:
-    """Write the demo's dataset; returns the overrides that select it."""
-    data = outputs / "data"
-    make_tiny(data, TRAIN_ROWS, HELD_OUT_ROWS, seed)
-    return data_words(data)
+@dataclass(frozen=True)
+class Demo:
+    """The demo's run on the services of a deployment."""
+
+    deployment: Deployment
+    seed: int
+    data_dir: Path | None
+    """A folder for datasets that the services mount under the same path."""
+    model_path: str | None
+    """The model's path or id as the services see it."""
+    overrides: list[str]
+
+    def start(self) -> tuple[RunInfo, str]:
+        """The run, and whether it was followed, resumed or started, in words. Raises UserError and TrackwayError."""
+        newest, free = newest_of(self.seed, runs(self.deployment))
+        config = self._config(free)
+        if newest and self._may_go_on(newest):
+            return launch.resume_run(self.deployment, newest.run), f"run {newest.run} resumes from its last checkpoint"
+        if newest and newest.state not in ENDED:
+            return newest, f"run {newest.run} is {newest.state} already; following it"
+        if not self._given("data.train_files"):
+            self._write_rows()
+        return launch.start_run(self.deployment, config, free), f"run {free} starts"
+
+    def follow(self, info: RunInfo, show: launch.Show) -> RunInfo:
+        """Like `launch.follow`, but also raises UserError for a run that was stopped."""
+        info = launch.follow(self.deployment, info.run, show)
+        if info.state is not RunState.FINISHED:
+            raise UserError(
+                f"run {info.run} was stopped at step {info.step} of {info.total_steps}; repeat this command to resume"
+            )
+        return info
+
+    def _config(self, name: str) -> RunConfig:
+        words = [f"trackway.seed={self.seed}", f"trainer.experiment_name={name}"]
+        if not self._given("data.train_files"):
+            words += [f"data.train_files={self._rows}/train.parquet", f"data.val_files={self._rows}/test.parquet"]
+        if not self._given("actor_rollout_ref.model.path"):
+            if self.model_path is None:
+                raise UserError(
+                    "--model-path: expected the model's path or id as the services see it, got none; give it, or set "
+                    "TRACKWAY_MODEL_PATH to the services' value"
+                )
+            words.append(f"actor_rollout_ref.model.path={self.model_path}")
+        return launch.placed(compose([*words, *self.overrides], config_name="tiny_demo"), self.deployment)
+
+    def _given(self, key: str) -> bool:
+        return any(word.lstrip("+").partition("=")[0] == key for word in self.overrides)
+
+    @property
+    def _rows(self) -> Path:
+        if self.data_dir is None:
+            raise UserError(
+                "--data-dir: expected a folder on the services' volume for the demo's dataset, got none; give one, "
+                "such as /var/lib/trackway/data, or existing data.train_files=... and data.val_files=..."
+            )
+        return self.data_dir / f"tiny-seed{self.seed}"
+
+    def _write_rows(self) -> None:
+        try:
+            make_tiny(self._rows, TRAIN_ROWS, HELD_OUT_ROWS, self.seed)
+        except OSError as error:
+            raise UserError(
+                f"--data-dir: expected a folder on the services' volume that is writable from here, got "
+                f"{self.data_dir} ({error}); otherwise write the dataset on the volume with `trackway data make-tiny` "
+                "and give data.train_files=... and data.val_files=..."
+            ) from error
+
+    def _may_go_on(self, info: RunInfo) -> bool:
+        stopped = info.interrupted or info.state in (RunState.STOPPING, RunState.STOPPED)
+        folder = folder_here(info) if stopped else None
+        return folder is not None and not changed_since(folder, self._config(info.run))
 
 
-def data_words(folder: Path) -> list[str]:
-    """The overrides that select the dataset in a folder."""
-    return [f"data.train_files={folder / 'train.parquet'}", f"data.val_files={folder / 'test.parquet'}"]
+def runs(deployment: Deployment) -> list[RunInfo]:
+    """All runs of the services."""
+    return run(_trainer(deployment).runs())
 
 
-def run_name(seed: int) -> str:
-    """The run's name, and its folder under the outputs."""
+def newest_of(seed: int, known: Sequence[RunInfo]) -> tuple[RunInfo | None, str]:
+    """The seed's newest run, if any, and the next free name."""
+    pattern = re.compile(rf"{_name(seed)}(?:-(\d+))?")
+    numbered = {int(match[1] or 1): info for info in known if (match := pattern.fullmatch(info.run))}
+    last = max(numbered, default=0)
+    return numbered.get(last), f"{_name(seed)}-{last + 1}" if last else _name(seed)
+
+
+def _name(seed: int) -> str:
     return f"seed{seed}"
 
 
-def run(
-    deployment: Deployment, settings: UpSettings, seed: int, overrides: list[str], show: Callable[[RunInfo], None]
-) -> RunInfo:
-    """Train the tiny model with the demo's preset and follow it to the end."""
-    data = prepare(deployment.outputs, seed)
-    seed_and_model = [f"trackway.seed={seed}", f"actor_rollout_ref.model.path={settings.model_path.resolve()}"]
-    name = run_name(seed)
-    config = compose([*data, *seed_and_model, f"trainer.experiment_name={name}", *overrides], config_name="tiny_demo")
-    launch.start_run(deployment, config, name)
-    return launch.follow(deployment, name, show)
+def summarise(deployment: Deployment, info: RunInfo, clock: Clock) -> tuple[Summary, list[str]]:
+    """The summary of the run, and notes on what could not be read from here.
+
+    Checks every trace in MLflow. Writes `summary.json`, and `reward.png` if matplotlib is installed. Raises UserError
+    when the MLflow of local services lacks the run or does not answer; for attached services that is a note.
+    """
+    notes: list[str] = []
+    folder, mlflow_uri = folder_here(info), deployment.mlflow_uri or info.mlflow_uri or ""
+    if folder is None:
+        output = RunOutput(run(_rows_of(deployment, info.run)), [])
+        notes.append(
+            f"{info.folder} cannot be read from here: counts come from the trainer's metrics, without validation, and "
+            "traces were not checked"
+        )
+        summary = output.summary(info, clock, mlflow_uri, None).model_copy(update=_counts(output.rows, info))
+    else:
+        if not deployment.attached and not info.experiment_id:
+            raise UserError(f"expected the run in MLflow, got none; see {folder.log} for the reason")
+        output = RunOutput.of(folder)
+        complete = _complete(deployment, info, output, folder.config().actor_rollout_ref.rollout.trace.backend, notes)
+        # The server of local services stops with them.
+        database = f"sqlite:///{deployment.outputs / 'mlflow' / 'mlflow.db'}"
+        summary = output.summary(info, clock, mlflow_uri if deployment.attached else database, complete)
+    atomic_write(deployment.outputs / "summary.json", summary.model_dump_json(indent=2))
+    if importlib.util.find_spec("matplotlib") is not None:
+        plot.reward_curve(output.rows, deployment.outputs / REWARD_CURVE, f"GRPO on tiny word problems, {info.run}")
+    return summary, notes
 
 
-def summarise(deployment: Deployment, info: RunInfo, clock: Clock) -> Summary:
-    """Summarize the run, check every trace in MLflow, and write `summary.json` and `reward.png`."""
-    folder = RunFolder(Path(info.folder))
-    if not info.experiment_id or not info.run_id or info.mlflow_uri is None:
-        raise UserError(f"expected the run in MLflow, got none; see {folder.log} for the reason")
-    output = RunOutput.of(folder)
-    database = f"sqlite:///{deployment.outputs / 'mlflow' / 'mlflow.db'}"
-    complete = count_complete(info.mlflow_uri, info.experiment_id, output.traced)
-    summary = output.summary(info, clock, database, complete)
-    keep(summary, output.rows, deployment.outputs, info.run)
-    return summary
+def _counts(rows: Sequence[MetricsRow], info: RunInfo) -> dict[str, int]:
+    """Counts of trajectories according to the metrics."""
+
+    def total(*names: str) -> int:
+        return int(sum(value for row in rows for name, value in row.data.items() if name.startswith(names)))
+
+    return {
+        "trajectories": total("training/trajectories", "training/left_out/"),
+        "failed_trajectories": total("training/rollout_failure/failed_trajectories", "val-aux/failed_trajectories"),
+        "traced": info.traces.trajectories if info.traces else 0,
+    }
 
 
-def keep(summary: Summary, rows: Sequence[MetricsRow], outputs: Path, run: str, with_curve: bool = True) -> None:
-    """Write `summary.json` and, if `with_curve`, `reward.png`."""
-    atomic_write(outputs / "summary.json", summary.model_dump_json(indent=2))
-    if with_curve:
-        plot.reward_curve(rows, outputs / "reward.png", f"GRPO on tiny word problems, {run}")
+def _complete(
+    deployment: Deployment, info: RunInfo, output: RunOutput, backends: Sequence[TraceBackend], notes: list[str]
+) -> int | None:
+    """The number of complete traces; None, with a note, when they cannot be read."""
+    mlflow_uri = deployment.mlflow_uri or info.mlflow_uri
+    if not (mlflow_uri and info.experiment_id) or TraceBackend.MLFLOW not in backends:
+        notes.append("traces were not checked: the address of their MLflow is unknown here")
+        return None
+    rule = rules.gaps if deployment.attached else gaps_on_one_machine
+    try:
+        return count_complete(mlflow_uri, info.experiment_id, output.traced, rule)
+    except (UserError, ModuleNotFoundError) as error:
+        if not deployment.attached:
+            raise
+        notes.append(f"traces were not checked: {error}")
+        return None
 
 
 def sentence(summary: Summary) -> str:
@@ -170,12 +287,20 @@ def sentence(summary: Summary) -> str:
     )
 
 
-def count_complete(mlflow_uri: str, experiment_id: str, traced: list[Trajectory], rule: Rule | None = None) -> int:
+def count_complete(mlflow_uri: str, experiment_id: str, traced: list[Trajectory], rule: Rule) -> int:
     """The number of traced trajectories with a complete trace in MLflow; waits up to a deadline for late spans."""
     store = traces.MlflowStore(mlflow_uri, [experiment_id])
-    return len(traced) - len(settle(store, traced, TRACES_DEADLINE_S, rule or _whole_here))
+    return len(traced) - len(settle(store, traced, TRACES_DEADLINE_S, rule))
 
 
-def _whole_here(tree: traces.TraceTree | None, trajectory: Trajectory) -> list[str]:
-    """The gaps of a trace; on one machine, each of the five services must also have separate processes."""
+def gaps_on_one_machine(tree: traces.TraceTree | None, trajectory: Trajectory) -> list[str]:
+    """The gaps of a trace; each of the five services must also have processes of its own."""
     return [*rules.gaps(tree, trajectory), *(rules.shared_processes(tree) if tree else [])]
+
+
+async def _rows_of(deployment: Deployment, name: str) -> list[MetricsRow]:
+    return [row async for row in _trainer(deployment).metrics(name)]
+
+
+def _trainer(deployment: Deployment) -> TrainerClient:
+    return TrainerClient(f"{deployment.base_url}/trainer")

@@ -3,16 +3,18 @@
 import asyncio
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 from trackway.clients import TrainerClient, run
+from trackway.deploy.config import serve_config
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings
 from trackway.system.user_error import UserError
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
-from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.traces.preflight import require
+from trackway.trainer.traces.preflight import refuse, unusable, without_entity
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.names import checked_run_name
 from trackway.wire.tracing import TraceBackend
@@ -21,7 +23,16 @@ from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 Show = Callable[[RunInfo], None]
 
 _POLL_S = 0.5
-_TURNS = "actor_rollout_ref.rollout.multi_turn"
+_MODEL = "actor_rollout_ref.model.path"
+_PATHS = (
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    "trainer.resume_from_path",
+    "custom_reward_function.path",
+    "trackway.code_path",
+)
+"""Keys of one path each, besides the model's."""
 STOP_DEADLINE_S = 180.0
 """Longest wait for a run to save its checkpoint and stop."""
 OUTAGE_DEADLINE_S = 600.0
@@ -53,18 +64,47 @@ def occupied(outputs: Path, name: str) -> str:
     )
 
 
-def placed(config: RunConfig, deployment: Deployment | None) -> RunConfig:
-    """The configuration with paths as the services' machines see them.
+def placed(
+    config: RunConfig,
+    deployment: Deployment | None,
+    folder: Path | None = None,
+    from_here: frozenset[str] = frozenset(),
+) -> RunConfig:
+    """The configuration with paths as the services' machines see them; `folder` and `from_here` as in `localised`.
+
+    Without `actor_rollout_ref.model.path`, it is the model that the services of this machine serve, or would serve.
 
     Raises:
         UserError: the deployment is attached, and a path is local to this machine.
     """
-    return elsewhere(config) if deployment and deployment.attached else localised(config)
+    return (
+        elsewhere(config)
+        if deployment and deployment.attached
+        else localised(_with_model(config, deployment), folder, from_here)
+    )
 
 
-def localised(config: RunConfig) -> RunConfig:
-    """The configuration with absolute local paths, because services and learner have other working directories."""
-    return _with_paths(config, lambda key, path: _whole_path(path), _whole_model)
+def _with_model(config: RunConfig, deployment: Deployment | None) -> RunConfig:
+    if config.actor_rollout_ref.model.path:
+        return config
+    served = deployment and serve_config.args_of(deployment.serve_config, "rollout").get("model_path")
+    return config.with_values({_MODEL: served or str(UpSettings.read().model_path)})
+
+
+def localised(config: RunConfig, folder: Path | None = None, from_here: frozenset[str] = frozenset()) -> RunConfig:
+    """The configuration with absolute local paths, because services and learner have other working directories.
+
+    Relative paths are relative to `folder`, by default the working folder, except those of the keys `from_here`.
+    """
+
+    def base_of(key: str) -> Path:
+        return Path.cwd() if folder is None or key in from_here else folder
+
+    return _with_paths(
+        config,
+        lambda key, path: _whole_path(path, base_of(key)),
+        lambda path: _whole_model(path, base_of(_MODEL)),
+    )
 
 
 def elsewhere(config: RunConfig) -> RunConfig:
@@ -74,25 +114,19 @@ def elsewhere(config: RunConfig) -> RunConfig:
 
 def _with_paths(config: RunConfig, path: Callable[[str, str], str], model: Callable[[str], str]) -> RunConfig:
     """The configuration with `path(key, value)` applied to every path and `model` to the model's path."""
-    tree = config.model_dump(mode="json")
-    data, trainer, policy = tree["data"], tree["trainer"], tree["actor_rollout_ref"]
-    turns = policy["rollout"]["multi_turn"]
-    for name in ("train_files", "val_files"):
-        data[name] = [path(f"data.{name}", file) for file in data[name]]
-    for place, name, key in (
-        (turns, "tool_config_path", f"{_TURNS}.tool_config_path"),
-        (turns, "function_tool_path", f"{_TURNS}.function_tool_path"),
-        (trainer, "resume_from_path", "trainer.resume_from_path"),
-    ):
-        place[name] = place[name] and path(key, place[name])
-    if policy["model"]["path"]:
-        policy["model"]["path"] = model(policy["model"]["path"])
-    return RunConfig.model_validate(tree)
+    changed: dict[str, object] = {
+        key: [path(key, file) for file in attrgetter(key)(config)] for key in ("data.train_files", "data.val_files")
+    }
+    changed |= {key: path(key, value) for key in _PATHS if (value := attrgetter(key)(config))}
+    if config.actor_rollout_ref.model.path:
+        changed[_MODEL] = model(config.actor_rollout_ref.model.path)
+    return config.with_values(changed)
 
 
-def _whole_model(path: str) -> str:
+def _whole_model(path: str, folder: Path) -> str:
     """The absolute path of a model folder; any other name is a Hub id and stays unchanged."""
-    return _whole_path(path) if Path(path).expanduser().is_dir() else path
+    whole = _whole_path(path, folder)
+    return whole if "://" not in path and Path(whole).is_dir() else path
 
 
 def _path_there(key: str, path: str) -> str:
@@ -106,21 +140,21 @@ def _path_there(key: str, path: str) -> str:
 
 def _model_there(path: str) -> str:
     here = path.startswith((".", "~")) or Path(path).is_dir()
-    return _path_there("actor_rollout_ref.model.path", path) if here else path
+    return _path_there(_MODEL, path) if here else path
 
 
-def _whole_path(path: str) -> str:
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+def _whole_path(path: str, folder: Path) -> str:
+    return path if "://" in path else str(folder.absolute() / Path(path).expanduser())
 
 
 def check_backends_here(config: RunConfig) -> None:
-    """Raise TrackwayError for a trace backend that services started from this environment could not export to.
+    """Raise TrackwayError for the trace backends that services started from this environment could not export to.
 
     MLflow is always accepted, because the start brings its own server.
     """
-    weave_project(config)
     wanted = config.actor_rollout_ref.rollout.trace.backend
-    require(wanted, [TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
+    usable = [TraceBackend.MLFLOW, *TracingSettings().usable]
+    refuse([*unusable(wanted, usable, "this command"), *without_entity(config)])
 
 
 def resume_run(
@@ -206,8 +240,8 @@ async def _until_ended(deployment: Deployment, name: str, show: Show, deadline_s
         if deadline_s is not None and now - started > deadline_s:
             down = "" if deployment.attached else "; or stop it together with its services: `trackway down`"
             raise UserError(
-                f"run {name}: expected it to stop within {deadline_s:.0f} s, got no end; `trackway train --resume "
-                f"{name}` waits again, then resumes it{down}"
+                f"run {name}: expected it to stop within {deadline_s:.0f} s, but it is still running; "
+                f"`trackway train --resume {name}` waits again, then resumes it{down}"
             )
         await asyncio.sleep(_POLL_S)
 

@@ -9,7 +9,7 @@ from trackway.trainer.tracking import sentences
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunInfo
 
-_ASK = CallPolicy(read_s=30.0, total_s=30.0, attempts=1)
+_ASK = CallPolicy.question(30.0)
 
 
 def run_notes(deployment: Deployment) -> list[str]:

@@ -9,6 +9,7 @@ from rich.text import Text
 from trackway.deploy.config.services_for_run import Decision, RunServices
 from trackway.trainer.config import RunConfig, no_effect
 from trackway.trainer.config.compose import leaves
+from trackway.trainer.config.rollout_correction import describe
 from trackway.trainer.config.unsupported_keys import MOVED
 from trackway.trainer.loop.forecast import Bounds, Forecast
 
@@ -43,7 +44,7 @@ def settings_report(config: RunConfig, decisions: Sequence[Decision]) -> Rendera
     if idle:
         parts.append(table("no effect here", ("key", "reason"), idle))
     if moved:
-        parts.append(table("old spellings", ("key", ""), moved))
+        parts.append(table("other spellings", ("key", ""), moved))
     return Group(*parts)
 
 
@@ -59,6 +60,8 @@ def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServi
             f"{plan.passes} pass{'es' * (plan.passes != 1)} of at most {plan.micro_batch}",
         ),
         ("rollout", _replicas(services)),
+        ("overlap", _overlap(config)),
+        ("correction", _correction(config)),
         ("validation", _schedule(plan.validations, plan, "never: no data.val_files")),
         ("checkpoints", _schedule(plan.checkpoints, plan, "never")),
         ("traces", _traces(plan, config)),
@@ -66,13 +69,28 @@ def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServi
     return table("plan", ("", ""), lines)
 
 
+def _overlap(config: RunConfig) -> str:
+    depth, every = config.async_training.staleness_threshold, config.async_training.trigger_parameter_sync_step
+    if not depth and every == 1:
+        return "none: rollouts and updates take turns"
+    weights = f"weights are published every {every} steps, and " if every > 1 else ""
+    return f"{weights}rollouts are at most {depth:g} version{'s' * (depth != 1)} ahead of the learner"
+
+
+def _correction(config: RunConfig) -> str:
+    words = describe(config.correction)
+    if config.correction == config.algorithm.rollout_correction.where_stale(stale=False):
+        return words
+    return f"{words}: set for rollouts of older weights; algorithm.rollout_correction=disabled sets none"
+
+
 def _settings(config: RunConfig) -> Table:
     values = leaves(config.model_dump(mode="json"))
     defaults = leaves(RunConfig().model_dump(mode="json"))
     rows = [
-        (key, shown(value), "" if value == defaults[key] else shown(defaults[key]))
+        (key, shown(value), "" if value == defaults.get(key) else shown(defaults.get(key)))
         for key, value in values.items()
-        if key != "trackway.ignored_keys" and (key in _ALWAYS or value != defaults[key])
+        if key != "trackway.ignored_keys" and (key in _ALWAYS or value != defaults.get(key))
     ]
     return table("settings", ("key", "value", "default, where it differs"), rows)
 
@@ -147,7 +165,7 @@ def _traces(plan: Forecast, config: RunConfig) -> str:
     step = plan.trace_bytes.times(plan.traced)
     whole = f", {_bytes(step.times(plan.total_steps))} the whole run" if plan.total_steps else ""
     bound = config.trackway.trace_bytes_per_day
-    day = f"at most {_size(bound)} a day" if bound else "no bound a day (trackway.trace_bytes_per_day)"
+    day = f"at most {size_of(bound)} a day" if bound else "no bound a day (trackway.trace_bytes_per_day)"
     return (
         f"{plan.traced} a step to {backends or 'the services own backends'}, each {_range(plan.spans)} spans and "
         f"{_bytes(plan.trace_bytes)}: {_bytes(step)} a step{whole}; {day}"
@@ -159,10 +177,11 @@ def _range(bounds: Bounds) -> str:
 
 
 def _bytes(bounds: Bounds) -> str:
-    return f"{_size(bounds.least)} to {_size(bounds.most)}"
+    return f"{size_of(bounds.least)} to {size_of(bounds.most)}"
 
 
-def _size(count: int) -> str:
+def size_of(count: int) -> str:
+    """Bytes in decimal units."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if value < 1000 or unit == "TB":

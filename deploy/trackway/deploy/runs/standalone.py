@@ -9,6 +9,7 @@ run.take_down(deployment, report)
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trackway.deploy.checks.run import Checked, Subject, check_run
 from trackway.deploy.config import serve_config
@@ -20,7 +21,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import find_running
 from trackway.deploy.local import up
 from trackway.deploy.local.settings import UpSettings
-from trackway.deploy.runs import launch
+from trackway.deploy.runs import launch, project
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.config.compose import leaves
@@ -74,7 +75,7 @@ class StandaloneRun:
             assert self.running is not None
             check_interpreters(self.running.base_url, self.running.services)
             return self.running
-        settings = self._start_settings.model_copy(update={"model_path": _model(self.config)})
+        settings = self._start_settings.model_copy(update={"model_path": model_of(self.config)})
         return up.bring_up(settings, report, self.services.serve_config)
 
     @property
@@ -95,13 +96,16 @@ class StandaloneRun:
     def _folder(self) -> RunFolder:
         return RunFolder(self.settings.outputs.resolve() / self.config.trainer.experiment_name)
 
-    def train(self, deployment: Deployment, show: launch.Show) -> RunInfo:
-        """Start the run, or resume a stopped or failed one, and follow it until it ends."""
+    def train(self, deployment: Deployment, show: launch.Show, skip_damaged: bool = False) -> RunInfo:
+        """Start the run, or resume a stopped or failed one, and follow it until it ends.
+
+        skip_damaged: resume from the last intact checkpoint.
+        """
         folder = self.left_off()
         if folder is None:
             info = launch.start_run(deployment, self.config)
         else:
-            info = launch.resume_run(deployment, folder.name, show)
+            info = launch.resume_run(deployment, folder.name, show, skip_damaged)
         return launch.follow(deployment, info.run, show)
 
     def take_down(self, deployment: Deployment, report: Report) -> None:
@@ -113,13 +117,16 @@ class StandaloneRun:
 def changed_since(folder: RunFolder, config: RunConfig) -> list[str]:
     """`key=value` for each original setting of a run that differs from `config`; a resumed run keeps the original."""
     began, now = (leaves(settings.model_dump(mode="json")) for settings in (folder.config(), config))
-    return [f"{key}={began[key]}" for key in began if began[key] != now[key] and key != "trackway.ignored_keys"]
+    changed = [key for key in {**began, **now} if began.get(key) != now.get(key) and key != "trackway.ignored_keys"]
+    return [f"{key}={began.get(key)}" for key in changed]
 
 
 def configured(overrides: list[str], config_path: Path | None, config_name: str) -> RunConfig:
     """The configuration of a command line, with absolute paths."""
     if config_path is not None and not config_path.exists():
         raise UserError(f"--config-path: expected a folder or a YAML file, got {config_path}; correct the path")
+    if project.project_file(config_path, config_name) is not None:
+        return project.configured(overrides, config_path, config_name)
     return launch.localised(compose(overrides, config_path, config_name))
 
 
@@ -137,11 +144,30 @@ def prepare(overrides: list[str], config_path: Path | None, config_name: str, ou
     return StandaloneRun(services.config if services else config, settings, running, services)
 
 
-def _model(config: RunConfig) -> Path:
-    """The model's folder. A Hub id is downloaded here once, before the services need it."""
-    from trackway.trainer.learner.policy import model_folder
+def services_of_project(settings: UpSettings) -> tuple[UpSettings, dict[str, Any] | None]:
+    """The settings and the Serve config that start the services for the project of the working folder.
 
+    Outside of a project the settings are returned unchanged, with None. Raises UserError for what this machine lacks.
+    """
+    file = project.project_file(None)
+    if file is None:
+        return settings, None
+    config = project.configured([], None, "default")
+    services = services_for(config, gpus_here(), serve_config.load(settings.config))
+    if services.missing:
+        raise UserError("; ".join(services.missing))
+    given = "model_path" in settings.model_fields_set
+    model = {} if given else {"model_path": model_of(services.config)}
+    return settings.model_copy(update=model), services.serve_config
+
+
+def model_of(config: RunConfig) -> Path:
+    """The model's folder. A Hub id is downloaded here once, before the services need it."""
     path = str(config.actor_rollout_ref.model.path)
+    if Path(path).is_dir():
+        return Path(path)
+    from trackway.trainer.learner.policy import model_folder  # imports transformers' models, which takes seconds
+
     try:
         return model_folder(path)
     except Exception as error:  # the Hub's client raises many types, including httpx's

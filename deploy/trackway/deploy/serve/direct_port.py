@@ -1,7 +1,9 @@
 """A replica's direct port: a uvicorn server for the same app, in the same event loop as Ray Serve.
 
 A direct call costs a fraction of a call through Serve's proxy. Serve still starts, watches and stops the replica, but
-does not see direct calls. They are counted here, and a stopping replica finishes them first.
+does not see direct calls. They are counted here, and a stopping replica finishes them first. Each of its answers then
+closes its connection, which tells the caller to go elsewhere; the port is closed when no connection is left, so no call
+is on its way to it.
 """
 
 import asyncio
@@ -14,7 +16,8 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from trackway.serving.connections import bounded_protocol
 from trackway.serving.idempotency import UNBROKEN
@@ -22,13 +25,15 @@ from trackway.serving.settings import ConnectionSettings
 
 _BACKLOG = 2048
 _POLL_S = 0.1
+_KEEP_ALIVE_S = 30
+"""Longest idle time of a connection; callers close theirs earlier, so that no request meets a closing connection."""
 
 
 class DirectPort:
     """A free port of `host`, served during the app's lifespan.
 
     living: returns the number of resources that the app still holds for its callers.
-    drain_s: longest time in seconds that a stopping replica keeps serving while there are such resources.
+    drain_s: longest time in seconds that a stopping replica takes calls while there are such resources or connections.
     connections: connection limits.
     """
 
@@ -48,6 +53,7 @@ class DirectPort:
         self._drain_s = drain_s
         self._app: ASGIApp = app
         self._requests: set[asyncio.Task[None]] = set()
+        self._draining = False
         self._looks = self._seen = 0
         app.router.lifespan_context = self._around(app.router.lifespan_context)
 
@@ -84,6 +90,7 @@ class DirectPort:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
         server = _Server(config)
         self._requests = server.server_state.tasks
@@ -94,16 +101,17 @@ class DirectPort:
         with listening:
             try:
                 yield
-                await self._drain()
+                await self._drain(server.server_state)
             finally:
                 looking.cancel()
                 server.should_exit = True  # no new connections; open ones close after their request
                 await serving
                 self.url = ""
 
-    async def _drain(self) -> None:
+    async def _drain(self, state: ServerState) -> None:
+        self._draining = True
         end = time.monotonic() + self._drain_s
-        while self._living() and time.monotonic() < end:
+        while (self._living() or state.connections) and time.monotonic() < end:
             await asyncio.sleep(_POLL_S)
 
     async def _look(self) -> None:
@@ -114,7 +122,13 @@ class DirectPort:
 
     async def _unbroken(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[UNBROKEN] = True  # uvicorn only reports that a client has disconnected
-        await self._app(scope, receive, send)
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._draining:
+                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        await self._app(scope, receive, send_and_close)
 
 
 class _Server(uvicorn.Server):

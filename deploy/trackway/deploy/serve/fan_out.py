@@ -12,10 +12,9 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import presented
-from trackway.serving.settings import ServiceName
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.headers import REQUEST_DEADLINE
-from trackway.wire.health import ReplicaInfo, ReplicaList
+from trackway.wire.health import ReplicaInfo, ReplicaList, ServiceName
 from trackway.wire.rollout import MemoryPart, PauseMode, SleepReplies, SleepReply
 
 T = TypeVar("T")

@@ -1,12 +1,12 @@
 """Progress on the terminal: a spinner per component, a bar per run; nothing with --json."""
 
+import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel
-from pydantic_core import to_json
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
@@ -15,8 +15,13 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from trackway.system import visible
-from trackway.wire.base import NON_FINITE
-from trackway.wire.trainer import ENDED, RunInfo
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from trackway.wire.trainer import RunInfo
+
+_BARS = "▁▂▃▄▅▆▇█"
 
 stderr = Console(stderr=True)
 stdout = Console()
@@ -34,8 +39,8 @@ class Board:
         """Seconds from the board's start until each component was ready."""
 
     def report(self, name: str, state: str) -> None:
-        """Show what a component does; `ready` and `stopped` end its row."""
-        if state not in ("ready", "stopped"):
+        """Show what a component does; `ready`, `stopped`, `sent` and `left on disk` end its row."""
+        if state not in ("ready", "stopped", "sent", "left on disk"):
             self._rows[name] = Spinner("dots", f"{name} {state}")
         elif name not in self.seconds:
             self.seconds[name] = time.monotonic() - self._started
@@ -71,23 +76,41 @@ class RunBar:
         self._task = None if progress is None else progress.add_task("starting", total=None, detail="")
         self._shown = -1
         self._last_message = ""
+        self._rewards: dict[int, float] = {}
 
-    def show(self, info: RunInfo) -> None:
+    def show(self, info: "RunInfo") -> None:
         """Show the run's progress; without a terminal, one line per step. Prints each message of an active run once."""
+        from trackway.wire.trainer import ENDED
+
         if info.message and info.message != self._last_message and info.state not in ENDED and not self._quiet:
             stderr.print(f"[yellow]run {info.run}:[/] {escape(visible(info.message))}", soft_wrap=True)
         self._last_message = info.message
         detail, total = run_detail(info), info.total_steps or None
+        if "critic/score/mean" in info.metrics:
+            self._rewards[info.step] = info.metrics["critic/score/mean"]
         if self._progress is not None and self._task is not None:
             self._progress.update(
-                self._task, description=info.state.value, completed=info.step, total=total, detail=detail
+                self._task,
+                description=info.state.value,
+                completed=info.step,
+                total=total,
+                detail=f"{sparkline([*self._rewards.values()])} {detail}",
             )
         elif not self._quiet and info.step != self._shown:
             stderr.print(f"{info.state.value} step {info.step}/{info.total_steps} {detail}")
             self._shown = info.step
 
 
-def run_detail(info: RunInfo) -> str:
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The newest `width` values as bars between the least and the greatest of them."""
+    newest = [value for value in values if math.isfinite(value)][-width:]
+    if not newest:
+        return ""
+    least, span = min(newest), max(newest) - min(newest)
+    return "".join(_BARS[round((value - least) / span * (len(_BARS) - 1)) if span else 0] for value in newest)
+
+
+def run_detail(info: "RunInfo") -> str:
     """Mean reward and validation accuracy as one line."""
     parts = []
     if "critic/score/mean" in info.metrics:
@@ -116,7 +139,12 @@ def run_bar(quiet: bool) -> Iterator[RunBar]:
         yield RunBar(progress, quiet)
 
 
-def print_json(value: BaseModel | Mapping[str, object] | list[object]) -> None:
+def print_json(value: "BaseModel | Mapping[str, object] | list[object]") -> None:
     """Print one JSON document on standard output."""
+    from pydantic_core import to_json
+
+    from trackway.wire.base import NON_FINITE
+
     text = to_json(value, indent=2, inf_nan_mode=NON_FINITE, fallback=str)
     sys.stdout.write(text.decode() + "\n")
+    sys.stdout.flush()  # `serve` and `ui` go on

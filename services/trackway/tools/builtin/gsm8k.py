@@ -1,7 +1,8 @@
 """`calc_gsm8k_reward`: compares an answer with the ground truth, as verl v0.7.1's Gsm8kTool does.
 
-Text, schema words, scoring and step reward are verl's (verl/tools/gsm8k_tool.py). The state differs: verl makes an
-instance per call, here it lasts for the trajectory, so a second call that does not improve costs 0.05.
+Text, schema words, scoring and step reward are verl's (verl/tools/gsm8k_tool.py): an answer is compared with the one
+before it, and the last one counts. The state differs: verl's agent loop makes an instance per call, here it lasts for
+the trajectory, so a second call that does not improve costs 0.05.
 """
 
 from dataclasses import dataclass
@@ -14,14 +15,14 @@ from trackway.wire.chat import FunctionSchema, ToolSchema
 from trackway.wire.tools import ToolResult
 
 NO_IMPROVEMENT = -0.05
-"""Step reward of a call whose answer scores no better than the best one so far."""
+"""Step reward of a call whose answer scores no better than the one before it."""
 _MARK = "#### "
 
 
 @dataclass
 class _State:
     ground_truth: str
-    best: float = 0.0
+    last: float = 0.0
 
 
 class Gsm8kTool(BaseTool):
@@ -71,19 +72,19 @@ class Gsm8kTool(BaseTool):
     async def execute(
         self, instance_id: str, arguments: dict[str, JsonValue], /, **execute_kwargs: JsonValue
     ) -> ToolResult:
-        """Score the answer; the step reward is 0.0 when it beats the best so far, else -0.05."""
+        """Score the answer; the step reward is 0.0 when it beats the answer before it, else -0.05."""
         state = self._states[instance_id]
         answer = str(arguments["answer"])
         marked = answer if answer.startswith(_MARK) else _MARK + answer
         reward = gsm8k.score(marked, state.ground_truth, gsm8k.Method.FLEXIBLE)
-        step_reward = 0.0 if reward > state.best else NO_IMPROVEMENT
-        state.best = max(state.best, reward)
+        step_reward = 0.0 if reward > state.last else NO_IMPROVEMENT
+        state.last = reward
         return ToolResult(text=f"Current parsed {answer=} {reward=}", reward=step_reward)
 
     async def calc_reward(self, instance_id: str, /, **kwargs: JsonValue) -> float:
-        """The best score of the trajectory's calls."""
-        return self._states[instance_id].best
+        """The score of the last call; 0.0 before the first."""
+        return self._states[instance_id].last
 
     async def release(self, instance_id: str, /, **release_kwargs: JsonValue) -> None:
-        """Discard the ground truth and the best score."""
+        """Discard the ground truth and the last score."""
         self._states.pop(instance_id, None)

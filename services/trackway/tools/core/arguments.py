@@ -18,9 +18,6 @@ MAX_PROBLEMS = 10
 MAX_EXPLAINED_VALUES = 1000
 """Arguments with more values than this get only their first problem reported."""
 
-MAX_DEPTH = 200
-"""Maximum nesting of lists and objects, as in a request's JSON; the validator has no limit of its own."""
-
 _COMPOSING = {"allOf", "anyOf", "oneOf", "if", "$ref"}
 
 # A pattern takes linear time, unless it has look-around or a back-reference: it then fails after this many steps.
@@ -30,6 +27,7 @@ _PATTERNS = FancyRegexOptions(backtrack_limit=10_000)
 class ArgumentCheck:
     """The compiled parameter schema of one tool; unknown arguments are refused unless the schema allows them.
 
+    The arguments come from a parsed request, which nests at most 255 deep; a recursive schema takes over 10,000.
     ValueError when the schema itself is not a valid JSON schema.
     """
 
@@ -54,8 +52,6 @@ class ArgumentCheck:
             raise ToolInputError(message[:MAX_MESSAGE_CHARS], tool=self._tool)
 
     def _problems(self, arguments: dict[str, JsonValue]) -> list[str]:
-        if _nests_deeper(MAX_DEPTH, arguments):
-            return [f"expected arguments that nest at most {MAX_DEPTH} deep, got deeper ones"]
         try:
             self._validator.validate(arguments)
         except ValidationError as first:
@@ -75,15 +71,6 @@ class ArgumentCheck:
         if error.schema_path[-1] == "required":
             return f"missing argument: {error.message}"
         return error.message
-
-
-def _nests_deeper(limit: int, value: JsonValue) -> bool:
-    level: list[JsonValue] = [value]
-    for _ in range(limit):
-        level = [part for outer in level for part in _parts(outer) if isinstance(part, (dict, list))]
-        if not level:
-            return False
-    return True
 
 
 def _values(value: JsonValue) -> Iterator[JsonValue]:

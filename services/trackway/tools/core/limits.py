@@ -1,4 +1,4 @@
-"""Limits around a tool's code: concurrency, deadline, and errors as TOOL_FAILED.
+"""Limits around a tool's code: concurrency, time limit (TOOL_TIMEOUT), and errors as TOOL_FAILED.
 
 Each call runs in its own task. At its deadline, or when its caller leaves, it is cancelled and gets a short grace
 period; a call that then still runs (a thread cannot be stopped) keeps its slot until it ends, but its caller gets the
@@ -137,7 +137,7 @@ class LimitedTool:
             f"tool {self.tool.name!r}: expected {method} to end within {self.limits.call_timeout_s:g} s; "
             "ask for less at once, or raise call_timeout_s"
         )
-        return TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message, tool=self.tool.name)
+        return TrackwayError(ErrorCode.TOOL_TIMEOUT, message, tool=self.tool.name)
 
     def _error_of(self, method: str, error: BaseException) -> TrackwayError:
         """The error for the caller; the traceback is logged here, since it does not cross the process."""

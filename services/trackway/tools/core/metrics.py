@@ -1,32 +1,32 @@
 """Metrics of tools: calls by tool and result, their duration, and the number of instances."""
 
 import asyncio
-import time
-from collections import Counter
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 
-from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import Counter, Gauge
 
-from trackway.serving.metrics import Seconds, counted
+from trackway.serving.metrics import Collectors, seconds_histogram
 from trackway.wire.errors import TrackwayError
 
 
-class ToolCalls(Collector):
+class ToolCalls(Collectors):
     """Counts the tool calls of this process."""
 
     def __init__(self, instances: Sized) -> None:
-        self._instances = instances
-        self._calls: Counter[tuple[str, str]] = Counter()
-        self._seconds = Seconds()
+        self._calls = Counter("trackway_tool_calls", "Calls by tool and result", ["tool", "result"], registry=None)
+        self._seconds = seconds_histogram("trackway_tool_seconds", "Duration of tool calls in seconds", "tool")
+        count = Gauge("trackway_tool_instances", "Tool instances that exist", registry=None)
+        count.set_function(lambda: len(instances))
+        super().__init__(self._calls, self._seconds, count)
 
     @contextmanager
     def one(self, tool: str) -> Iterator[None]:
         """Around one call; its result is `ok`, an error's code, or `cancelled` when its caller left."""
-        began, result = time.perf_counter(), "internal"
+        result = "internal"
         try:
-            yield
+            with self._seconds.labels(tool).time():
+                yield
             result = "ok"
         except TrackwayError as error:
             result = error.code.value
@@ -35,11 +35,4 @@ class ToolCalls(Collector):
             result = "cancelled"
             raise
         finally:
-            self._calls[tool, result] += 1
-            self._seconds.add(tool, time.perf_counter() - began)
-
-    def collect(self) -> Iterator[Metric]:
-        """As Prometheus wants it."""
-        yield counted("trackway_tool_calls", "Calls by tool and result", ("tool", "result"), self._calls)
-        yield self._seconds.family("trackway_tool_seconds", "Duration of tool calls in seconds", "tool")
-        yield GaugeMetricFamily("trackway_tool_instances", "Tool instances that exist", len(self._instances))
+            self._calls.labels(tool, result).inc()

@@ -23,6 +23,7 @@ from trackway.wire.tools import (
     InstanceCreated,
     InstanceList,
     OneShotRequest,
+    OneShotResult,
     SessionReleased,
     ToolResult,
 )
@@ -143,23 +144,25 @@ class ToolServer:
         living = table.everything() if session_id is None else table.of_session(session_id)
         return InstanceList(instances=[table.info(instance) for instance in living[:limit]], total=len(living))
 
-    async def one_shot(self, tool: str, request: OneShotRequest) -> ToolResult:
-        """Create, execute, reward and release, in a span; the reward is the metric `instance_reward`."""
+    async def one_shot(self, tool: str, request: OneShotRequest) -> OneShotResult:
+        """Create, execute, reward and release, in a span."""
         self._registry.get(tool)
         with self.calls.one(tool), tool_span(tool, request.arguments, request.tool_call_id) as span:
             result = await self._whole_life(tool, request)
             _show(span, result)
         return result
 
-    async def _whole_life(self, tool: str, request: OneShotRequest) -> ToolResult:
+    async def _whole_life(self, tool: str, request: OneShotRequest) -> OneShotResult:
         created = await self.create(CreateInstance(tool=tool, create_kwargs=request.create_kwargs))
         instance = self._instances.get(created.instance_id)
         try:
             result = await self._execute(instance, request)
-            metrics = {**result.metrics, "instance_reward": await self.reward(instance.id, request.calc_reward_kwargs)}
+            instance_reward = await self.reward(instance.id, request.calc_reward_kwargs)
         finally:
             await self._quietly(self._release(instance, request.release_kwargs), instance)
-        return result.model_copy(update={"metrics": metrics})
+        return OneShotResult(
+            text=result.text, reward=result.reward, metrics=result.metrics, instance_reward=instance_reward
+        )
 
     async def reap(self) -> int:
         """Release the expired instances; returns their number."""

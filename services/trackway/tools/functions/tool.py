@@ -7,10 +7,8 @@ The decorator only attaches the schema to the function; the decorated functions 
 the server loads them. Both forms of verl 0.8 work: `@function_tool` and `@function_tool("name")`.
 """
 
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, overload
@@ -18,17 +16,18 @@ from typing import TypeVar, overload
 import anyio
 from pydantic import JsonValue
 
-from trackway.serving.user_code import importing
+from trackway.serving.own_code import Declared, module_of_file
+from trackway.serving.threads import in_thread
 from trackway.tools.base import BaseTool, ToolConfig, ToolLimits
 from trackway.tools.functions.results import result_of
 from trackway.tools.functions.schema import FunctionParameters
-from trackway.tools.threads import in_thread
 from trackway.wire.chat import ToolSchema
 from trackway.wire.tools import ToolResult
 
 F = TypeVar("F", bound=Callable[..., object])
 
 _MARK = "__trackway_function_tool__"
+_declared = Declared[Callable[..., object]]()
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ def _noted(function: F, name: str | None, schema: ToolSchema | dict[str, JsonVal
     else:
         noted = _Noted(ToolSchema.model_validate(schema), None)
     setattr(function, _MARK, noted)
+    _declared.add(function, function)
     return function
 
 
@@ -97,22 +97,17 @@ def is_function_tool(value: object) -> bool:
     return isinstance(getattr(value, _MARK, None), _Noted)
 
 
+def functions_of_modules(modules: Sequence[str]) -> list[Callable[..., object]]:
+    """The decorated functions that these imported modules, or modules below them, define."""
+    return _declared.within(modules)
+
+
 def functions_of_file(path: Path) -> list[Callable[..., object]]:
     """The decorated functions of a Python file, in order.
 
-    FileNotFoundError, or ValueError when the file has none; errors of the file itself are raised.
+    FileNotFoundError; ValueError when the file has none; OwnCodeError when it cannot be imported.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"function_tool_path: expected a Python file, got {str(path)!r}; correct the path")
-    # A unique name: the file's name may be that of an installed module.
-    name = f"trackway_function_tools_{path.stem}_{abs(hash(path.resolve())):x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"function_tool_path: expected a Python file (.py), got {str(path)!r}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    with importing(f"function_tool_path {str(path)!r}"):
-        spec.loader.exec_module(module)
+    module = module_of_file(path, "function_tool_path")
     functions = [value for value in vars(module).values() if is_function_tool(value)]
     if not functions:
         raise ValueError(

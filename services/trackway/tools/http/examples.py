@@ -15,7 +15,7 @@ CREATED: JsonValue = {
     "tool": "calc_gsm8k_reward",
 }
 EXECUTED: JsonValue = {"text": "Current parsed answer='72' reward=1.0", "reward": 0.0, "metrics": {}}
-CALCULATED: JsonValue = {"text": "25", "reward": 0.0, "metrics": {"instance_reward": 0.0}}
+CALCULATED: JsonValue = {"text": "25", "reward": 0.0, "metrics": {}, "instance_reward": 0.0}
 REWARD: JsonValue = {"reward": 1.0}
 INSTANCES: JsonValue = {
     "instances": [

@@ -11,15 +11,9 @@ Responses = dict[int | str, dict[str, Any]]
 
 EVERYWHERE = (ErrorCode.UNAUTHORIZED, ErrorCode.INVALID_REQUEST, ErrorCode.INTERNAL)
 POSTED = (*EVERYWHERE, ErrorCode.CONFLICT, ErrorCode.PAYLOAD_TOO_LARGE, ErrorCode.DEADLINE_EXCEEDED)
-CREATES = (*POSTED, ErrorCode.UNKNOWN_TOOL, ErrorCode.OVERLOADED, ErrorCode.TOOL_FAILED, ErrorCode.UNAVAILABLE)
-CALLS = (
-    *POSTED,
-    ErrorCode.INSTANCE_NOT_FOUND,
-    ErrorCode.INSTANCE_LOST,
-    ErrorCode.OVERLOADED,
-    ErrorCode.TOOL_FAILED,
-    ErrorCode.UNAVAILABLE,
-)
+_RUNS_TOOL = (ErrorCode.OVERLOADED, ErrorCode.TOOL_FAILED, ErrorCode.TOOL_TIMEOUT, ErrorCode.UNAVAILABLE)
+CREATES = (*POSTED, ErrorCode.UNKNOWN_TOOL, *_RUNS_TOOL)
+CALLS = (*POSTED, ErrorCode.INSTANCE_NOT_FOUND, ErrorCode.INSTANCE_LOST, *_RUNS_TOOL)
 
 _ID = "81d2c4aa-6d0f4a1e8b2c4c5d9e7f1a2b3c4d5e6f"
 _MESSAGES: dict[ErrorCode, str] = {
@@ -48,7 +42,8 @@ _MESSAGES: dict[ErrorCode, str] = {
     ErrorCode.TOOL_FAILED: "tool 'python' failed in execute: OSError: No space left on device",
     ErrorCode.UNAVAILABLE: "search: the retriever http://127.0.0.1:8000/retrieve did not answer",
     ErrorCode.INTERNAL: "KeyError: 'x'; this is a bug; see the traceback in the service's log",
-    ErrorCode.DEADLINE_EXCEEDED: (
+    ErrorCode.DEADLINE_EXCEEDED: ("the caller's deadline 1763800000.000 passed during the request; allow more time"),
+    ErrorCode.TOOL_TIMEOUT: (
         "tool 'python': expected execute to end within 30 s; ask for less at once, or raise call_timeout_s"
     ),
 }

@@ -24,6 +24,7 @@ from trackway.wire.tools import (
     InstanceCreated,
     InstanceList,
     OneShotRequest,
+    OneShotResult,
     ReleaseRequest,
     RewardRequest,
     SessionReleased,
@@ -50,7 +51,7 @@ def tool_routes(server: ToolServer) -> ServiceRouter:
     @router.post("/tools/{name}/execute", responses=responses(200, examples.CALCULATED, *CREATES))
     async def execute_tool(
         name: Name, request: Annotated[OneShotRequest, Body(examples=[examples.ONE_SHOT])]
-    ) -> ToolResult:
+    ) -> OneShotResult:
         """Create, execute, reward and release in one request, for stateless tools."""
         return await server.one_shot(name, request)
 

@@ -131,7 +131,7 @@ class McpFace:
         if key is None or tool in self._server.stateless():
             once = OneShotRequest(**request.model_dump(), create_kwargs=meta.create_kwargs)
             result = await self._server.one_shot(tool, once)
-            return _answer(result, None, result.metrics.get("instance_reward"))
+            return _answer(result, None, result.instance_reward)
         instance_id, result = await self.sessions.execute(key, tool, request, meta.create_kwargs)
         reward = await self._server.reward(instance_id) if meta.want_reward else None
         return _answer(result, instance_id, reward)

@@ -4,12 +4,14 @@ verl itself need not be installed: its classes are recognized by name, a user's 
 """
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Protocol, cast
 
 from pydantic import BaseModel, JsonValue
 
+from trackway.serving.stand_ins import offer_stand_ins
 from trackway.serving.user_code import importing
 from trackway.tools.base import BaseTool, ToolConfig
 from trackway.tools.functions.results import numbers_of, text_of
@@ -44,9 +46,16 @@ class VerlClass(Protocol):
 
 
 def named_tool(
-    class_name: str, config: ToolConfig, schema: ToolSchema | None, built_in: Mapping[str, type[BaseTool]]
+    class_name: str,
+    config: ToolConfig,
+    schema: ToolSchema | None,
+    built_in: Mapping[str, type[BaseTool]],
+    folder: Path,
 ) -> BaseTool:
-    """The tool of a YAML entry. ValueError or TypeError when the class does not exist or is not a tool."""
+    """The tool of an entry of a YAML file in `folder`.
+
+    ValueError or TypeError when the class does not exist or is not a tool.
+    """
     if (instead := _INSTEAD.get(class_name)) is not None:
         raise ValueError(
             f"expected a class that runs here, got {class_name!r}, which needs a service of its own; {instead}"
@@ -54,7 +63,7 @@ def named_tool(
     counterpart = built_in.get(COUNTERPARTS.get(class_name, ""))
     tool_class = counterpart or _imported(class_name)
     if isinstance(tool_class, type) and issubclass(tool_class, BaseTool):
-        return ours(tool_class, config, schema)
+        return ours(tool_class, _with_paths(config, tool_class.path_keys, folder), schema)
     missing = [
         name
         for name in ("create", "execute", "calc_reward", "release")
@@ -64,6 +73,12 @@ def named_tool(
         lacks = f"without {', '.join(missing)}" if missing else f"{tool_class!r}"
         raise TypeError(f"expected {class_name!r} to be a tool (a BaseTool of trackway or of verl), got one {lacks}")
     return VerlTool(tool_class, config, schema)
+
+
+def _with_paths(config: ToolConfig, keys: Sequence[str], folder: Path) -> ToolConfig:
+    """The config with absolute paths under these keys; relative ones are relative to `folder`."""
+    paths = {key: str(folder.absolute() / path) for key in keys if isinstance(path := config.get(key), str)}
+    return {**config, **paths}
 
 
 def ours(tool_class: type[BaseTool], config: ToolConfig, schema: ToolSchema | None) -> BaseTool:
@@ -134,6 +149,7 @@ def _own_schema(tool: object) -> ToolSchema:
 
 def _imported(class_name: str) -> object:
     module, _, name = class_name.rpartition(".")
+    offer_stand_ins()
     try:
         with importing(f"class_name {class_name!r}"):
             return getattr(import_module(module), name)

@@ -17,21 +17,11 @@ from trackway.chat.tool_calls import ParsedCall
 from trackway.tools.core.server import ToolServer
 from trackway.tools.core.sessions import SessionInstances, SessionKey
 from trackway.tools.verl.actions import Action, read_action
-from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.errors import ErrorCode, Told, TrackwayError
 from trackway.wire.observation import ObservationReply, ObservationRequest, ToldObservation
 from trackway.wire.tools import ExecuteRequest, OneShotRequest, ToolResult
 
 logger = logging.getLogger("trackway.tools")
-
-_SHOWN_TO_THE_MODEL = {
-    ErrorCode.INVALID_REQUEST,
-    ErrorCode.UNKNOWN_TOOL,
-    ErrorCode.PAYLOAD_TOO_LARGE,
-    ErrorCode.TOOL_FAILED,
-    ErrorCode.DEADLINE_EXCEEDED,
-    ErrorCode.INSTANCE_NOT_FOUND,
-    ErrorCode.INSTANCE_LOST,
-}
 
 Fields = Mapping[str, JsonValue]
 
@@ -96,7 +86,7 @@ class ObservationFace:
             try:
                 result = await self._result(key, call, fields)
             except TrackwayError as error:
-                if error.code not in _SHOWN_TO_THE_MODEL:
+                if error.told is Told.NO:
                     return _failed(call, error.message)
                 problem = problem or error.message
                 result = ToolResult(text=error.message)

@@ -8,6 +8,7 @@ verl's users write `+` for keys that some releases lack.
 """
 
 import difflib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,10 +26,18 @@ from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
 from trackway.trainer.config.models import RunConfig
+from trackway.trainer.config.rollout_correction import BOUND_KEYS, RolloutCorrectionConfig
+from trackway.trainer.config.rollout_correction import PRESETS as PRESETS_OF_CORRECTION
 from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, OTHER_LOGGERS, without_effect
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 PRESETS = Path(__file__).parent / "presets"
+
+FREE_KEYS = "custom_reward_function.reward_kwargs"
+"""The key below which any key is allowed."""
+
+CORRECTION = "algorithm.rollout_correction"
+"""A section that may be given as the name of a preset."""
 
 MAX_KEYS = 4096
 """Most keys in a configuration; about 600 are known."""
@@ -36,6 +46,10 @@ MAX_UNKNOWN = 10
 """Most unknown keys reported."""
 MAX_LENGTH = 16_384
 """Longest list in items, longest string in characters."""
+
+TRACE_BACKEND = "actor_rollout_ref.rollout.trace.backend"
+NO_TRACES: "Tree" = {"trackway.trace_prompts_per_step": 0, "trackway.trace_validation_samples": 0}
+"""What `trace.backend=dummy`, verl's name for no tracing, sets."""
 
 Tree = dict[str, JsonValue]
 A = TypeVar("A")
@@ -50,19 +64,29 @@ def compose(overrides: list[str], config_file: Path | None = None, config_name: 
     """
     folder, name = _location(config_file, config_name)
     problems: list[TrackwayError] = []
-    lines = [set_line for line in overrides if (set_line := _noted(problems, _as_set, line)) is not None]
+    given = [line for override in overrides for line in _preset_keys(override)]
+    lines = [set_line for line in given if (set_line := _noted(problems, _as_set, line)) is not None]
     ConfigStore.instance().store(name="trackway_defaults", node=_defaults())
     try:
-        with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            composed = hydra_compose(name, overrides=[f"hydra.searchpath=[file://{PRESETS}]", *lines])
-        tree = OmegaConf.to_container(composed, resolve=True)
+        tree = _composed(folder, name, lines)
+        changed = [line for line in lines if line.lstrip("+").startswith(f"{CORRECTION}.")]
+        if changed and isinstance(_correction(tree), dict):
+            others = [line for line in lines if line not in changed]
+            problems += _lost_preset(_correction(_composed(folder, name, others)), _correction(tree))
     except (HydraException, OmegaConfBaseException) as error:
         problems.append(TrackwayError(ErrorCode.INVALID_REQUEST, f"the configuration does not compose: {error}"))
         raise together(problems) from error
-    config = _noted(problems, resolve, cast(Tree, tree))
+    config = _noted(problems, resolve, tree)
     if config is None or problems:
         raise together(problems)
     return config
+
+
+def _composed(folder: Path, name: str, lines: Sequence[str]) -> Tree:
+    """The nested keys of a file with these overrides."""
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        composed = hydra_compose(name, overrides=[f"hydra.searchpath=[file://{PRESETS}]", *lines])
+    return cast(Tree, OmegaConf.to_container(composed, resolve=True))
 
 
 def together(problems: Sequence[TrackwayError]) -> TrackwayError:
@@ -86,7 +110,7 @@ def resolve(tree: Tree) -> RunConfig:
 
     Raises TrackwayError(INVALID_REQUEST) naming the key, what was expected and the nearest known keys.
     """
-    given = leaves(tree)
+    given = {_free_keys_moved(key): value for key, value in leaves(tree).items()}
     _check_size(given)
     moved = {key for key in MOVED if key in given}
     for key in moved:
@@ -100,6 +124,8 @@ def resolve(tree: Tree) -> RunConfig:
             raise together(problems)
     unknown = {str(problem.detail["key"]) for problem in problems}
     kept = {key: value for key, value in given.items() if key not in ignored and key not in unknown}
+    if kept.get(TRACE_BACKEND) in ("dummy", ["dummy"]):
+        kept |= {TRACE_BACKEND: None, **NO_TRACES}
     notes = [*_earlier_notes(kept), *sorted(moved), *ignored, *_other_loggers(kept)]
     kept["trackway.ignored_keys"] = list[JsonValue](dict.fromkeys(notes))
     config = _noted(problems, _validated, kept)
@@ -175,12 +201,58 @@ def _as_set(line: str) -> str:
     if override.key_or_group.startswith("hydra.") or override.key_or_group == "hydra":
         return line
     _must_be_known(override.key_or_group)
+    _must_keep_bounds(override)
     return line if override.is_delete() else f"++{line.lstrip('+')}"
+
+
+def _preset_keys(line: str) -> list[str]:
+    """The overrides that a preset of CORRECTION stands for, so that a later override can change one of its keys."""
+    key, _, value = line.lstrip("+").partition("=")
+    if key != CORRECTION or value not in (*PRESETS_OF_CORRECTION, "null"):
+        return [line]
+    values = RolloutCorrectionConfig.model_validate("disabled" if value == "null" else value).model_dump()
+    return [f"{CORRECTION}.{name}={json.dumps(value)}" for name, value in values.items()]
+
+
+def _correction(tree: Tree) -> JsonValue:
+    """The value of CORRECTION: the name of a preset, keys, or nothing."""
+    algorithm = tree.get("algorithm")
+    return algorithm.get("rollout_correction") if isinstance(algorithm, dict) else None
+
+
+def _lost_preset(in_file: JsonValue, composed: JsonValue) -> list[TrackwayError]:
+    """An error when keys on the command line replaced a preset in the file, unless they are all keys of a preset."""
+    section = composed if isinstance(composed, dict) else {}
+    if not isinstance(in_file, str) or section.keys() == RolloutCorrectionConfig.model_fields.keys():
+        return []
+    message = (
+        f"{CORRECTION}: expected a preset or keys, got a preset in the file and {', '.join(section)} on the "
+        f"command line; give the preset there too, first: {CORRECTION}=<preset>"
+    )
+    return [TrackwayError(ErrorCode.INVALID_REQUEST, message, key=CORRECTION)]
+
+
+def _must_keep_bounds(override: Override) -> None:
+    """Raises TrackwayError for bounds such as 0.5_2, which Hydra's grammar reads as the number 0.52."""
+    value, text = override.value(), str(override.input_line).partition("=")[2].strip()
+    if override.key_or_group in BOUND_KEYS and isinstance(value, int | float) and "_" in text:
+        message = (
+            f"{override.key_or_group}: expected 'lo_hi' with decimals or in quotes, got {text}, which is the number "
+            f"{value} in Hydra's grammar; write \"'{text}'\""
+        )
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message, key=override.key_or_group)
+
+
+def _free_keys_moved(key: str) -> str:
+    """The key in our spelling if it is below FREE_KEYS, which has two, else the key."""
+    return key.removeprefix("reward.") if f"{key}.".startswith(f"reward.{FREE_KEYS}.") else key
 
 
 def _must_be_known(key: str) -> None:
     known = _known_names()
     if key in known or without_effect(key) is not None or any(name.startswith(f"{key}.") for name in known):
+        return
+    if _free_keys_moved(key).startswith(f"{FREE_KEYS}."):
         return
     raise unknown_key(key, known)
 

@@ -6,9 +6,10 @@ own keys are under `trackway.*`.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from trackway.trainer.config.policy import ActorRolloutRefConfig
+from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
 from trackway.trainer.config.unsupported_keys import LOGGERS, OTHER_LOGGERS
 from trackway.wire.names import Label, RunName
@@ -53,11 +54,23 @@ class DataConfig(Section):
         return [value] if isinstance(value, str) else value
 
 
-class RolloutCorrectionConfig(Section):
-    """The source of the loss's old log-probabilities."""
+class CustomRewardFunctionConfig(Section):
+    """A scoring function of the user's."""
 
-    bypass_mode: bool = False
-    """Use the sampler's logprobs as the old ones instead of recomputing them."""
+    path: str | None = None
+    """Python file with the function that scores every row; null leaves scorers to the deployment."""
+    name: str = "compute_score"
+    """The function: `compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)`, sync or
+    async, which returns a number or a dict with the number `score`."""
+    reward_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments passed to the function in addition."""
+
+    @field_validator("name", "reward_kwargs", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: object, info: ValidationInfo) -> object:
+        if value is None:
+            return cls.model_fields[str(info.field_name)].get_default(call_default_factory=True)
+        return value
 
 
 class AlgorithmConfig(Section):
@@ -72,6 +85,22 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
 
 
+class AsyncTrainingConfig(Section):
+    """Generation that goes on while the learner computes.
+
+    Keys of verl's `verl/experimental/fully_async_policy`, where a version's rollouts are `trigger_parameter_sync_step`
+    batches; a batch is `data.train_batch_size` prompts here.
+    """
+
+    staleness_threshold: float = Field(default=0.0, ge=0)
+    """How far generation runs ahead of the learner, in versions of the weights; fractions are allowed. 0: the learner
+    and the rollout engines take turns; 1: each step trains on rollouts of the version before. Most of the speed comes
+    with 0.3 to 1. `trackway.max_staleness` is the bound that holds for every rollout; without it this key, rounded up,
+    is the bound."""
+    trigger_parameter_sync_step: int = Field(default=1, ge=1)
+    """Steps between two publications of the weights (verl's default is 4)."""
+
+
 class TrainerConfig(Section):
     """Length of the training, frequency of validation and checkpoints, and the run's name."""
 
@@ -80,8 +109,8 @@ class TrainerConfig(Section):
     experiment_name: RunName = "run"
     """The run's name: its folder, its MLflow and W&B run, and the first part of every trajectory id."""
     logger: list[str] = Field(default_factory=lambda: ["console"])
-    """Loggers: `console` prints a line per step; `wandb` and `tensorboard` record metrics there; `file` (metrics.jsonl)
-    is always written; `mlflow` is on whenever its URI is set, and listing it requires a URI."""
+    """Loggers: `console` prints a line per step; `wandb`, `tensorboard` and `trackio` record metrics there; `file`
+    (metrics.jsonl) is always written; `mlflow` is on whenever its URI is set, and listing it requires a URI."""
     total_epochs: int = Field(default=30, ge=1)
     """Passes over the rows."""
     total_training_steps: int | None = Field(default=None, ge=1)
@@ -123,6 +152,11 @@ class TrainerConfig(Section):
 class TrackwayConfig(Section):
     """Trackway's own keys."""
 
+    modules: list[str] | None = None
+    """Python modules that the agent, tools and reward services import: their agent loops with `@register`, functions
+    with `@function_tool` and scorers with `@scorer` are served. Null leaves it to the deployment."""
+    code_path: str | None = None
+    """Folder in which `modules` are found; null takes the folder of `trackway.yaml`, or only PYTHONPATH without one."""
     seed: Seed = 42
     """Seed of the learner, the row order, the choice of traced prompts, and, with its position, of each generation."""
     device: str = Field(default="auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$")
@@ -130,8 +164,9 @@ class TrackwayConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Data type of the learner's computation; its weights stay float32. `auto` is bfloat16 on a GPU, as in verl, and
     float32 on a CPU, since most CPUs are slower with bfloat16."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads of the learner; more threads than idle cores make it slower."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the learner. Null chooses at the run's first start: one for a model below 2 million parameters,
+    else all cores, less one for the engine with `async_training`. A resumed run keeps the number."""
     max_inflight_groups: int = Field(default=64, ge=1)
     """Most prompts whose rollouts are requested concurrently."""
     group_attempts: int = Field(default=12, ge=1)
@@ -155,9 +190,15 @@ class TrackwayConfig(Section):
     trace_bytes_per_day: int | None = Field(default=None, ge=1)
     """Budget for the traces of all runs in an outputs folder, in bytes per day (UTC) before compression; fewer prompts
     are traced as it is used up. Weave's free plan is 1 GB a month, about 33000000 a day. None means no limit."""
+    proximal_logprobs: Literal["recompute", "loglinear"] = "recompute"
+    """Old log-probabilities of the loss: `recompute` runs a pass of the weights before the update; `loglinear` saves it
+    and estimates them from the sampler's, the trained policy's and each token's weight version (AReaL)."""
     max_staleness: int | None = Field(default=None, ge=0)
     """Drop trajectories whose oldest token comes from weights more than this many versions behind those being trained
     (verl's `max_off_policy_threshold`); None keeps all."""
+    staleness_strategy: Literal["wait", "drop"] = "wait"
+    """Treatment of a group that is about to be too stale to train: the learner waits for it, or it is dropped (verl's
+    `max_off_policy_strategy`)."""
     mlflow_uri: str | None = None
     """MLflow tracking server; None takes the trainer service's, and MLflow is off if that is unset."""
     feedback: bool = True
@@ -186,7 +227,9 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
     trackway: TrackwayConfig = Field(default_factory=TrackwayConfig)
 
     @model_validator(mode="after")
@@ -196,6 +239,26 @@ class RunConfig(Section):
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: expected at most data.train_batch_size "
                 f"({self.data.train_batch_size}), got {mini}; both count prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bound_allows_the_depth(self) -> Self:
+        depth, bound = self.async_training.staleness_threshold, self.trackway.max_staleness
+        if bound is not None and depth > bound:
+            raise ValueError(
+                f"async_training.staleness_threshold: expected at most trackway.max_staleness ({bound}), got "
+                f"{depth:g}; rollouts that far ahead would be dropped"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _validations_have_their_weights(self) -> Self:
+        every, test_freq = self.async_training.trigger_parameter_sync_step, self.trainer.test_freq
+        if test_freq > 0 and test_freq % every:
+            raise ValueError(
+                f"trainer.test_freq: expected a multiple of async_training.trigger_parameter_sync_step ({every}), got "
+                f"{test_freq}; a validation needs published weights"
             )
         return self
 
@@ -218,6 +281,35 @@ class RunConfig(Section):
                 f"{gpus * (self.trainer.nnodes or 1)} GPUs (trainer.n_gpus_per_node x trainer.nnodes), got {size}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _bypass_has_its_own_loss(self) -> Self:
+        mode = self.actor_rollout_ref.actor.policy_loss.loss_mode
+        if mode != "vanilla" and self.algorithm.rollout_correction.bypass_mode:
+            raise ValueError(
+                "actor_rollout_ref.actor.policy_loss.loss_mode: expected vanilla with algorithm.rollout_correction."
+                f"bypass_mode=true, where loss_type is the loss, got {mode}; set bypass_mode=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_source_of_old_logprobs(self) -> Self:
+        if self.trackway.proximal_logprobs == "loglinear" and self.algorithm.rollout_correction.bypass_mode:
+            raise ValueError(
+                "trackway.proximal_logprobs: expected recompute with algorithm.rollout_correction.bypass_mode=true, "
+                "got loglinear; the sampler's logprobs are the old ones there, nothing is left to estimate"
+            )
+        return self
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a step may train on rollouts of older weights than those it updates."""
+        return self.async_training.staleness_threshold > 0 or self.async_training.trigger_parameter_sync_step > 1
+
+    @property
+    def correction(self) -> RolloutCorrectionConfig:
+        """The off-policy correction of this run: truncated token weights where data may be stale and none is chosen."""
+        return self.algorithm.rollout_correction.where_stale(self.may_be_stale)
 
     def total_steps(self, per_epoch: int) -> int:
         """Steps of the whole run; 0 with `val_only`."""

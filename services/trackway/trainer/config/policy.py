@@ -1,8 +1,8 @@
 """The section `actor_rollout_ref.*`: the model, its optimisation, how it is sampled, and the reference policy."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from trackway.trainer.config.section import Section
 from trackway.wire.names import Label
@@ -35,7 +35,8 @@ class ModelConfig(Section):
     """The policy's weights."""
 
     path: str | None = None
-    """Folder or Hugging Face id of the model and its tokenizer."""
+    """Folder or Hugging Face id of the model and its tokenizer. With null, `trackway train` trains the model that the
+    services on this machine serve."""
     use_remove_padding: bool = True
     """Compute a micro batch as one packed row without padding if all layers have full attention. The result does not
     change."""
@@ -67,8 +68,17 @@ class OptimConfig(Section):
 class PolicyLossConfig(Section):
     """The policy loss."""
 
-    loss_mode: Literal["vanilla"] = "vanilla"
-    """PPO's clipped loss with dual clip."""
+    loss_mode: Literal["vanilla", "gspo", "sapo", "cispo", "gpg", "dro", "geo_mean"] = "vanilla"
+    """`vanilla` is PPO's clipped loss with dual clip. gspo and sapo aggregate as seq-mean-token-mean and geo_mean over
+    sequences, whatever `loss_agg_mode` is."""
+    dro_beta: float | None = Field(default=None, gt=0)
+    """Weight of the squared log ratio in `dro`, which needs it."""
+
+    @model_validator(mode="after")
+    def _dro_has_its_weight(self) -> Self:
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            raise ValueError("dro_beta: expected a positive number with loss_mode=dro, got null; set it")
+        return self
 
 
 class OffloadConfig(Section):
@@ -109,6 +119,10 @@ class ActorConfig(Section):
     """The range above 1; None takes `clip_ratio`."""
     clip_ratio_c: float = Field(default=3.0, gt=1)
     """Dual clip: bound on the loss of a negative advantage."""
+    tau_pos: float = Field(default=1.0, gt=0)
+    """Temperature of `sapo` for positive advantages."""
+    tau_neg: float = Field(default=1.05, gt=0)
+    """Temperature of `sapo` for the other advantages."""
     loss_agg_mode: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
     ] = "token-mean"
@@ -158,6 +172,9 @@ class MultiTurnConfig(Section):
     """Side on which a longer observation is truncated."""
     tool_config_path: str | None = None
     """verl's YAML file of tools for the tool server; null leaves them to the deployment."""
+    format: str | None = None
+    """Format of the model's tool calls: `hermes`, or the name of an own `@register_parser`; null leaves it to the
+    deployment."""
     function_tool_path: str | None = None
     """Python file with `@function_tool` functions for the tool server; null leaves them to the deployment."""
 
@@ -166,7 +183,8 @@ class TraceConfig(Section):
     """Selection, backends and content of the traces."""
 
     backend: tuple[TraceBackend, ...] = ()
-    """`mlflow`, `weave`, `otlp`, or several as a list; null leaves it to the services' settings."""
+    """`mlflow`, `weave`, `otlp`, `trackio`, or several as a list; null leaves it to the services' settings, and verl's
+    `dummy` traces nothing. Trackio gets each trajectory as one conversation, without spans."""
     token2text: bool = False
     """Record the text of prompts and responses on spans, not only the number of tokens."""
     max_samples_per_step_per_worker: int | None = Field(default=None, ge=0)
@@ -194,6 +212,9 @@ class AgentConfig(Section):
 
     default_agent_loop: str = "single_turn_agent"
     """Loop of rows without an `agent_name` when `multi_turn.enable` is false."""
+    agent_loop_config_path: str | None = None
+    """verl's YAML list of own agent loops, each with `name`, `_target_` and arguments of its class; null leaves them to
+    the deployment."""
 
 
 class RolloutConfig(Section):

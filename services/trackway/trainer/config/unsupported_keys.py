@@ -71,8 +71,6 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _MICRO,
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _MICRO,
     "actor_rollout_ref.rollout.agent.num_workers": _AGENT,
-    "actor_rollout_ref.rollout.agent.agent_loop_config_path": _AGENT,
-    "actor_rollout_ref.rollout.multi_turn.format": _AGENT,
     "actor_rollout_ref.rollout.multi_turn.max_user_turns": "multi_turn.max_assistant_turns bounds observations too",
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
@@ -87,10 +85,12 @@ NO_EFFECT: dict[str, str] = {
     "algorithm.lam": _NO_CRITIC,
     "algorithm.kl_penalty": "there is no KL in the reward; use actor.use_kl_loss",
     "algorithm.kl_ctrl.*": "there is no KL in the reward; use actor.use_kl_loss",
+    "async_training.require_batches": "a step trains data.train_batch_size prompts",
+    "async_training.partial_rollout": "the rollout service's update_mode decides: keep, wait or abort",
+    "async_training.use_trainer_do_validate": "rollout replicas run the validation",
     "critic.*": _NO_CRITIC,
     "reward.*": _REWARD,
     "reward_model.*": _REWARD,
-    "custom_reward_function.*": _REWARD,
     "trainer.critic_warmup": _NO_CRITIC,
     "trainer.device": "trackway.device selects the learner's device",
     "trainer.balance_batch": "the learner is one process",
@@ -111,9 +111,9 @@ NO_EFFECT: dict[str, str] = {
 MOVED: dict[str, str] = {
     f"trainer.rollout_trace.{name}": f"actor_rollout_ref.rollout.trace.{name}"
     for name in ("backend", "token2text", "max_samples_per_step_per_worker", "project_name", "experiment_name")
-}
-"""verl's old key -> its new key. verl's releases accept the old keys and ignore them; here they set the new key, and
-null means the default."""
+} | {f"reward.custom_reward_function.{name}": f"custom_reward_function.{name}" for name in ("path", "name")}
+"""A verl release's spelling of a key -> the key that it sets here; null means the default. verl's releases accept
+`trainer.rollout_trace` and ignore it; releases from 0.8 write `reward.custom_reward_function`."""
 
 DEPLOYMENT: tuple[str, ...] = (
     *(
@@ -121,16 +121,18 @@ DEPLOYMENT: tuple[str, ...] = (
         for name in (
             *("name", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "dtype"),
             *("enable_prefix_caching", "max_model_len", "max_num_seqs"),
-            *("multi_turn.tool_config_path", "multi_turn.function_tool_path"),
+            *("multi_turn.tool_config_path", "multi_turn.function_tool_path", "multi_turn.format"),
+            "agent.agent_loop_config_path",
         )
     ),
     *("trainer.n_gpus_per_node", "trainer.nnodes"),
+    *("custom_reward_function.path", "trackway.modules", "trackway.code_path"),
 )
 """Keys for the deployment of the services; services that already run are not affected. Null leaves a key unset."""
 
-LOGGERS = ("console", "file", "mlflow", "tensorboard", "wandb")
+LOGGERS = ("console", "file", "mlflow", "tensorboard", "trackio", "wandb")
 
-OTHER_LOGGERS = ("clearml", "rl_insight", "swanlab", "trackio", "vemlp_wandb")
+OTHER_LOGGERS = ("clearml", "rl_insight", "swanlab", "vemlp_wandb")
 """verl's loggers that have no effect here."""
 
 
@@ -147,7 +149,7 @@ def no_effect(given_keys: Iterable[str]) -> list[tuple[str, str]]:
     for key in given_keys:
         name = without_effect(key)
         if key in MOVED:
-            notes.append((key, f"old spelling, read as {MOVED[key]}"))
+            notes.append((key, f"another spelling, read as {MOVED[key]}"))
         elif name is not None:
             notes.append((key, NO_EFFECT[name]))
         elif key.startswith("trainer.logger."):

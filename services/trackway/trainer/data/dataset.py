@@ -79,7 +79,7 @@ class Prompts:
         self._batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
-        self._order = lru_cache(maxsize=1)(self._draw_order)
+        self._order = lru_cache(maxsize=2)(self._draw_order)  # generation may be an epoch ahead of the learner
 
     def take(self, position: Position) -> tuple[list[Sample], Position]:
         """The batch at a position, and the position after it; past the last batch, the next epoch begins."""

@@ -12,12 +12,13 @@ from trackway.wire.chat import Message
 DATA_SOURCE = "openai/gsm8k"
 TOOL = "calc_gsm8k_reward"
 SYSTEM = (
-    "You are a math expert. You are given a question that you have to solve step by step. "
-    "Reason step by step before any tool call. "
-    f"After solving the question, and before you give the final answer, call the tool `{TOOL}` at least "
-    "once, and refine your answer if necessary. "
+    "You are a math expert. You are given a question and you need to solve it step by step. "
+    "Reasoning step by step before any tool call. "
+    f"You should use the `{TOOL}` tool after step by step solving the question, "
+    "before generate final answer at least once and refine your answer if necessary. "
     "Put your final answer in the format of `#### <answer>`."
 )
+"""verl's system prompt, word for word (examples/data_preprocess/gsm8k_multiturn_w_tool.py), so that rows are equal."""
 INSTRUCTION = "Let's think step by step and output the final answer after `####`."
 GROUND_TRUTH = re.compile(r"#### (\-?[0-9\.\,]+)")
 

@@ -17,16 +17,17 @@ from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import Sample
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.reward import ANY_DATA_SOURCE
 
 T = TypeVar("T")
 
-CHECK_POLICY = CallPolicy(connect_s=2.0, read_s=5.0, total_s=10.0, attempts=3)
+CHECK_POLICY = CallPolicy.question(10.0, attempts=3)
 """For cheap requests to services that should be running."""
 
 _LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
-_REGISTER = "name the module that registers it in TRACKWAY_AGENT_MODULES of the agent service"
+_REGISTER = "name the module that registers it in trackway.modules"
 _AGENTS = f"correct the rows, or {_REGISTER}"
-_SCORERS = "correct the rows, or add a scorer for it to TRACKWAY_EXTRA_SCORERS of the reward service"
+_SCORERS = "correct the rows, or add a scorer for it: custom_reward_function, or @scorer in one of trackway.modules"
 _TOOLS = "correct the rows' extra_info.tool_selection, or add it to the tool server"
 
 logger = logging.getLogger("trackway.trainer")
@@ -92,9 +93,10 @@ async def check_names(config: RunConfig, rows: Mapping[str, Rows], urls: Service
 def unserved(config: RunConfig, rows: Mapping[str, Rows], served: Served) -> list[str]:
     """A message for each name, in the configuration or in the rows by configuration key, that no service knows."""
     problems = _of_config(config, rows.values(), served)
+    sources = None if ANY_DATA_SOURCE in (served.data_sources or ()) else served.data_sources
     for key, key_rows in rows.items():
         problems += _of_rows(key, key_rows, "agent_name", served.agents, _agent, _AGENTS)
-        problems += _of_rows(key, key_rows, "data_source", served.data_sources, _data_source, _SCORERS)
+        problems += _of_rows(key, key_rows, "data_source", sources, _data_source, _SCORERS)
         problems += _of_rows(key, key_rows, "tool_selection", served.tools, _selection(config), _TOOLS)
     return problems
 

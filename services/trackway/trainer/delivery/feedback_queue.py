@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from trackway.system import atomic_write
 from trackway.trainer.delivery.assessment import Assessment
-from trackway.trainer.delivery.jobs import FIRST_PAUSE_S, LONGEST_PAUSE_S, Later
+from trackway.trainer.delivery.jobs import BACKOFF, Later
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -49,8 +49,8 @@ class FeedbackQueue:
     def __init__(self, folder: Path, max_bytes: int = MAX_BYTES) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
-        self._due: dict[Path, tuple[float, float]] = {}
-        """For each file that was not sent completely: the time of the next attempt (time.monotonic), the last pause."""
+        self._due: dict[Path, tuple[float, int]] = {}
+        """For each file that was not sent completely: the time of the next attempt (time.monotonic), its failures."""
         self._dropped = 0
 
     def push(self, assessments: Sequence[Assessment]) -> None:
@@ -88,7 +88,7 @@ class FeedbackQueue:
         paths = sorted(path for path, _ in self._files())
         self._due = {path: due for path, due in self._due.items() if path in paths}
         now = time.monotonic()
-        path = next((path for path in paths if self._due.get(path, (0.0, 0.0))[0] <= now), None)
+        path = next((path for path in paths if self._due.get(path, (0.0, 0))[0] <= now), None)
         if path is None:
             if paths:
                 raise Later("the traces of some feedback have not arrived")
@@ -101,7 +101,7 @@ class FeedbackQueue:
         return sent
 
     def _settle(self, path: Path, before: list[Assessment], sent: Sent) -> None:
-        _, pause = self._due.pop(path, (0.0, 0.0))
+        _, failures = self._due.pop(path, (0.0, 0))
         rest = path
         if sent.left and sent.left != before:
             rest = path.with_name(f"{path.name.partition('-')[0]}-{_values(sent.left)}.jsonl")
@@ -109,8 +109,7 @@ class FeedbackQueue:
         if rest != path or not sent.left:
             path.unlink(missing_ok=True)
         if sent.left and sent.reason and not sent.is_away:
-            pause = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, pause * 2))
-            self._due[rest] = (time.monotonic() + pause, pause)
+            self._due[rest] = (time.monotonic() + BACKOFF.pause_s(failures + 1), failures + 1)
 
     def _files(self) -> Iterator[tuple[Path, int]]:
         try:

@@ -4,9 +4,7 @@ Data is on disk before it is sent and stays there until the backend has it. A sl
 process, delays the data but does not lose it.
 """
 
-import fcntl
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -14,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from trackway.system import Backoff, LockTaken, acquire_lock
 from trackway.wire.trainer import BackendSummary
 
 logger = logging.getLogger("trackway.trainer")
 
-FIRST_PAUSE_S = 0.5
-"""Pause before the first retry; doubled for each further one."""
-LONGEST_PAUSE_S = 8.0
+BACKOFF = Backoff(first_s=0.5, longest_s=8.0)
 CLOSING_PAUSE_S = 2.0
 """Longest pause between retries once the run has ended."""
 CLOSING_RETRY_S = 15.0
@@ -87,11 +84,11 @@ class DeliveryThread:
         self._thread.join(deadline_s)
 
     def _work(self) -> None:
-        pause = 0.0
+        failures = 0
         while True:
             more = self._advance()
-            pause = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, pause * 2)) if self._error else 0.0
-            if not self._wait(more, pause):
+            failures = failures + 1 if self._error else 0
+            if not self._wait(more, BACKOFF.pause_s(failures)):
                 break
         self._delivery.close()
 
@@ -132,15 +129,14 @@ class DeliveryThread:
 def only_sender(lock: Path) -> Iterator[None]:
     """Hold a delivery's lock file, creating its folder; raises Later while another process sends."""
     lock.parent.mkdir(exist_ok=True)
-    descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Later("another process is sending the data") from None
+        held = acquire_lock(lock)
+    except LockTaken:
+        raise Later("another process is sending the data") from None
+    try:
         yield
     finally:
-        os.close(descriptor)
+        held.release()
 
 
 def _reason(error: Exception) -> str:

@@ -99,6 +99,10 @@ class MlflowApi:
         """Record up to 100 params."""
         self._call("POST", "runs/log-batch", json={"run_id": run_id, "params": _pairs(params)})
 
+    def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        """Set up to 100 tags of the run; a tag of the same name is replaced."""
+        self._call("POST", "runs/log-batch", json={"run_id": run_id, "tags": _pairs(tags)})
+
     def log_metrics(self, run_id: str, metrics: Sequence[Metric]) -> None:
         """Record up to 1000 metrics."""
         values = [

@@ -124,11 +124,13 @@ def policy_loss(
     clip_high: float,
     clip_c: float,
     agg: Aggregation,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, PolicyStats]:
     """PPO's clipped loss with the dual clip (arXiv:1912.09729) for negative advantages.
 
-    logp, old_logp, mask: [B, T]; advantages: [B]. r = exp(clamp(logp - old_logp)); the token loss is
-    max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)), and where A < 0 at most -A clip_c.
+    logp, old_logp, mask: [B, T]; advantages: [B]; weights: [B, T], factors of the token losses.
+    r = exp(clamp(logp - old_logp)); the token loss is max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)), and where
+    A < 0 at most -A clip_c.
     """
     log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
@@ -138,6 +140,8 @@ def policy_loss(
     upper = torch.maximum(plain, clipped)
     bound = gain * clip_c
     losses = torch.where(gain > 0, torch.minimum(upper, bound), upper)
+    if weights is not None:
+        losses = losses * weights
     with torch.no_grad():
         stats = PolicyStats(
             pg_clipfrac=_share(clipped > plain, mask, agg),
@@ -145,6 +149,19 @@ def policy_loss(
             ppo_kl=_token_mean(-log_ratio, mask, agg),
         )
     return aggregate(losses, mask, agg), stats
+
+
+def reinforce_loss(
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor, agg: Aggregation, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE: the aggregate of -w A logp, and the mean of old_logp - logp (k1).
+
+    logp, old_logp, mask: [B, T]; advantages: [B]; weights: [B, T] without a gradient, None for 1.
+    """
+    losses = -advantages.unsqueeze(-1) * logp
+    if weights is not None:
+        losses = losses * weights
+    return aggregate(losses, mask, agg), _token_mean((old_logp - logp).detach(), mask, agg)
 
 
 def _share(hits: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:

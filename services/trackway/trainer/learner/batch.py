@@ -37,6 +37,11 @@ class TrainingBatch:
     """[B]."""
     lengths: Tensor
     """[B] int64: prompt and response tokens of the row."""
+    rollout_is_weights: Tensor | None = None
+    """[B, T - 1]: importance weight of each predicted token; None for 1."""
+    loglinear_share: Tensor | None = None
+    """[B, T - 1]: the trained policy's share in the estimated old logprobs, which `old_logprobs`, then the sampler's,
+    have the rest of; None to take `old_logprobs` as they are."""
 
     @classmethod
     def of(
@@ -75,10 +80,10 @@ class TrainingBatch:
     def rows(self, index: Tensor) -> Self:
         """The trajectories at `index` [b] int64, cut to the longest of them."""
         width = int(self.lengths[index].max())
-        cut = {f.name: getattr(self, f.name)[index] for f in fields(self)}
-        narrow = {name: value[:, :width] for name, value in cut.items() if value.dim() == 2}
-        for name in ("response_mask", "old_logprobs", "ref_logprobs"):
-            narrow[name] = narrow[name][:, : width - 1]
+        cut = {name: value[index] for name, value in self._tensors()}
+        narrow = {name: value[:, : width - 1] for name, value in cut.items() if value.dim() == 2}
+        for name in ("input_ids", "attention_mask"):
+            narrow[name] = cut[name][:, :width]
         return type(self)(**(cut | narrow))
 
     def micro_batches(self, size: int | None) -> Iterator[tuple[Tensor, Self]]:
@@ -88,7 +93,24 @@ class TrainingBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same batch on a device."""
-        return type(self)(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return type(self)(**{name: value.to(device) for name, value in self._tensors()})
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        tensors = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return [(name, value) for name, value in tensors if value is not None]
+
+
+def token_versions(trajectories: Sequence[Trajectory], width: int, default: float) -> Tensor:
+    """[B, width] float64: weight version that sampled each predicted token, in the module's columns.
+
+    `default` where no version was recorded, and outside the response.
+    """
+    versions = torch.full((len(trajectories), width), default, dtype=torch.float64)
+    for row, trajectory in enumerate(trajectories):
+        first = len(trajectory.prompt_ids) - 1
+        for span in trajectory.weight_versions:
+            versions[row, first + span.start : first + span.end] = span.version
+    return versions
 
 
 def _check(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> None:

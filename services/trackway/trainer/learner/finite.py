@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:  # the trainer service reads checkpoints without torch; its runs have it
+    from torch import Tensor
 
 SHOWN_TENSORS = 3
 
@@ -12,7 +14,7 @@ class NotFiniteError(ValueError):
     """Weights, or values computed with them, contain NaN or infinities."""
 
 
-def require_finite(tensors: Mapping[str, Tensor]) -> None:
+def require_finite(tensors: Mapping[str, "Tensor"]) -> None:
     """Raises NotFiniteError, with the names of the tensors, unless every value of them all is finite.
 
     The sum of a tensor is NaN or infinite when one of its values is, and needs no mask of the tensor's size. The sum
@@ -38,7 +40,7 @@ def require_finite_logprobs(logprobs: Sequence[float]) -> None:
         )
 
 
-def _count(tensor: Tensor) -> int:
+def _count(tensor: "Tensor") -> int:
     """The number of values that are not finite."""
     if not tensor.is_floating_point() or bool(tensor.detach().sum().isfinite()):
         return 0

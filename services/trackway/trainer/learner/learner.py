@@ -1,8 +1,9 @@
 """The learner: trajectories in, updated weights and verl's metrics out.
 
 One update is GRPO's: advantages per group, then for each mini-batch one clipped policy-gradient step, its gradient
-summed over micro-batches. The old logprobs are the sampler's own, so the clipped ratio also corrects for stale or
-differently computed sampling, and a wrong mask or temperature shows in `training/rollout_logprob_diff_max`.
+summed over micro-batches. Samples of older weights or of other arithmetic are corrected as
+`algorithm.rollout_correction` says (rollout_correction.py); a wrong mask or temperature shows in
+`training/rollout_logprob_diff_max`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +19,15 @@ from torch.optim import AdamW
 
 from trackway.trainer.learner import optimizer as adamw
 from trackway.trainer.learner.algorithm import EXACT_KL, Aggregation, grpo_advantages
-from trackway.trainer.learner.batch import TrainingBatch
+from trackway.trainer.learner.batch import TrainingBatch, token_versions
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.finite import require_finite_logprobs
-from trackway.trainer.learner.loss import MicroLoss, micro_loss
+from trackway.trainer.learner.loss import MicroLoss, at_mask, micro_loss, proximal_logprobs
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
 from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.policy import Policy
+from trackway.trainer.learner.rollout_correction import correct, correction_metrics, loglinear_share, mean_weight
+from trackway.trainer.learner.threads import choose_threads, usable_cores
 from trackway.trainer.learner.weight_proof import (
     ScoredSequence,
     choose_sequences,
@@ -35,8 +38,6 @@ from trackway.trainer.learner.weight_proof import (
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary, WeightProof
-
-__all__ = ["EmptyBatchError", "Learner", "LearnerConfig", "UpdateResult"]
 
 CANARY_LENGTH = 16
 CANARY_TOLERANCE = {"bfloat16": 0.25}
@@ -62,13 +63,13 @@ def unobserved(used: Sequence[Trajectory]) -> Iterator[Callable[[dict[str, float
 
 
 class StepOutcome(NamedTuple):
-    """One optimizer step on N model tokens."""
+    """One optimizer step on b trajectories."""
 
     metrics: dict[str, float]
+    mini: TrainingBatch
+    """The trajectories with a model token to train on."""
     logp: Tensor
-    """[N]: the trainer's logprobs before the step."""
-    old_logp: Tensor
-    """[N]: the old logprobs of the batch."""
+    """[b, T - 1]: the trainer's logprobs before the step, zeros outside the response mask."""
 
 
 class UpdateResult(NamedTuple):
@@ -84,37 +85,51 @@ class Learner:
     """A policy, its optimizer, and the reference model if the loss needs one. Not thread-safe."""
 
     def __init__(self, config: LearnerConfig) -> None:
-        torch.set_num_threads(config.threads)
         self.config = config
+        model, optim, offload = config.model, config.actor.optim, config.actor.fsdp_config
         self.updates = 0
         self.policy = Policy(
             config.model_path,
             config.dtype,
             config.device,
-            gradient_checkpointing=config.gradient_checkpointing,
-            remove_padding=config.remove_padding,
-            offload=config.param_offload,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            remove_padding=model.use_remove_padding,
+            offload=offload.param_offload,
         )
-        self.reference = _reference(config) if config.use_kl_loss else None
+        self.threads = config.threads or self._choose_threads()
+        """CPU threads of torch in this process."""
+        torch.set_num_threads(self.threads)
+        self.reference = _reference(config) if config.actor.use_kl_loss else None
         self.optimizer = AdamW(
             self.policy.model.parameters(),
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
+            lr=optim.lr,
+            betas=optim.betas,
+            weight_decay=optim.weight_decay,
             fused=True,
         )
         self.moments = CpuOffload(
-            lambda: adamw.state_tensors(self.optimizer), self.policy.device, offload=config.optimizer_offload
+            lambda: adamw.state_tensors(self.optimizer), self.policy.device, offload=offload.optimizer_offload
         )
         self._shuffler = torch.Generator().manual_seed(config.seed)
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
 
-    def update(self, used: Sequence[Trajectory], observe: StepObserver = unobserved) -> UpdateResult:
+    def _choose_threads(self) -> int:
+        if self.policy.device.type != "cpu":
+            return 1
+        parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        return choose_threads(parameters, usable_cores(), self.config.engine_threads)
+
+    def update(
+        self, used: Sequence[Trajectory], observe: StepObserver = unobserved, version: float | None = None
+    ) -> UpdateResult:
         """Trains on the trajectories that `filter_trajectories` lets through; returns their metrics and advantages.
 
-        `observe` is entered around each optimizer step, with the trajectories of that step. Raises EmptyBatchError for
-        no trajectories, and ValueError for one without a reward or a prompt.
+        `observe` is entered around each optimizer step, with the trajectories of that step. `version` is that of the
+        weights before the update, with a fraction if several updates make a version; `proximal_logprobs=loglinear`
+        measures staleness against it, and takes the newest sampled version for None. A mini-batch of which rejection
+        leaves no token is not trained on and counts as a skipped step. Raises EmptyBatchError for no trajectories, and
+        ValueError for one without a reward or a prompt.
         """
         if not used:
             raise EmptyBatchError(
@@ -122,26 +137,30 @@ class Learner:
             )
         advantages = self.advantages(used)
         sampled = TrainingBatch.of(used, advantages, self.policy.master_dtype)
-        batch = self._with_references(sampled)
+        batch, mismatch = self._with_references(self._with_shares(sampled, used, version))
         sequences = choose_sequences(used, batch.advantages.tolist())
         self._before = self.policy.published_logprobs([self._canary_tokens(), *sequences])
         lr = adamw.learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         steps: list[StepOutcome] = []
+        emptied = 0.0
         with self.policy.cpu_offload.on_device(), self._exact_reference():
             for rows in self._mini_batches(batch):
+                if not batch.response_mask[rows].any():
+                    emptied += 1
+                    continue
                 with observe([used[row] for row in rows.tolist()]) as report:
-                    steps.append(self._step(batch.rows(rows)))
+                    steps.append(self._step(_trainable(batch.rows(rows))))
                     report({**steps[-1].metrics, "actor/lr": lr})
         self.updates += 1
         metrics = {
             **batch_metrics(used, batch),
-            **self._drift(sampled, batch, steps[0]),
-            **{name: sum(s.metrics[name] for s in steps) / len(steps) for name in steps[0].metrics},
-            "actor/skipped_steps": sum(s.metrics["actor/skipped_steps"] for s in steps),
+            **(mismatch or self._mismatch(steps)),
+            **_mean([step.metrics for step in steps]),
+            "actor/skipped_steps": emptied + sum(step.metrics["actor/skipped_steps"] for step in steps),
             "actor/lr": lr,
-            **({"actor/kl_coef": self.config.kl_loss_coef} if self.reference is not None else {}),
+            **({"actor/kl_coef": self.config.actor.kl_loss_coef} if self.reference is not None else {}),
         }
         return UpdateResult(metrics, advantages)
 
@@ -149,7 +168,7 @@ class Learner:
         """The advantage of each trajectory within its prompt's group. Raises ValueError for one without a reward."""
         groups = [f"{t.tags.step}/{t.tags.sample_index}" for t in trajectories]
         scores = torch.tensor(scores_of(trajectories), dtype=torch.float64)
-        return grpo_advantages(scores, groups, self.config.norm_adv_by_std).tolist()
+        return grpo_advantages(scores, groups, self.config.algorithm.norm_adv_by_std_in_grpo).tolist()
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The current policy's logprob of each response token, 0.0 where the model did not write it."""
@@ -226,25 +245,59 @@ class Learner:
         tolerance = CANARY_TOLERANCE.get(self.config.dtype, canary.tolerance)
         return canary.model_copy(update={"tolerance": tolerance})
 
-    def _with_references(self, batch: TrainingBatch) -> TrainingBatch:
-        """The batch with the logprobs that stay fixed during the update: recomputed old ones and the reference's."""
+    def _with_shares(self, batch: TrainingBatch, used: Sequence[Trajectory], version: float | None) -> TrainingBatch:
+        """The batch, ready for `proximal_logprobs=loglinear` if that is configured."""
+        if self.config.proximal_logprobs != "loglinear":
+            return batch
+        if version is None:
+            version = max((span.version for t in used for span in t.weight_versions), default=0)
+        versions = token_versions(used, batch.response_mask.shape[1], version)
+        return replace(batch, loglinear_share=loglinear_share(versions, version).to(batch.old_logprobs.dtype))
+
+    def _with_references(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+        """The batch with what stays fixed during the update: recomputed old logprobs, the correction, the reference's.
+
+        With recomputed logprobs, also their metrics against the sampler's.
+        """
+        metrics: Metrics = {}
         if self.config.recompute_old_logprobs:
-            batch = replace(batch, old_logprobs=self._old_logprobs(batch))
+            batch, metrics = self._corrected(batch)
         if self.reference is not None and not self._exact_kl:
-            size = self.config.ref_micro_batch_size or self._log_prob_size
-            batch = replace(batch, ref_logprobs=self.reference.logprobs(batch, self.config.temperature, size))
-        return batch
+            size, temperature = self.config.ref_micro_batch_size, self.config.rollout.temperature
+            batch = replace(batch, ref_logprobs=self.reference.logprobs(batch, temperature, size))
+        return batch, metrics
+
+    def _corrected(self, sampled: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
+        """The batch with recomputed old logprobs, importance weights and only the tokens that are not rejected.
+
+        A rejected token counts in no total of the mini-batch, and is left out of the KL and the entropy too.
+        """
+        old, rollout, mask = self._old_logprobs(sampled), sampled.old_logprobs, sampled.response_mask
+        weights, kept = correct(self.config.algorithm.rollout_correction, old - rollout, mask)
+        batch = replace(sampled, old_logprobs=old * kept, response_mask=kept, rollout_is_weights=weights)
+        drift = drift_metrics(old[mask], rollout[mask])
+        return batch, drift | correction_metrics(self.config.algorithm.rollout_correction, old, rollout, mask)
+
+    def _mismatch(self, steps: Sequence[StepOutcome]) -> Metrics:
+        """The same metrics of an update without recomputed old logprobs.
+
+        The drift is that of the first mini-batch, since later ones see changed weights; the correction's metrics are
+        means over the mini-batches, each under the weights that its loss was computed with.
+        """
+        correction, first = self.config.algorithm.rollout_correction, steps[0]
+        corrections: list[Metrics] = []
+        for _, mini, logp in steps:
+            now = logp if correction.bypass_mode else proximal_logprobs(mini, logp)
+            corrections.append(correction_metrics(correction, now, mini.old_logprobs, mini.response_mask))
+        mask = first.mini.response_mask
+        return drift_metrics(first.logp[mask], first.mini.old_logprobs[mask]) | _mean(corrections)
 
     def _old_logprobs(self, batch: TrainingBatch) -> Tensor:
-        return self.policy.logprobs(batch, self.config.temperature, self._log_prob_size)
-
-    @property
-    def _log_prob_size(self) -> int | None:
-        return self.config.log_prob_micro_batch_size or self.config.micro_batch_size
+        return self.policy.logprobs(batch, self.config.rollout.temperature, self.config.log_prob_micro_batch_size)
 
     @property
     def _exact_kl(self) -> bool:
-        return self.config.use_kl_loss and self.config.kl_loss_type == EXACT_KL
+        return self.config.actor.use_kl_loss and self.config.actor.kl_loss_type == EXACT_KL
 
     def _exact_reference(self) -> AbstractContextManager[None]:
         """Keeps the reference on the device for the full KL, which needs it in each micro-batch."""
@@ -252,47 +305,64 @@ class Learner:
             return nullcontext()
         return self.reference.cpu_offload.on_device()
 
-    def _drift(self, sampled: TrainingBatch, batch: TrainingBatch, first: StepOutcome) -> dict[str, float]:
-        """Metrics of the trainer's logprobs against the sampler's, under the weights before the update.
-
-        From the recomputed old logprobs if there are any, else from the forward of the first mini-batch: later
-        mini-batches see changed weights.
-        """
-        if self.config.recompute_old_logprobs:
-            mask = batch.response_mask
-            return drift_metrics(batch.old_logprobs[mask], sampled.old_logprobs[mask])
-        return drift_metrics(first.logp, first.old_logp)
-
     def _mini_batches(self, batch: TrainingBatch) -> Iterator[Tensor]:
         """Row indices of each optimizer step, over all epochs."""
-        for _ in range(self.config.ppo_epochs):
+        for _ in range(self.config.actor.ppo_epochs):
             order = torch.arange(len(batch))
-            if self.config.shuffle:
+            if self.config.actor.shuffle:
                 order = torch.randperm(len(batch), generator=self._shuffler)
-            yield from order.split(self.config.mini_batch_size or len(batch))
+            yield from order.split(self.config.mini_batch_size)
 
     def _step(self, mini: TrainingBatch) -> StepOutcome:
-        agg = Aggregation.over(mini.response_mask, self.config.loss_agg_mode, self.config.loss_scale_factor)
+        agg = Aggregation.over(mini.response_mask, self.config.actor.loss_agg_mode, self.config.loss_scale_factor)
+        weights_mean = self._weights_mean(mini)
         parts: list[MicroLoss] = []
-        old_logps: list[Tensor] = []
-        for _, rows in mini.micro_batches(self.config.micro_batch_size):
-            parts.append(self._backward(rows.to(self.policy.device), agg))
-            old_logps.append(rows.old_logprobs[rows.response_mask])
+        places: list[tuple[Tensor, Tensor]] = []
+        for index, rows in mini.micro_batches(self.config.micro_batch_size):
+            parts.append(self._backward(rows.to(self.policy.device), agg, weights_mean))
+            places.append((index, rows.response_mask))
         with self.moments.on_device():
             norm, stepped = adamw.step(self.optimizer, self.policy.model, self.config.clip_grad)
         metrics = {name: float(sum(part.metrics[name] for part in parts)) for name in parts[0].metrics}
         metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
-        return StepOutcome(metrics, torch.cat([part.logp for part in parts]).cpu(), torch.cat(old_logps))
+        logp = torch.zeros_like(mini.old_logprobs)
+        sampled = torch.cat([part.logp for part in parts]).cpu().split([len(part.logp) for part in parts])
+        for (index, mask), values in zip(places, sampled, strict=True):
+            logp[index, : mask.shape[1]] = at_mask(mask, values).to(logp.dtype)
+        return StepOutcome(metrics, mini, logp)
 
-    def _backward(self, micro: TrainingBatch, agg: Aggregation) -> MicroLoss:
+    def _weights_mean(self, mini: TrainingBatch) -> float | None:
+        """The mean of the importance weights of a mini-batch whose loss computes and normalises them, else None.
+
+        It takes a pass over the mini-batch before its losses; verl divides by the mean of each micro-batch instead.
+        """
+        config, correction = self.config, self.config.algorithm.rollout_correction
+        if config.recompute_old_logprobs or not (config.uses_weights and correction.rollout_is_batch_normalize):
+            return None
+        logp = self._old_logprobs(mini)
+        now = logp if correction.bypass_mode else proximal_logprobs(mini, logp)
+        return mean_weight(correction, now - mini.old_logprobs, mini.response_mask)
+
+    def _backward(self, micro: TrainingBatch, agg: Aggregation, weights_mean: float | None) -> MicroLoss:
         """Adds the gradient of the micro-batch; its logits are freed on return."""
-        ref_logits = None
+        temperature, ref_logits = self.config.rollout.temperature, None
         if self.reference is not None and self._exact_kl:
             with torch.no_grad():
-                ref_logits = self.reference.logits(micro, self.config.temperature)
-        part = micro_loss(self.config, micro, self.policy.logits(micro, self.config.temperature), ref_logits, agg)
+                ref_logits = self.reference.logits(micro, temperature)
+        part = micro_loss(self.config, micro, self.policy.logits(micro, temperature), ref_logits, agg, weights_mean)
         part.loss.backward()
         return part._replace(loss=part.loss.detach())
+
+
+def _trainable(mini: TrainingBatch) -> TrainingBatch:
+    """The rows with a model token to train on; rejection may leave rows without one."""
+    trainable = mini.response_mask.any(-1)
+    return mini if bool(trainable.all()) else mini.rows(trainable.nonzero().squeeze(-1))
+
+
+def _mean(rows: Sequence[Metrics]) -> Metrics:
+    """The mean of each metric of the rows, which have the same ones; empty without rows."""
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} if rows else {}
 
 
 def _reference(config: LearnerConfig) -> Policy:
@@ -300,7 +370,7 @@ def _reference(config: LearnerConfig) -> Policy:
         config.model_path,
         config.dtype,
         config.device,
-        remove_padding=config.remove_padding,
-        offload=config.ref_param_offload,
+        remove_padding=config.model.use_remove_padding,
+        offload=config.ref.fsdp_config.param_offload,
         frozen=True,
     )

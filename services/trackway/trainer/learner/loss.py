@@ -12,10 +12,12 @@ from trackway.trainer.learner.algorithm import (
     entropy_from_logits,
     exact_kl,
     kl_penalty,
-    policy_loss,
+    reinforce_loss,
 )
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.policy_losses import POLICY_LOSSES, LossInputs
+from trackway.trainer.learner.rollout_correction import correct, loglinear_logprobs
 
 
 class MicroLoss(NamedTuple):
@@ -28,33 +30,64 @@ class MicroLoss(NamedTuple):
 
 
 def micro_loss(
-    config: LearnerConfig, micro: TrainingBatch, logits: Tensor, ref_logits: Tensor | None, agg: Aggregation
+    config: LearnerConfig,
+    micro: TrainingBatch,
+    logits: Tensor,
+    ref_logits: Tensor | None,
+    agg: Aggregation,
+    weights_mean: float | None = None,
 ) -> MicroLoss:
-    """The loss from the policy's tempered logits [N, V] at the response mask; the full KL needs `ref_logits` [N, V]."""
-    mask = micro.response_mask
+    """The loss from the policy's tempered logits [N, V] at the response mask; the full KL needs `ref_logits` [N, V].
+
+    `weights_mean` divides importance weights that the loss itself computes; None for their mean in this micro-batch.
+    """
+    actor, mask = config.actor, micro.response_mask
     logp = at_mask(mask, token_logprobs(logits, micro))
-    pg_loss, stats = policy_loss(
-        logp,
-        micro.old_logprobs,
-        micro.advantages,
-        mask,
-        config.clip_ratio_low,
-        config.clip_ratio_high,
-        config.clip_ratio_c,
-        agg,
-    )
-    with torch.set_grad_enabled(config.entropy_coeff != 0.0):
+    pg_loss, stats = _policy_loss(config, micro, logp, agg, weights_mean)
+    with torch.set_grad_enabled(actor.entropy_coeff != 0.0):
         entropy = aggregate(at_mask(mask, entropy_from_logits(logits)), mask, agg)
-    loss = pg_loss - config.entropy_coeff * entropy
-    metrics = {f"actor/{name}": value for name, value in stats._asdict().items()}
+    loss = pg_loss - actor.entropy_coeff * entropy
+    metrics = {f"actor/{name}": value for name, value in stats.items()}
     metrics |= {"actor/pg_loss": pg_loss.detach(), "actor/entropy": entropy.detach()}
-    if config.entropy_coeff != 0.0:
+    if actor.entropy_coeff != 0.0:
         metrics["actor/entropy_loss"] = entropy.detach()
-    if config.use_kl_loss:
-        kl_loss = aggregate(_kl(config.kl_loss_type, micro, logp, logits, ref_logits), mask, agg)
-        loss = loss + config.kl_loss_coef * kl_loss
+    if actor.use_kl_loss:
+        kl_loss = aggregate(_kl(actor.kl_loss_type, micro, logp, logits, ref_logits), mask, agg)
+        loss = loss + actor.kl_loss_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss.detach()
     return MicroLoss(loss, metrics, logp.detach()[mask])
+
+
+def _policy_loss(
+    config: LearnerConfig, micro: TrainingBatch, logp: Tensor, agg: Aggregation, weights_mean: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The policy loss and its statistics; logp: [B, T].
+
+    Without a pass for old logprobs, the ratio to the sampler changes with every optimizer step, so weights and
+    rejection are computed here. As in verl, a token rejected here is left out of the policy loss only, and the totals
+    that losses are divided by still count it.
+    """
+    correction = config.algorithm.rollout_correction
+    old_logp, weights, mask = micro.old_logprobs, micro.rollout_is_weights, micro.response_mask
+    if not config.recompute_old_logprobs:
+        with torch.no_grad():
+            old_logp = proximal_logprobs(micro, logp)
+            now = logp if correction.bypass_mode else old_logp
+            weights, mask = correct(correction, now - micro.old_logprobs, mask, weights_mean)
+    if not config.uses_weights:
+        weights = None
+    if correction.loss_type == "reinforce":
+        loss, ppo_kl = reinforce_loss(logp, old_logp, micro.advantages, mask, agg, weights)
+        return loss, {"ppo_kl": ppo_kl}
+    inputs = LossInputs(logp, old_logp, micro.advantages, mask, agg, weights)
+    return POLICY_LOSSES[config.actor.policy_loss.loss_mode](config, inputs)
+
+
+def proximal_logprobs(batch: TrainingBatch, logp: Tensor) -> Tensor:
+    """[B, T]: the old logprobs, estimated from those of the trained policy [B, T] if the batch has shares for it."""
+    if batch.loglinear_share is None:
+        return batch.old_logprobs
+    return loglinear_logprobs(logp, batch.old_logprobs, batch.loglinear_share)
 
 
 def token_logprobs(logits: Tensor, batch: TrainingBatch) -> Tensor:

@@ -20,14 +20,14 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
     The cosine falls from lr to lr * min_lr_ratio at the end of the last update (verl's `lr_scheduler_type=cosine`).
     verl starts the warm-up at 0, so its first batch trains nothing.
     """
-    if update < config.lr_warmup_steps:
-        return config.lr * (update + 1) / config.lr_warmup_steps
-    if config.lr_scheduler_type == "constant":
-        return config.lr
-    length = max(1, config.total_updates - config.lr_warmup_steps)
-    done = min(1.0, (update - config.lr_warmup_steps) / length)
+    optim, warm_up = config.actor.optim, config.lr_warmup_steps
+    if update < warm_up:
+        return optim.lr * (update + 1) / warm_up
+    if optim.lr_scheduler_type == "constant":
+        return optim.lr
+    done = min(1.0, (update - warm_up) / max(1, config.total_steps - warm_up))
     share = 0.5 * (1.0 + math.cos(math.pi * done))
-    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+    return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
 
 def state_tensors(optimizer: AdamW) -> Iterator[Tensor]:

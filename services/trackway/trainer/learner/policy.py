@@ -6,6 +6,8 @@ Vocabulary logits are computed only where the response mask is set. Parameters a
 "bfloat16" means autocast around the forward.
 """
 
+import copy
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -19,15 +21,26 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from trackway.trainer.learner.algorithm import check_known
 from trackway.trainer.learner.batch import TrainingBatch
-from trackway.trainer.learner.config import MASTER_DTYPES
-from trackway.trainer.learner.export import copy_tokenizer, export_model
 from trackway.trainer.learner.finite import require_finite
 from trackway.trainer.learner.loss import at_mask, token_logprobs
 from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
 
+MASTER_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
+"""Compute dtype by name -> dtype of the weights, of the optimizer's state and of all logprobs."""
+HEAD = "lm_head.weight"
+TOKENIZER_FILES = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.jinja",
+    "additional_chat_templates",
+]
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -58,6 +71,7 @@ class Policy:
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(path)
         self.dtype = dtype
+        check_known("dtype", dtype, MASTER_DTYPES)
         self.master_dtype = MASTER_DTYPES[dtype]
         self.device = torch.device(device)
         self.model = _load_model(self.folder, self.master_dtype)
@@ -204,3 +218,40 @@ def _head_only(model: PreTrainedModel, where: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def export_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Writes config and weights in `dtype`; large models come in shards with an index.
+
+    `lm_head.weight` is always explicit: an engine that reloads weights by name would otherwise keep the head of the
+    previous version, or miss it. transformers ties it again on loading, as the two tensors are equal.
+
+    Raises NotFiniteError, with nothing written, when a weight is NaN or infinite in that type.
+    """
+    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
+    require_finite(state)
+    folder.mkdir(parents=True, exist_ok=True)
+    if HEAD in state:
+        # A separate tensor: transformers leaves out weights that share memory.
+        state[HEAD] = state[HEAD].clone()
+    model.save_pretrained(folder, state_dict=state)
+    config = copy.deepcopy(model.config)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    _share(folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copies the tokenizer's files unchanged, so that trainer and engines tokenize with the same bytes."""
+    for pattern in TOKENIZER_FILES:
+        for item in source.glob(pattern):
+            if item.is_dir():
+                shutil.copytree(item, folder / item.name, dirs_exist_ok=True)
+            else:
+                shutil.copyfile(item, folder / item.name)
+
+
+def _share(folder: Path) -> None:
+    """Gives the weights the mode of config.json: safetensors writes files that only their owner can read."""
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", weights)

@@ -1,10 +1,12 @@
 """Builds the parts of a run from its folder, at its newest checkpoint when there is one."""
 
 import asyncio
+import logging
+from dataclasses import replace
 
 from trackway.clients import AgentClient, CallPolicy
 from trackway.clients.weights import WeightStore
-from trackway.trainer.config import RunConfig
+from trackway.trainer.config import RunConfig, no_effect
 from trackway.trainer.data.dataset import Rows, load_data, prompts_of
 from trackway.trainer.data.name_check import check_names
 from trackway.trainer.data.prompt_filter import prompt_filter
@@ -13,6 +15,7 @@ from trackway.trainer.loop.build_traces import open_traces, run_target
 from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import (
     learner_config,
+    pacing,
     plan,
     retry_policy,
     sharing,
@@ -21,6 +24,7 @@ from trackway.trainer.loop.from_config import (
 )
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
+from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.folder import RunFolder
@@ -29,15 +33,19 @@ from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.tracking import ConsoleSink, FileSink, Sink, Tracking, open_tracking
 from trackway.wire.errors import ErrorCode, TrackwayError
 
+logger = logging.getLogger("trackway.trainer")
+
 
 async def build(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool = False) -> tuple[Training, Tracking]:
     """Everything that `fit` needs, at the newest checkpoint when there is one. Raises TrackwayError."""
     config, services, settings = folder.config(), folder.services(), taken_over()
+    for key, reason in no_effect(config.trackway.ignored_keys):
+        logger.info("%s has no effect here: %s", key, reason)
     keep = await prompt_filter(config, services.tools_url)
     rows, held_out = await asyncio.to_thread(load_data, config, keep)
     await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
     engines = await open_engines(sharing(config), services.rollout_url)
-    tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri)
+    tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri, settings.redact)
     target = await asyncio.to_thread(run_target, config, tracking.run)
     traces = open_traces(folder, config, target, settings, tracking)
     await traces.open()
@@ -63,7 +71,8 @@ def _training(
     own = config.trackway
     prompts = prompts_of(config, rows)
     schedule = plan(config, prompts.steps_per_epoch)
-    learner = _learner(config, schedule.total_steps)
+    learner = _learner(config, schedule.total_steps, folder.info().threads)
+    folder.update(threads=learner.threads)
     beginning = begin(folder, config, learner, skip_damaged)
     tracking.catch_up(folder.rows())
     store = WeightStore(services.weights_url)
@@ -76,7 +85,13 @@ def _training(
         plan=schedule,
         folder=folder,
         prompts=prompts,
-        rollouts=rollouts(training_template(config, folder.name, traces.target)),
+        scheduler=GroupScheduler(
+            prompts,
+            rollouts(training_template(config, folder.name, traces.target)),
+            pacing(config),
+            beginning.progress.scheduler,
+            beginning.finished,
+        ),
         validation_rows=held_out.samples,
         validation_rollouts=rollouts(validation_template(config, folder.name, traces.target)),
         learner=learner,
@@ -90,9 +105,11 @@ def _training(
     )
 
 
-def _learner(config: RunConfig, total_steps: int) -> Learner:
+def _learner(config: RunConfig, total_steps: int, threads: int | None) -> Learner:
+    """`threads` is the number at the run's first start: another one would round differently."""
+    settings = learner_config(config, total_steps)
     try:
-        return Learner(learner_config(config, total_steps))
+        return Learner(replace(settings, threads=threads or settings.threads))
     except (OSError, ValueError) as error:  # no such model, or not one that can be trained as asked
         model = config.actor_rollout_ref.model.path
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"no learner for the model {model!r}: {error}") from error
@@ -105,7 +122,7 @@ def _agent_client(config: RunConfig, services: ServiceUrls) -> AgentClient:
         total_s=config.trackway.group_timeout_s,
         max_in_flight=config.trackway.max_inflight_groups,
     )
-    return AgentClient(services.agent_url, policy=policy)
+    return AgentClient(services.agent_url, policy=policy, direct=services.direct)
 
 
 def _sinks(config: RunConfig, folder: RunFolder, tracking: Tracking) -> list[Sink]:

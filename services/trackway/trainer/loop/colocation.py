@@ -28,6 +28,10 @@ _CHECK_S = 60.0
 _CLOSE_S = 60.0
 _ATTEMPTS = 20
 _KEY = "actor_rollout_ref.rollout.free_cache_engine"
+_NEVER_ASLEEP = (
+    "async_training: expected rollout engines that work while the learner computes, got engines that sleep then; set "
+    f"async_training.staleness_threshold=0, or give the learner a GPU of its own (trackway.device) and set {_KEY}=false"
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Sharing:
     """Wakes the weights first, and the KV cache once the new weights are loaded."""
     timeout_s: float = 600.0
     """Deadline for each call to sleep or wake up."""
+    runs_ahead: bool = False
+    """Whether rollouts go on while the learner computes, so that engines must not sleep."""
 
 
 class Engines:
@@ -107,6 +113,8 @@ async def open_engines(sharing: Sharing, url: str | None) -> Engines | None:
         replicas = []
     always_awake = [replica.replica for replica in replicas if not replica.can_sleep]
     if replicas and not always_awake:
+        if sharing.runs_ahead:
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, _NEVER_ASLEEP)
         return Engines(client, sharing)
     if sharing.wanted:
         raise _cannot(f"{', '.join(always_awake)} that cannot" if replicas else f"none at {url}")

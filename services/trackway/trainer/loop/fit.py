@@ -8,7 +8,8 @@ async def fit(run: Training) -> RunState:
     """Train until the last step or until a stop is requested; either way the newest step is saved.
 
     For each step: draw prompts, let the agents roll each one out n times under the newest weights, compare each rollout
-    with its group, move the policy, and publish it. Engines on the learner's GPUs sleep while it computes.
+    with its group, move the policy, and publish it. Engines on the learner's GPUs sleep while it computes. With
+    `async_training.staleness_threshold` rollouts of later steps go on meanwhile.
     """
     version = await run.publish()
     await run.wake_up(version)  # a run that was killed left them asleep
@@ -19,11 +20,11 @@ async def fit(run: Training) -> RunState:
             await run.log(metrics)
         while not run.finished:
             with run.one_step():
-                batch = run.next_batch()
-                trajectories = await run.rollout(batch, version)
+                trajectories = await run.rollout(version)
                 await run.sleep()
                 metrics = await run.update(trajectories, version)
-                version = await run.publish()
+                if run.publish_is_due:
+                    version = await run.publish()
                 await run.wake_up(version, metrics)
                 if run.validation_is_due:
                     metrics = await run.validate(version, metrics)
@@ -31,6 +32,8 @@ async def fit(run: Training) -> RunState:
                     await run.save(metrics)
             await run.log(metrics)
     except StopRequested:
-        pass  # the rollouts are dropped; a resumed run requests the same ones
+        pass  # a resumed run requests the unfinished rollouts again
+    finally:
+        await run.scheduler.close()
     await run.save()
     return RunState.FINISHED if run.validated and run.complete else RunState.STOPPED

@@ -1,69 +1,41 @@
 """Converts verl's configuration keys to the settings of a run's parts; nothing else knows both vocabularies."""
 
+import math
 from dataclasses import replace
 
 import torch
 
 from trackway.trainer.config import RunConfig
-from trackway.trainer.config.policy import OptimConfig
 from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.loop.colocation import Sharing
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
 from trackway.trainer.loop.schedule import Schedule
+from trackway.trainer.loop.scheduler import Pacing
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
 
 
 def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
-    """The learner's settings over a run of `total_steps`; verl counts prompts where the learner counts trajectories."""
-    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    rollout, ref = config.actor_rollout_ref.rollout, config.actor_rollout_ref.ref
-    device = _device(config.trackway.device)
-    mini_batch = actor.ppo_mini_batch_size * rollout.n
+    """The learner's sections and settings over a run of `total_steps`."""
+    policy, own = config.actor_rollout_ref, config.trackway
+    device = _device(own.device)
     return LearnerConfig(
-        model_path=model.path or "",
-        lr=actor.optim.lr,
-        betas=actor.optim.betas,
-        weight_decay=actor.optim.weight_decay,
-        lr_warmup_steps=_warm_up(actor.optim, total_steps),
-        lr_scheduler_type=actor.optim.lr_scheduler_type,
-        total_updates=total_steps,
-        min_lr_ratio=actor.optim.min_lr_ratio,
-        clip_grad=actor.optim.clip_grad or actor.grad_clip,
-        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-        clip_ratio_c=actor.clip_ratio_c,
-        loss_agg_mode=actor.loss_agg_mode,
-        loss_scale_factor=actor.loss_scale_factor or float(config.data.max_response_length),
-        entropy_coeff=actor.entropy_coeff,
-        use_kl_loss=actor.use_kl_loss,
-        kl_loss_coef=actor.kl_loss_coef,
-        kl_loss_type=actor.kl_loss_type,
-        ppo_epochs=actor.ppo_epochs,
-        mini_batch_size=mini_batch,
-        micro_batch_size=min(mini_batch, actor.ppo_micro_batch_size_per_gpu or mini_batch),
-        log_prob_micro_batch_size=rollout.log_prob_micro_batch_size_per_gpu,
-        ref_micro_batch_size=ref.log_prob_micro_batch_size_per_gpu,
-        remove_padding=model.use_remove_padding,
-        param_offload=actor.fsdp_config.param_offload,
-        optimizer_offload=actor.fsdp_config.optimizer_offload,
-        ref_param_offload=ref.fsdp_config.param_offload,
-        temperature=rollout.temperature,
-        shuffle=actor.shuffle,
-        recompute_old_logprobs=not config.algorithm.rollout_correction.bypass_mode,
-        norm_adv_by_std=config.algorithm.norm_adv_by_std_in_grpo,
-        dtype=_dtype(config.trackway.dtype, device),
+        model=policy.model,
+        actor=policy.actor,
+        rollout=policy.rollout,
+        ref=policy.ref,
+        algorithm=config.algorithm.with_values({"rollout_correction": config.correction}),
+        total_steps=total_steps,
+        max_response_length=config.data.max_response_length,
+        dtype=_dtype(own.dtype, device),
         device=device,
-        threads=config.trackway.threads,
-        seed=config.trackway.seed,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
+        threads=own.threads,
+        engine_threads=int(pacing(config).runs_ahead),
+        seed=own.seed,
+        proximal_logprobs=own.proximal_logprobs,
     )
-
-
-def _warm_up(optim: OptimConfig, total_steps: int) -> int:
-    return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else int(optim.lr_warmup_steps_ratio * total_steps)
 
 
 def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
@@ -84,6 +56,19 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
         max_prompt_length=config.data.max_prompt_length,
         storage_wait_s=config.trackway.storage_wait_s,
         gpus=max(1, (trainer.n_gpus_per_node or 0) * (trainer.nnodes or 1)),
+    )
+
+
+def pacing(config: RunConfig) -> Pacing:
+    """How far generation runs ahead of the learner."""
+    asynchronous, own = config.async_training, config.trackway
+    depth = asynchronous.staleness_threshold
+    return Pacing(
+        batch_size=config.data.train_batch_size,
+        depth=depth,
+        bound=math.ceil(depth) if own.max_staleness is None else own.max_staleness,
+        drop=own.staleness_strategy == "drop",
+        sync_every=asynchronous.trigger_parameter_sync_step,
     )
 
 
@@ -162,7 +147,7 @@ def sharing(config: RunConfig) -> Sharing:
     """Whether and how rollout engines give their GPU memory to the learner."""
     rollout = config.actor_rollout_ref.rollout
     staged = rollout.multi_stage_wake_up is not False
-    return Sharing(rollout.free_cache_engine, staged, config.trackway.sleep_timeout_s)
+    return Sharing(rollout.free_cache_engine, staged, config.trackway.sleep_timeout_s, pacing(config).runs_ahead)
 
 
 def _device(wanted: str) -> str:

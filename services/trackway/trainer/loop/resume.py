@@ -9,11 +9,13 @@ from typing import NamedTuple
 from trackway.trainer.config import RunConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.schedule import Progress
+from trackway.trainer.loop.scheduler import SchedulerState
 from trackway.trainer.run_state.checkpoint import (
     DAMAGED,
     MANIFEST,
     find_all,
     find_damage,
+    finished_trajectories,
     load_checkpoint,
     named_checkpoint,
     set_aside_damaged,
@@ -21,6 +23,7 @@ from trackway.trainer.run_state.checkpoint import (
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
+from trackway.wire.trajectory import Trajectory
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -33,6 +36,8 @@ class Beginning(NamedTuple):
     """Step of the run's own checkpoint; None when there is none yet."""
     notice: str = ""
     """Which damaged checkpoints were skipped; empty for none."""
+    finished: Sequence[Trajectory] = ()
+    """Trajectories of the run's own checkpoint that are not trained yet."""
 
 
 def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: bool = False) -> Beginning:
@@ -50,7 +55,8 @@ def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: 
     checkpoint = named_checkpoint(config)
     progress = Progress() if checkpoint is None else _named(checkpoint, learner)
     folder.rewind(None)
-    return Beginning(progress.model_copy(update={"metrics": {}, "unvalidated": {}}), None)
+    forgotten = {"metrics": {}, "unvalidated": {}, "scheduler": SchedulerState()}
+    return Beginning(progress.model_copy(update=forgotten), None)
 
 
 def _named(checkpoint: Path, learner: Learner) -> Progress:
@@ -80,7 +86,7 @@ def _newest(
         else:
             notice = "; ".join(_set_aside(path, error, progress.step) for path, error in damaged.items())
             folder.rewind(MetricsRow(step=progress.step, timestamp=time.time_ns() // 1_000_000, data=progress.metrics))
-            return Beginning(progress, progress.step, notice)
+            return Beginning(progress, progress.step, notice, finished_trajectories(checkpoint))
     raise _no_intact_checkpoint(folder, config, checkpoints, damaged)
 
 

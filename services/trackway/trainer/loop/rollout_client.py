@@ -6,20 +6,23 @@ Rollouts that are still missing when the retries are used up are recorded as fai
 
 import asyncio
 import logging
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
 from trackway.clients import AgentClient, Deadline
+from trackway.system import Backoff
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import StopReason, Tags, Trajectory, require_trainable, trajectory_id
+from trackway.wire.trajectory import StopReason, Trajectory, require_trainable
 
 logger = logging.getLogger("trackway.trainer")
+
+
+LONGEST_PAUSE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class RetryPolicy:
     timeout_s: float = 1800.0
     max_inflight: int = 64
     backoff_s: float = 0.5
-    """First pause before a retry; doubled each time, with jitter, up to 15 s."""
+    """First pause before a retry; doubled each time, with jitter, up to `LONGEST_PAUSE_S`."""
 
 
 class Rollouts:
@@ -73,6 +76,12 @@ class Rollouts:
         self._client = client
         self._template = template
         self._retry_policy = retry_policy
+        self._slots = asyncio.Semaphore(retry_policy.max_inflight)
+
+    @property
+    def n(self) -> int:
+        """Rollouts of each sample."""
+        return self._template.n
 
     async def collect(
         self,
@@ -85,31 +94,35 @@ class Rollouts:
 
         `traced` are the positions in the batch whose rollouts are recorded.
         """
-        slots = asyncio.Semaphore(self._retry_policy.max_inflight)
-
-        async def collect_group(position: int, sample: Sample) -> list[Trajectory]:
-            async with slots:
-                return await self._group(self._template.group(sample, step, min_weight_version, position in traced))
-
         async with asyncio.TaskGroup() as tasks:
-            groups = [tasks.create_task(collect_group(position, sample)) for position, sample in enumerate(batch)]
+            groups = [
+                tasks.create_task(self.group(sample, step, min_weight_version, position in traced))
+                for position, sample in enumerate(batch)
+            ]
         return [trajectory for group in groups for trajectory in group.result()]
+
+    async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
+        """All n rollouts of one sample, in order; a failed rollout has its `error` set."""
+        async with self._slots:
+            return await self._group(self._template.group(sample, step, min_weight_version, trace))
 
     async def _group(self, request: GroupRequest) -> list[Trajectory]:
         deadline = Deadline.after(self._retry_policy.timeout_s)
         got: dict[int, Trajectory] = {}
         problem: TrackwayError | None = None
         fruitless = 0
+        backoff = Backoff(self._retry_policy.backoff_s, LONGEST_PAUSE_S, spread=(0.5, 1.0))
         while fruitless < self._retry_policy.attempts:
             if problem is not None:
-                await asyncio.sleep(self._pause(max(1, fruitless), deadline))
+                await asyncio.sleep(min(backoff.pause_s(max(1, fruitless)), deadline.remaining))
             had = len(got)
             problem = await self._receive(_for_missing(request, got), got, deadline)
             if problem is None or not problem.retryable:
                 break
             fruitless = 0 if len(got) > had else fruitless + 1
             logger.warning("group %s: %s; asking again", request.sample.index, problem)
-        return [got.get(n) or _failed(request, n, problem) for n in request.rollout_numbers()]
+        error = problem or TrackwayError(ErrorCode.INTERNAL, "no rollout came and no error was given")
+        return [got.get(n) or request.failed(n, error) for n in request.rollout_numbers()]
 
     async def _receive(
         self, request: GroupRequest, got: dict[int, Trajectory], deadline: Deadline
@@ -129,10 +142,6 @@ class Rollouts:
             problem = TrackwayError(ErrorCode.UNAVAILABLE, f"the stream ended without rollouts {missing}")
         return problem if wanted - got.keys() else None
 
-    def _pause(self, attempt: int, deadline: Deadline) -> float:
-        longest = min(15.0, self._retry_policy.backoff_s * 2 ** (attempt - 1), deadline.remaining)
-        return longest * random.uniform(0.5, 1.0)
-
 
 def _checked(trajectory: Trajectory) -> Trajectory:
     """The trajectory, with an error set when its numbers cannot be trained on: other agents may send any."""
@@ -149,24 +158,3 @@ def _for_missing(request: GroupRequest, got: dict[int, Trajectory]) -> GroupRequ
     if not got:
         return request
     return request.model_copy(update={"rollouts": [n for n in request.rollout_numbers() if n not in got]})
-
-
-def _failed(request: GroupRequest, rollout_n: int, problem: TrackwayError | None) -> Trajectory:
-    error = problem or TrackwayError(ErrorCode.INTERNAL, "no rollout came and no error was given")
-    tags = Tags(
-        experiment_name=request.experiment_name,
-        step=request.step,
-        sample_index=request.sample.index,
-        rollout_n=rollout_n,
-        validate=request.validation,
-    )
-    name = trajectory_id(request.run, tags)
-    return Trajectory(
-        id=name,
-        session_id=name,
-        tags=tags,
-        agent_name=request.sample.agent_name or "",
-        data_source=request.sample.data_source,
-        stop_reason=StopReason.ERROR,
-        error=error.to_reply().error,
-    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field
 
 from trackway.trainer.data.dataset import Position
+from trackway.trainer.loop.scheduler import SchedulerState
 from trackway.wire.base import NON_FINITE
 from trackway.wire.trainer import MetricValue
 
@@ -17,6 +18,9 @@ class Progress(BaseModel):
     step: int = 0
     """Steps whose update is done."""
     position: Position = Field(default_factory=Position)
+    """The batch of the next step; with groups submitted ahead it tells the size of the step and its epoch."""
+    scheduler: SchedulerState = Field(default_factory=SchedulerState)
+    """Groups that were submitted and not trained."""
     metrics: dict[str, MetricValue] = Field(default_factory=dict)
     """Metrics of that step, in case the process ends before the row is written."""
     unvalidated: dict[str, MetricValue] = Field(default_factory=dict)

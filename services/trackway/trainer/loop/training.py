@@ -23,6 +23,7 @@ from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateRes
 from trackway.trainer.loop.colocation import Engines
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.schedule import Progress, Schedule
+from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.rollout import (
     Clock,
@@ -63,7 +64,7 @@ class Training:
     plan: Schedule
     folder: RunFolder
     prompts: Prompts
-    rollouts: Rollouts
+    scheduler: GroupScheduler
     validation_rows: Sequence[Sample]
     validation_rollouts: Rollouts
     learner: Learner
@@ -106,6 +107,11 @@ class Training:
         return _is_multiple(self.step, self.plan.save_freq)
 
     @property
+    def publish_is_due(self) -> bool:
+        """After every `trigger_parameter_sync_step` steps and after the last."""
+        return self.complete or _is_multiple(self.step, self.scheduler.pacing.sync_every)
+
+    @property
     def first_validation_is_due(self) -> bool:
         """Before the first step of a run that starts from a model or from another run's checkpoint.
 
@@ -125,22 +131,17 @@ class Training:
         with self.clock("step"), self.traces.step(self.step + 1):
             yield
 
-    def next_batch(self) -> list[Sample]:
-        """The prompts of the next step; the same prompts again until `update` has used them."""
-        self.clock.take()
-        return self.prompts.take(self.progress.position)[0]
+    async def rollout(self, version: int) -> list[Trajectory]:
+        """All rollouts of the next step, failed ones included; new ones are sampled from weights `version` or newer.
 
-    async def rollout(self, batch: Sequence[Sample], version: int) -> list[Trajectory]:
-        """All rollouts of the batch under weights `version` or newer, failed ones included.
-
-        Raises StopRequested when a stop is requested meanwhile. When every rollout failed, saves a checkpoint and
-        raises the error of the first.
+        The same ones are returned, or requested, again until `update` has used them. Raises StopRequested when a stop
+        is requested meanwhile. When every rollout failed, saves a checkpoint and raises the error of the first.
         """
-        step = self.step + 1
-        prompts = self.traces.budget.prompts(self.plan.traced_prompts, self.plan.rollouts)
-        traced = traced_positions(self.plan.seed, step, len(batch), prompts)
+        self.clock.take()
+        step, position = self.step + 1, self.progress.position
         with self._part("rollout", "gen"):
-            trajectories = await self._unless_stopped(self.rollouts.collect(batch, step, version, traced))
+            self.scheduler.submit(self.step, position, version, self._traced, self.plan.total_steps - self.step)
+            trajectories = await self._unless_stopped(self.scheduler.take(self.step, position))
         self.traces.received(trajectories)
         await self._stored(partial(write_trajectories, self._dump(f"step_{step}"), trajectories))
         try:
@@ -164,8 +165,9 @@ class Training:
         """One GRPO update of weights `version` on the trajectories that are neither failed nor stale; ends the step."""
         batch = filter_trajectories(trajectories, version, self.plan.max_staleness)
         with self._part("update_actor"):
-            metrics, advantages = await asyncio.to_thread(self._learn, batch)
-        self.traces.assess(batch, advantages)
+            metrics, advantages = await asyncio.to_thread(self._learn, batch, version)
+        self.traces.assess(batch, advantages, self.step + 1)
+        self.scheduler.used(batch.counts)
         epoch = self.progress.position.epoch
         _, after = self.prompts.take(self.progress.position)
         self.progress = Progress(step=self.step + 1, position=after)
@@ -173,7 +175,8 @@ class Training:
         self.traces.own.note(**batch.counts)
         metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
         metrics |= update_metrics(batch.used, version, self.plan.max_prompt_length)
-        return metrics | batch.metrics() | rollout_metrics(trajectories) | incident_metrics(trajectories)
+        metrics |= batch.metrics() | self.scheduler.metrics()
+        return metrics | rollout_metrics(trajectories) | incident_metrics(trajectories)
 
     async def publish(self) -> int:
         """Publish the learner's weights; returns the version that rollouts must use from now on.
@@ -219,8 +222,10 @@ class Training:
         if metrics is not None:
             self.progress = self.progress.model_copy(update={"metrics": metrics | derived_metrics(metrics)})
         with self._part("save_checkpoint"):
-            state, keep = self.progress.model_dump(mode="json"), self.plan.keep_checkpoints
-            save = partial(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep)
+            scheduler, finished = self.scheduler.snapshot()
+            state = self.progress.model_copy(update={"scheduler": scheduler}).model_dump(mode="json")
+            keep = self.plan.keep_checkpoints
+            save = partial(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep, finished)
             await self._stored(save)
         self.saved_step = self.step
 
@@ -298,12 +303,18 @@ class Training:
         )
         return TrackwayError(ErrorCode.NOT_FINITE, message, step=self.step)
 
-    def _learn(self, batch: FilteredBatch) -> UpdateResult:
+    def _learn(self, batch: FilteredBatch, version: int) -> UpdateResult:
+        every = self.scheduler.pacing.sync_every
         try:
-            return self.learner.update(batch.used, self.traces.own.optimizer_step)
+            return self.learner.update(batch.used, self.traces.own.optimizer_step, version + self.step % every / every)
         except EmptyBatchError as error:
             counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in batch.counts.items())
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {counts}: {error}") from error
+
+    def _traced(self, number: int, size: int) -> frozenset[int]:
+        """The places of a batch whose rollouts are traced."""
+        prompts = self.traces.budget.prompts(self.plan.traced_prompts, self.plan.rollouts)
+        return traced_positions(self.plan.seed, number, size, prompts)
 
     def _dump(self, name: str) -> Path:
         return self.folder.path / "trajectories" / f"{name}.parquet"

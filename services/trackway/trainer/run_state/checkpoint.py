@@ -3,6 +3,7 @@
 <root>/global_step_<N>/actor/              Learner.save
                        actor/huggingface/  Learner.export: usable by transformers and any engine
                        state.json          the loop's state: position in the data, counters
+                       finished.parquet    trajectories that are not trained yet; absent when there are none
                        manifest.json       sha256 of every other file
 <root>/latest_checkpointed_iteration.txt   N, written last
 <root>/damaged_global_step_<N>/            a damaged checkpoint, kept for inspection
@@ -17,6 +18,7 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -28,13 +30,16 @@ from safetensors import SafetensorError
 from trackway.system import digests, find_difference, replacing, writing
 from trackway.trainer.config import RunConfig
 from trackway.trainer.learner.finite import NotFiniteError
+from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.base import NON_FINITE
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.files import FileDigest
+from trackway.wire.trajectory import Trajectory
 
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 STATE = "state.json"
+FINISHED = "finished.parquet"
 PREFIX = "global_step_"
 DAMAGED = "damaged_"
 MAKING = ".making_"
@@ -58,7 +63,12 @@ class Checkpointable(Protocol):
 
 
 def save_checkpoint(
-    root: Path, step: int, learner: Checkpointable, state: dict[str, JsonValue], keep: int | None = None
+    root: Path,
+    step: int,
+    learner: Checkpointable,
+    state: dict[str, JsonValue],
+    keep: int | None = None,
+    finished: Sequence[Trajectory] = (),
 ) -> Path:
     """Write `global_step_<step>`, mark it as the latest, remove all but the newest `keep`; return its folder.
 
@@ -76,6 +86,8 @@ def save_checkpoint(
             learner.save(making / "actor")
             learner.export(making / "actor" / "huggingface")
             (making / STATE).write_bytes(to_json(state, inf_nan_mode=NON_FINITE))
+            if finished:
+                write_trajectories(making / FINISHED, finished)
             with ThreadPoolExecutor(1) as pool:  # sync to disk and hash in parallel
                 syncing = pool.submit(_sync, making)
                 manifest = _manifest(making)
@@ -154,6 +166,12 @@ def load_checkpoint(path: Path, learner: Checkpointable) -> dict[str, JsonValue]
         message = f"the checkpoint {path} cannot be loaded: {error}"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
     return state
+
+
+def finished_trajectories(path: Path) -> tuple[Trajectory, ...]:
+    """The trajectories of a checkpoint that were not trained before it was saved."""
+    file = path / FINISHED
+    return tuple(read_trajectories(file)) if file.is_file() else ()
 
 
 def find_damage(path: Path) -> str | None:

@@ -6,6 +6,7 @@
     worker.log      its output and traceback            checkpoints/    to resume from
     trajectories/   step_<n>.parquet, val_step_<n>.parquet
     wandb/          W&B's local files                   tensorboard/    event files
+    trackio_run_id  of the run in Trackio
 
 Files are replaced as a whole, except `metrics.jsonl`, which is appended to. state.json has one writer at a time: the
 run's process while it is alive, else the service. RUN_TRANSITIONS lists the allowed transitions.
@@ -18,6 +19,7 @@ import logging
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +49,8 @@ class RunFolder:
     """Reads and writes the files of one run."""
 
     path: Path
+    exit_if_lost: Callable[["RunFolder"], None] | None = field(default=None, repr=False, compare=False)
+    """In the run's process: exits it unless it owns the run. Called before each change of the state and the rows."""
     _known: RunInfo | None = field(default=None, init=False, repr=False, compare=False)
     """The status that this object last read or wrote."""
     _known_owner: Owner | None = field(default=None, init=False, repr=False, compare=False)
@@ -126,14 +130,15 @@ class RunFolder:
         """The run's status.
 
         When state.json cannot be read: the status that this object last read or wrote, else UNREADABLE with the fields
-        that can be read and a message that says how to continue.
+        that can be read and a message that says how to continue. The run's process, which is about to write the file
+        again, takes it for STARTING.
         """
         path = self.path / STATE
         try:
             info = RunInfo.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
             self._state_is_damaged = not isinstance(error, FileNotFoundError)
-            return self._known or _unreadable(path, error)
+            return self._known or self._unreadable(error)
         self._state_is_damaged = False
         self._known = info if info.run == self.name else info.model_copy(update={"run": self.name})
         return self._known
@@ -154,6 +159,7 @@ class RunFolder:
 
     def append_row(self, row: MetricsRow) -> None:
         """Add the metrics of a step."""
+        self._require_ownership()
         append_line(self.metrics_file, row.model_dump_json(), what=f"the metrics of step {row.step}")
 
     def rows(self) -> list[MetricsRow]:
@@ -176,6 +182,7 @@ class RunFolder:
 
         A missing `row` with data is added, because a checkpoint is written before the row of its step.
         """
+        self._require_ownership()
         rows, damaged = self._rows()
         if damaged:
             logger.warning("%s: %d lines cannot be read; it is kept as %s", METRICS, damaged, _aside(METRICS))
@@ -240,7 +247,18 @@ class RunFolder:
             )
             raise TrackwayError(ErrorCode.CONFLICT, message, run=self.name) from error
 
+    def _require_ownership(self) -> None:
+        if self.exit_if_lost is not None:
+            self.exit_if_lost(self)
+
+    def _unreadable(self, error: OSError | ValidationError) -> RunInfo:
+        info = _unreadable(self.path / STATE, error)
+        if self.exit_if_lost is None:
+            return info
+        return info.model_copy(update={"state": RunState.STARTING, "message": ""})
+
     def _write(self, info: RunInfo) -> RunInfo:
+        self._require_ownership()
         if self._state_is_damaged:
             self._set_aside(STATE)
         self._replace(STATE, info.model_dump_json(indent=2))

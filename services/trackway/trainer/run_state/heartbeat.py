@@ -18,7 +18,6 @@ from typing import NamedTuple
 from trackway.trainer.run_state.exit_status import EXIT_LOST
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Beat, Machine, Owner, this_machine
-from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 
 BEAT_S = 3.0
 """Interval between beats."""
@@ -57,32 +56,7 @@ class LivenessMonitor:
         return now - last.at < DEAD_AFTER_S
 
 
-class OwnFolder(RunFolder):
-    """A run's folder in the run's process, which exits instead of writing once it has lost ownership."""
-
-    def info(self) -> RunInfo:
-        """The run's status; STARTING when this object has never been able to read the state file."""
-        info = super().info()
-        if info.state is not RunState.UNREADABLE:
-            return info
-        return info.model_copy(update={"state": RunState.STARTING, "message": ""})
-
-    def append_row(self, row: MetricsRow) -> None:
-        """Add the metrics of a step."""
-        end_if_lost(self)
-        super().append_row(row)
-
-    def rewind(self, row: MetricsRow | None) -> None:
-        """Remove the rows after `row`."""
-        end_if_lost(self)
-        super().rewind(row)
-
-    def _write(self, info: RunInfo) -> RunInfo:
-        end_if_lost(self)
-        return super()._write(info)
-
-
-def end_if_lost(folder: RunFolder) -> None:
+def exit_if_lost(folder: RunFolder) -> None:
     """Exit this process unless it owns the run."""
     owner = folder.owner()
     if Owner.of(os.getpid()) == owner:
@@ -119,6 +93,6 @@ class Heartbeat:
                 logger.warning("the heartbeat could not be written to %s", self._folder.path, exc_info=True)
 
     def _write_beat(self) -> None:
-        end_if_lost(self._folder)
+        exit_if_lost(self._folder)
         self._beat = self._beat.model_copy(update={"count": self._beat.count + 1})
         self._folder.write_beat(self._beat)

@@ -1,18 +1,20 @@
 """Ownership of a run by one process on any machine, decided by a service under a lock of the outputs folder."""
 
-import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Self
 
+import psutil
 from pydantic import BaseModel, ConfigDict
 
-from trackway.system import writing
+from trackway.system import LockTaken, acquire_lock, writing
 from trackway.wire.errors import ErrorCode, TrackwayError
+
+_PROC = Path("/proc")
 
 
 class Machine(BaseModel):
@@ -22,9 +24,9 @@ class Machine(BaseModel):
 
     host: str
     boot: str
-    """The kernel's id of this boot."""
+    """The kernel's id of this boot, or its time where the kernel has no id."""
     processes: str
-    """The kernel's name of the pid namespace."""
+    """The kernel's name of the pid namespace; empty where the kernel has none."""
 
 
 class Owner(BaseModel):
@@ -35,7 +37,8 @@ class Owner(BaseModel):
     machine: Machine
     pid: int
     started: int
-    """Clock ticks from the machine's boot to the process's start, since pids are reused."""
+    """When the process started, in clock ticks from the machine's boot or, without /proc, in milliseconds since 1970;
+    pids are reused."""
 
     @classmethod
     def of(cls, pid: int, machine: Machine | None = None) -> Self:
@@ -62,8 +65,12 @@ class Beat(BaseModel):
 @cache
 def this_machine() -> Machine:
     """The machine that this process runs on."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return Machine(host=socket.gethostname(), boot=boot, processes=os.readlink("/proc/self/ns/pid"))
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        processes = os.readlink(_PROC / "self/ns/pid")
+    except FileNotFoundError:  # macOS has no id of a boot but its time, and one namespace of processes
+        boot, processes = f"{psutil.boot_time():.0f}", ""
+    return Machine(host=socket.gethostname(), boot=boot, processes=processes)
 
 
 class OutputsLock:
@@ -85,24 +92,31 @@ class OutputsLock:
         lock = self._outputs / ".runs.lock"
         with writing(lock, "the lock of the runs"):
             self._outputs.mkdir(parents=True, exist_ok=True)
-            file = lock.open("w")
-        with file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                held = acquire_lock(lock, mode=None)
+            except LockTaken:
                 message = f"another trainer service is starting a run in {self._outputs}; try again"
                 raise TrackwayError(ErrorCode.CONFLICT, message) from None
-            self._is_held = True
-            try:
-                yield
-            finally:
-                self._is_held = False
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            held.release()
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when it does not exist or is a zombie."""
+    """Start time of a process in clock ticks since boot; None when it does not exist or is a zombie.
+
+    Without /proc, in milliseconds since 1970.
+    """
+    if not (_PROC / "self").exists():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            return None if process.status() == psutil.STATUS_ZOMBIE else round(process.create_time() * 1000)
+        return None
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = (_PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])

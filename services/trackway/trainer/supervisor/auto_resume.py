@@ -14,7 +14,7 @@ from trackway.wire.trainer import RunInfo
 CHECK_INTERVAL_S = 3.0
 """Interval between checks for an interrupted run."""
 
-_READY_POLICY = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=1)
+_READY_POLICY = CallPolicy.question(5.0)
 
 logger = logging.getLogger("trackway.trainer")
 

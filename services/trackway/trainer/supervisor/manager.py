@@ -16,6 +16,7 @@ from pydantic import SecretStr
 
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
+from trackway.trainer.data.own_code import loaded_code, not_loaded
 from trackway.trainer.run_state.checkpoint import named_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
@@ -26,6 +27,7 @@ from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.trainer.traces.preflight import check_backends
 from trackway.trainer.tracking import check_loggers
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import OwnCode
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest, RunState
 
 logger = logging.getLogger("trackway.trainer")
@@ -34,7 +36,7 @@ EXIT_WAIT_S = 10.0
 """Longest wait for the exit of a process whose run has ended or has a new owner, which it learns at its next beat."""
 
 
-class RunManager(RunRegistry):
+class RunManager:
     """The runs of one outputs folder, at most one of them active. Methods raise TrackwayError."""
 
     def __init__(
@@ -46,7 +48,7 @@ class RunManager(RunRegistry):
         token: SecretStr | None = None,
         liveness: LivenessMonitor | None = None,
     ) -> None:
-        super().__init__(outputs, liveness)
+        self.registry = RunRegistry(outputs, liveness)
         self.services = services
         """Services for every run that is started or resumed here."""
         self._tracing = tracing or TracingSettings()
@@ -55,7 +57,8 @@ class RunManager(RunRegistry):
         self._lock = asyncio.Lock()
 
     async def start(self, request: RunRequest) -> RunInfo:
-        """Start a new run; CONFLICT while another run is active or when the name is taken.
+        """Start a new run; CONFLICT while another run is active, when the name is taken, or when a service has not
+        loaded the own code that the configuration names.
 
         INVALID_REQUEST when the configuration names a missing checkpoint, a logger that cannot log, or a trace backend
         that a service cannot send to. StorageError, and no run is started, when its folder cannot be written.
@@ -63,14 +66,16 @@ class RunManager(RunRegistry):
         config = runnable(resolve(request.config))
         named_checkpoint(config)
         await self._check_tracking(config)
-        folder = self._folder(request.run or config.trainer.experiment_name)
+        code = await self._loaded_code(config)
+        folder = self.registry.folder(request.run or config.trainer.experiment_name)
         async with self._lock:
-            with self._outputs_lock.held():
+            with self.registry.outputs_lock.held():
                 self._require_idle()
                 folder.create(config, self.services)
-                await self._supervise(folder)
+                folder.update(code=code)
+                await self._supervise(folder, config)
                 self._supersede(folder.name)
-        return self.info(folder.name)
+        return self.registry.info(folder.name)
 
     async def resume(self, name: str, *, by_itself: bool = False, skip_damaged: bool = False) -> RunInfo:
         """Resume a run from its last checkpoint, or its last intact one; CONFLICT unless it is stopped or failed.
@@ -78,23 +83,32 @@ class RunManager(RunRegistry):
         `by_itself` marks an automatic resume. It counts as a restart, and is a CONFLICT once a user has stopped the
         run.
         """
-        folder = self._existing(name)
-        await self._check_tracking(folder.config())
+        folder = self.registry.existing(name)
+        config = folder.config()
+        await self._check_tracking(config)
+        code = await self._loaded_code(config)
         async with self._lock:
             await self._gone(folder)
-            with self._outputs_lock.held():
+            with self.registry.outputs_lock.held():
                 self._require_idle()
                 before = folder.info()
                 if by_itself and not before.interrupted:
                     message = f"expected an interrupted run to resume, got run {name!r}, which is {before.state}"
                     raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
+                if before.state is RunState.FINISHED:
+                    message = (
+                        f"run {name!r} finished after step {before.step}, so there is nothing to resume; start another "
+                        "run, which begins at its weights with trainer.resume_mode=resume_path and "
+                        f"trainer.resume_from_path={folder.checkpoints / f'global_step_{before.step}'}"
+                    )
+                    raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
                 folder.write_owner(Owner.of(os.getpid()))
                 restarts = before.restarts + 1 if by_itself else 0
-                folder.move(RunState.STARTING, restarts=restarts, interrupted=False)
-                await self._supervise(folder, before.interrupted, skip_damaged or by_itself)
+                folder.move(RunState.STARTING, restarts=restarts, interrupted=False, code=code)
+                await self._supervise(folder, config, before.interrupted, skip_damaged or by_itself)
                 if not by_itself:
                     self._supersede(name)
-        return self.info(name)
+        return self.registry.info(name)
 
     def interrupted(self) -> list[str]:
         """The runs to resume, newest first, whose service or machine was lost; none while a run is active.
@@ -102,13 +116,13 @@ class RunManager(RunRegistry):
         A run that was auto-resumed as often as `trackway.max_restarts` allows is marked FAILED; a user may resume it.
         """
         names: list[str] = []
-        for info in self._newest_first():
+        for info in self.registry.newest_first():
             if info.state not in ENDED:
                 return []
             if not info.interrupted:
                 continue
-            with self._reading(info.run):
-                folder = self._folder(info.run)
+            with self.registry.reading(info.run):
+                folder = self.registry.folder(info.run)
                 if info.restarts < folder.config().trackway.max_restarts:
                     names.append(info.run)
                 else:
@@ -121,43 +135,53 @@ class RunManager(RunRegistry):
 
         CONFLICT when the run is not active, or not in this service.
         """
-        info = self.info(name)
-        active = self._active.get(name)
+        info = self.registry.info(name)
+        active = self.registry.active.get(name)
         if info.state in ENDED and info.interrupted:
             if active is not None:  # marked dead by another service while this one was suspended
                 active[0].stop()
-            with self._outputs_lock.held():
-                folder = self._folder(name)
+            with self.registry.outputs_lock.held():
+                folder = self.registry.folder(name)
                 info = folder.info()
                 if info.state in ENDED:
                     return folder.update(interrupted=False)
         if info.state in ENDED or active is None:
-            self._require_settled(info)
-            message = f"expected an active run to stop, got run {name!r}, which is {self._standing(info)}"
+            self.registry.require_settled(info)
+            message = f"expected an active run to stop, got run {name!r}, which is {self.registry.standing(info)}"
             raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
         active[0].stop()
-        self._require_settled(info)
-        return self.info(name)
+        self.registry.require_settled(info)
+        return self.registry.info(name)
 
     async def close(self) -> None:
         """Interrupt the runs of this service and wait until their processes have exited."""
-        while self._active:
-            for supervised, _ in self._active.values():
+        while self.registry.active:
+            for supervised, _ in self.registry.active.values():
                 supervised.stop(is_interrupted=True)
-            await asyncio.wait([task for _, task in self._active.values()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task for _, task in self.registry.active.values()], return_when=asyncio.FIRST_COMPLETED)
 
     async def _check_tracking(self, config: RunConfig) -> None:
         check_loggers(config, self._tracing.mlflow_uri)
         await check_backends(config, self.services.traced, self._tracing, self._token)
 
-    async def _supervise(self, folder: RunFolder, interrupted: bool = False, skip_damaged: bool = False) -> None:
+    async def _loaded_code(self, config: RunConfig) -> dict[str, OwnCode]:
+        """The own code of each service that answers; CONFLICT when a service has not loaded what the run names."""
+        code = await loaded_code(self.services.traced, self._token)
+        problems = not_loaded(config, code)
+        if problems:
+            raise TrackwayError(ErrorCode.CONFLICT, "; ".join(problems))
+        return {service: own for service, own in code.items() if own is not None}
+
+    async def _supervise(
+        self, folder: RunFolder, config: RunConfig, interrupted: bool = False, skip_damaged: bool = False
+    ) -> None:
         """Start the run's process and watch it.
 
         If it cannot start, the run is marked FAILED. If even that write fails, ownership is dropped so that the next
         status check marks the run.
         """
         secrets = handed_over(self._tracing, self._token)
-        supervised = Supervised(folder, secrets, self._stop_deadline_s, skip_damaged)
+        supervised = Supervised(folder, config, secrets, self._stop_deadline_s, skip_damaged)
         try:
             folder.write_services(self.services)
             await supervised.start()
@@ -168,7 +192,7 @@ class RunManager(RunRegistry):
             except OSError:
                 folder.disown()
             raise
-        self._active[folder.name] = supervised, asyncio.create_task(self._watch(folder.name, supervised))
+        self.registry.active[folder.name] = supervised, asyncio.create_task(self._watch(folder.name, supervised))
 
     async def _watch(self, name: str, supervised: Supervised) -> None:
         try:
@@ -177,12 +201,12 @@ class RunManager(RunRegistry):
             # Any error from the run's folder: the next status check finds the process dead and marks the run.
             logger.exception("run %s is no longer supervised", name)
         finally:
-            del self._active[name]
+            del self.registry.active[name]
 
     async def _gone(self, folder: RunFolder) -> None:
-        if folder.name not in self._active or not folder.ended():
+        if folder.name not in self.registry.active or not folder.ended():
             return
-        supervised, task = self._active[folder.name]
+        supervised, task = self.registry.active[folder.name]
         await asyncio.wait([task], timeout=EXIT_WAIT_S)
         if not task.done():
             supervised.stop(is_interrupted=True)  # kills a suspended process after the deadline
@@ -190,23 +214,23 @@ class RunManager(RunRegistry):
             raise TrackwayError(ErrorCode.CONFLICT, message, run=folder.name)
 
     def _fail(self, folder: RunFolder, reason: str) -> None:
-        """An interrupted run goes on by itself no more, though nobody has stopped it."""
-        with self._outputs_lock.held():
+        """Mark an interrupted run FAILED, so that it is not resumed automatically any more."""
+        with self.registry.outputs_lock.held():
             info = folder.info()
             if info.state in ENDED and info.interrupted:
                 folder.move(RunState.FAILED, f"{info.message}; {reason}", interrupted=False)
 
     def _supersede(self, name: str) -> None:
-        """Whoever starts a run does not want an interrupted one to begin, unasked, after it."""
-        for info in self.list():
+        """Fail the interrupted runs, which must not resume automatically after the run that a user has started."""
+        for info in self.registry.list():
             if info.state in ENDED and info.interrupted:
-                self._fail(self._folder(info.run), f"run {name!r} was started instead; resume this run by hand")
+                self._fail(self.registry.folder(info.run), f"run {name!r} was started instead; resume this run by hand")
 
     def _require_idle(self) -> None:
-        busy = [info for info in self.list() if info.state not in ENDED]
+        busy = [info for info in self.registry.list() if info.state not in ENDED]
         if busy:
-            self._require_settled(busy[0])
-            message = f"run {busy[0].run!r} is {self._standing(busy[0])} and one run is active at a time; "
+            self.registry.require_settled(busy[0])
+            message = f"run {busy[0].run!r} is {self.registry.standing(busy[0])} and one run is active at a time; "
             raise TrackwayError(ErrorCode.CONFLICT, message + "stop it, or wait until it ends", run=busy[0].run)
 
 

@@ -21,10 +21,10 @@ from functools import partial
 from typing import TypeVar
 
 from trackway.system import StorageError, writing
+from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
-from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 
 STORAGE_RETRY_S = 1.0
@@ -39,12 +39,18 @@ class Supervised:
     """The process of one run, and its replacements after crashes."""
 
     def __init__(
-        self, folder: RunFolder, secrets: Mapping[str, str], stop_deadline_s: float, skip_damaged: bool = False
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        secrets: Mapping[str, str],
+        stop_deadline_s: float,
+        skip_damaged: bool = False,
     ) -> None:
         self.stopping = False
         """Whether a stop was requested."""
         self._is_interrupted = False
         self._folder = folder
+        self._config = config
         self._secrets = secrets
         self._stop_deadline_s = stop_deadline_s
         self._skip_damaged = skip_damaged
@@ -61,19 +67,15 @@ class Supervised:
                 return
             try:
                 await self.start()
-            except (OSError, TrackwayError) as error:
+            except OSError as error:
                 message = f"its process could not be restarted: {error}; resume it"
                 await self._written(partial(self._folder.move, RunState.FAILED, message))
                 return
 
     async def start(self) -> None:
-        """Start the process and make it the run's owner.
-
-        Raises OSError when the system cannot start a process, and TrackwayError when the run's configuration cannot be
-        read.
-        """
+        """Start the process and make it the run's owner. Raises OSError when the system cannot start a process."""
         folder = self._folder
-        variables = {"OMP_NUM_THREADS": str(folder.config().trackway.threads), "TOKENIZERS_PARALLELISM": "false"}
+        variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         flags = ["--lifeline", *(["--skip-damaged"] if self._skip_damaged else [])]
         with writing(folder.log, "worker.log"):
             log = folder.log.open("ab")
@@ -163,11 +165,7 @@ class Supervised:
     def _settle_dead(self, status: int) -> bool:
         folder = self._folder
         info, died = folder.info(), f"the learner died ({_cause(status)})"
-        try:
-            allowed = folder.config().trackway.max_restarts
-        except TrackwayError as error:
-            folder.move(RunState.FAILED, f"{died}; {error.message}")
-            return False
+        allowed = self._config.trackway.max_restarts
         if info.restarts >= allowed:
             folder.move(RunState.FAILED, f"{died} after {info.restarts} restarts; see {folder.log}, then resume")
             return False

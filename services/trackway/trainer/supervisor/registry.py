@@ -35,20 +35,22 @@ class RunRegistry:
     def __init__(self, outputs: Path, liveness: LivenessMonitor | None = None) -> None:
         self._outputs = outputs
         self._liveness = liveness or LivenessMonitor()
-        self._active: dict[str, tuple[Supervised, asyncio.Task[None]]] = {}
+        self.active: dict[str, tuple[Supervised, asyncio.Task[None]]] = {}
+        """The processes that this service supervises, by run; the manager adds and removes them."""
+        self.outputs_lock = OutputsLock(outputs)
+        """Held around each change of a run's owner or of a state that no process writes."""
         self._unreadable: set[str] = set()
-        self._outputs_lock = OutputsLock(outputs)
 
     def info(self, name: str) -> RunInfo:
         """The status of a run."""
-        folder = self._existing(name)
+        folder = self.existing(name)
         info = folder.info()
-        if info.state is RunState.UNREADABLE and (name in self._active or self._liveness.alive(folder)):
+        if info.state is RunState.UNREADABLE and (name in self.active or self._liveness.alive(folder)):
             info = info.model_copy(update={"state": RunState.RUNNING, "message": _REWRITTEN})
         if info.state in ENDED:
             return info
-        if name in self._active:
-            supervised = self._active[name][0]
+        if name in self.active:
+            supervised = self.active[name][0]
             state = RunState.STOPPING if supervised.stopping else info.state
             return _on_its_disk(info.model_copy(update={"state": state}), folder, supervised.unwritten)
         if self._liveness.alive(folder):
@@ -62,16 +64,16 @@ class RunRegistry:
 
     def tracked(self, info: RunInfo) -> RunInfo:
         """The run with the data that MLflow and the other backends have not received."""
-        return with_tracking(info, self._folder(info.run))
+        return with_tracking(info, self.folder(info.run))
 
     def list(self) -> list[RunInfo]:
         """All runs, by name."""
-        return sorted(self._newest_first(), key=lambda info: info.run)
+        return sorted(self.newest_first(), key=lambda info: info.run)
 
     def newest(self) -> RunInfo | None:
         """The active run, or the run whose state changed last."""
         last = None
-        for info in self._newest_first():
+        for info in self.newest_first():
             if info.state not in ENDED:
                 return info
             last = last or info
@@ -82,7 +84,7 @@ class RunRegistry:
 
         After a restart from a checkpoint, rows that were already returned are not repeated.
         """
-        folder = self._existing(name)
+        folder = self.existing(name)
         newest = -1
         while True:
             is_last_read = not follow or self.info(name).state in ENDED
@@ -94,10 +96,10 @@ class RunRegistry:
                 return
             await asyncio.sleep(FOLLOW_S)
 
-    def _newest_first(self) -> Iterator[RunInfo]:
+    def newest_first(self) -> Iterator[RunInfo]:
         """All runs, the most recently changed first."""
         for folder in sorted(self._folders(), key=_changed, reverse=True):
-            with self._reading(folder.name):
+            with self.reading(folder.name):
                 yield self.info(folder.name)
 
     def _folders(self) -> Iterator[RunFolder]:
@@ -107,7 +109,7 @@ class RunRegistry:
             yield from (folder for folder in folders if folder.exists and folder.name not in RESERVED_NAMES)
 
     @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
+    def reading(self, name: str) -> Iterator[None]:
         """Skip a run whose files cannot be read, so that the others remain available; logged once per run."""
         try:
             yield
@@ -123,7 +125,7 @@ class RunRegistry:
 
         StorageError when the disk takes no files: then a live process cannot write its heartbeat either.
         """
-        with self._outputs_lock.held():
+        with self.outputs_lock.held():
             info = folder.info()
             if info.state in ENDED or self._liveness.alive(folder):
                 return info
@@ -134,33 +136,35 @@ class RunRegistry:
             is_interrupted = info.interrupted or info.state is not RunState.STOPPING
             return folder.move(RunState.FAILED, _LOST, interrupted=is_interrupted)
 
-    def _require_settled(self, info: RunInfo) -> None:
+    def require_settled(self, info: RunInfo) -> None:
         """Raise StorageError when a run appears active only because its final state cannot be written."""
-        if info.run in self._active:
-            unwritten = self._active[info.run][0].unwritten
+        if info.run in self.active:
+            unwritten = self.active[info.run][0].unwritten
             if unwritten is not None:
                 raise unwritten
-        elif info.state not in ENDED and not self._liveness.alive(self._folder(info.run)):
-            self._give_up(self._folder(info.run))
+        elif info.state not in ENDED and not self._liveness.alive(self.folder(info.run)):
+            self._give_up(self.folder(info.run))
 
-    def _standing(self, info: RunInfo) -> str:
+    def standing(self, info: RunInfo) -> str:
         """The state; for a run of another service also its host and what to do if that host is lost."""
-        owner = self._folder(info.run).owner()
-        if info.state in ENDED or info.run in self._active or owner is None:
+        owner = self.folder(info.run).owner()
+        if info.state in ENDED or info.run in self.active or owner is None:
             return info.state
         return (
             f"{info.state} in another trainer service, on {owner.machine.host} (stop it there; if that host is lost, "
             f"try again after {DEAD_AFTER_S:.0f} s without a heartbeat)"
         )
 
-    def _existing(self, name: str) -> RunFolder:
-        folder = self._folder(name)
+    def existing(self, name: str) -> RunFolder:
+        """The folder of a run; NOT_FOUND, with the names of the runs, when there is none."""
+        folder = self.folder(name)
         if not folder.exists:
             known = ", ".join(sorted(folder.name for folder in self._folders())) or "none"
             raise TrackwayError(ErrorCode.NOT_FOUND, f"no run {name!r}; the runs are: {known}", run=name)
         return folder
 
-    def _folder(self, name: str) -> RunFolder:
+    def folder(self, name: str) -> RunFolder:
+        """The folder that a run of this name has or would have; INVALID_REQUEST for a name that no run may have."""
         try:
             return RunFolder(self._outputs / checked_run_name(name))
         except ValueError as error:

@@ -4,18 +4,14 @@ The sizes are those reported by the trajectories: all spans of all services, bef
 folder share one count, so the budget applies to the backend's plan rather than to each run.
 """
 
-import fcntl
 import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import IO
 
 from pydantic import BaseModel, ValidationError
 
-from trackway.system import atomic_write
+from trackway.system import atomic_write, locked
 from trackway.trainer.metrics.rollout import Metrics
 
 logger = logging.getLogger("trackway.trainer")
@@ -45,7 +41,8 @@ class DailyTraceBytes:
 
     def add(self, size: int) -> int:
         """Add `size` bytes and return today's total (UTC). Raises OSError when the file cannot be written."""
-        with self._locked():
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self._path.with_suffix(".lock"), wait_s=LOCK_DEADLINE_S, mode=None):
             today = self._today().isoformat()
             count = self._read()
             count = _DayCount(day=today, bytes=(count.bytes if count.day == today else 0) + size)
@@ -57,25 +54,6 @@ class DailyTraceBytes:
             return _DayCount.model_validate_json(self._path.read_text())
         except (FileNotFoundError, ValidationError):
             return _DayCount()
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.with_suffix(".lock").open("w") as lock:
-            end = time.monotonic() + LOCK_DEADLINE_S
-            while not _try_lock(lock):
-                if time.monotonic() > end:
-                    raise TimeoutError(f"{self._path} stayed locked for {LOCK_DEADLINE_S:g} s")
-                time.sleep(0.01)
-            yield
-
-
-def _try_lock(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class _DayCount(BaseModel):

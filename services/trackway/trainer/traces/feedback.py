@@ -21,12 +21,23 @@ class TraceFeedback(Protocol):
         ...
 
 
-def training_feedback(batch: FilteredBatch, advantages: Sequence[float]) -> list[Assessment]:
-    """Reward, advantage and `fate` of the traced trajectories; `advantages` are those of `batch.used`."""
+def training_feedback(batch: FilteredBatch, advantages: Sequence[float], step: int = 0) -> list[Assessment]:
+    """Reward, advantage and `fate` of the traced trajectories; `advantages` are those of `batch.used`.
+
+    Those that step `step` trained and an earlier one submitted have `trained_step` too; 0 leaves it out.
+    """
     remaining = iter(advantages)
     by_position = [next(remaining) if status is TrainStatus.USED else None for status in batch.statuses]
     return [
-        _assessment(trajectory, {**_reward(trajectory), **_named("advantage", advantage), "fate": status.feedback})
+        _assessment(
+            trajectory,
+            {
+                **_reward(trajectory),
+                **_named("advantage", advantage),
+                "fate": status.feedback,
+                **_named("trained_step", float(step) if step > trajectory.tags.step else None),
+            },
+        )
         for trajectory, status, advantage in zip(batch.trajectories, batch.statuses, by_position, strict=True)
         if trajectory.trace_id is not None
     ]

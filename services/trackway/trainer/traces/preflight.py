@@ -5,7 +5,7 @@ An unreachable service does not fail the check: the run itself waits for its ser
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import SecretStr
 
@@ -15,11 +15,11 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.config.weave_project import weave_project
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health
-from trackway.wire.tracing import TraceBackend
+from trackway.wire.tracing import SPAN_BACKENDS, TraceBackend
 
 logger = logging.getLogger("trackway.trainer")
 
-_HEALTH_POLICY = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=2)
+_HEALTH_POLICY = CallPolicy.question(5.0, attempts=2)
 _NOTHING_SET = TracingSettings(mlflow_uri=None, weave_api_key=None, otlp_endpoint=None)
 
 
@@ -29,25 +29,45 @@ async def check_backends(
     """Check the backends of each service (name -> URL) and of this one; services that do not answer are logged.
 
     Raises:
-        TrackwayError: INVALID_REQUEST naming service, backend and remedy.
+        TrackwayError: INVALID_REQUEST naming each service, backend and remedy, and a missing Weave entity.
     """
     wanted = config.actor_rollout_ref.rollout.trace.backend
     if not wanted:
         return
-    await asyncio.to_thread(weave_project, config, trainer.weave_api_key)
     usable = {"trainer": trainer.usable, **await _usable_by_service(services, token)}
     if config.trackway.mlflow_uri:
         usable["trainer"] = [*usable["trainer"], TraceBackend.MLFLOW]
-    for service, backends in usable.items():
-        require(wanted, backends, f"the {service} service")
+    problems = [
+        problem
+        for service, backends in usable.items()
+        for problem in unusable(wanted, backends, f"the {service} service")
+    ]
+    problems += await asyncio.to_thread(without_entity, config, trainer.weave_api_key)
+    refuse(problems)
 
 
-def require(wanted: Sequence[TraceBackend], usable: Sequence[str], sender: str) -> None:
-    """Raise TrackwayError(INVALID_REQUEST) for the first backend that `sender` cannot send to."""
-    for backend in wanted:
-        if backend not in usable:
-            message = f"{_NOTHING_SET.missing(backend)} in the environment of {sender}, and restart it"
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, message, backend=backend.value)
+def unusable(wanted: Iterable[TraceBackend], usable: Sequence[str], sender: str) -> list[str]:
+    """A sentence with the remedy for each wanted backend that `sender` cannot send spans to."""
+    return [
+        f"{_NOTHING_SET.missing(backend)} in the environment of {sender}, and restart it"
+        for backend in wanted
+        if backend in SPAN_BACKENDS and backend not in usable
+    ]
+
+
+def without_entity(config: RunConfig, key: SecretStr | None = None) -> list[str]:
+    """A sentence with the remedy if Weave is a trace backend and its project has no entity."""
+    try:
+        weave_project(config, key)
+    except TrackwayError as error:
+        return [error.message]
+    return []
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise TrackwayError(INVALID_REQUEST) with all the problems, if there are any."""
+    if problems:
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, "; ".join(problems))
 
 
 async def _usable_by_service(services: Mapping[str, str], token: SecretStr | None) -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from trackway.wire.trainer import TraceSummary
 QUERY_INTERVAL_S = 15.0
 """Shortest interval between two queries during a run; each is one request per service."""
 _PAUSE_S = 0.5
-_HEALTH_POLICY = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=1)
+_HEALTH_POLICY = CallPolicy.question(5.0)
 
 
 class SpanAccounts:

@@ -1,10 +1,9 @@
-"""Metrics logging: console and metrics.jsonl in the run's thread; MLflow, W&B and TensorBoard in their own threads.
+"""Metrics logging: console and metrics.jsonl in the run's thread; the other loggers in their own threads.
 
 sinks        the interface of a backend, and the queue in front of it
-loggers      check of `trainer.logger` before a run starts
 mlflow_run   the run in MLflow, sent from the files on disk
-wandb_run, tensorboard_run   one backend each; the only modules of a service that import it
-opening      sets up the tracking of a run
+wandb_run, tensorboard_run, trackio_run   one backend each; the only modules of a service that import it
+opening      check of `trainer.logger` before a run starts; the tracking of a run
 leftovers    unsent data of ended runs, for MLflow and Weave
 summary      counts of data that backends have not received
 
@@ -12,9 +11,8 @@ A slow or unreachable backend delays no training step. For MLflow and Weave, no 
 """
 
 from trackway.trainer.tracking.leftovers import Leftovers, weave_feedback
-from trackway.trainer.tracking.loggers import check_loggers, missing_for_loggers
 from trackway.trainer.tracking.mlflow_run import MlflowRun
-from trackway.trainer.tracking.opening import Tracking, open_tracking
+from trackway.trainer.tracking.opening import Tracking, check_loggers, missing_for_loggers, open_tracking
 from trackway.trainer.tracking.sinks import ConsoleSink, FileSink, MlflowSink, QueuedSink, Sink
 from trackway.trainer.tracking.summary import sentences, with_tracking
 

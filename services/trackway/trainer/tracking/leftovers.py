@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from trackway.system import Backoff
 from trackway.tracing import TracingSettings
 from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.delivery.jobs import Delivery, Later
@@ -18,9 +19,8 @@ from trackway.trainer.tracking.mlflow_run import NAME as MLFLOW
 from trackway.trainer.tracking.mlflow_run import STATUS, MlflowRun, mlflow_summary, read_state, tracking_folder
 from trackway.wire.trainer import RunInfo
 
-FIRST_PAUSE_S = 5.0
-"""Pause before the first retry of a run whose backend accepts nothing; doubled for each further one."""
-LONGEST_PAUSE_S = 300.0
+BACKOFF = Backoff(first_s=5.0, longest_s=300.0)
+"""Between attempts for a run whose backend accepts nothing."""
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -34,8 +34,8 @@ class Leftovers:
         self._offered: Sequence[RunInfo] = ()
         self._changed = threading.Condition()
         self._is_stopping = False
-        self._due: dict[str, tuple[float, float]] = {}
-        """Run name -> the time of the next attempt (time.monotonic), and the last pause."""
+        self._due: dict[str, tuple[float, int]] = {}
+        """Run name -> the time of the next attempt (time.monotonic), and the failed attempts so far."""
         self._thread: threading.Thread | None = None
 
     def offer(self, runs: Sequence[RunInfo]) -> None:
@@ -54,7 +54,7 @@ class Leftovers:
             self._changed.notify_all()
 
     def _work(self) -> None:
-        while True:
+        while not self._is_stopping:
             with self._changed:
                 self._changed.wait_for(lambda: self._offered or self._is_stopping)
                 runs, self._offered = self._offered, ()
@@ -64,7 +64,7 @@ class Leftovers:
                 self._send(info)
 
     def _send(self, info: RunInfo) -> None:
-        due, pause = self._due.get(info.run, (0.0, 0.0))
+        due, failures = self._due.get(info.run, (0.0, 0))
         if time.monotonic() < due:
             return
         try:
@@ -77,10 +77,9 @@ class Leftovers:
             self._due.pop(info.run, None)
         except Exception as error:
             # Any error: the failure of one run must not block the other runs.
-            if not isinstance(error, Later) or not pause:
+            if not isinstance(error, Later) or not failures:
                 logger.warning("run %s: its unsent data stays on disk: %s: %s", info.run, type(error).__name__, error)
-            pause = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, pause * 2))
-            self._due[info.run] = (time.monotonic() + pause, pause)
+            self._due[info.run] = (time.monotonic() + BACKOFF.pause_s(failures + 1), failures + 1)
 
 
 def left_by(folder: RunFolder, info: RunInfo, settings: TracingSettings) -> Iterator[Delivery]:

@@ -1,4 +1,4 @@
-"""The run in MLflow: metrics, params, status, and feedback on its traces. Spans are sent separately, as OTLP.
+"""The run in MLflow: metrics, params, tags, status, and feedback on its traces. Spans are sent separately, as OTLP.
 
 The unsent data is determined by the run's folder, so any process can send it at any time:
 
@@ -15,11 +15,11 @@ request was lost, is deleted.
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from trackway.system import atomic_write
 from trackway.trainer.config import RunConfig
@@ -30,6 +30,7 @@ from trackway.trainer.delivery.mlflow_api import Metric, MlflowApi, NotThere, Un
 from trackway.trainer.delivery.mlflow_feedback import MlflowFeedback
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.tracking.row_reader import RowReader
+from trackway.wire.health import OwnCode
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunState
 
 T = TypeVar("T")
@@ -64,6 +65,8 @@ class MlflowState(BaseModel):
     status: str = ""
     """The run's status in MLflow."""
     has_params: bool = False
+    tags: dict[str, str] = Field(default_factory=dict)
+    """The tags that MLflow has."""
     step: int = -1
     """MLflow has the rows up to this step."""
     metrics_lost: int = 0
@@ -92,6 +95,7 @@ class MlflowRun:
         """End of the run in milliseconds since 1970; None while it is active."""
         self._folder = folder
         self._config = config
+        self._tags = code_tags(folder.info().code)
         self._api = MlflowApi(uri)
         self._feedback = MlflowFeedback(self._api, config.trackway.feedback_deadline_s)
         self._rows = RowReader(folder.metrics_file)
@@ -123,7 +127,7 @@ class MlflowRun:
         self._rewound_to = rows[-1].step if rows else -1
 
     def advance(self) -> bool:
-        """Send the next part, in the order status, params, metrics, feedback."""
+        """Send the next part, in the order status, params, tags, metrics, feedback."""
         with only_sender(tracking_folder(self._folder) / f"{NAME}.lock"):
             state = read_state(self._folder)
             before = state.model_copy()
@@ -162,6 +166,7 @@ class MlflowRun:
                 self._send_status(state, run_id)
                 or self._delete_duplicates(state, run_id)
                 or self._send_params(state, run_id)
+                or self._send_tags(state, run_id)
                 or self._send_rows(state, run_id)
             )
         except Refused as error:
@@ -179,7 +184,7 @@ class MlflowRun:
             except NotThere:  # the address now serves another database
                 logger.warning("MLflow at %s has no run %s; the run is sent from its start", self.uri, state.run_id)
                 state.experiment_id = state.run_id = None
-                state.step, state.has_params, state.doubtful_creates = -1, False, 0
+                state.step, state.has_params, state.tags, state.doubtful_creates = -1, False, {}, 0
             else:
                 state.status, state.is_deleted = stored.status, stored.is_deleted
         if state.run_id is None:
@@ -243,6 +248,14 @@ class MlflowRun:
         for part in _parts(params, PARAMS_PER_CALL):
             self._send_split(state, part, lambda batch: self._api.log_params(run_id, dict(batch)))
         state.has_params = True
+        return True
+
+    def _send_tags(self, state: MlflowState, run_id: str) -> bool:
+        if state.tags == self._tags:
+            return False
+        outdated = dict.fromkeys(state.tags, "")  # of own code that a resumed run no longer has
+        self._api.set_tags(run_id, outdated | self._tags)
+        state.tags = self._tags
         return True
 
     def _send_rows(self, state: MlflowState, run_id: str) -> bool:
@@ -350,6 +363,12 @@ def _created_at(folder: RunFolder) -> int:
 def _name(name: str) -> str:
     """The name with the characters that MLflow does not allow replaced."""
     return _NOT_ALLOWED.sub("_", name.replace("@", "_at_"))[:MAX_NAME_CHARS]
+
+
+def code_tags(code: Mapping[str, OwnCode]) -> dict[str, str]:
+    """MLflow's tags for each service's own code: the digest of its files, and the Git commit if there is one."""
+    digests = {f"trackway.code.{service}": own.digest for service, own in code.items()}
+    return digests | {f"trackway.code.{service}.commit": own.commit for service, own in code.items() if own.commit}
 
 
 def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

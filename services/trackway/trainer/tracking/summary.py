@@ -11,7 +11,7 @@ from trackway.wire.trainer import BackendSummary, RunInfo
 
 logger = logging.getLogger("trackway.trainer")
 
-_NAMES = {"mlflow": "MLflow", "weave": "Weave", "wandb": "W&B", "tensorboard": "TensorBoard"}
+_NAMES = {"mlflow": "MLflow", "weave": "Weave", "wandb": "W&B", "tensorboard": "TensorBoard", "trackio": "Trackio"}
 
 
 def with_tracking(info: RunInfo, folder: RunFolder) -> RunInfo:

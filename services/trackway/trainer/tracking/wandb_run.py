@@ -63,12 +63,13 @@ class WandbRun:
         import wandb
 
         trainer = self._config.trainer
+        code = {service: own.model_dump(mode="json") for service, own in self._folder.info().code.items()}
         return wandb.init(
             project=trainer.project_name,
             name=trainer.experiment_name,
             id=self.id,
             dir=self._folder.path,
-            config=self._config.model_dump(mode="json"),
+            config={**self._config.model_dump(mode="json"), "own_code": code},
             mode="offline" if offline else None,
             resume=None if offline else "allow",
             reinit="create_new",

@@ -27,7 +27,7 @@ def batch(name: str, spans: int = 1, headers: dict[str, str] | None = None) -> B
 
 def names(stored: Batch) -> list[str]:
     request = ExportTraceServiceRequest.FromString(gzip.decompress(stored.payload))
-    return [span.name for one in request.resource_spans for scope in one.scope_spans for span in scope.spans]
+    return [span.name for resource in request.resource_spans for scope in resource.scope_spans for span in scope.spans]
 
 
 def drained(spool: DiskQueue) -> list[str]:

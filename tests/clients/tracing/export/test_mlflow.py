@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from mlflow import MlflowClient
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from otlp_sink import running_sink
 
+from tests.clients.tracing.otlp_sink import running_sink
 from trackway.tracing import Tracing, TracingSettings, rollout_trace_attr
 from trackway.tracing.active import activated
 from trackway.tracing.export.batch import Batch, encoded
@@ -55,9 +55,9 @@ def test_a_collector_before_mlflow_is_told_the_id_of_an_experiment_that_was_name
         endpoint = MlflowEndpoint(TracingSettings.model_validate(changes))
         assert endpoint.post(batch(name)).verdict is Verdict.TAKEN
         endpoint.close()
-    [one] = collector.arrived
+    [request] = collector.arrived
     experiment = MlflowClient(mlflow_server).get_experiment_by_name(name)
-    assert experiment is not None and one.headers["x-mlflow-experiment-id"] == experiment.experiment_id
+    assert experiment is not None and request.headers["x-mlflow-experiment-id"] == experiment.experiment_id
 
 
 def test_an_experiment_that_is_gone_is_looked_up_again(endpoint: MlflowEndpoint) -> None:

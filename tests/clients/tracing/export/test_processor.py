@@ -2,14 +2,16 @@
 
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from otlp_sink import Sink, free_port, running_sink
 
+from tests.clients.tracing.otlp_sink import Sink, free_port, running_sink
 from trackway.tracing import Tracing, TracingSettings, trajectory_span, turn_span
 from trackway.tracing.active import activated
 from trackway.wire.tracing import TraceBackend, TraceTarget
@@ -59,12 +61,12 @@ def test_one_trace_goes_to_each_of_its_backends_under_that_backends_headers() ->
         trajectory(tracing, target=EVERYWHERE.model_copy(update={"mlflow_run_id": "r1"}))
         assert tracing.shutdown(5)
     names = [("x-mlflow-experiment-id", "7"), ("x-mlflow-run-id", "r1"), ("project_id", "team/gsm8k")]
-    got = [{name: one.arrived[0].headers.get(name) for name, _ in names} for one in (mlflow, weave, collector)]
+    got = [{name: sink.arrived[0].headers.get(name) for name, _ in names} for sink in (mlflow, weave, collector)]
     every = dict(names)
     assert got == [every | {"project_id": None}, {**dict.fromkeys(every), "project_id": "team/gsm8k"}, every]
     assert weave.arrived[0].headers["wandb-api-key"] == "k" * 40
     assert collector.arrived[0].headers["x-team"] == "rl"
-    assert [one.arrived[0].path for one in (mlflow, weave, collector)] == [
+    assert [sink.arrived[0].path for sink in (mlflow, weave, collector)] == [
         "/v1/traces",
         "/otel/v1/traces",
         "/v1/traces",
@@ -85,9 +87,9 @@ def test_what_is_meant_for_backends_behind_a_collector_is_sent_to_it_once_and_no
         trajectory(tracing, target=EVERYWHERE)
         assert tracing.shutdown(5)
     assert (mlflow.asked, weave.asked, sink.spans) == (0, 0, ["turn 0", "trajectory"])
-    [one] = sink.arrived
-    headers = {name: one.headers[name] for name in ("x-mlflow-experiment-id", "project_id", "x-team")}
-    assert (one.path, headers) == (
+    [request] = sink.arrived
+    headers = {name: request.headers[name] for name in ("x-mlflow-experiment-id", "project_id", "x-team")}
+    assert (request.path, headers) == (
         "/collected",
         {"x-mlflow-experiment-id": "7", "project_id": "team/gsm8k", "x-team": "rl"},
     )
@@ -98,7 +100,7 @@ def test_traces_of_two_runs_in_one_process_go_to_their_own_experiments(sink: Sin
     for experiment in ("7", "8", None):
         trajectory(tracing, target=TraceTarget(mlflow_experiment_id=experiment))
     assert tracing.shutdown(5)
-    assert sorted(one.headers["x-mlflow-experiment-id"] for one in sink.arrived) == ["0", "7", "8"]
+    assert sorted(request.headers["x-mlflow-experiment-id"] for request in sink.arrived) == ["0", "7", "8"]
 
 
 def test_a_backend_that_is_away_costs_nothing_and_gets_everything_when_it_is_back(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_a_request_never_carries_more_roots_than_mlflow_links(sink: Sink) -> Non
     for number in range(230):
         trajectory(tracing, number)
     assert tracing.shutdown(10)
-    roots = [one.spans.count("trajectory") for one in sink.arrived]
+    roots = [request.spans.count("trajectory") for request in sink.arrived]
     assert sum(roots) == 230 and max(roots) == 100
     assert len(sink.spans) == 460
 
@@ -227,18 +229,66 @@ def test_a_hanging_backend_holds_up_neither_its_callers_nor_the_other_backend(tm
         assert len(slow.spans) == 40
 
 
-def test_spans_behind_a_request_without_an_answer_wait_on_disk_where_a_kill_does_not_reach_them(tmp_path: Path) -> None:
+KILLED = """
+import sys
+from trackway.tracing import Tracing, TracingSettings, trajectory_span, turn_span
+from trackway.tracing.active import activated
+from trackway.wire.trajectory import Tags
+
+tracing = Tracing("agent", TracingSettings(mlflow_uri=sys.argv[1], spool_dir=sys.argv[2], schedule_delay_s=0.02))
+for number in range(4):
+    tags = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=number)
+    with activated(tracing), trajectory_span(tags, "t", "agent", [], True), turn_span(0):
+        pass
+    tracing.flush(0.1)
+print("recorded", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_process_loses_no_batch_neither_the_one_being_sent_nor_those_behind_it(tmp_path: Path) -> None:
     with running_sink() as slow:
         slow.open.clear()
-        tracing = Tracing("agent", settings(slow.url, tmp_path, export_timeout_s=30.0))
-        for number in range(4):
-            trajectory(tracing, number)
-            assert not tracing.flush(0.1)
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, slow.url, str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None and process.stdout.readline() == "recorded\n"
+            until(lambda: slow.asked == 1)
+            process.kill()
         stored = [int(path.stem.rpartition("-")[2]) for path in tmp_path.rglob("*.otlp")]
-        assert (sum(stored), tracing.stats().backends["mlflow"].waiting) == (6, 8)
-        slow.open.set()
-        assert tracing.shutdown(10)
-        assert sorted(slow.spans) == ["trajectory"] * 4 + ["turn 0"] * 4
+
+    assert sum(stored) == 8
+    with running_sink() as sink:
+        following = Tracing("agent", settings(sink.url, tmp_path))
+        until(lambda: len(sink.spans) == 8)
+        assert following.shutdown(5)
+    assert sorted(sink.spans) == ["trajectory"] * 4 + ["turn 0"] * 4
+
+
+def test_a_span_waits_from_its_end_until_its_backend_has_it(sink: Sink) -> None:
+    tracing = Tracing("agent", settings(sink.url, schedule_delay_s=60.0))
+    trajectory(tracing)
+
+    before = tracing.stats()
+    assert tracing.flush(5)
+    after = tracing.stats()
+    tracing.shutdown(5)
+
+    assert (before.ended, before.queued, before.backends["mlflow"].waiting) == (2, 2, 0)
+    assert (after.ended, after.queued, after.backends["mlflow"].exported) == (2, 0, 2)
+
+
+def test_beside_a_full_disk_a_backend_that_keeps_up_gets_every_span(sink: Sink, tmp_path: Path) -> None:
+    tracing = Tracing("agent", settings(sink.url, tmp_path, max_spool_bytes=1))
+    for number in range(3):
+        trajectory(tracing, number)
+        assert tracing.flush(5)
+    assert tracing.shutdown(5)
+    assert (len(sink.spans), tracing.stats().lost) == (6, 0)
 
 
 def test_what_the_disk_has_no_room_for_is_dropped_and_counted(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from mlflow import MlflowClient
@@ -17,7 +18,7 @@ from mlflow import MlflowClient
 from trackway.deploy.deployment import processes
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.local import mlflow_server
-from trackway.deploy.local.preflight import free_port
+from trackway.system import free_port
 from trackway.system.user_error import UserError
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.tracing.local_mlflow import mlflow_server as keeper
@@ -122,7 +123,9 @@ def shared(folder: Path) -> str:
     names = [None, ".", "sqlite:///mlflow.db", f"sqlite:///{folder}/mlflow.db", f"file://{folder}", str(folder)]
     workers = [worker(folder, name) for name in names]
     ended = [process.communicate(str(number), timeout=300) for number, process in enumerate(workers)]
-    assert [(process.returncode, *one) for process, one in zip(workers, ended, strict=True)] == [(0, "", "")] * WORKERS
+    assert [(process.returncode, *streams) for process, streams in zip(workers, ended, strict=True)] == [
+        (0, "", "")
+    ] * WORKERS
     return json.loads((folder / "mlflow.db.server" / "address.json").read_text())["uri"]
 
 
@@ -153,11 +156,15 @@ def test_six_processes_share_one_server_and_every_span_arrives(shared: str, fold
 
 
 @pytest.mark.usefixtures("shared")
-def test_the_server_and_its_workers_give_way_to_other_processes(folder: Path) -> None:
+def test_the_server_is_one_process_that_gives_way_to_others(folder: Path) -> None:
     [server] = servers(folder)
-    workers = server.children(recursive=True)
-    assert workers
-    assert {process.nice() for process in [server, *workers]} == {10}
+    assert (server.nice(), server.children(recursive=True)) == (10, [])
+
+
+def test_the_server_refuses_the_name_of_another_host(shared: str) -> None:
+    url = f"{shared}/api/2.0/mlflow/experiments/get-by-name?experiment_name=shared"
+    assert httpx.get(url, headers={"host": "elsewhere.example"}).status_code == 403
+    assert httpx.get(url).status_code == 200
 
 
 @pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="the kernel does not share cores out by session")
@@ -216,7 +223,7 @@ def test_a_server_whose_keeper_is_killed_makes_room_for_the_next_one(
 
 def test_the_server_ends_after_its_last_user_was_killed(user: "subprocess.Popen[str]", folder: Path) -> None:
     assert ask(user, 15)
-    assert len(servers(folder)) == 1 < len(remains(folder))
+    assert len(servers(folder)) == len(remains(folder)) == 1
     user.kill()
     wait_for(lambda: not remains(folder), "the server and all it started ends")
     files = ServerFiles(folder / "mlflow.db")

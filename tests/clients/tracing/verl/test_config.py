@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from otlp_sink import Sink, running_sink
 
+from tests.clients.tracing.otlp_sink import Sink, running_sink
 from trackway.tracing import RolloutTraceConfig
 from trackway.tracing.active import active_tracing
 from trackway.tracing.export.mlflow import experiment_by_name
@@ -34,7 +34,11 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
         ("trackio", "unknown trace backend trackio: expected mlflow, weave, otlp, or None for no traces"),
         (["mlflow", "dummy"], "unknown trace backend dummy: expected mlflow, weave, otlp"),
         ("otlp", "trace backend otlp needs a receiver: set OTEL_EXPORTER_OTLP_ENDPOINT"),
-        ("weave", "expected project_name as entity/project, got 'p'; use that form, or set WANDB_ENTITY"),
+        (
+            "weave",
+            "trace backend weave needs W&B's API key: set WANDB_API_KEY; trace backend weave: expected project_name as "
+            "entity/project, got 'p'; use that form, or set WANDB_ENTITY",
+        ),
     ],
 )
 def test_a_backend_that_cannot_work_is_one_clear_line_before_anything_starts(
@@ -45,7 +49,13 @@ def test_a_backend_that_cannot_work_is_one_clear_line_before_anything_starts(
     assert (RolloutTraceConfig.get_client(), RolloutTraceConfig.get_backend(), active_tracing()) == (None, None, None)
 
 
-def test_weave_asks_for_its_key_once_its_project_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_dummy_traces_nothing_as_in_verl() -> None:
+    RolloutTraceConfig.init("p", "e", "dummy")
+
+    assert (RolloutTraceConfig.get_client(), RolloutTraceConfig.get_backend(), active_tracing()) == (None, None, None)
+
+
+def test_weave_asks_for_its_key_when_its_project_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="trace backend weave needs W&B's API key: set WANDB_API_KEY"):
         RolloutTraceConfig.init("entity/p", "e", "weave")
     monkeypatch.setenv("WANDB_API_KEY", "k" * 40)

@@ -35,7 +35,7 @@ class Recorder:
         """Inputs and outputs of the only span."""
         [span] = self.spans()
         found = dict(span.attributes or {})
-        return tuple(json.loads(str(found.get(f"mlflow.span{one}", "null"))) for one in ("Inputs", "Outputs"))
+        return tuple(json.loads(str(found.get(f"mlflow.span{side}", "null"))) for side in ("Inputs", "Outputs"))
 
 
 @pytest.fixture

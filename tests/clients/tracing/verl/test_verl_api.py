@@ -155,14 +155,14 @@ async def test_a_call_is_stored_with_its_name_arguments_and_result(store: Store)
     assert RolloutTraceConfig.get_client() is RolloutTraceConfig.get_instance().client is not None
     assert await TracedClass().my_method("test_a", b="test_b") == "result: test_a, test_b"
     assert TracedClass().my_sync_method(1, c=3) == "sync: 1"
-    [plain, other] = sorted(store.traces(), key=lambda trace: trace.data.spans[0].name)
-    assert (plain.data.spans[0].name, other.data.spans[0].name) == (
+    [plain, synchronous] = sorted(store.traces(), key=lambda trace: trace.data.spans[0].name)
+    assert (plain.data.spans[0].name, synchronous.data.spans[0].name) == (
         "TracedClass.my_method",
         "TracedClass.my_sync_method",
     )
     assert plain.data.spans[0].inputs == {"a": "test_a", "b": "test_b"}
     assert plain.data.spans[0].outputs == "result: test_a, test_b"
-    assert other.data.spans[0].inputs == {"a": 1, "kwargs": {"c": 3}}
+    assert synchronous.data.spans[0].inputs == {"a": 1, "kwargs": {"c": 3}}
 
 
 async def test_token2text_adds_prompt_and_response_and_leaves_the_result_alone(store: Store) -> None:
@@ -239,7 +239,7 @@ async def test_concurrent_trajectories_in_tasks_and_threads_never_mix(store: Sto
     with ThreadPoolExecutor(8) as threads:
         in_threads = [threads.submit(asyncio.run, trajectory(index)) for index in range(120, 200)]
         await asyncio.gather(*(trajectory(index) for index in range(120)))
-        assert all(one.result() is None for one in in_threads)
+        assert all(future.result() is None for future in in_threads)
     traces = {trace.info.tags["sample_index"]: trace for trace in store.traces()}
     assert traces.keys() == {str(index) for index in range(200)}
     for index, trace in traces.items():

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_models import build
 from safetensors.torch import load_file, save_file
 
+from tests.services.rollout.rollout_models import build
 from trackway.rollout.engines.weight_folder import check_finite, check_same_model, lacks_head, tensors, with_head
 from trackway.wire.errors import ErrorCode, TrackwayError
 

@@ -1,30 +1,28 @@
 """Real servers for OpenAI's own client: one on the torch engine, and one whose engine says what a test wants."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from openai import OpenAI
-from openai_server import serving
-from scripted_engine import ScriptedEngine
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.services.rollout.openai.openai_server import serving
+from tests.services.rollout.openai.scripted_engine import ScriptedEngine
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
-
-TINY = Path(__file__).parents[4] / "examples" / "tiny" / "checkpoint"
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     """The tiny model's tokenizer."""
-    return AutoTokenizer.from_pretrained(TINY)
+    return AutoTokenizer.from_pretrained(TINY_MODEL)
 
 
 @pytest.fixture(scope="session")
 def torch_url() -> Iterator[str]:
     """The tiny model on the torch engine, served as `tiny`."""
-    with serving(create_app(RolloutSettings(model_path=TINY, model_name="tiny", device="cpu"))) as url:
+    with serving(create_app(RolloutSettings(model_path=TINY_MODEL, model_name="tiny", device="cpu"))) as url:
         yield url
 
 
@@ -39,7 +37,7 @@ def client(torch_url: str) -> Iterator[OpenAI]:
 def scripted_server() -> Iterator[tuple[str, ScriptedEngine]]:
     """A scripted engine with the tiny model's tokenizer, served as `tiny`."""
     engine = ScriptedEngine()
-    with serving(create_app(RolloutSettings(model_path=TINY, model_name="tiny"), engine)) as url:
+    with serving(create_app(RolloutSettings(model_path=TINY_MODEL, model_name="tiny"), engine)) as url:
         yield url, engine
 
 

@@ -4,8 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
 
-from idle_engine import IdleEngine
-
+from tests.services.rollout.idle_engine import IdleEngine
 from trackway.rollout.engines.protocol import EngineStats, FinishReason, Piece
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams

@@ -7,9 +7,10 @@ import httpx
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
-from openai_server import calls, extra
-from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerBase
+
+from tests.services.rollout.openai.openai_server import calls, extra
+from tests.services.rollout.openai.scripted_engine import ScriptedEngine
 
 IDS = {"return_token_ids": True}
 QUESTION: list[ChatCompletionMessageParam] = [

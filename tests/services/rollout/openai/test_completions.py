@@ -5,9 +5,9 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from openai_server import extra
 from transformers import PreTrainedTokenizerBase
 
+from tests.services.rollout.openai.openai_server import extra
 from trackway.wire.rollout import GenerateReply
 
 IDS = {"return_token_ids": True}
@@ -73,19 +73,19 @@ def test_several_prompts_with_several_choices_are_numbered_through(client: OpenA
 def test_several_texts_are_several_prompts(client: OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt=["1 + 1 =", "2 + 2 ="], temperature=0)
     alone = [client.completions.create(model="tiny", prompt=text, temperature=0) for text in ("1 + 1 =", "2 + 2 =")]
-    assert [choice.text for choice in answer.choices] == [one.choices[0].text for one in alone]
+    assert [choice.text for choice in answer.choices] == [completion.choices[0].text for completion in alone]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_a_stream_says_what_the_whole_answer_says(client: OpenAI, seed: int) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": "12 + 30 =", "seed": seed, "max_tokens": 60, "logprobs": 0}
-    one = client.completions.create(**asked, extra_body=IDS).choices[0]
+    whole = client.completions.create(**asked, extra_body=IDS).choices[0]
     choices = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True, extra_body=IDS)]
-    assert "".join(choice.text for choice in choices) == one.text
-    assert [token for choice in choices for token in extra(choice)["token_ids"]] == extra(one)["token_ids"]
-    assert [offset for choice in choices for offset in choice.logprobs.text_offset or []] == one.logprobs.text_offset
-    assert [token for choice in choices for token in choice.logprobs.tokens or []] == one.logprobs.tokens
-    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [one.finish_reason]
+    assert "".join(choice.text for choice in choices) == whole.text
+    assert [token for choice in choices for token in extra(choice)["token_ids"]] == extra(whole)["token_ids"]
+    assert [offset for choice in choices for offset in choice.logprobs.text_offset or []] == whole.logprobs.text_offset
+    assert [token for choice in choices for token in choice.logprobs.tokens or []] == whole.logprobs.tokens
+    assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + [whole.finish_reason]
     assert ["prompt_token_ids" in extra(choice) for choice in choices] == [True] + [False] * (len(choices) - 1)
 
 

@@ -7,10 +7,10 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
-from openai_server import CHAT, serving
-from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerBase
 
+from tests.services.rollout.openai.openai_server import CHAT, serving
+from tests.services.rollout.openai.scripted_engine import ScriptedEngine
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorReply

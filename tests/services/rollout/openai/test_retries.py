@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import openai
 import pytest
 from openai import OpenAI
-from openai_server import CHAT
-from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerBase
 
+from tests.services.rollout.openai.openai_server import CHAT
+from tests.services.rollout.openai.scripted_engine import ScriptedEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 

@@ -8,9 +8,10 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
-from openai_server import CHAT
-from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerBase
+
+from tests.services.rollout.openai.openai_server import CHAT
+from tests.services.rollout.openai.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

@@ -8,11 +8,11 @@ from typing import Protocol
 import httpx
 import pytest
 from fastapi import FastAPI
-from openai_server import CHAT
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerBase
 
+from tests.services.rollout.openai.openai_server import CHAT
+from tests.services.rollout.openai.scripted_engine import ScriptedEngine
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span

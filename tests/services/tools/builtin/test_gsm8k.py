@@ -1,6 +1,6 @@
 import pytest
-from tools_rig import Rig
 
+from tests.services.tools.tool_harness import ToolHarness
 from trackway.tools.builtin.gsm8k import Gsm8kTool
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import CreateInstance, ExecuteRequest, ToolResult
@@ -8,8 +8,8 @@ from trackway.wire.tools import CreateInstance, ExecuteRequest, ToolResult
 NAME = "calc_gsm8k_reward"
 
 
-async def answered(rig: Rig, instance_id: str, answer: str | float) -> ToolResult:
-    return await rig.server.execute(instance_id, ExecuteRequest(arguments={"answer": answer}))
+async def answered(harness: ToolHarness, instance_id: str, answer: str | float) -> ToolResult:
+    return await harness.server.execute(instance_id, ExecuteRequest(arguments={"answer": answer}))
 
 
 def test_the_model_sees_verls_schema() -> None:
@@ -41,38 +41,50 @@ def test_the_model_sees_verls_schema() -> None:
         (72, "Current parsed answer='72' reward=1.0", 0.0),
     ],
 )
-async def test_text_and_step_reward_are_verls(rig: Rig, answer: str | int, text: str, reward: float) -> None:
-    instance_id = await rig.made(NAME, ground_truth="72")
+async def test_text_and_step_reward_are_verls(
+    harness: ToolHarness, answer: str | int, text: str, reward: float
+) -> None:
+    instance_id = await harness.made(NAME, ground_truth="72")
 
-    assert await answered(rig, instance_id, answer) == ToolResult(text=text, reward=reward)
-
-
-@pytest.mark.anyio
-async def test_the_state_lives_for_the_whole_trajectory(rig: Rig) -> None:
-    instance_id = await rig.made(NAME, ground_truth="72")
-
-    steps = [(await answered(rig, instance_id, answer)).reward for answer in ("71", "72", "72", "73")]
-
-    assert steps == [-0.05, 0.0, -0.05, -0.05]
-    assert await rig.server.reward(instance_id) == 1.0
+    assert await answered(harness, instance_id, answer) == ToolResult(text=text, reward=reward)
 
 
 @pytest.mark.anyio
-async def test_two_trajectories_do_not_share_state(rig: Rig) -> None:
-    first, second = await rig.made(NAME, ground_truth="72"), await rig.made(NAME, ground_truth="5")
+async def test_the_state_lives_for_the_whole_trajectory(harness: ToolHarness) -> None:
+    instance_id = await harness.made(NAME, ground_truth="72")
 
-    await answered(rig, first, "72")
+    steps = [(await answered(harness, instance_id, answer)).reward for answer in ("71", "72", "72")]
 
-    assert (await answered(rig, second, "5")).reward == 0.0
-    await rig.server.release(first)
-    assert await rig.server.reward(second) == 1.0
+    assert steps == [-0.05, 0.0, -0.05]
+    assert await harness.server.reward(instance_id) == 1.0
+
+
+@pytest.mark.anyio
+async def test_the_last_answer_counts_as_verls_does(harness: ToolHarness) -> None:
+    instance_id = await harness.made(NAME, ground_truth="72")
+
+    steps = [(await answered(harness, instance_id, answer)).reward for answer in ("72", "73", "72", "73")]
+
+    assert steps == [0.0, -0.05, 0.0, -0.05]
+    assert await harness.server.reward(instance_id) == 0.0
+
+
+@pytest.mark.anyio
+async def test_two_trajectories_do_not_share_state(harness: ToolHarness) -> None:
+    first, second = await harness.made(NAME, ground_truth="72"), await harness.made(NAME, ground_truth="5")
+
+    await answered(harness, first, "72")
+
+    assert (await answered(harness, second, "5")).reward == 0.0
+    await harness.server.release(first)
+    assert await harness.server.reward(second) == 1.0
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("create_kwargs", [{}, {"ground_truth": 72}, {"ground_truth": None}])
-async def test_creation_needs_a_ground_truth(rig: Rig, create_kwargs: dict[str, int | None]) -> None:
+async def test_creation_needs_a_ground_truth(harness: ToolHarness, create_kwargs: dict[str, int | None]) -> None:
     with pytest.raises(TrackwayError, match=r"create_kwargs\.ground_truth") as caught:
-        await rig.server.create(CreateInstance(tool=NAME, create_kwargs={**create_kwargs}))
+        await harness.server.create(CreateInstance(tool=NAME, create_kwargs={**create_kwargs}))
 
     assert caught.value.code is ErrorCode.INVALID_REQUEST
-    assert len(rig.table) == 0
+    assert len(harness.table) == 0

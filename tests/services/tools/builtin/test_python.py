@@ -4,9 +4,9 @@ import asyncio
 import re
 
 import pytest
-from python_rig import LOST, Run, served
-from time_limits import ENDS_SOON
 
+from tests.services.tools.python_server import LOST, Run, served
+from tests.time_limits import ENDS_SOON
 from trackway.clients.base import Deadline
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -115,7 +115,7 @@ async def test_a_call_that_the_server_cuts_off_is_told_to_the_next_one(running: 
             await session("while True: pass")
         after = await session("1 + 1")
 
-    assert caught.value.code is ErrorCode.DEADLINE_EXCEEDED
+    assert caught.value.code is ErrorCode.TOOL_TIMEOUT
     assert after == "[a fresh interpreter: the last call was cut off, and its variables are lost]\n2\n"
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
-from python_rig import LOST, Run, Session, processes_with, served
-from tools_rig import eventually
 
 import trackway.tools.core.server
+from tests.services.tools.python_server import LOST, Run, Session, processes_with, served
+from tests.services.tools.tool_harness import eventually
 
 pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
@@ -332,6 +332,6 @@ except ConnectionRefusedError as error: print(error.strerror)
 "segment" in globals()
 """
     async with served(running) as server:
-        one, other = await server.session(), await server.session()
-        assert await one(trace) == "[no output]"
-        assert await other(look) == "['.shm'] [] ['1', '2']\nNo such file or directory\nConnection refused\nFalse\n"
+        first, second = await server.session(), await server.session()
+        assert await first(trace) == "[no output]"
+        assert await second(look) == "['.shm'] [] ['1', '2']\nNo such file or directory\nConnection refused\nFalse\n"

@@ -4,9 +4,9 @@ import logging
 from pathlib import Path
 
 import pytest
-from python_rig import LOST, Run, processes_with, served
-from tools_rig import eventually
 
+from tests.services.tools.python_server import LOST, Run, processes_with, served
+from tests.services.tools.tool_harness import eventually
 from trackway.tools.sandbox import SandboxUnavailableError
 
 pytestmark = pytest.mark.anyio

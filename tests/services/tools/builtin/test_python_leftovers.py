@@ -10,10 +10,10 @@ import sys
 import time
 
 import pytest
-from python_rig import Run, leaving, processes_with, served
-from time_limits import ENDS_SOON
-from tools_rig import eventually
 
+from tests.services.tools.python_server import Run, leaving, processes_with, served
+from tests.services.tools.tool_harness import eventually
+from tests.time_limits import ENDS_SOON
 from trackway.tools.sandbox.process import SandboxedProcess
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -94,7 +94,7 @@ async def test_they_end_when_the_server_cuts_the_call_off(running: Run) -> None:
         session = await server.session()
         with pytest.raises(TrackwayError) as caught:
             await session(leaving("left-by-cut") + "while True: pass")
-        assert caught.value.code is ErrorCode.DEADLINE_EXCEEDED
+        assert caught.value.code is ErrorCode.TOOL_TIMEOUT
         assert processes_with("left-by-cut") == []
 
 

@@ -4,7 +4,8 @@ import asyncio
 import os
 
 import pytest
-from python_rig import LOST, Run, served
+
+from tests.services.tools.python_server import LOST, Run, served
 
 pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
@@ -67,10 +68,10 @@ async def test_a_fork_that_comes_to_the_end_of_its_cell_is_not_the_interpreter(r
 @pytest.mark.parametrize("target", ["os.getppid()", "1", "-1", str(os.getpid())], ids=["parent", "1", "-1", "server"])
 async def test_signals_reach_no_process_outside(running: Run, target: str) -> None:
     async with served(running) as server:
-        session, other = await server.session(), await server.session()
-        await other("kept = 7")
+        session, other_session = await server.session(), await server.session()
+        await other_session("kept = 7")
         await session(f"import os\ntry: os.kill({target}, 9)\nexcept OSError: pass")
-        texts = [await session("'alive'"), await other("kept")]
+        texts = [await session("'alive'"), await other_session("kept")]
 
     assert texts == ["'alive'\n", "7\n"]
 

@@ -100,21 +100,6 @@ def test_a_tool_without_arguments_names_the_unknown_ones() -> None:
         check_of({"type": "object", "properties": {}})({"b": 1, "a": 2})
 
 
-def nested(depth: int) -> dict[str, JsonValue]:
-    value: dict[str, JsonValue] = {}
-    for _ in range(depth - 1):
-        value = {"tree": value}
-    return value
-
-
-def test_arguments_that_nest_too_deeply_are_refused() -> None:
-    tree: dict[str, JsonValue] = {"type": "object", "properties": {"tree": {"$ref": "#"}}}
-    check_of(tree)(nested(200))
-    for depth in (201, 5000):
-        with pytest.raises(ToolInputError, match="expected arguments that nest at most 200 deep, got deeper ones"):
-            check_of(tree)(nested(depth))
-
-
 def of_values(**schema: JsonValue) -> ArgumentCheck:
     return check_of({"type": "object", "properties": {"values": schema}})
 

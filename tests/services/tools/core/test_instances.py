@@ -2,8 +2,8 @@ import asyncio
 import uuid
 
 import pytest
-from tools_rig import FakeClock
 
+from tests.services.tools.tool_harness import FakeClock
 from trackway.tools.builtin.calculator import CalculatorTool
 from trackway.tools.core.instances import TRANSITIONS, Event, Instance, InstanceTable, State
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-from faulty_tool import FaultyTool
-from time_limits import ENDS_SOON
-from tools_rig import eventually
 
+from tests.services.tools.faulty_tool import FaultyTool
+from tests.services.tools.tool_harness import eventually
+from tests.time_limits import ENDS_SOON
 from trackway.clients.tools import ToolsClient
 from trackway.tools.app import create_app
 from trackway.tools.builtin.calculator import CalculatorTool
@@ -95,7 +95,7 @@ async def test_a_retry_after_a_504_is_given_the_504_and_runs_nothing(
     faulty.gate.set()
     answers.append(await http.post(path, json=OK, headers={"idempotency-key": "once"}))
 
-    assert [code_of(one) for one in answers] == [(504, "deadline_exceeded")] * 3
+    assert [code_of(answer) for answer in answers] == [(504, "tool_timeout")] * 3
     assert (faulty.started, list(faulty.calls.values())) == (1, [0])
 
 
@@ -113,7 +113,7 @@ async def test_a_retry_while_the_first_still_runs_shares_its_answer_though_the_f
         faulty.gate.set()
         answers = [await waiting, await http.post(path, json=OK, headers=key)]
 
-    assert [one.json()["text"] for one in answers] == ["ok 1", "ok 1"]
+    assert [answer.json()["text"] for answer in answers] == ["ok 1", "ok 1"]
     assert faulty.started == 1
 
 
@@ -121,9 +121,9 @@ async def test_a_key_with_another_body_is_a_conflict(http: httpx.AsyncClient) ->
     path = f"/instances/{await made(http)}/execute"
 
     await http.post(path, json=OK, headers={"idempotency-key": "once"})
-    other = await http.post(path, json={"arguments": {"mode": "long"}}, headers={"idempotency-key": "once"})
+    other_answer = await http.post(path, json={"arguments": {"mode": "long"}}, headers={"idempotency-key": "once"})
 
-    assert code_of(other) == (409, "conflict")
+    assert code_of(other_answer) == (409, "conflict")
 
 
 async def test_a_full_server_says_when_to_come_back(http: httpx.AsyncClient) -> None:
@@ -144,11 +144,11 @@ async def test_an_operator_sees_the_instances_without_their_content(http: httpx.
 
     whole, first, of_b = await client.instances(), await client.instances(limit=1), await client.instances("b")
 
-    seen = [(one.tool, one.session_id, one.state) for one in whole.instances]
+    seen = [(instance.tool, instance.session_id, instance.state) for instance in whole.instances]
     assert seen == [("calc_gsm8k_reward", "a/1", "idle"), ("faulty", "b", "idle")]
-    assert (whole.total, first.total, [one.session_id for one in first.instances]) == (2, 2, ["a/1"])
-    assert [one.instance_id for one in of_b.instances] == [second]
-    assert all(0 <= one.idle_s <= one.age_s for one in whole.instances)
+    assert (whole.total, first.total, [instance.session_id for instance in first.instances]) == (2, 2, ["a/1"])
+    assert [instance.instance_id for instance in of_b.instances] == [second]
+    assert all(0 <= instance.idle_s <= instance.age_s for instance in whole.instances)
     assert "the truth" not in (await http.get("/instances")).text
 
 
@@ -157,14 +157,14 @@ async def test_an_operator_releases_a_whole_session_and_nothing_else(
 ) -> None:
     await made(http, "run/1/0/0")
     await made(http, "run/1/0/0")
-    other = await made(http, "run/1/0/1")
+    other_instance = await made(http, "run/1/0/1")
     client = ToolsClient("http://tools", http)
 
     answers = [await client.release_session("run/1/0/0") for _ in range(2)]
 
-    assert [(one.released, one.failed) for one in answers] == [(2, []), (0, [])]
-    assert list(faulty.calls) == [other]
-    assert (await client.execute(other, ExecuteRequest(arguments={"mode": "ok"}))).text == "ok 1"
+    assert [(answer.released, answer.failed) for answer in answers] == [(2, []), (0, [])]
+    assert list(faulty.calls) == [other_instance]
+    assert (await client.execute(other_instance, ExecuteRequest(arguments={"mode": "ok"}))).text == "ok 1"
 
 
 async def test_one_instance_that_cannot_be_released_does_not_keep_its_sessions_others(
@@ -189,8 +189,8 @@ async def test_an_agents_token_opens_no_operators_route(running, method: str, pa
     settings = ToolsSettings.model_validate({"auth": {"tokens": tokens}})
     async with running(create_app(settings)) as http:
         answers = [
-            await http.request(method, path, headers={"authorization": f"Bearer {one['secret']}"})
-            for one in tokens.values()
+            await http.request(method, path, headers={"authorization": f"Bearer {token['secret']}"})
+            for token in tokens.values()
         ]
 
     assert code_of(answers[0]) == (403, "forbidden")

@@ -2,10 +2,10 @@ import asyncio
 import logging
 
 import pytest
-from faulty_tool import PreparedTool
-from time_limits import ENDS_SOON
-from tools_rig import Make, Rig, eventually
 
+from tests.services.tools.faulty_tool import PreparedTool
+from tests.services.tools.tool_harness import Make, ToolHarness, eventually
+from tests.time_limits import ENDS_SOON
 from trackway.tools.base import ToolLimits
 from trackway.tools.core.server import ToolServer
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -13,34 +13,34 @@ from trackway.wire.tools import CreateInstance, ExecuteRequest, OneShotRequest
 
 
 @pytest.mark.anyio
-async def test_state_lives_from_creation_to_release(rig: Rig) -> None:
-    instance_id = await rig.made()
+async def test_state_lives_from_creation_to_release(harness: ToolHarness) -> None:
+    instance_id = await harness.made()
 
-    assert [await rig.call(instance_id), await rig.call(instance_id)] == ["ok 1", "ok 2"]
-    assert await rig.server.reward(instance_id) == 2.0
-    await rig.server.release(instance_id)
-    assert rig.faulty.calls == {}
+    assert [await harness.call(instance_id), await harness.call(instance_id)] == ["ok 1", "ok 2"]
+    assert await harness.server.reward(instance_id) == 2.0
+    await harness.server.release(instance_id)
+    assert harness.faulty.calls == {}
 
 
 @pytest.mark.anyio
 async def test_a_tool_that_raises_fails_the_call_and_the_instance_stays_usable(
-    rig: Rig, caplog: pytest.LogCaptureFixture
+    harness: ToolHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    instance_id = await rig.made()
+    instance_id = await harness.made()
 
     with pytest.raises(TrackwayError) as caught, caplog.at_level(logging.ERROR, "trackway.tools"):
-        await rig.call(instance_id, "raise")
+        await harness.call(instance_id, "raise")
 
     assert caught.value.code is ErrorCode.TOOL_FAILED
     assert caught.value.message == "tool 'faulty' failed in execute: ZeroDivisionError: asked to fail"
     assert [record.exc_info is not None for record in caplog.records] == [True]
-    assert await rig.call(instance_id) == "ok 1"
+    assert await harness.call(instance_id) == "ok 1"
 
 
 @pytest.mark.anyio
-async def test_a_reward_that_json_cannot_carry_is_the_tools_failure(rig: Rig) -> None:
+async def test_a_reward_that_json_cannot_carry_is_the_tools_failure(harness: ToolHarness) -> None:
     with pytest.raises(TrackwayError, match="expected finite rewards and metrics, got nan") as caught:
-        await rig.call(await rig.made(), "nan")
+        await harness.call(await harness.made(), "nan")
 
     assert caught.value.code is ErrorCode.TOOL_FAILED
 
@@ -48,52 +48,52 @@ async def test_a_reward_that_json_cannot_carry_is_the_tools_failure(rig: Rig) ->
 @ENDS_SOON
 @pytest.mark.anyio
 async def test_a_call_past_its_deadline_ends_and_the_instance_stays_usable(make_rig: Make) -> None:
-    rig = make_rig(config={"call_timeout_s": 0.01}, call_timeout_s=1000.0)
-    instance_id = await rig.made()
+    harness = make_rig(config={"call_timeout_s": 0.01}, call_timeout_s=1000.0)
+    instance_id = await harness.made()
 
     with pytest.raises(TrackwayError, match=r"expected execute to end within 0\.01 s") as caught:
-        await rig.call(instance_id, "sleep")
+        await harness.call(instance_id, "sleep")
 
-    assert caught.value.code is ErrorCode.DEADLINE_EXCEEDED
-    assert rig.faulty.running == 0
-    assert await rig.call(instance_id) == "ok 1"
+    assert caught.value.code is ErrorCode.TOOL_TIMEOUT
+    assert harness.faulty.running == 0
+    assert await harness.call(instance_id) == "ok 1"
 
 
 @pytest.mark.anyio
-async def test_calls_of_one_instance_run_one_after_another(rig: Rig) -> None:
-    instance_id = await rig.made()
+async def test_calls_of_one_instance_run_one_after_another(harness: ToolHarness) -> None:
+    instance_id = await harness.made()
 
-    texts = await asyncio.gather(*(rig.call(instance_id) for _ in range(5)))
+    texts = await asyncio.gather(*(harness.call(instance_id) for _ in range(5)))
 
     assert texts == ["ok 1", "ok 2", "ok 3", "ok 4", "ok 5"]
-    assert rig.faulty.most_running == 1
+    assert harness.faulty.most_running == 1
 
 
 @pytest.mark.anyio
 async def test_calls_of_several_instances_run_together_up_to_the_tools_limit(make_rig: Make) -> None:
-    rig = make_rig(tool_concurrency=2)
-    ids = [await rig.made() for _ in range(5)]
-    rig.faulty.gate.clear()
+    harness = make_rig(tool_concurrency=2)
+    ids = [await harness.made() for _ in range(5)]
+    harness.faulty.gate.clear()
 
-    calls = [asyncio.create_task(rig.call(instance_id)) for instance_id in ids]
-    await eventually(lambda: rig.faulty.running == 2)
-    rig.faulty.gate.set()
+    calls = [asyncio.create_task(harness.call(instance_id)) for instance_id in ids]
+    await eventually(lambda: harness.faulty.running == 2)
+    harness.faulty.gate.set()
 
     assert await asyncio.gather(*calls) == ["ok 1"] * 5
-    assert rig.faulty.most_running == 2
+    assert harness.faulty.most_running == 2
 
 
 @pytest.mark.anyio
 async def test_a_call_that_finds_no_free_place_in_time_is_told_to_come_back(make_rig: Make) -> None:
-    rig = make_rig(tool_concurrency=1, wait_timeout_s=0.01)
-    first, second = await rig.made(), await rig.made()
-    rig.faulty.gate.clear()
-    running = asyncio.create_task(rig.call(first))
-    await eventually(lambda: rig.faulty.running == 1)
+    harness = make_rig(tool_concurrency=1, wait_timeout_s=0.01)
+    first, second = await harness.made(), await harness.made()
+    harness.faulty.gate.clear()
+    running = asyncio.create_task(harness.call(first))
+    await eventually(lambda: harness.faulty.running == 1)
 
     with pytest.raises(TrackwayError, match=r"tool 'faulty': expected a free place within 0\.01 s") as caught:
-        await rig.call(second)
-    rig.faulty.gate.set()
+        await harness.call(second)
+    harness.faulty.gate.set()
 
     assert (caught.value.code, caught.value.retryable) == (ErrorCode.OVERLOADED, True)
     assert await running == "ok 1"
@@ -101,88 +101,88 @@ async def test_a_call_that_finds_no_free_place_in_time_is_told_to_come_back(make
 
 @pytest.mark.anyio
 async def test_a_long_text_is_cut_with_a_marker(make_rig: Make) -> None:
-    rig = make_rig(max_output_chars=40)
+    harness = make_rig(max_output_chars=40)
 
-    assert await rig.call(await rig.made(), "long") == "x" * 40 + "[truncated 60 characters]"
+    assert await harness.call(await harness.made(), "long") == "x" * 40 + "[truncated 60 characters]"
 
 
 @pytest.mark.anyio
-async def test_idle_instances_are_reaped_and_then_not_found(rig: Rig) -> None:
-    idle, used = await rig.made(), await rig.made()
-    rig.clock.now = 50.0
-    await rig.call(used)
-    rig.clock.now = 61.0
+async def test_idle_instances_are_reaped_and_then_not_found(harness: ToolHarness) -> None:
+    idle, used = await harness.made(), await harness.made()
+    harness.clock.now = 50.0
+    await harness.call(used)
+    harness.clock.now = 61.0
 
-    assert await rig.server.reap() == 1
+    assert await harness.server.reap() == 1
 
-    assert list(rig.faulty.calls) == [used]
+    assert list(harness.faulty.calls) == [used]
     with pytest.raises(TrackwayError, match="idle for more than 60 s") as caught:
-        await rig.call(idle)
+        await harness.call(idle)
     assert caught.value.code is ErrorCode.INSTANCE_NOT_FOUND
 
 
 @pytest.mark.anyio
 async def test_a_full_server_reaps_before_it_refuses(make_rig: Make) -> None:
-    rig = make_rig(max_instances=1)
-    await rig.made()
+    harness = make_rig(max_instances=1)
+    await harness.made()
 
     with pytest.raises(TrackwayError, match="fewer than 1 tool instances"):
-        await rig.made()
-    rig.clock.now = 61.0
+        await harness.made()
+    harness.clock.now = 61.0
 
-    assert await rig.call(await rig.made()) == "ok 1"
+    assert await harness.call(await harness.made()) == "ok 1"
 
 
 @pytest.mark.anyio
-async def test_a_failed_creation_takes_no_room(rig: Rig) -> None:
+async def test_a_failed_creation_takes_no_room(harness: ToolHarness) -> None:
     with pytest.raises(TrackwayError, match="tool 'faulty' failed in create: OSError: no room"):
-        await rig.server.create(CreateInstance(tool="faulty", create_kwargs={"broken": True}))
+        await harness.server.create(CreateInstance(tool="faulty", create_kwargs={"broken": True}))
 
-    assert len(rig.table) == 0
+    assert len(harness.table) == 0
 
 
 @pytest.mark.anyio
-async def test_a_release_that_fails_still_frees_the_instance(rig: Rig) -> None:
-    instance_id = await rig.made()
-    rig.faulty.calls.clear()
+async def test_a_release_that_fails_still_frees_the_instance(harness: ToolHarness) -> None:
+    instance_id = await harness.made()
+    harness.faulty.calls.clear()
 
     with pytest.raises(TrackwayError, match="tool 'faulty' failed in release: KeyError"):
-        await rig.server.release(instance_id)
+        await harness.server.release(instance_id)
 
-    assert len(rig.table) == 0
+    assert len(harness.table) == 0
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("mode", ["ok", "raise"])
-async def test_a_one_shot_leaves_nothing_behind(rig: Rig, mode: str) -> None:
+async def test_a_one_shot_leaves_nothing_behind(harness: ToolHarness, mode: str) -> None:
     request = OneShotRequest(arguments={"mode": mode})
 
     if mode == "ok":
-        result = await rig.server.one_shot("faulty", request)
-        assert (result.text, result.reward, result.metrics) == ("ok 1", 0.5, {"instance_reward": 1.0})
+        result = await harness.server.one_shot("faulty", request)
+        assert (result.text, result.reward, result.metrics, result.instance_reward) == ("ok 1", 0.5, {}, 1.0)
     else:
         with pytest.raises(TrackwayError, match="asked to fail"):
-            await rig.server.one_shot("faulty", request)
-    assert (len(rig.table), rig.faulty.calls) == (0, {})
+            await harness.server.one_shot("faulty", request)
+    assert (len(harness.table), harness.faulty.calls) == (0, {})
 
 
 @pytest.mark.anyio
-async def test_closing_releases_everything(rig: Rig) -> None:
-    await rig.made()
-    await rig.made("calculator")
+async def test_closing_releases_everything(harness: ToolHarness) -> None:
+    await harness.made()
+    await harness.made("calculator")
 
-    await rig.server.close()
+    await harness.server.close()
 
-    assert (len(rig.table), rig.faulty.calls) == (0, {})
+    assert (len(harness.table), harness.faulty.calls) == (0, {})
 
 
 @pytest.mark.anyio
-async def test_the_calculator_answers_and_explains_a_wrong_expression(rig: Rig) -> None:
-    instance_id = await rig.made("calculator")
+async def test_the_calculator_answers_and_explains_a_wrong_expression(harness: ToolHarness) -> None:
+    instance_id = await harness.made("calculator")
 
-    right = await rig.server.execute(instance_id, ExecuteRequest(arguments={"expression": "84/4"}))
+    right = await harness.server.execute(instance_id, ExecuteRequest(arguments={"expression": "84/4"}))
     with pytest.raises(TrackwayError) as caught:
-        await rig.server.execute(instance_id, ExecuteRequest(arguments={"expression": "3/0"}))
+        await harness.server.execute(instance_id, ExecuteRequest(arguments={"expression": "3/0"}))
 
     assert right.text == "21"
     assert (caught.value.code, caught.value.message) == (ErrorCode.INVALID_REQUEST, "division by zero in '3/0'")

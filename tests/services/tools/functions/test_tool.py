@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import travel_functions
 from pydantic import BaseModel, JsonValue
 
+from tests.services.tools import travel_functions
 from trackway.tools import BaseTool, ToolInputError, ToolResult, function_tool
 from trackway.tools.functions.tool import FunctionTool
 from trackway.tools.loading import load_tools
@@ -107,7 +107,7 @@ async def test_as_many_threads_run_as_the_tool_may_have_calls() -> None:
 
     tool = FunctionTool(function_tool(meet))
     places = await asyncio.gather(*(tool.execute("", {}) for _ in range(50)))
-    assert sorted(int(one.text) for one in places) == list(range(50))
+    assert sorted(int(place.text) for place in places) == list(range(50))
 
 
 class Point(BaseModel):

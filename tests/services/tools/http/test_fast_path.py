@@ -19,7 +19,7 @@ LOST = "0123456789ab-01234567-" + "0" * 32
 
 @pytest.fixture
 def client() -> httpx.AsyncClient:
-    app = create_app(ToolsSettings(tools=["calculator"], extra_tools=["faulty_tool:FaultyTool"]))
+    app = create_app(ToolsSettings(tools=["calculator"], extra_tools=["tests.services.tools.faulty_tool:FaultyTool"]))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 
@@ -102,6 +102,6 @@ async def test_an_ordinary_call_does_not_reach_fastapi_and_any_other_does() -> N
     fits, path = '{"arguments": {"a": 1}}', "/tools/x/execute"
     assert (await answer(client, path, fits, FAST))[1] == ToolResult(text="x {'a': 1}").model_dump_json()
     assert reached == []
-    for other, body, kind in [(path, fits, ORDINARY), (path, "", FAST), ("/tools/x", fits, FAST)]:
-        assert (await answer(client, other, body, kind))[1] == "there"
+    for route, body, kind in [(path, fits, ORDINARY), (path, "", FAST), ("/tools/x", fits, FAST)]:
+        assert (await answer(client, route, body, kind))[1] == "there"
     assert reached == [fits, "", fits]

@@ -35,7 +35,7 @@ def operations(app: FastAPI) -> dict[str, Operation]:
 
 
 def test_operations_are_named_for_client_generators(operations: dict[str, Operation]) -> None:
-    assert {f"{one['method'].upper()} {one['path']}": name for name, one in operations.items()} == {
+    assert {f"{operation['method'].upper()} {operation['path']}": name for name, operation in operations.items()} == {
         "GET /tools": "list_tools",
         "POST /tools/{name}/execute": "execute_tool",
         "POST /instances": "create_instance",
@@ -78,6 +78,7 @@ def test_every_error_is_documented_with_our_body_and_a_message_to_read(operation
             ErrorCode.PAYLOAD_TOO_LARGE,
             ErrorCode.OVERLOADED,
             ErrorCode.TOOL_FAILED,
+            ErrorCode.TOOL_TIMEOUT,
             ErrorCode.DEADLINE_EXCEEDED,
             ErrorCode.UNAVAILABLE,
             ErrorCode.INTERNAL,
@@ -126,9 +127,9 @@ async def sent(http: httpx.AsyncClient, operation: Operation, **ids: str) -> htt
 def shape(value: object) -> object:
     """Names and kinds; of a list its first element."""
     if isinstance(value, dict):
-        return {key: shape(one) for key, one in value.items() if key not in ("metrics", "parameters")}
+        return {key: shape(item) for key, item in value.items() if key not in ("metrics", "parameters")}
     if isinstance(value, list):
-        return [shape(one) for one in value[:1]]
+        return [shape(item) for item in value[:1]]
     return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
 
 
@@ -136,7 +137,7 @@ async def test_a_wrong_method_is_told_every_right_one(running, app: FastAPI) -> 
     async with running(app) as http:
         answers = [await http.request("PATCH", path) for path in ("/instances", "/instances/x", "/retrieve")]
 
-    assert [(one.status_code, one.headers["allow"]) for one in answers] == [
+    assert [(answer.status_code, answer.headers["allow"]) for answer in answers] == [
         (405, "GET, POST"),
         (405, "DELETE"),
         (405, "POST"),

@@ -8,16 +8,16 @@ from typing import Literal
 
 import httpx2
 import pytest
-from faulty_tool import FaultyTool
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 from mcp.types import CallToolResult, RequestParamsMeta, TextContent
-from mcp_rig import serving, yaml_for
 from opentelemetry import context, trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
-from tools_rig import eventually
 
+from tests.services.tools.faulty_tool import FaultyTool
+from tests.services.tools.mcp_servers import serving, yaml_for
+from tests.services.tools.tool_harness import eventually
 from trackway.clients.tools import ToolsClient
 from trackway.serving import AuthSettings
 from trackway.tools.app import create_app
@@ -63,10 +63,10 @@ async def test_every_tool_is_listed_with_its_parameters(mode: Mode) -> None:
 
 
 async def test_state_lives_as_long_as_the_session_and_is_released_with_it() -> None:
-    faulty, other = FaultyTool.default(), Gsm8kTool.default()
-    async with serving(create_app(ToolsSettings(), [faulty, other])) as url:
-        async with client_of(url) as one, client_of(url) as two:
-            texts = [shown(await client.call_tool("faulty", {"mode": "ok"}))[0] for client in (one, one, two)]
+    faulty, other_tool = FaultyTool.default(), Gsm8kTool.default()
+    async with serving(create_app(ToolsSettings(), [faulty, other_tool])) as url:
+        async with client_of(url) as first, client_of(url) as second:
+            texts = [shown(await client.call_tool("faulty", {"mode": "ok"}))[0] for client in (first, first, second)]
             assert len(faulty.calls) == 2
         await eventually(lambda: not faulty.calls)
 
@@ -148,8 +148,11 @@ async def test_create_kwargs_come_by_meta_and_rewards_go_back_by_it() -> None:
 async def test_the_protocol_without_sessions_keeps_state_by_x_session_id() -> None:
     faulty = FaultyTool.default()
     async with serving(create_app(ToolsSettings(), [faulty])) as url:
-        async with client_of(url, "auto", x_session_id="run/1") as one, client_of(url, "auto") as none:
-            texts = [shown(await client.call_tool("faulty", {"mode": "ok"}))[0] for client in (one, one, none, none)]
+        async with client_of(url, "auto", x_session_id="run/1") as stateful, client_of(url, "auto") as stateless:
+            texts = [
+                shown(await client.call_tool("faulty", {"mode": "ok"}))[0]
+                for client in (stateful, stateful, stateless, stateless)
+            ]
         async with httpx2.AsyncClient() as http:
             ended = await http.delete(f"{url}/mcp", headers={"x-session-id": "run/1"})
 
@@ -223,12 +226,12 @@ async def test_the_tools_of_one_tool_server_appear_in_another(tmp_path: Path) ->
             request = ExecuteRequest(arguments={"answer": "72"})
             results = [await client.execute(made.instance_id, request) for _ in range(2)]
             reward = await client.reward(made.instance_id)
-            other = await client.create("faulty", "run/1/0/0")
-            await client.execute(other.instance_id, ExecuteRequest(arguments={"mode": "ok"}))
+            second = await client.create("faulty", "run/1/0/0")
+            await client.execute(second.instance_id, ExecuteRequest(arguments={"mode": "ok"}))
             with pytest.raises(TrackwayError, match="tool 'faulty' failed in execute: ZeroDivisionError") as caught:
-                await client.execute(other.instance_id, ExecuteRequest(arguments={"mode": "raise"}))
+                await client.execute(second.instance_id, ExecuteRequest(arguments={"mode": "raise"}))
             assert len(faulty.calls) == 1
-            for instance in (made, other):
+            for instance in (made, second):
                 await client.release(instance.instance_id)
             await eventually(lambda: not faulty.calls)
 

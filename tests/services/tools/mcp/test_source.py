@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
-from mcp_rig import STDIO, port_of, serving_notes, yaml_for
-from notes_server import NOTE_SCHEMA, NotesServer
-from time_limits import ENDS_SOON
-from tools_rig import eventually
 
+from tests.services.tools.mcp_servers import STDIO, port_of, serving_notes, yaml_for
+from tests.services.tools.notes_server import NOTE_SCHEMA, NotesServer
+from tests.services.tools.tool_harness import eventually
+from tests.time_limits import ENDS_SOON
 from trackway.tools.base import ToolLimits
 from trackway.tools.core.instances import InstanceTable
 from trackway.tools.core.server import ToolServer
@@ -157,13 +157,13 @@ async def test_a_process_serves_one_trajectory_and_ends_with_it(
     monkeypatch.setenv("SECRET_OF_THE_SERVICE", "x")
     given = {**STDIO, "env": {"NOTES_KEY": "${SECRET_OF_THE_SERVICE}"}}
     async with Started(yaml_for(tmp_path, {"notes": given})) as started:
-        one, other = await started.made("note", "a"), await started.made("note", "b")
-        assert [await started.call(one, text="x"), await started.call(other, text="x")] == ["1 kept", "1 kept"]
+        first, second = await started.made("note", "a"), await started.made("note", "b")
+        assert [await started.call(first, text="x"), await started.call(second, text="x")] == ["1 kept", "1 kept"]
         names = (await started.call(await started.made("env_names", "a"))).split()
         assert "NOTES_KEY" in names
         assert "SECRET_OF_THE_SERVICE" not in names
         assert len(children()) == 2
-        await started.server.release(other)
+        await started.server.release(second)
         assert len(children()) == 1
     assert children() == []
 
@@ -184,7 +184,7 @@ async def test_a_call_over_its_deadline_leaves_the_session_usable(tmp_path: Path
         writer, staller = await started.made("note"), await started.made("stall")
         await started.call(writer, text="one")
         code, _ = await started.refusal(staller)
-        assert code is ErrorCode.DEADLINE_EXCEEDED
+        assert code is ErrorCode.TOOL_TIMEOUT
         assert await started.call(writer, text="two") == "2 kept"
 
 
@@ -209,7 +209,7 @@ async def test_token_headers_and_affinity_reach_the_server(tmp_path: Path, monke
             await started.call(await started.made("notes", "run/1/0/0"))
 
     sent = [headers for method, headers in notes.requests if method == "POST"]
-    assert all((one["authorization"], one["x-team"]) == ("Bearer t0ken", "rl") for one in sent)
+    assert all((headers["authorization"], headers["x-team"]) == ("Bearer t0ken", "rl") for headers in sent)
     assert sent[-1]["x-session-id"] == "run/1/0/0"
 
 
@@ -264,7 +264,7 @@ async def test_parallel_calls_of_one_trajectory_open_one_session(tmp_path: Path)
     notes = NotesServer()
     async with serving_notes(notes) as url, Started(yaml_for(tmp_path, {"notes": {"url": url}})) as started:
         instances = [await started.made(tool) for tool in ("notes", "picture", "notes")]
-        await asyncio.gather(*(started.call(one) for one in instances))
+        await asyncio.gather(*(started.call(instance) for instance in instances))
         sessions = {
             headers["mcp-session-id"]
             for _, headers in notes.requests

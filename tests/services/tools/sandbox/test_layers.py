@@ -63,9 +63,11 @@ async def test_the_kernel_ends_the_sandbox_first_when_memory_runs_out(interprete
 
 
 async def test_as_root_each_sandbox_has_a_user_of_its_own(launcher: Launcher, interpreter: Interpreter) -> None:
-    other = Interpreter(launcher)
-    users = [int((await one.run("import os\nos.getuid()", 10)).text) for one in (interpreter, other)]
-    await other.stop()
+    other_interpreter = Interpreter(launcher)
+    users = [
+        int((await started.run("import os\nos.getuid()", 10)).text) for started in (interpreter, other_interpreter)
+    ]
+    await other_interpreter.stop()
 
     if os.geteuid() == 0:
         assert users[0] != users[1] and all(61184 <= user < 65520 for user in users)

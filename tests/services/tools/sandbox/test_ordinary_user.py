@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from python_rig import leaving, processes_with
+
+from tests.services.tools.python_server import leaving, processes_with
 
 NOBODY = 65534
 SERVICE = """

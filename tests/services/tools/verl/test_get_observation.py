@@ -8,11 +8,11 @@ from typing import Any
 import aiohttp
 import pytest
 from fastapi import FastAPI
-from faulty_tool import FaultyTool
-from mcp_rig import serving
 from pydantic import JsonValue
-from tools_rig import eventually
 
+from tests.services.tools.faulty_tool import FaultyTool
+from tests.services.tools.mcp_servers import serving
+from tests.services.tools.tool_harness import eventually
 from trackway.tools.app import create_app
 from trackway.tools.base import BaseTool
 from trackway.tools.builtin.calculator import CalculatorTool
@@ -90,11 +90,13 @@ async def test_state_lives_from_the_first_action_to_finish(client: Client, fault
     ok = hermes("faulty", mode="ok")
 
     told = [(await client.one("t", ok))[0] for _ in range(2)]
-    other = await client.one("u", ok)
+    other_answer = await client.one("u", ok)
     finished = await client.finish("t")
     after = await client.one("t", ok)
 
-    assert [one["obs"] for one in (*told, other[0], after[0])] == [said(f"ok {n}") for n in (1, 2, 1, 1)]
+    assert [observation["obs"] for observation in (*told, other_answer[0], after[0])] == [
+        said(f"ok {n}") for n in (1, 2, 1, 1)
+    ]
     assert (finished, len(faulty.calls)) == (("", True, True), 2)
 
 

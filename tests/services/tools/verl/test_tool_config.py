@@ -58,7 +58,7 @@ def test_without_a_schema_the_class_has_its_own(tmp_path: Path) -> None:
     gsm8k, named = loaded(
         tmp_path,
         {"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {}},
-        {"class_name": "verl_style.NamedTool"},
+        {"class_name": "tests.services.tools.verl_style.NamedTool"},
     )
 
     assert (gsm8k.name, named.name) == ("calc_gsm8k_reward", "named")
@@ -67,15 +67,32 @@ def test_without_a_schema_the_class_has_its_own(tmp_path: Path) -> None:
 def test_our_own_class_takes_the_config_of_the_file_and_over_it_that_of_the_settings(tmp_path: Path) -> None:
     (tool,) = loaded(
         tmp_path,
-        entry("faulty_tool.FaultyTool", call_timeout_s=5, depth=1),
+        entry("tests.services.tools.faulty_tool.FaultyTool", call_timeout_s=5, depth=1),
         score={"call_timeout_s": 1},
     )
 
     assert tool.config == {"call_timeout_s": 1, "depth": 1}
 
 
+async def test_a_folder_in_the_file_is_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "project" / "texts").mkdir(parents=True)
+    (tmp_path / "project" / "texts" / "rivers.txt").write_text("The Aldra is 412 km long.")
+    monkeypatch.chdir(tmp_path)
+    search = {
+        "class_name": "trackway.tools.builtin.search.tool.SearchTool",
+        "config": {"documents": "texts", "index": str(tmp_path / "index")},
+    }
+
+    [tool] = loaded(tmp_path / "project", search)
+    await tool.start()
+
+    result = await tool.execute("i", {"query_list": ["How long is the Aldra?"]})
+    assert "412 km" in result.text
+    assert [path.name for path in tmp_path.iterdir() if path.name != "project"] == ["index"]
+
+
 async def test_a_verl_class_lives_as_long_as_the_trajectory(tmp_path: Path) -> None:
-    (tool,) = loaded(tmp_path, entry("verl_style.ScoreTool", depth=1))
+    (tool,) = loaded(tmp_path, entry("tests.services.tools.verl_style.ScoreTool", depth=1))
     assert isinstance(tool, VerlTool)
     await tool.create("ours", ground_truth="72")
     await tool.execute("ours", {"answer": ["ab"]})
@@ -90,7 +107,7 @@ async def test_a_verl_class_lives_as_long_as_the_trajectory(tmp_path: Path) -> N
 
 
 async def test_a_verl_class_that_names_its_create_kwargs_gets_them_by_name(tmp_path: Path) -> None:
-    (tool,) = loaded(tmp_path, {"class_name": "verl_style.NamedTool"})
+    (tool,) = loaded(tmp_path, {"class_name": "tests.services.tools.verl_style.NamedTool"})
     await tool.create("ours", ground_truth="72", other=1)
     result = await tool.execute("ours", {})
 
@@ -100,7 +117,13 @@ async def test_a_verl_class_that_names_its_create_kwargs_gets_them_by_name(tmp_p
 def test_variables_are_filled_in_as_omegaconf_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEPTH", "deep")
     (tool,) = loaded(
-        tmp_path, entry("faulty_tool.FaultyTool", a="${oc.env:DEPTH}/x", b=["${oc.env:NO_SUCH, none}"], c="${x}")
+        tmp_path,
+        entry(
+            "tests.services.tools.faulty_tool.FaultyTool",
+            a="${oc.env:DEPTH}/x",
+            b=["${oc.env:NO_SUCH, none}"],
+            c="${x}",
+        ),
     )
 
     assert tool.config == {"a": "deep/x", "b": ["none"], "c": "${x}"}
@@ -127,15 +150,24 @@ def test_variables_are_filled_in_as_omegaconf_does(tmp_path: Path, monkeypatch: 
             r"entry 2: expected an importable class, got 'no.such.Tool' \(No module named 'no'\)",
         ),
         ({"class_name": "json.JSONDecoder"}, "entry 2: .* got one without create, execute, calc_reward, release"),
-        ({"class_name": "verl_style.NoTool"}, "got one without create, calc_reward, release"),
-        ({"class_name": "verl_style.ScoreTool"}, "entry 2: expected a tool_schema for ScoreTool, got none"),
+        ({"class_name": "tests.services.tools.verl_style.NoTool"}, "got one without create, calc_reward, release"),
+        (
+            {"class_name": "tests.services.tools.verl_style.ScoreTool"},
+            "entry 2: expected a tool_schema for ScoreTool, got none",
+        ),
         (
             {"class_name": "verl.tools.sandbox_fusion_tools.SandboxFusionTool"},
             "needs a service of its own; use the built-in tool `python`",
         ),
-        (entry("faulty_tool.FaultyTool", x="${oc.env:NO_SUCH}"), "the environment variable NO_SUCH, got none"),
-        (entry("faulty_tool.FaultyTool", name="two words"), "entry 2: expected a name of 1 to 64 of"),
-        (entry("faulty_tool.FaultyTool"), "two named 'score': from .*entry 1 and from .*entry 2"),
+        (
+            entry("tests.services.tools.faulty_tool.FaultyTool", x="${oc.env:NO_SUCH}"),
+            "the environment variable NO_SUCH, got none",
+        ),
+        (
+            entry("tests.services.tools.faulty_tool.FaultyTool", name="two words"),
+            "entry 2: expected a name of 1 to 64 of",
+        ),
+        (entry("tests.services.tools.faulty_tool.FaultyTool"), "two named 'score': from .*entry 1 and from .*entry 2"),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_file_and_number(tmp_path: Path, wrong: object, message: str) -> None:
@@ -164,7 +196,21 @@ def test_a_file_that_is_no_tool_config_is_refused(tmp_path: Path, content: str |
 def test_a_file_alone_offers_no_built_in_tool() -> None:
     path = Path("tools.yaml")
 
-    assert ToolsSettings().built_in == ["calculator", "calc_gsm8k_reward"]
-    assert ToolsSettings(tool_config_path=path).built_in == []
-    assert ToolsSettings(function_tool_path=path).built_in == []
-    assert ToolsSettings(tool_config_path=path, tools=["calculator"]).built_in == ["calculator"]
+    assert ToolsSettings().built_in(own_tools=False) == ["calculator", "calc_gsm8k_reward"]
+    assert ToolsSettings(tool_config_path=path).built_in(own_tools=False) == []
+    assert ToolsSettings(function_tool_path=path).built_in(own_tools=False) == []
+    assert ToolsSettings(tool_config_path=path, tools=["calculator"]).built_in(own_tools=False) == ["calculator"]
+
+
+async def test_a_class_that_imports_verls_base_class_runs_without_verl(tmp_path: Path) -> None:
+    counting = "tests.services.tools.verl.counting_tool.CountingTool"
+    (tool,) = loaded(tmp_path, {"class_name": counting, "config": {"step": 2}})
+
+    await tool.create("a", start=5)
+    result = await tool.execute("a", {})
+
+    assert (tool.name, result.text, result.reward, result.metrics) == ("count", "7 of count", 0.5, {"count": 7.0})
+    assert await tool.calc_reward("a") == 7.0
+    await tool.release("a")
+    with pytest.raises(KeyError):
+        await tool.calc_reward("a")

@@ -68,7 +68,7 @@ def test_every_key_of_the_reproduce_script_is_honoured_or_told_with_a_reason():
     silent = [key for key in keys if key not in known_keys() and key not in told]
     assert silent == []
     assert told["trainer.critic_warmup"] == "GRPO has no critic"
-    assert told["trainer.rollout_trace.backend"] == "old spelling, read as actor_rollout_ref.rollout.trace.backend"
+    assert told["trainer.rollout_trace.backend"] == "another spelling, read as actor_rollout_ref.rollout.trace.backend"
 
 
 def test_an_honoured_key_is_never_told_as_without_effect():
@@ -199,11 +199,20 @@ def test_one_backend_several_or_none(given: str, backends: tuple[TraceBackend, .
     assert compose([f"{TRACE}.backend={given}"]).actor_rollout_ref.rollout.trace.backend == backends
 
 
+@pytest.mark.parametrize("section", [TRACE, "+trainer.rollout_trace"])
+@pytest.mark.parametrize("given", ["dummy", "[dummy]"])
+def test_the_backend_dummy_traces_nothing_as_in_verl(section: str, given: str):
+    config = compose([f"{section}.backend={given}", "trackway.trace_prompts_per_step=3"])
+
+    assert config.actor_rollout_ref.rollout.trace.backend == ()
+    assert (config.traced_prompts, config.trackway.trace_validation_samples) == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("backend=wandb", "trace.backend.0: Input should be 'mlflow', 'weave' or 'otlp', got 'wandb'"),
-        ("backend=[mlflow,trackio]", "trace.backend.1: Input should be 'mlflow', 'weave' or 'otlp', got 'trackio'"),
+        ("backend=wandb", "trace.backend.0: Input should be 'mlflow', 'weave', 'otlp' or 'trackio', got 'wandb'"),
+        ("backend=[mlflow,w]", "trace.backend.1: Input should be 'mlflow', 'weave', 'otlp' or 'trackio', got 'w'"),
         ("backend=3", "trace.backend: Input should be a valid tuple, got 3"),
         ("max_samples_per_step_per_worker=-1", "Input should be greater than or equal to 0, got -1"),
     ],
@@ -324,3 +333,21 @@ def test_only_the_first_ten_unknown_keys_are_looked_up() -> None:
     with pytest.raises(TrackwayError) as refused:
         resolve({f"nonsense_{number:04}": 1 for number in range(4000)})
     assert refused.value.message.count("unknown key") == 10
+
+
+@pytest.mark.parametrize("prefix", ["", "+reward."])
+def test_a_reward_function_is_read_in_both_spellings_of_verl(prefix: str):
+    section = f"{prefix}custom_reward_function"
+    words = [f"{section}.path=rewards.py", f"{section}.name=score", f"{section}.reward_kwargs.share=0.5"]
+
+    function = compose(words).custom_reward_function
+
+    assert (function.path, function.name, function.reward_kwargs) == ("rewards.py", "score", {"share": 0.5})
+
+
+def test_any_key_is_known_below_reward_kwargs_only():
+    whole = compose(["custom_reward_function.reward_kwargs={limits: {low: 1}}"])
+
+    assert whole.custom_reward_function.reward_kwargs == {"limits": {"low": 1}}
+    with pytest.raises(TrackwayError, match=r"unknown key 'custom_reward_function\.share'"):
+        compose(["custom_reward_function.share=0.5"])

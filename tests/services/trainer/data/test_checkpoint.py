@@ -1,4 +1,4 @@
-"""The tiny checkpoint of `examples/tiny`, and the chat template that the agent relies on."""
+"""The tiny model, and the chat template that the agent relies on."""
 
 import importlib
 import json
@@ -11,10 +11,11 @@ from jinja2.exceptions import TemplateError
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from trackway.deploy.bundled import TINY_MODEL
+
 Turn = dict[str, Any]
 
 TINY = Path(__file__).parents[4] / "examples" / "tiny"
-CHECKPOINT = TINY / "checkpoint"
 USER: Turn = {
     "role": "user",
     "content": "Tom has 12 pens and lost 5 of them. How many pens does Tom still have?",
@@ -40,7 +41,7 @@ def _schema(name: str) -> Turn:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(CHECKPOINT)
+    return AutoTokenizer.from_pretrained(TINY_MODEL)
 
 
 def _render(tokenizer: PreTrainedTokenizerFast, messages: list[Turn], *tools: str, generate: bool = False) -> str:
@@ -53,20 +54,20 @@ def _render(tokenizer: PreTrainedTokenizerFast, messages: list[Turn], *tools: st
 
 
 def test_the_checkpoint_is_small_enough_for_the_repository() -> None:
-    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 1_000_000
+    assert sum(file.stat().st_size for file in TINY_MODEL.iterdir()) < 1_000_000
 
 
 def test_the_model_has_231008_parameters_with_tied_embeddings() -> None:
-    with safe_open(CHECKPOINT / "model.safetensors", framework="pt") as weights:
+    with safe_open(TINY_MODEL / "model.safetensors", framework="pt") as weights:
         shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
 
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 231_008
     assert "lm_head.weight" not in shapes
-    assert json.loads((CHECKPOINT / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    assert json.loads((TINY_MODEL / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
 def test_the_model_loads_in_float32_though_stored_in_half_the_size() -> None:
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT)
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
 
     assert model.dtype is torch.float32
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -75,7 +76,7 @@ def test_the_model_loads_in_float32_though_stored_in_half_the_size() -> None:
 def test_end_of_turn_and_padding_are_those_that_the_engine_stops_and_pads_with(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    config = json.loads((CHECKPOINT / "config.json").read_text())
+    config = json.loads((TINY_MODEL / "config.json").read_text())
 
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (
@@ -178,7 +179,7 @@ def test_the_start_knows_the_protocol_but_answers_about_a_third(
 ) -> None:
     monkeypatch.syspath_prepend(TINY)
     measure = importlib.import_module("measure")
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT).eval()
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL).eval()
     problems = measure.held_out(128)
 
     prompts = [measure.prompt_ids(tokenizer, problem.question, ["calculator"]) for problem in problems]

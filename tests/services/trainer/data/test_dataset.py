@@ -49,11 +49,11 @@ def test_an_epoch_gives_whole_batches_without_repeating_a_row(sample: Make):
 
 def test_each_epoch_has_an_order_of_its_own_that_the_seed_decides(sample: Make):
     rows = [sample(index) for index in range(20)]
-    prompts, same, other = (Prompts(rows, 5, seed, shuffle=True) for seed in (1, 1, 2))
+    prompts, same, reshuffled = (Prompts(rows, 5, seed, shuffle=True) for seed in (1, 1, 2))
 
     assert epoch(prompts, 0) == epoch(same, 0)
     assert epoch(prompts, 0) != epoch(prompts, 1)
-    assert epoch(prompts, 0) != epoch(other, 0)
+    assert epoch(prompts, 0) != epoch(reshuffled, 0)
 
 
 def test_without_shuffle_rows_come_in_file_order_and_the_rest_is_dropped(sample: Make):

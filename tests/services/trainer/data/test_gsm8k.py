@@ -39,10 +39,13 @@ def test_a_record_becomes_a_row_in_verls_schema() -> None:
     }
 
 
-def test_the_system_message_asks_for_the_tool_before_the_final_answer() -> None:
-    assert "call the tool `calc_gsm8k_reward` at least once" in SYSTEM
-    assert "Reason step by step before any tool call." in SYSTEM
-    assert SYSTEM.endswith("Put your final answer in the format of `#### <answer>`.")
+def test_the_system_message_is_verls_word_for_word() -> None:
+    assert SYSTEM == (
+        "You are a math expert. You are given a question and you need to solve it step by step. Reasoning step by step "
+        "before any tool call. You should use the `calc_gsm8k_reward` tool after step by step solving the question, "
+        "before generate final answer at least once and refine your answer if necessary. Put your final answer in the "
+        "format of `#### <answer>`."
+    )
 
 
 @pytest.mark.parametrize(

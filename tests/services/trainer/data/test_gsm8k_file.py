@@ -44,8 +44,8 @@ SCHEMA = pa.schema(
 
 @pytest.fixture
 def written(tmp_path: Path) -> pa.Table:
-    other = {"question": "Six and one?", "answer": "#### 7"}
-    for split, records in (("train", [other, {"question": QUESTION, "answer": ANSWER}]), ("test", [other])):
+    other_row = {"question": "Six and one?", "answer": "#### 7"}
+    for split, records in (("train", [other_row, {"question": QUESTION, "answer": ANSWER}]), ("test", [other_row])):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, records)))
     make_gsm8k(tmp_path, tmp_path / "out")
     return pq.read_table(tmp_path / "out" / "train.parquet")

@@ -49,7 +49,7 @@ def test_an_agent_that_4_of_48_rows_ask_for_in_vain_is_told_with_those_rows(samp
     assert problems(rows) == [
         "data.train_files: expected agent_name out of single_turn_agent, tool_agent, got 'my_agent' in 4 of 48 rows "
         "(t.parquet rows 3, 10, 31, 48); correct the rows, or name the module that registers it in "
-        "TRACKWAY_AGENT_MODULES of the agent service"
+        "trackway.modules"
     ]
 
 

@@ -49,8 +49,8 @@ def words(sample: Sample, count: int, **changes: object) -> Sample:
     return sample.model_copy(update={"prompt": [Message(role="user", content="word " * count)], **changes})
 
 
-def fits(keep: PromptFilter, row: Sample, other: Sample) -> bool:
-    return row in keep([other, row], "rows.parquet")
+def fits(keep: PromptFilter, row: Sample, other_row: Sample) -> bool:
+    return row in keep([other_row, row], "rows.parquet")
 
 
 @pytest.mark.parametrize(

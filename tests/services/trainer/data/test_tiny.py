@@ -100,7 +100,7 @@ def test_the_index_is_unique_within_a_split() -> None:
 
 
 def test_the_same_seed_gives_the_same_rows_and_another_seed_others() -> None:
-    first, again, other = (make_tiny_rows("train", 20, seed) for seed in (7, 7, 8))
+    first, again, reseeded = (make_tiny_rows("train", 20, seed) for seed in (7, 7, 8))
 
     assert first == again
-    assert first != other
+    assert first != reseeded

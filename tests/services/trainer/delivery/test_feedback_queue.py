@@ -35,10 +35,10 @@ def test_what_one_process_kept_another_one_sends_in_its_order(folder: Path):
     queue = FeedbackQueue(folder)
     queue.push([FIRST, SECOND])
     queue.push([LINK])
-    other = FeedbackQueue(folder)
+    other_queue = FeedbackQueue(folder)
 
-    assert (other.waiting, other.is_empty) == (3, False)
-    assert sent_by(other) == [[FIRST, SECOND], [LINK]]
+    assert (other_queue.waiting, other_queue.is_empty) == (3, False)
+    assert sent_by(other_queue) == [[FIRST, SECOND], [LINK]]
     assert (queue.waiting, queue.is_empty, list(folder.iterdir())) == (0, True, [])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trackway.system import Backoff
 from trackway.trainer.delivery import jobs
 from trackway.trainer.delivery.jobs import DeliveryThread, Later, only_sender
 from trackway.wire.trainer import BackendSummary
@@ -40,8 +41,7 @@ class Counted:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(jobs, "LONGEST_PAUSE_S", 0.4)
+    monkeypatch.setattr(jobs, "BACKOFF", Backoff(0.05, 0.4, spread=(1.0, 1.0)))
     monkeypatch.setattr(jobs, "CLOSING_RETRY_S", 0.3)
 
 

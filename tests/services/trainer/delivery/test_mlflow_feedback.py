@@ -9,6 +9,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from trackway.system import Backoff
 from trackway.trainer.delivery import feedback_queue
 from trackway.trainer.delivery.assessment import Assessment
 from trackway.trainer.delivery.feedback_queue import FeedbackQueue
@@ -43,8 +44,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feedback_queue, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(feedback_queue, "LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(feedback_queue, "BACKOFF", Backoff(0.02, 0.1))
 
 
 @pytest.fixture

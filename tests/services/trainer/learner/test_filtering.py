@@ -1,10 +1,11 @@
 """Which trajectories are trained on, and the reason for each that is not."""
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
 
 import pytest
 
-from trackway.trainer.learner.filtering import TrainStatus, filter_trajectories
+from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus, filter_trajectories
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.trajectory import Trajectory, WeightSpan
 
@@ -78,6 +79,14 @@ def test_the_used_trajectories_keep_their_order_and_the_others_are_counted_by_re
         "training/left_out/unscored": 1.0,
         "response/aborted_ratio": 0.4,
     }
+
+
+def test_a_batch_without_a_status_for_each_trajectory_is_refused_and_a_decision_stays(rollout: Rollout):
+    with pytest.raises(ValueError, match="zip"):
+        _ = FilteredBatch([rollout(0, 0), rollout(0, 1)], [TrainStatus.USED]).used
+    batch = filter_trajectories([rollout(0, 0)], 7, None)
+    with pytest.raises(FrozenInstanceError):
+        batch.statuses = [TrainStatus.STALE]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_each_status_has_the_feedback_that_traces_show():

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.services.trainer.learner_settings import learner_config
 from trackway.clients.weights import WeightStore
 from trackway.trainer.learner.finite import NotFiniteError, require_finite, require_finite_logprobs
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.checkpoint import find_all, load_checkpoint, save_checkpoint
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -20,7 +21,7 @@ NUMBERS = [math.nan, math.inf, -math.inf]
 
 @pytest.fixture
 def learner(tiny_model: Path) -> Learner:
-    return Learner(LearnerConfig(str(tiny_model)))
+    return Learner(learner_config(tiny_model))
 
 
 def spoil(learner: Learner, number: float) -> None:
@@ -118,7 +119,7 @@ def test_a_model_with_them_cannot_be_trained(tiny_model: Path, tmp_path: Path):
     save_file(saved, folder / "model.safetensors", {"format": "pt"})
 
     with pytest.raises(NotFiniteError, match=r"model\.norm\.weight \(1 of 32\)"):
-        Learner(LearnerConfig(str(folder)))
+        Learner(learner_config(folder))
 
 
 def test_a_proof_of_weights_that_cannot_be_computed_with_is_refused(learner: Learner, tmp_path: Path):

@@ -33,7 +33,7 @@ def expected_advantages(scores: list[Fraction], groups: list[str], norm_by_std: 
             result.append(float(score) / (1.000001 if norm_by_std else 1.0))
             continue
         mean = sum(own, Fraction(0)) / len(own)
-        variance = sum(((one - mean) ** 2 for one in own), Fraction(0)) / (len(own) - 1)
+        variance = sum(((member - mean) ** 2 for member in own), Fraction(0)) / (len(own) - 1)
         result.append(float(score - mean) / (math.sqrt(variance) + 1e-6 if norm_by_std else 1.0))
     return result
 
@@ -69,7 +69,7 @@ def of_row(mode: str, row: int) -> Fraction:
 
 
 def weights(mode: str) -> list[list[float]]:
-    return [[float(of_row(mode, row) * one) for one in line] for row, line in enumerate(MASK)]
+    return [[float(of_row(mode, row) * bit) for bit in line] for row, line in enumerate(MASK)]
 
 
 def test_every_aggregation_mode_has_a_golden_weight():
@@ -93,7 +93,7 @@ def test_the_aggregate_is_the_sum_over_any_micro_batches(mode: str, cut: list[in
     draw = random.Random(1)
     numbers = [[Fraction(draw.randrange(-99, 99), 7) for _ in line] for line in MASK]
     pairs = [(of_row(mode, row), zip(numbers[row], MASK[row], strict=True)) for row in range(5)]
-    expected = sum((weight * value * one for weight, line in pairs for value, one in line), Fraction(0))
+    expected = sum((weight * value * bit for weight, line in pairs for value, bit in line), Fraction(0))
     values, mask = torch.tensor([[float(n) for n in line] for line in numbers], dtype=F64), torch.tensor(MASK).bool()
     order = torch.tensor([3, 1, 0, 4, 2])
     agg = Aggregation.over(mask, mode, SCALE)
@@ -125,7 +125,7 @@ def test_policy_loss_and_its_gradient_on_each_side_of_each_bound(mode: str, adva
     logp = (old + torch.tensor([LOG_RATIOS], dtype=F64)).requires_grad_()
     mask = torch.ones(1, len(LOG_RATIOS), dtype=torch.bool)
     agg = Aggregation.over(mask, mode, SCALE)
-    expected = [token_loss(advantage, one) for one in LOG_RATIOS]
+    expected = [token_loss(advantage, log_ratio) for log_ratio in LOG_RATIOS]
     share = {"token-mean": 1 / 12, "seq-mean-token-mean": 1 / 12, "seq-mean-token-sum-norm": 1 / 16}.get(mode, 1.0)
 
     loss, stats = policy_loss(logp, old, torch.tensor([advantage], dtype=F64), mask, LOW, HIGH, DUAL, agg)
@@ -133,15 +133,19 @@ def test_policy_loss_and_its_gradient_on_each_side_of_each_bound(mode: str, adva
 
     assert logp.grad is not None
     # A ratio of e^20 makes losses of up to 1e9, so the tolerance is relative.
-    torch.testing.assert_close(loss.item(), share * math.fsum(one for one, _ in expected), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(loss.item(), share * math.fsum(loss for loss, _ in expected), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         logp.grad, torch.tensor([[share * slope for _, slope in expected]], dtype=F64), rtol=1e-12, atol=1e-12
     )
-    beyond = {1: sum(one > 0.247 for one in LOG_RATIOS), 0: 0, -1: sum(one < -0.223 for one in LOG_RATIOS)}
+    beyond = {
+        1: sum(log_ratio > 0.247 for log_ratio in LOG_RATIOS),
+        0: 0,
+        -1: sum(log_ratio < -0.223 for log_ratio in LOG_RATIOS),
+    }
     sign = (advantage > 0) - (advantage < 0)
     assert float(stats.pg_clipfrac) == pytest.approx(beyond[sign] / 12)
     assert float(stats.pg_clipfrac_lower) == pytest.approx((sum(o > 1.099 for o in LOG_RATIOS) if sign < 0 else 0) / 12)
-    assert float(stats.ppo_kl) == pytest.approx(-sum(max(-20, min(20, one)) for one in LOG_RATIOS) / 12)
+    assert float(stats.ppo_kl) == pytest.approx(-sum(max(-20, min(20, log_ratio)) for log_ratio in LOG_RATIOS) / 12)
 
 
 def test_masked_tokens_and_fully_masked_rows_have_no_loss_and_no_gradient():
@@ -150,7 +154,7 @@ def test_masked_tokens_and_fully_masked_rows_have_no_loss_and_no_gradient():
     advantages, mask = [1.5, -7.0, -0.5, 0.25, 9.0], torch.tensor(MASK).bool()
     logp = torch.tensor(ratios, dtype=F64, requires_grad=True)
     agg = Aggregation.over(mask, "seq-mean-token-sum-norm", SCALE)
-    tokens = [[token_loss(a, one) for one in line] for a, line in zip(advantages, ratios, strict=True)]
+    tokens = [[token_loss(a, log_ratio) for log_ratio in line] for a, line in zip(advantages, ratios, strict=True)]
     weight = weights("seq-mean-token-sum-norm")
 
     zeros = torch.zeros(5, 4, dtype=F64)

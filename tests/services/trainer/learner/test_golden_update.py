@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.policy import Policy
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import Trajectory, WeightSpan
 
 Rollout = Callable[..., Trajectory]
 Array = NDArray[np.float64]
@@ -31,7 +33,7 @@ IDS = [[0, 3, 1, 5, 2], [0, 3, 4, 4], [5, 1, 2, 0, 3, 4], [5, 1, 3, 3]]
 MASKS = [[1, 0, 1], [1, 1], [1, 1, 0, 1], [1, 0]]
 SAMPLED = [[-2.0, 0.0, -1.2], [-1.7, -1.9], [-0.9, -2.4, 0.0, -1.5], [-1.1, 0.0]]
 SCORES = [1.0, 0.0, 0.25, 0.75]
-ADVANTAGES = [one / (math.sqrt(one**2 * 2) + 1e-6) for one in (0.5, -0.5, -0.25, 0.25)]
+ADVANTAGES = [deviation / (math.sqrt(deviation**2 * 2) + 1e-6) for deviation in (0.5, -0.5, -0.25, 0.25)]
 """(score - mean) / (std + eps) of pairs: std is the root of twice the squared distance from the mean."""
 
 
@@ -64,10 +66,10 @@ class Model:
 
     def adamw(self, gradient: dict[str, Array]) -> float:
         """One step on the clipped gradient; gives its norm before."""
-        norm = math.sqrt(sum(float((one**2).sum()) for one in gradient.values()))
+        norm = math.sqrt(sum(float((grad**2).sum()) for grad in gradient.values()))
         self.steps += 1
-        for name, one in gradient.items():
-            clipped = one * min(1.0, CLIP_NORM / (norm + 1e-6))
+        for name, grad in gradient.items():
+            clipped = grad * min(1.0, CLIP_NORM / (norm + 1e-6))
             self.first[name] = BETA1 * self.first.get(name, 0.0) + (1 - BETA1) * clipped
             self.second[name] = BETA2 * self.second.get(name, 0.0) + (1 - BETA2) * clipped**2
             mean, square = self.first[name] / (1 - BETA1**self.steps), self.second[name] / (1 - BETA2**self.steps)
@@ -86,7 +88,7 @@ class Written:
 
 
 def token_weight(mode: str, rows: list[int], row: int) -> float:
-    tokens = sum(sum(MASKS[one]) for one in rows)
+    tokens = sum(sum(MASKS[row]) for row in rows)
     return {
         "token-mean": 1 / tokens,
         "token-sum": 1.0,
@@ -117,7 +119,7 @@ def kl_term(kind: str, logp: Array, ref: Array, target: int) -> tuple[float, Arr
 
 def written_out(model: Model, reference: Model, rows: list[int], mode: str, kind: str) -> Written:
     """Loss and gradient of a mini-batch, token by token."""
-    result = Written({name: np.zeros_like(one) for name, one in model.weights.items()})
+    result = Written({name: np.zeros_like(weight) for name, weight in model.weights.items()})
     for row in rows:
         for place, by_model in enumerate(MASKS[row]):
             token, target = IDS[row][place + 1], IDS[row][place + 2]
@@ -163,7 +165,9 @@ def norm_in_float64(policy: Policy) -> None:
 
 def weights_of(learner: Learner) -> dict[str, Array]:
     names = {"model.embed_tokens.weight": "E", "model.norm.weight": "g", "lm_head.weight": "W"}
-    return {names[name]: one.detach().numpy().copy() for name, one in learner.policy.model.named_parameters()}
+    return {
+        names[name]: parameter.detach().numpy().copy() for name, parameter in learner.policy.model.named_parameters()
+    }
 
 
 def trajectories(rollout: Rollout) -> list[Trajectory]:
@@ -195,8 +199,8 @@ def trajectories(rollout: Rollout) -> list[Trajectory]:
 def test_four_adamw_steps_are_those_written_out(
     folder: Path, rollout: Rollout, mode: str, kind: str, micro_batch_size: int
 ):
-    config = LearnerConfig(
-        str(folder),
+    config = learner_config(
+        folder,
         dtype="float64",
         lr=LR * 4,
         lr_warmup_steps=4,
@@ -233,10 +237,183 @@ def test_four_adamw_steps_are_those_written_out(
     for name, weights in weights_of(learner).items():
         np.testing.assert_allclose(weights, model.weights[name], rtol=0, atol=1e-11)
     expected = {
-        "actor/pg_loss": sum(one.pg_loss for one in steps) / 4,
-        "actor/kl_loss": sum(one.kl_loss for one in steps) / 4,
-        "actor/entropy": sum(one.entropy for one in steps) / 4,
+        "actor/pg_loss": sum(step.pg_loss for step in steps) / 4,
+        "actor/kl_loss": sum(step.kl_loss for step in steps) / 4,
+        "actor/entropy": sum(step.entropy for step in steps) / 4,
         "actor/grad_norm": sum(norms) / 4,
         "actor/lr": LR,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-10)
+
+
+VERSIONS = [[5, 5, 7], [6, 6], [7, 4, 4, 6], [7, 5]]
+"""Weight version that sampled each token; the update starts from version 7."""
+
+
+@dataclass
+class Correction:
+    """One choice of `rollout_correction`, written out: what it does to log ratios by row, model tokens only."""
+
+    keys: dict[str, object]
+    source: str
+    """Where the old logprobs come from: recomputed, sampled or estimated."""
+    weigh: Callable[[list[list[float]]], list[list[float]]] = lambda rows: [[1.0] * len(row) for row in rows]
+    keep: Callable[[list[list[float]]], list[list[bool]]] = lambda rows: [[True] * len(row) for row in rows]
+    reinforce: bool = False
+
+
+def truncated(rows: list[list[float]], cap: float = 1.2) -> list[list[float]]:
+    return [[min(math.exp(d), cap) for d in row] for row in rows]
+
+
+def over_their_mean(rows: list[list[float]]) -> list[list[float]]:
+    weights = truncated(rows)
+    mean = fmean(weight for row in weights for weight in row)
+    return [[weight / mean for weight in row] for row in weights]
+
+
+CORRECTIONS = {
+    "token weights": Correction({"rollout_is": "token", "rollout_is_threshold": 1.2}, "recomputed", truncated),
+    "normalised token weights": Correction(
+        {"rollout_is": "token", "rollout_is_threshold": 1.2, "rollout_is_batch_normalize": True},
+        "recomputed",
+        over_their_mean,
+    ),
+    "sequence icepop": Correction(
+        {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
+        "recomputed",
+        lambda rows: [[w if 0.5 <= (w := math.exp(sum(row))) <= 5 else 0.0] * len(row) for row in rows],
+    ),
+    "token rejection": Correction(
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_2.0"},
+        "recomputed",
+        keep=lambda rows: [[0.5 <= math.exp(d) <= 1 / 0.7 for d in row] for row in rows],
+    ),
+    "sequence rejection": Correction(
+        {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 2.5},
+        "recomputed",
+        keep=lambda rows: [[max(d * d / 2 for d in row) <= 2.5] * len(row) for row in rows],
+    ),
+    "bypass, weights only reported": Correction({"bypass_mode": True, "rollout_is": "token"}, "sampled"),
+    "bypass with rejection": Correction(
+        {"bypass_mode": True, "rollout_rs": "seq_max_k2", "rollout_rs_threshold": 2.5},
+        "sampled",
+        keep=lambda rows: [[max(d * d / 2 for d in row) <= 2.5] * len(row) for row in rows],
+    ),
+    "reinforce": Correction({"bypass_mode": True, "loss_type": "reinforce"}, "sampled", reinforce=True),
+    "reinforce with normalised weights": Correction(
+        {
+            **{"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"},
+            **{"rollout_is_threshold": 1.2, "rollout_is_batch_normalize": True},
+        },
+        "sampled",
+        over_their_mean,
+        reinforce=True,
+    ),
+    "estimated": Correction({"proximal_logprobs": "loglinear"}, "estimated"),
+    "estimated with weights": Correction(
+        {"proximal_logprobs": "loglinear", "rollout_is": "token", "rollout_is_threshold": 1.2}, "estimated", truncated
+    ),
+    "estimated with normalised weights": Correction(
+        {
+            **{"proximal_logprobs": "loglinear", "rollout_is": "token"},
+            **{"rollout_is_threshold": 1.2, "rollout_is_batch_normalize": True},
+        },
+        "estimated",
+        over_their_mean,
+    ),
+}
+
+
+def by_token(rows: list[int], value: Callable[[int, int], float]) -> list[list[float]]:
+    """The value of each model token of the rows, by row and place in the response."""
+    return [[value(row, place) for place, by_model in enumerate(MASKS[row]) if by_model] for row in rows]
+
+
+def logprob(model: Model, row: int, place: int) -> float:
+    return float(model.forward(IDS[row][place + 1])[0][IDS[row][place + 2]])
+
+
+def old_logprob(source: str, start: Model, model: Model, row: int, place: int) -> float:
+    sampled = SAMPLED[row][place]
+    if source == "recomputed":
+        return logprob(start, row, place)
+    behind = 7 - VERSIONS[row][place]
+    share = behind / (behind + 1) if source == "estimated" else 0.0
+    return sampled + share * (logprob(model, row, place) - sampled)
+
+
+def corrected(correction: Correction, start: Model, model: Model, rows: list[int]) -> Written:
+    """Loss and gradient of a mini-batch under a correction; token-mean, without entropy and KL."""
+    is_fixed = correction.source == "recomputed"
+    scope = [0, 1, 2, 3] if is_fixed else rows
+
+    def log_ratio(row: int, place: int) -> float:
+        is_sampled = correction.source == "sampled"
+        now = logprob(model, row, place) if is_sampled else old_logprob(correction.source, start, model, row, place)
+        return now - SAMPLED[row][place]
+
+    ratios = by_token(scope, log_ratio)
+    weights, kept = (iter(f(ratios)[scope.index(rows[0]) :]) for f in (correction.weigh, correction.keep))
+    totals = (
+        correction.keep(ratios)[scope.index(rows[0]) :][: len(rows)]
+        if is_fixed
+        else [[True] * sum(MASKS[r]) for r in rows]
+    )
+    tokens = sum(map(sum, totals))
+    result = Written({name: np.zeros_like(weight) for name, weight in model.weights.items()})
+    for row in rows:
+        places = [place for place, by_model in enumerate(MASKS[row]) if by_model]
+        for place, weight, keeps in zip(places, next(weights), next(kept), strict=True):
+            token, target = IDS[row][place + 1], IDS[row][place + 2]
+            logp = model.forward(token)[0]
+            if correction.reinforce:
+                pg, slope = -ADVANTAGES[row] * logp[target], -ADVANTAGES[row]
+            else:
+                old = old_logprob(correction.source, start, model, row, place)
+                pg, slope = policy_term(ADVANTAGES[row], math.exp(logp[target] - old))
+            factor = weight * keeps / tokens
+            result.pg_loss += factor * pg
+            model.backward(token, factor * slope * (np.eye(VOCABULARY)[target] - np.exp(logp)), result.gradient)
+    return result
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+def test_four_corrected_steps_are_those_written_out(folder: Path, rollout: Rollout, name: str, micro_batch_size: int):
+    correction = CORRECTIONS[name]
+    config = learner_config(
+        folder,
+        dtype="float64",
+        lr=LR,
+        betas=(BETA1, BETA2),
+        weight_decay=DECAY,
+        clip_grad=CLIP_NORM,
+        clip_ratio_low=LOW,
+        clip_ratio_high=HIGH,
+        clip_ratio_c=DUAL,
+        temperature=TEMPERATURE,
+        mini_batch_size=2,
+        micro_batch_size=micro_batch_size,
+        ppo_epochs=2,
+        **{"bypass_mode": False, **correction.keys},
+    )
+    learner = Learner(config)
+    norm_in_float64(learner.policy)
+    model, start = Model(weights_of(learner)), Model(weights_of(learner))
+    steps = []
+    for rows in ([0, 1], [2, 3], [0, 1], [2, 3]):
+        steps.append(corrected(correction, start, model, rows))
+        model.adamw(steps[-1].gradient)
+    batch = [
+        trajectory.model_copy(
+            update={"weight_versions": [WeightSpan(version=v, start=i, end=i + 1) for i, v in enumerate(versions)]}
+        )
+        for trajectory, versions in zip(trajectories(rollout), VERSIONS, strict=True)
+    ]
+
+    metrics = learner.update(batch, version=7).metrics
+
+    for part, weights in weights_of(learner).items():
+        np.testing.assert_allclose(weights, model.weights[part], rtol=0, atol=1e-11)
+    assert metrics["actor/pg_loss"] == pytest.approx(sum(step.pg_loss for step in steps) / 4, rel=1e-9)

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.algorithm import AGGREGATIONS
-from trackway.trainer.learner.learner import EmptyBatchError, Learner, LearnerConfig
+from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.learner import EmptyBatchError, Learner
 from trackway.wire.trajectory import StopReason, Trajectory
 
 Rollout = Callable[..., Trajectory]
@@ -56,7 +58,7 @@ def gradients(config: LearnerConfig, trajectories: list[Trajectory]) -> list[tor
 
 def loss_config(tiny_model: Path, **changes: object) -> LearnerConfig:
     everything = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coeff": 0.05, "clip_grad": 1e9}
-    return LearnerConfig(str(tiny_model), dtype="float64", **{**everything, **changes})  # pyright: ignore[reportArgumentType]
+    return learner_config(tiny_model, dtype="float64", **{**everything, **changes})
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
@@ -118,7 +120,7 @@ def test_the_entropy_is_logged_as_a_loss_when_it_is_part_of_it(tiny_model: Path,
 
 
 def test_an_update_makes_the_better_answer_likelier_and_the_worse_one_less_likely(tiny_model: Path, rollout: Rollout):
-    learner = Learner(LearnerConfig(str(tiny_model), lr=1e-3))
+    learner = Learner(learner_config(tiny_model, lr=1e-3))
     pair = [rollout(rollout_n=0, score=1.0), rollout(rollout_n=1, response_ids=[1, 2, 30, 31, 3, 4])]
     pair = as_sampled(learner, pair)
 
@@ -131,7 +133,7 @@ def test_an_update_makes_the_better_answer_likelier_and_the_worse_one_less_likel
 
 
 def test_the_first_update_on_sampled_logprobs_has_ratio_one(tiny_model: Path, rollout: Rollout):
-    learner = Learner(LearnerConfig(str(tiny_model), use_kl_loss=True))
+    learner = Learner(learner_config(tiny_model, use_kl_loss=True))
     trajectories = as_sampled(learner, ragged(rollout))
 
     metrics = learner.update(trajectories).metrics
@@ -146,7 +148,7 @@ def test_the_first_update_on_sampled_logprobs_has_ratio_one(tiny_model: Path, ro
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_mask_shifted_by_one_shows_in_the_logprob_difference(tiny_model: Path, rollout: Rollout, recompute: bool):
-    learner = Learner(LearnerConfig(str(tiny_model), recompute_old_logprobs=recompute))
+    learner = Learner(learner_config(tiny_model, bypass_mode=not recompute))
     right = as_sampled(learner, ragged(rollout))
 
     shifted = [
@@ -163,7 +165,7 @@ def test_a_mask_shifted_by_one_shows_in_the_logprob_difference(tiny_model: Path,
 
 
 def test_an_empty_batch_is_refused_and_leaves_the_weights(tiny_model: Path):
-    learner = Learner(LearnerConfig(str(tiny_model), lr=1.0))
+    learner = Learner(learner_config(tiny_model, lr=1.0))
     before = learner.canary()
 
     with pytest.raises(EmptyBatchError, match="expected a trajectory to train on, got none; look at their errors"):
@@ -173,7 +175,7 @@ def test_an_empty_batch_is_refused_and_leaves_the_weights(tiny_model: Path):
 
 
 def test_a_trajectory_without_a_reward_is_refused_and_leaves_the_weights(tiny_model: Path, rollout: Rollout):
-    learner = Learner(LearnerConfig(str(tiny_model), lr=1.0))
+    learner = Learner(learner_config(tiny_model, lr=1.0))
     before = learner.canary()
 
     with pytest.raises(ValueError, match="expected a reward, got none in r/1/0/1; drop it with filter_trajectories"):
@@ -185,7 +187,7 @@ def test_a_trajectory_without_a_reward_is_refused_and_leaves_the_weights(tiny_mo
 def test_an_update_returns_the_advantages_in_the_order_of_the_batch(tiny_model: Path, rollout: Rollout):
     batch = [rollout(7, 0, 1.0), rollout(8, 0, 0.5), rollout(7, 1, 0.0), rollout(8, 1, 0.5)]
 
-    advantages = Learner(LearnerConfig(str(tiny_model))).update(batch).advantages
+    advantages = Learner(learner_config(tiny_model)).update(batch).advantages
 
     assert advantages == pytest.approx([0.5**0.5, 0.0, -(0.5**0.5), 0.0], abs=2e-6)
 
@@ -194,7 +196,7 @@ def test_advantages_are_those_of_each_prompts_group(tiny_model: Path, rollout: R
     easy = [rollout(7, n, score) for n, score in enumerate([1.0, 1.0, 1.0, 0.0])]
     hard = [rollout(8, n, score) for n, score in enumerate([0.0, 0.0, 0.0, 1.0])]
 
-    advantages = Learner(LearnerConfig(str(tiny_model))).advantages([*easy, *hard])
+    advantages = Learner(learner_config(tiny_model)).advantages([*easy, *hard])
 
     high, low = 0.499999000002, 1.499997000006
     assert advantages == pytest.approx([high, high, high, -low, -high, -high, -high, low], abs=1e-9)
@@ -204,7 +206,7 @@ def test_metrics_describe_the_batch(tiny_model: Path, rollout: Rollout):
     short = rollout(0, 1, 0.0, response_ids=[1, 2], response_mask=[1, 1], response_logprobs=[-1.0, -1.0], num_turns=2)
     full = rollout(0, 2, 0.5, stop_reason=StopReason.MAX_RESPONSE)
 
-    metrics = Learner(LearnerConfig(str(tiny_model), lr=1e-4)).update([rollout(0, 0, 1.0), short, full]).metrics
+    metrics = Learner(learner_config(tiny_model, lr=1e-4)).update([rollout(0, 0, 1.0), short, full]).metrics
 
     expected = {
         "critic/score/mean": 0.5,
@@ -226,7 +228,7 @@ def test_metrics_describe_the_batch(tiny_model: Path, rollout: Rollout):
 
 
 def test_each_mini_batch_and_epoch_is_an_optimizer_step(tiny_model: Path, rollout: Rollout):
-    learner = Learner(LearnerConfig(str(tiny_model), mini_batch_size=5, ppo_epochs=2))
+    learner = Learner(learner_config(tiny_model, mini_batch_size=5, ppo_epochs=2))
     steps: list[int] = []
     learner.optimizer.register_step_pre_hook(lambda *_: steps.append(1))
 
@@ -239,7 +241,7 @@ def test_each_mini_batch_and_epoch_is_an_optimizer_step(tiny_model: Path, rollou
 def test_an_observer_gets_the_trajectories_of_each_optimizer_step_and_changes_nothing(
     tiny_model: Path, rollout: Rollout, shuffle: bool
 ):
-    config = LearnerConfig(str(tiny_model), lr=1e-2, mini_batch_size=5, ppo_epochs=2, shuffle=shuffle)
+    config = learner_config(tiny_model, lr=1e-2, mini_batch_size=5, ppo_epochs=2, shuffle=shuffle)
     batch = ragged(rollout, groups=3, n=4)
     observations: list[tuple[list[str], dict[str, float]]] = []
 
@@ -267,7 +269,7 @@ def test_an_observer_gets_the_trajectories_of_each_optimizer_step_and_changes_no
 
 
 def test_warm_up_climbs_in_equal_steps_from_the_first_update(tiny_model: Path, rollout: Rollout):
-    learner = Learner(LearnerConfig(str(tiny_model), lr=4e-4, lr_warmup_steps=4))
+    learner = Learner(learner_config(tiny_model, lr=4e-4, lr_warmup_steps=4))
 
     rates = [learner.update(ragged(rollout, seed)).metrics["actor/lr"] for seed in range(5)]
 
@@ -275,7 +277,7 @@ def test_warm_up_climbs_in_equal_steps_from_the_first_update(tiny_model: Path, r
 
 
 def test_a_gradient_that_is_not_finite_is_not_stepped_on(tiny_model: Path, rollout: Rollout):
-    learner = Learner(LearnerConfig(str(tiny_model), lr=1.0))
+    learner = Learner(learner_config(tiny_model, lr=1.0))
     before = learner.canary()
     next(learner.policy.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
 
@@ -292,4 +294,4 @@ def test_prompts_of_one_index_in_two_steps_are_two_groups(tiny_model: Path, roll
 
     trajectories = [of_step(1, 0, 1.0), of_step(1, 1, 1.0), of_step(2, 0, 0.0), of_step(2, 1, 0.0)]
 
-    assert Learner(LearnerConfig(str(tiny_model))).advantages(trajectories) == [0.0] * 4
+    assert Learner(learner_config(tiny_model)).advantages(trajectories) == [0.0] * 4

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
@@ -19,7 +20,7 @@ def twelve(rollout: Rollout) -> list[Trajectory]:
 
 def forwards(tiny_model: Path, sizes: dict[str, int], batch: list[Trajectory]) -> list[int]:
     """Trajectories of each forward of an update with a reference and recomputed old logprobs."""
-    config = LearnerConfig(str(tiny_model), use_kl_loss=True, recompute_old_logprobs=True, **sizes)  # pyright: ignore[reportArgumentType]
+    config = learner_config(tiny_model, use_kl_loss=True, bypass_mode=False, **sizes)
     learner, seen = Learner(config), []
     assert learner.reference is not None
     for policy in (learner.policy, learner.reference):

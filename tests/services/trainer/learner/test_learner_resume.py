@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
@@ -37,7 +38,7 @@ def ragged(rollout: Rollout, seed: int = 0) -> list[Trajectory]:
 def test_a_resumed_learner_goes_on_as_if_uninterrupted(
     tiny_model: Path, rollout: Rollout, tmp_path: Path, changes: dict[str, bool | int]
 ):
-    config = LearnerConfig(str(tiny_model), lr=1e-2, **changes)  # pyright: ignore[reportArgumentType]
+    config = learner_config(tiny_model, lr=1e-2, **changes)
     batches = [ragged(rollout, seed) for seed in range(5)]
     straight = Learner(config)
     expected = [straight.update(batch).metrics for batch in batches]
@@ -58,12 +59,12 @@ def test_a_resumed_run_keeps_the_original_reference_when_its_model_path_has_move
     tiny_model: Path, rollout: Rollout, tmp_path: Path
 ):
     batch = ragged(rollout)
-    learner = Learner(LearnerConfig(str(tiny_model), lr=1e-2, use_kl_loss=True))
+    learner = Learner(learner_config(tiny_model, lr=1e-2, use_kl_loss=True))
     learner.update(batch)
     learner.save(tmp_path / "actor")
     learner.export(tmp_path / "huggingface")
 
-    resumed = Learner(LearnerConfig(str(tmp_path / "huggingface"), lr=1e-2, use_kl_loss=True))
+    resumed = Learner(learner_config(tmp_path / "huggingface", lr=1e-2, use_kl_loss=True))
     resumed.load(tmp_path / "actor")
 
     kl = resumed.update(batch).metrics["actor/kl_loss"]

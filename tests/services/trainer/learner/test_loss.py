@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.algorithm import Aggregation
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
@@ -36,7 +37,7 @@ def batch(ref_logprobs: float = 0.0) -> TrainingBatch:
 
 
 def config(**changed: object) -> LearnerConfig:
-    return LearnerConfig("m", **{"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 2.5, **changed})  # pyright: ignore[reportArgumentType]
+    return learner_config("m", **{"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 2.5, **changed})
 
 
 def loss_of(

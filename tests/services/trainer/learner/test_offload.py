@@ -1,18 +1,22 @@
 """Where weights and moments are during a learner's work, and that offloading changes no result."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.optimizer import state_tensors
 from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
+Config = Callable[..., LearnerConfig]
 AWAY = {"param_offload": True, "optimizer_offload": True, "ref_param_offload": True}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -27,21 +31,20 @@ def pairs(rollout: Rollout) -> list[Trajectory]:
 
 
 @pytest.fixture
-def config(tiny_model: Path) -> LearnerConfig:
-    return LearnerConfig(
-        str(tiny_model), dtype="float64", lr=1e-2, use_kl_loss=True, mini_batch_size=2, recompute_old_logprobs=True
-    )
+def config(tiny_model: Path) -> Config:
+    settings = {"lr": 1e-2, "use_kl_loss": True, "mini_batch_size": 2, "bypass_mode": False}
+    return partial(learner_config, tiny_model, dtype="float64", **settings)
 
 
 def test_an_offloaded_learner_computes_the_same_as_one_without_offload(
-    config: LearnerConfig, rollout: Rollout, tmp_path: Path
+    config: Config, rollout: Rollout, tmp_path: Path
 ):
-    resident, away = Learner(config), Learner(replace(config, **AWAY))
+    resident, away = Learner(config()), Learner(config(**AWAY))
     expected = [resident.update(pairs(rollout)).metrics for _ in range(2)]
 
     first = away.update(pairs(rollout)).metrics
     away.save(tmp_path)
-    resumed = Learner(replace(config, **AWAY))
+    resumed = Learner(config(**AWAY))
     resumed.load(tmp_path)
     second = resumed.update(pairs(rollout)).metrics
 
@@ -50,8 +53,8 @@ def test_an_offloaded_learner_computes_the_same_as_one_without_offload(
 
 
 @pytest.mark.parametrize("kind", ["low_var_kl", "full"])
-def test_each_part_is_on_the_device_only_while_it_is_computed_with(config: LearnerConfig, rollout: Rollout, kind: str):
-    learner = Learner(replace(config, **AWAY, kl_loss_type=kind))
+def test_each_part_is_on_the_device_only_while_it_is_computed_with(config: Config, rollout: Rollout, kind: str):
+    learner = Learner(config(**AWAY, kl_loss_type=kind))
     assert learner.reference is not None
     policy, reference = learner.policy.cpu_offload, learner.reference.cpu_offload
     moments = learner.moments
@@ -80,8 +83,8 @@ def test_each_part_is_on_the_device_only_while_it_is_computed_with(config: Learn
     assert before == (policy.is_on_device, reference.is_on_device, moments.is_on_device) == (False, False, False)
 
 
-def test_without_offload_everything_stays_and_on_a_cpu_nothing_moves(config: LearnerConfig, rollout: Rollout):
-    learner, away = Learner(config), Learner(replace(config, **AWAY))
+def test_without_offload_everything_stays_and_on_a_cpu_nothing_moves(config: Config, rollout: Rollout):
+    learner, away = Learner(config()), Learner(config(**AWAY))
     before = [p.data_ptr() for p in away.policy.model.parameters()]
 
     for trained in (learner, away):
@@ -162,8 +165,8 @@ def devices(learner: Learner) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_weights_and_moments_are_there_only_during_the_work(config: LearnerConfig, rollout: Rollout):
-    learner = Learner(replace(config, **AWAY, device="cuda"))
+def test_on_a_gpu_weights_and_moments_are_there_only_during_the_work(config: Config, rollout: Rollout):
+    learner = Learner(config(**AWAY, device="cuda"))
     during: list[tuple[set[str], set[str]]] = []
     learner.optimizer.register_step_post_hook(lambda *_: during.append(devices(learner)))
 
@@ -171,4 +174,4 @@ def test_on_a_gpu_weights_and_moments_are_there_only_during_the_work(config: Lea
 
     assert during == [({"cuda"}, {"cuda"})] * 2
     assert devices(learner) == ({"cpu"}, {"cpu"})
-    assert metrics == pytest.approx(Learner(config).update(pairs(rollout)).metrics, abs=1e-6)
+    assert metrics == pytest.approx(Learner(config()).update(pairs(rollout)).metrics, abs=1e-6)

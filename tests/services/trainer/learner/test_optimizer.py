@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from trackway.trainer.learner.config import LearnerConfig
+from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.optimizer import learning_rate
 
 
 def rates(count: int, **given: object) -> list[float]:
-    config = LearnerConfig(model_path="m", lr=8.0, **given)  # pyright: ignore[reportArgumentType]
+    config = learner_config("m", lr=8.0, **given)
     return [learning_rate(config, update) for update in range(count)]
 
 
@@ -22,12 +22,7 @@ def test_without_a_warm_up_the_first_update_has_the_full_rate() -> None:
 
 
 def test_a_cosine_falls_from_the_full_rate_to_its_floor_after_the_last_update() -> None:
-    falling = rates(7, lr_warmup_steps=2, lr_scheduler_type="cosine", total_updates=6, min_lr_ratio=0.25)
+    falling = rates(7, lr_warmup_steps=2, lr_scheduler_type="cosine", total_steps=6, min_lr_ratio=0.25)
     quarter = math.sqrt(0.5)  # cos(pi / 4)
     expected = [4.0, 8.0, 8.0, 2 + 6 * (1 + quarter) / 2, 5.0, 2 + 6 * (1 - quarter) / 2, 2.0]
     assert falling == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_cosine_without_a_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected total_updates for a cosine schedule, got 0"):
-        LearnerConfig(model_path="m", lr_scheduler_type="cosine")

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.batch import TrainingBatch
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, attend_by_sequence, can_pack
 from trackway.trainer.learner.policy import Policy
 from trackway.wire.trajectory import Trajectory
@@ -47,6 +49,11 @@ def ragged(rollout: Rollout, count: int = 8) -> list[Trajectory]:
     return made
 
 
+def without_padding(config: LearnerConfig) -> LearnerConfig:
+    """The same learner with micro-batches packed into one row."""
+    return replace(config, model=config.model.model_copy(update={"use_remove_padding": True}))
+
+
 def updated(config: LearnerConfig, batch: list[Trajectory]) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The gradients of the first optimizer step, and the update's metrics."""
     learner, seen = Learner(config), []
@@ -64,9 +71,9 @@ def test_packed_and_padded_batches_have_the_same_logprobs(
     tiny_model: Path, rollout: Rollout, dtype: str, atol: float, micro_batch_size: int | None
 ):
     batch = ragged(rollout)
-    padded = LearnerConfig(str(tiny_model), dtype=dtype, micro_batch_size=micro_batch_size)
+    padded = learner_config(tiny_model, dtype=dtype, micro_batch_size=micro_batch_size)
 
-    packed = Learner(replace(padded, remove_padding=True)).log_probs(batch)
+    packed = Learner(without_padding(padded)).log_probs(batch)
 
     for ours, theirs in zip(packed, Learner(padded).log_probs(batch), strict=True):
         assert ours == pytest.approx(theirs, abs=atol)
@@ -79,8 +86,8 @@ def test_packed_and_padded_batches_have_the_same_gradients_and_metrics(
     tiny_model: Path, rollout: Rollout, dtype: str, atol: float, checkpointing: bool, kind: str
 ):
     batch = ragged(rollout)
-    padded = LearnerConfig(
-        str(tiny_model),
+    padded = learner_config(
+        tiny_model,
         dtype=dtype,
         micro_batch_size=5,
         use_kl_loss=True,
@@ -90,7 +97,7 @@ def test_packed_and_padded_batches_have_the_same_gradients_and_metrics(
     )
 
     expected, theirs = updated(padded, batch)
-    gradients, ours = updated(replace(padded, remove_padding=True), batch)
+    gradients, ours = updated(without_padding(padded), batch)
 
     assert max(float(gradient.abs().max()) for gradient in expected) > 0.01
     torch.testing.assert_close(gradients, expected, rtol=atol, atol=atol)
@@ -98,7 +105,7 @@ def test_packed_and_padded_batches_have_the_same_gradients_and_metrics(
 
 
 def test_a_sequence_does_not_see_its_neighbours_in_the_row(tiny_model: Path, rollout: Rollout):
-    learner = Learner(LearnerConfig(str(tiny_model), dtype="float64", remove_padding=True))
+    learner = Learner(learner_config(tiny_model, dtype="float64", remove_padding=True))
     before, own, after = ragged(rollout, 3)
     others = [t.model_copy(update={"response_ids": [1] * len(t.response_ids)}) for t in (before, after)]
 
@@ -135,7 +142,7 @@ def test_only_models_of_full_attention_are_packed_and_all_have_the_same_logprobs
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **more)).save_pretrained(tmp_path)
     batch = ragged(rollout)
-    learner = Learner(LearnerConfig(str(tmp_path), dtype="float64", remove_padding=True))
+    learner = Learner(learner_config(tmp_path, dtype="float64", remove_padding=True))
 
     logprobs = learner.log_probs(batch)
 

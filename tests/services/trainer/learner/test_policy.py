@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
@@ -31,7 +32,7 @@ def test_logprobs_equal_transformers_own_at_each_model_token(
 ):
     long = rollout()
     short = rollout(prompt_ids=[5], response_ids=[6, 7], response_mask=[0, 1], response_logprobs=[0, -1])
-    learner = Learner(LearnerConfig(str(tiny_model), temperature=temperature, micro_batch_size=micro_batch_size))
+    learner = Learner(learner_config(tiny_model, temperature=temperature, micro_batch_size=micro_batch_size))
 
     logprobs = learner.log_probs([long, short])
 
@@ -58,7 +59,7 @@ def test_a_model_with_dropout_in_its_configuration_trains_without_it(
     assert getattr(AutoConfig.from_pretrained(folder), key) > 0
     trajectory = rollout()
 
-    learner = Learner(LearnerConfig(str(folder), gradient_checkpointing=gradient_checkpointing))
+    learner = Learner(learner_config(folder, gradient_checkpointing=gradient_checkpointing))
     [logprobs] = learner.log_probs([trajectory])
 
     reference = reference_logprobs(folder, trajectory.prompt_ids + trajectory.response_ids)
@@ -66,7 +67,7 @@ def test_a_model_with_dropout_in_its_configuration_trains_without_it(
 
 
 def test_logprobs_of_a_trajectory_without_model_tokens_are_zeros(tiny_model: Path, rollout: Rollout):
-    learner = Learner(LearnerConfig(str(tiny_model)))
+    learner = Learner(learner_config(tiny_model))
 
     assert learner.log_probs([rollout(response_mask=[0] * 6)]) == [[0.0] * 6]
 
@@ -74,7 +75,7 @@ def test_logprobs_of_a_trajectory_without_model_tokens_are_zeros(tiny_model: Pat
 def test_export_of_a_tied_model_holds_an_explicit_head_and_loads_in_transformers(
     tiny_model: Path, rollout: Rollout, tmp_path: Path
 ):
-    learner = Learner(LearnerConfig(str(tiny_model), lr=1e-2))
+    learner = Learner(learner_config(tiny_model, lr=1e-2))
     learner.update([rollout(rollout_n=0, score=1.0), rollout(rollout_n=1, response_ids=[1, 2, 3, 4, 5, 6])])
 
     learner.export(tmp_path)
@@ -90,7 +91,7 @@ def test_export_of_a_tied_model_holds_an_explicit_head_and_loads_in_transformers
 
 
 def test_export_copies_the_tokenizers_files_unchanged_and_is_readable_by_others(tiny_model: Path, tmp_path: Path):
-    Learner(LearnerConfig(str(tiny_model))).export(tmp_path)
+    Learner(learner_config(tiny_model)).export(tmp_path)
 
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (tiny_model / name).read_bytes()
@@ -99,7 +100,7 @@ def test_export_copies_the_tokenizers_files_unchanged_and_is_readable_by_others(
 
 
 def test_export_of_a_bfloat16_learner_is_bfloat16_while_its_masters_are_float32(tiny_model: Path, tmp_path: Path):
-    learner = Learner(LearnerConfig(str(tiny_model), dtype="bfloat16"))
+    learner = Learner(learner_config(tiny_model, dtype="bfloat16"))
 
     learner.export(tmp_path)
 
@@ -109,7 +110,7 @@ def test_export_of_a_bfloat16_learner_is_bfloat16_while_its_masters_are_float32(
 
 
 def test_canary_is_what_transformers_says_of_the_exported_weights(tiny_model: Path, tmp_path: Path):
-    learner = Learner(LearnerConfig(str(tiny_model), temperature=0.5))
+    learner = Learner(learner_config(tiny_model, temperature=0.5))
     learner.export(tmp_path)
 
     canary = learner.canary()
@@ -119,7 +120,7 @@ def test_canary_is_what_transformers_says_of_the_exported_weights(tiny_model: Pa
 
 
 def test_weights_of_another_model_are_refused(tiny_model: Path, tmp_path: Path):
-    learner = Learner(LearnerConfig(str(tiny_model)))
+    learner = Learner(learner_config(tiny_model))
     learner.save(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop("model.norm.weight")
@@ -129,8 +130,8 @@ def test_weights_of_another_model_are_refused(tiny_model: Path, tmp_path: Path):
 
 
 def test_bfloat16_logprobs_are_float32_and_near_the_exact_ones(tiny_model: Path, rollout: Rollout):
-    exact = Learner(LearnerConfig(str(tiny_model))).log_probs([rollout()])[0]
-    learner = Learner(LearnerConfig(str(tiny_model), dtype="bfloat16"))
+    exact = Learner(learner_config(tiny_model)).log_probs([rollout()])[0]
+    learner = Learner(learner_config(tiny_model, dtype="bfloat16"))
 
     rounded = learner.log_probs([rollout()])[0]
 

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.services.trainer.learner_settings import learner_config
 from trackway.clients.weights import WeightStore
 from trackway.trainer.learner import weight_proof
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.weight_proof import (
     ScoredSequence,
     choose_sequences,
@@ -107,7 +108,7 @@ def test_digests_are_of_each_tensors_bytes_as_published_and_rounded(
 def test_a_proof_says_what_the_exported_weights_answer_and_what_those_before_did(
     tiny_model: Path, rollout: Rollout, tmp_path: Path, dtype: str
 ) -> None:
-    learner = Learner(LearnerConfig(str(tiny_model), dtype=dtype, lr=1e-3))
+    learner = Learner(learner_config(tiny_model, dtype=dtype, lr=1e-3))
     learner.export(tmp_path / "1")
     learner.update(group(rollout))
     learner.export(tmp_path / "2")
@@ -137,7 +138,7 @@ def test_a_proof_says_what_the_exported_weights_answer_and_what_those_before_did
 def test_the_learners_own_weights_are_as_before_after_a_proof(
     tiny_model: Path, rollout: Rollout, tmp_path: Path
 ) -> None:
-    learner = Learner(LearnerConfig(str(tiny_model), dtype="bfloat16", lr=1e-3))
+    learner = Learner(learner_config(tiny_model, dtype="bfloat16", lr=1e-3))
     learner.update(group(rollout))
     learner.export(tmp_path)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in learner.policy.model.named_parameters()}
@@ -150,7 +151,7 @@ def test_the_learners_own_weights_are_as_before_after_a_proof(
 
 
 def test_a_forward_that_fails_gives_the_weights_back(tiny_model: Path) -> None:
-    learner = Learner(LearnerConfig(str(tiny_model), dtype="bfloat16"))
+    learner = Learner(learner_config(tiny_model, dtype="bfloat16"))
     before = {name: tensor.dtype for name, tensor in learner.policy.model.named_parameters()}
 
     with pytest.raises(IndexError):
@@ -163,7 +164,7 @@ def test_only_what_this_run_published_last_is_the_version_before(
     tiny_model: Path, rollout: Rollout, tmp_path: Path
 ) -> None:
     store = WeightStore(str(tmp_path / "weights"))
-    learner = Learner(LearnerConfig(str(tiny_model), lr=1e-3))
+    learner = Learner(learner_config(tiny_model, lr=1e-3))
     publisher = Publisher(store, learner, "run", "0123456789", tmp_path / "export", 5)
     learner.update(group(rollout))  # as before a checkpoint from which a run goes on
     for _ in range(2):

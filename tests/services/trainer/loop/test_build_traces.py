@@ -35,7 +35,7 @@ def run_folder(tmp_path: Path, config: RunConfig) -> RunFolder:
 
 def kept_by(traces: RunTraces) -> list[str]:
     """Who gets feedback."""
-    return [one.backend for one in traces.feedback if isinstance(one, QueuedFeedback)]
+    return [feedback.backend for feedback in traces.feedback if isinstance(feedback, QueuedFeedback)]
 
 
 @pytest.fixture
@@ -135,9 +135,9 @@ def test_traces_belong_to_the_run_in_its_experiment_or_one_of_their_own(mlflow_s
     run = tracking.run
     assert run is not None
 
-    same, other = run_target(config, run), run_target(configured("mlflow"), run)
+    same, other_target = run_target(config, run), run_target(configured("mlflow"), run)
     tracking.close("FINISHED", 30.0)
 
     assert same.mlflow_experiment_id == run.experiment_id is not None
     assert same.mlflow_run_id == run.run_id is not None
-    assert (other.mlflow_experiment_id, other.mlflow_run_id) == ("name:me%2Fp", run.run_id)
+    assert (other_target.mlflow_experiment_id, other_target.mlflow_run_id) == ("name:me%2Fp", run.run_id)

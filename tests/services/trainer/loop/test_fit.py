@@ -1,6 +1,7 @@
 """The fit loop over a scripted agent: when it validates and saves, and what a checkpoint holds."""
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +11,21 @@ import torch
 
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
+from trackway.deploy.bundled import TINY_MODEL
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import Prompts
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.fit import fit
-from trackway.trainer.loop.from_config import learner_config, plan, training_template, validation_template
+from trackway.trainer.loop.from_config import learner_config, pacing, plan, training_template, validation_template
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.schedule import Progress
+from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.checkpoint import find_latest
 from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
 from trackway.trainer.traces.run import RunTraces
@@ -34,7 +38,6 @@ from trackway.wire.trainer import RunState
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
-TINY = Path(__file__).parents[4] / "examples" / "tiny" / "checkpoint"
 ACCURACY = "val-core/openai/gsm8k/acc/mean@1"
 NewRun = Callable[..., Training]
 
@@ -45,8 +48,8 @@ def new_run(tmp_path: Path, sample, agent_url: str, tiny_model: Path) -> Iterato
     made: list[Training] = []
 
     def make(name: str, *overrides: str, model: Path = tiny_model) -> Training:
-        for one in made:
-            one.publisher.close()
+        for earlier in made:
+            earlier.publisher.close()
         ours = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "data.shuffle=false"]
         config = compose([*ours, "actor_rollout_ref.rollout.n=2", f"actor_rollout_ref.model.path={model}", *overrides])
         urls = ServiceUrls(agent_url=agent_url, tools_url="http://127.0.0.1:9", weights_url=str(tmp_path / "weights"))
@@ -57,8 +60,8 @@ def new_run(tmp_path: Path, sample, agent_url: str, tiny_model: Path) -> Iterato
         return made[-1]
 
     yield make
-    for one in made:
-        one.publisher.close()
+    for run in made:
+        run.publisher.close()
 
 
 def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -> Training:
@@ -75,7 +78,13 @@ def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -
         plan=replace(schedule, traced_validation=0),
         folder=folder,
         prompts=prompts,
-        rollouts=rollouts(training_template(config, folder.name, target)),
+        scheduler=GroupScheduler(
+            prompts,
+            rollouts(training_template(config, folder.name, target)),
+            pacing(config),
+            beginning.progress.scheduler,
+            beginning.finished,
+        ),
         validation_rows=rows[:2],
         validation_rollouts=rollouts(validation_template(config, folder.name, target)),
         learner=learner,
@@ -225,7 +234,7 @@ async def test_each_checkpoint_has_the_metrics_of_its_step(new_run: NewRun):
 async def test_transformers_loads_a_checkpoints_weights_and_tokenizer(new_run: NewRun):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = new_run("run", "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=1e-2", model=TINY)
+    run = new_run("run", "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=1e-2", model=TINY_MODEL)
     await fit(run)
 
     folder = find_latest(run.folder.checkpoints)
@@ -238,6 +247,70 @@ async def test_transformers_loads_a_checkpoints_weights_and_tokenizer(new_run: N
     ours = run.learner.canary().logprobs
     theirs = [float(logp[place, token]) for place, token in enumerate(ids[1:])]
     assert ours[-len(theirs) :] == pytest.approx(theirs, abs=1e-4)
-    assert tokenizer.decode(tokenizer.encode("2+2")) == AutoTokenizer.from_pretrained(TINY).decode(
-        AutoTokenizer.from_pretrained(TINY).encode("2+2")
+    assert tokenizer.decode(tokenizer.encode("2+2")) == AutoTokenizer.from_pretrained(TINY_MODEL).decode(
+        AutoTokenizer.from_pretrained(TINY_MODEL).encode("2+2")
     )
+
+
+AHEAD = ("async_training.staleness_threshold=1", "trainer.total_training_steps=4", "trainer.save_freq=1")
+
+
+def trained(run: Training) -> list[list[str]]:
+    """The trajectories of each step, as `step of submission/prompt/rollout`."""
+    files = [run.folder.path / "trajectories" / f"step_{step}.parquet" for step in range(1, run.step + 1)]
+    return [[trajectory.id.removeprefix("run/") for trajectory in read_trajectories(file)] for file in files]
+
+
+async def test_generation_goes_on_while_the_learner_computes(new_run: NewRun, agent):
+    agent.holding_at = 2
+    run = new_run("run", *AHEAD)
+    fitting = asyncio.create_task(fit(run))
+    async with asyncio.timeout(60):
+        while not any(request.step == 3 for request in agent.requests):
+            await asyncio.sleep(0.02)
+    hanging = run.step
+    agent.released.set()
+
+    assert await fitting is RunState.FINISHED
+    assert hanging == 2  # the groups submitted in step 1 train two steps, though those of step 2 have not ended
+    assert sorted(request.step for request in agent.requests if not request.validation) == [1] * 4 + [2] * 2 + [3] * 2
+    assert trained(run) == [
+        [f"{step}/{row}/{n}" for row in rows for n in range(2)]
+        for step, rows in [(1, (0, 1)), (1, (2, 3)), (2, (0, 1)), (3, (2, 3))]
+    ]
+    last = run.folder.rows()[-1].data
+    assert [last[f"rollouts/{state}"] for state in ("submitted", "used", "running", "finished")] == [16, 16, 0, 0]
+    assert [row.data["training/epoch"] for row in run.folder.rows()[1:]] == [0, 0, 1, 1]
+
+
+async def test_a_run_killed_ahead_trains_what_was_finished_and_requests_only_the_rest(new_run: NewRun, agent):
+    whole = new_run("whole", *AHEAD)
+    await fit(whole)
+    first = new_run("run", *AHEAD)
+    await fit(first)
+    for step in (2, 3, 4):
+        shutil.rmtree(first.folder.checkpoints / f"global_step_{step}")
+    agent.requests.clear()
+
+    again = new_run("run", *AHEAD)
+    assert again.step == 1
+    await fit(again)
+
+    asked = [(request.step, request.sample.index) for request in agent.requests if not request.validation]
+    assert sorted(asked) == [(2, 0), (2, 1), (3, 2), (3, 3)]
+    assert trained(again) == trained(first)
+    assert again.learner.canary() == whole.learner.canary()
+
+
+async def test_weights_are_published_every_other_step(new_run: NewRun, agent):
+    keys = ("async_training.trigger_parameter_sync_step=2", "trainer.total_training_steps=4")
+    run = new_run("run", *keys)
+    await fit(run)
+
+    versions = {
+        request.step: request.min_weight_version - agent.requests[0].min_weight_version
+        for request in agent.requests
+        if not request.validation
+    }
+    assert versions == {1: 0, 3: 1}
+    assert [len(rollouts) for rollouts in trained(run)] == [4] * 4

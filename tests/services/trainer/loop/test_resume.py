@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.services.trainer.learner_settings import learner_config
 from trackway.system import digests
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import Position
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.checkpoint import Manifest, save_checkpoint
@@ -21,7 +22,7 @@ from trackway.wire.trainer import MetricsRow
 
 @pytest.fixture
 def learner(tiny_model: Path) -> Learner:
-    return Learner(LearnerConfig(str(tiny_model), lr=1e-3))
+    return Learner(learner_config(tiny_model, lr=1e-3))
 
 
 def checkpoint(root: Path, learner: Learner, step: int) -> Progress:
@@ -42,7 +43,7 @@ def rows(folder: RunFolder) -> list[int]:
 def test_auto_begins_at_the_model_when_there_is_no_checkpoint(folder: RunFolder, learner: Learner):
     folder.append_row(MetricsRow(step=0, data={"x": 0.0}))
 
-    assert begin(folder, mode("auto"), learner) == (Progress(), None, "")
+    assert begin(folder, mode("auto"), learner) == (Progress(), None, "", ())
     assert rows(folder) == []
 
 
@@ -52,14 +53,14 @@ def test_auto_goes_on_from_the_newest_checkpoint_and_its_row(folder: RunFolder, 
     for step in (1, 3):
         folder.append_row(MetricsRow(step=step, data={"x": float(step)}))
 
-    assert begin(folder, mode("auto"), learner) == (saved, 2, "")
+    assert begin(folder, mode("auto"), learner) == (saved, 2, "", ())
     assert rows(folder) == [1, 2]
 
 
 def test_disable_begins_at_the_model_whatever_was_saved(folder: RunFolder, learner: Learner):
     checkpoint(folder.checkpoints, learner, 2)
 
-    assert begin(folder, mode("disable"), learner) == (Progress(), None, "")
+    assert begin(folder, mode("disable"), learner) == (Progress(), None, "", ())
 
 
 def test_a_named_checkpoint_gives_its_weights_and_place_but_not_its_row(
@@ -67,11 +68,11 @@ def test_a_named_checkpoint_gives_its_weights_and_place_but_not_its_row(
 ):
     learner.update([rollout(0, n, float(n)) for n in range(2)])
     checkpoint(tmp_path / "other", learner, 4)
-    fresh = Learner(LearnerConfig(str(tiny_model), lr=1e-3))
+    fresh = Learner(learner_config(tiny_model, lr=1e-3))
 
     beginning = begin(folder, mode("resume_path", tmp_path / "other" / "global_step_4"), fresh)
 
-    assert beginning == (Progress(step=4, position=Position(epoch=1, batch=4)), None, "")
+    assert beginning == (Progress(step=4, position=Position(epoch=1, batch=4)), None, "", ())
     assert (fresh.canary(), fresh.updates) == (learner.canary(), 1)
     assert rows(folder) == []
 
@@ -80,7 +81,7 @@ def test_what_was_trained_since_goes_before_the_named_checkpoint(folder: RunFold
     checkpoint(tmp_path / "other", learner, 4)
     own = checkpoint(folder.checkpoints, learner, 5)
 
-    assert begin(folder, mode("resume_path", tmp_path / "other" / "global_step_4"), learner) == (own, 5, "")
+    assert begin(folder, mode("resume_path", tmp_path / "other" / "global_step_4"), learner) == (own, 5, "", ())
 
 
 @pytest.mark.parametrize(
@@ -147,11 +148,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_offered_with_the_co
 def test_a_damaged_checkpoint_that_was_named_is_never_replaced_by_another(
     folder: RunFolder, learner: Learner, tmp_path: Path
 ):
-    other = RunFolder(tmp_path / "other")
+    other_run = RunFolder(tmp_path / "other")
     for step in (1, 2):
-        checkpoint(other.checkpoints, learner, step)
-    damage(other, 2)
-    config = mode("resume_path", other.checkpoints / "global_step_2")
+        checkpoint(other_run.checkpoints, learner, step)
+    damage(other_run, 2)
+    config = mode("resume_path", other_run.checkpoints / "global_step_2")
 
     with pytest.raises(
         TrackwayError, match=r"damaged: .*; restore it from a copy, or start a run from another one of .*/checkpoints$"
@@ -159,7 +160,7 @@ def test_a_damaged_checkpoint_that_was_named_is_never_replaced_by_another(
         begin(folder, config, learner, skip_damaged=True)
 
     assert caught.value.code is ErrorCode.CHECKPOINT_CORRUPT
-    assert checkpoints(other) == ["global_step_1", "global_step_2"]
+    assert checkpoints(other_run) == ["global_step_1", "global_step_2"]
 
 
 @pytest.mark.parametrize("has_digests", [True, False])
@@ -175,7 +176,7 @@ def test_damaged_checkpoints_are_left_out_when_that_is_asked_for_and_their_rows_
     for step in (0, 1, 2, 3):
         folder.append_row(MetricsRow(step=step, data={"x": float(step)}))
 
-    progress, saved_step, notice = begin(folder, mode("auto"), learner, skip_damaged=True)
+    progress, saved_step, notice, _ = begin(folder, mode("auto"), learner, skip_damaged=True)
 
     assert (progress, saved_step, learner.canary()) == (saved, 1, before)
     assert rows(folder) == [0, 1]

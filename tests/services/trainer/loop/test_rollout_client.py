@@ -2,8 +2,8 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from time_limits import ENDS_SOON
 
+from tests.time_limits import ENDS_SOON
 from trackway.clients import AgentClient
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.wire.agent import Limits, Sample
@@ -33,9 +33,9 @@ async def http():
 async def test_every_rollout_comes_back_in_the_order_of_the_batch(agent, agent_url, http, sample):
     got = await rollouts(agent_url, http).collect([sample(5), sample(2)], 3, 9, traced=frozenset({1}))
 
-    assert [(one.tags.sample_index, one.tags.rollout_n) for one in got] == [(5, n) for n in range(4)] + [
-        (2, n) for n in range(4)
-    ]
+    assert [(trajectory.tags.sample_index, trajectory.tags.rollout_n) for trajectory in got] == [
+        (5, n) for n in range(4)
+    ] + [(2, n) for n in range(4)]
     by_index = {request.sample.index: request for request in agent.requests}
     assert (by_index[5].trace, by_index[2].trace, by_index[2].trace_target.mlflow_experiment_id) == (False, True, "7")
     assert (by_index[5].step, by_index[5].min_weight_version) == (3, 9)
@@ -48,8 +48,8 @@ async def test_a_stream_that_breaks_is_asked_again_for_exactly_what_is_missing(a
     got = await rollouts(agent_url, http).collect([sample(1)], 1, 0)
 
     assert [request.rollouts for request in agent.requests] == [None, [3]]
-    assert [one.tags.rollout_n for one in got] == [0, 1, 2, 3]
-    assert all(one.error is None for one in got)
+    assert [trajectory.tags.rollout_n for trajectory in got] == [0, 1, 2, 3]
+    assert all(trajectory.error is None for trajectory in got)
 
 
 async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, agent_url, http, sample):
@@ -58,10 +58,10 @@ async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, 
     got = await rollouts(agent_url, http, attempts=2).collect([sample(1)], 1, 0)
 
     failed = got[2:]
-    assert [one.error for one in got[:2]] == [None, None]
-    assert [one.id for one in failed] == ["run/1/1/2", "run/1/1/3"]
-    assert {one.stop_reason for one in failed} == {StopReason.ERROR}
-    assert {one.error.code for one in failed if one.error} == {ErrorCode.UNAVAILABLE}
+    assert [trajectory.error for trajectory in got[:2]] == [None, None]
+    assert [trajectory.id for trajectory in failed] == ["run/1/1/2", "run/1/1/3"]
+    assert {trajectory.stop_reason for trajectory in failed} == {StopReason.ERROR}
+    assert {trajectory.error.code for trajectory in failed if trajectory.error} == {ErrorCode.UNAVAILABLE}
 
 
 async def test_a_stream_that_broke_after_a_further_trajectory_is_no_failed_attempt(agent, agent_url, http, sample):
@@ -69,7 +69,7 @@ async def test_a_stream_that_broke_after_a_further_trajectory_is_no_failed_attem
 
     got = await rollouts(agent_url, http, attempts=1).collect([sample(1)], 1, 0)
 
-    assert [one.error for one in got] == [None] * 4
+    assert [trajectory.error for trajectory in got] == [None] * 4
     assert [request.rollouts for request in agent.requests] == [None, [1, 2, 3], [2, 3], [3]]
 
 
@@ -79,14 +79,14 @@ async def test_a_deadline_ends_the_waiting_and_keeps_what_came(agent, agent_url,
 
     got = await rollouts(agent_url, http, timeout_s=0.2).collect([sample(1)], 1, 0)
 
-    assert {one.error.code for one in got if one.error} == {ErrorCode.DEADLINE_EXCEEDED}
+    assert {trajectory.error.code for trajectory in got if trajectory.error} == {ErrorCode.DEADLINE_EXCEEDED}
     assert len(agent.requests) == 1
 
 
 async def test_a_service_that_is_not_there_fails_each_rollout_with_its_address(http, sample: Callable[[int], Sample]):
     got = await rollouts("http://127.0.0.1:9", http, attempts=2).collect([sample(1)], 1, 0)
 
-    errors = [one.error for one in got]
+    errors = [trajectory.error for trajectory in got]
     assert len(errors) == 4
     assert all(error is not None and "http://127.0.0.1:9/groups" in error.message for error in errors)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from tests.services.trainer.learner_settings import learner_config
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
@@ -13,9 +14,10 @@ from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import Prompts
 from trackway.trainer.learner import filtering
 from trackway.trainer.learner import learner as learner_module
-from trackway.trainer.learner.learner import Learner, LearnerConfig
+from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.from_config import training_template, validation_template
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
+from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.training import Schedule, Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.folder import RunFolder
@@ -79,6 +81,19 @@ ROW = {
     "actor/grad_norm": 0.2371324598789215,
     "actor/skipped_steps": 0.0,
     "actor/lr": 0.001,
+    "rollout_corr/training_ppl": 5410.67138671875,
+    "rollout_corr/training_log_ppl": 8.557584762573242,
+    "rollout_corr/kl": 4.756239414215088,
+    "rollout_corr/k3_kl": 3.795419454574585,
+    "rollout_corr/rollout_ppl": 48.448089599609375,
+    "rollout_corr/rollout_log_ppl": 3.4250001907348633,
+    "rollout_corr/log_ppl_diff": 5.132584571838379,
+    "rollout_corr/log_ppl_abs_diff": 5.132584571838379,
+    "rollout_corr/log_ppl_diff_max": 7.76700496673584,
+    "rollout_corr/log_ppl_diff_min": 4.254444599151611,
+    "rollout_corr/ppl_ratio": 643.1603393554688,
+    "rollout_corr/chi2_token": -0.9946383833885193,
+    "rollout_corr/chi2_seq": -1.0,
     "training/global_step": 1.0,
     "training/epoch": 0.0,
     "training/off_policy/trajectory_spans/mean": 1.0,
@@ -93,6 +108,12 @@ ROW = {
     "prompt_length/clip_ratio": 0.0,
     "training/dropped_failed": 4.0,
     "training/dropped_stale": 1.0,
+    "rollouts/submitted": 0.0,
+    "rollouts/used": 4.0,
+    "rollouts/dropped_failed": 4.0,
+    "rollouts/dropped_stale": 1.0,
+    "rollouts/running": 0.0,
+    "rollouts/finished": 0.0,
     "training/rollout_failure/failed_trajectories": 2.0,
     "tool_call_counts/mean": 0.0,
     "tool_call_counts/max": 0.0,
@@ -149,7 +170,7 @@ def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: 
     urls = ServiceUrls(agent_url=agent_url, tools_url="http://127.0.0.1:9", weights_url=str(tmp_path / "weights"))
     folder, config = RunFolder(tmp_path / "outputs" / "run"), compose(["actor_rollout_ref.rollout.n=2"])
     folder.create(RunConfig(), urls)
-    learner = Learner(LearnerConfig(str(tiny_model), lr=1e-3))
+    learner = Learner(learner_config(tiny_model, lr=1e-3))
     traces = RunTraces(
         target=TraceTarget(),
         own=StepTrace("experiment", TraceTarget()),
@@ -162,11 +183,12 @@ def training(tiny_model: Path, tmp_path: Path, sample, agent_url: str, backend: 
     def rollouts(template) -> Rollouts:
         return Rollouts(AgentClient(agent_url), template, RetryPolicy())
 
+    prompts = Prompts([sample(index) for index in range(4)], 2, 0, shuffle=False)
     training = Training(
         plan=Schedule(total_steps=9, seed=0, traced_prompts=2, traced_validation=2, rollouts=2, max_staleness=1),
         folder=folder,
-        prompts=Prompts([sample(index) for index in range(4)], 2, 0, shuffle=False),
-        rollouts=rollouts(training_template(config, "run", TraceTarget())),
+        prompts=prompts,
+        scheduler=GroupScheduler(prompts, rollouts(training_template(config, "run", TraceTarget()))),
         validation_rows=[sample(index) for index in range(3)],
         validation_rollouts=rollouts(validation_template(config, "run", TraceTarget())),
         learner=learner,
@@ -190,7 +212,7 @@ async def test_dropped_trajectories_change_nothing_and_each_trace_gets_its_fate(
     ]
     stale = rollout(0, 2, 1.0, weight_versions=from_weights(5), trace_id="s2")
     failed = rollout(0, 3, error=FAILED, reward=None, trace_id="f3")
-    alone = Learner(LearnerConfig(str(tiny_model), lr=1e-3))
+    alone = Learner(learner_config(tiny_model, lr=1e-3))
     alone.update(good)
 
     metrics = await training.update([stale, good[0], failed, good[1]], version=7)
@@ -273,12 +295,13 @@ async def test_a_step_with_no_trajectory_to_train_on_fails_with_the_counts(train
 async def test_the_budget_lowers_what_is_asked_for_in_training_and_validation(training: Training, agent):
     agent.tracing = Tracing("agent", TracingSettings(mlflow_uri=None, weave_api_key=None))
 
-    first = await training.rollout(training.next_batch(), 0)
+    first = await training.rollout(0)
     after_first = training.traces.metrics()
+    await training.update(first, 0)
     validated = await training.validate(0)
     spent = training.traces.budget.bytes
     training.traces.budget.spend(1_000_000 - spent)
-    second = await training.rollout(training.next_batch(), 0)
+    second = await training.rollout(0)
 
     traced = {(request.validation, request.sample.index) for request in agent.requests if request.trace}
     sizes = [trajectory.trace_bytes for trajectory in first if trajectory.trace_id]

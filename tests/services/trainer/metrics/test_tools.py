@@ -46,7 +46,7 @@ STEP = [
         components={"correct": 1.0, "tool/python": 2.0},
     ),
     trajectory([called("python", 2.0, error=ErrorCode.TOOL_FAILED)], components={"tool/python": 1.0}),
-    trajectory([called("python", 6.0, error=ErrorCode.DEADLINE_EXCEEDED)]),
+    trajectory([called("python", 6.0, error=ErrorCode.TOOL_TIMEOUT)]),
     trajectory(),
 ]
 
@@ -55,7 +55,7 @@ def test_each_tool_has_its_calls_errors_seconds_rewards_and_own_metrics():
     assert tool_metrics(STEP) == {
         "tools/python/calls": 4.0,
         "tools/python/errors": 2.0,
-        "tools/python/error_codes/deadline_exceeded": 1.0,
+        "tools/python/error_codes/tool_timeout": 1.0,
         "tools/python/error_codes/tool_failed": 1.0,
         "tools/python/truncated": 1.0,
         "tools/python/seconds/mean": 3.0,
@@ -109,7 +109,7 @@ def test_every_name_is_one_that_mlflow_takes(name: str):
 def test_no_metric_is_the_folder_of_another():
     names = tool_metrics(STEP)
 
-    assert [(name, other) for name in names for other in names if other.startswith(f"{name}/")] == []
+    assert [(name, longer) for name in names for longer in names if longer.startswith(f"{name}/")] == []
 
 
 def test_a_tool_that_measures_under_ever_new_names_is_bounded():

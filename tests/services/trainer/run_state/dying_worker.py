@@ -20,6 +20,7 @@ from trackway.trainer import worker
 from trackway.trainer.learner import optimizer
 from trackway.trainer.loop import build, fit, training
 from trackway.trainer.loop.rollout_client import Rollouts
+from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state import checkpoint
 from trackway.trainer.run_state.folder import RunFolder
@@ -39,12 +40,12 @@ class Moment(NamedTuple):
 
 MOMENTS = {
     "in the first validation": Moment(Rollouts, "collect"),
-    "in a rollout": Moment(Rollouts, "collect", 2),
+    "in a rollout": Moment(GroupScheduler, "take"),
     "with all rollouts there": Moment(training, "write_trajectories", 2, after=True),
     "in an update": Moment(optimizer, "step", 2, after=True),
     "before a publication": Moment(Publisher, "publish", 2),
     "in a publication": Moment(WeightStore, "prune", 3),
-    "in a validation": Moment(Rollouts, "collect", 3),
+    "in a validation": Moment(Rollouts, "collect"),
     "in a checkpoint": Moment(checkpoint, "_sync"),
     "before the checkpoint is the latest": Moment(checkpoint, "_write_latest"),
     "between checkpoint and row": Moment(RunFolder, "append_row", 2),

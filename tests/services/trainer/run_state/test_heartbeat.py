@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_runs import beat_of
 
+from tests.services.trainer.real_runs import beat_of
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S, EXIT_LOST, Heartbeat, LivenessMonitor
 from trackway.trainer.run_state.ownership import Beat, Machine, OutputsLock, Owner, this_machine
@@ -30,9 +30,10 @@ with Heartbeat(RunFolder(Path(sys.argv[1])), every_s=0.1):
 WRITING = """
 import os, sys
 from pathlib import Path
-from trackway.trainer.run_state.heartbeat import Heartbeat, OwnFolder
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.heartbeat import Heartbeat, exit_if_lost
 from trackway.wire.trainer import MetricsRow, RunState
-folder = OwnFolder(Path(sys.argv[1]))
+folder = RunFolder(Path(sys.argv[1]), exit_if_lost)
 with Heartbeat(folder, every_s=3600):
     print("ready", flush=True)
     exec(sys.stdin.readline())
@@ -151,10 +152,10 @@ def test_the_beat_goes_on_while_torch_computes(folder: RunFolder):
 def test_after_its_end_a_heartbeat_writes_nothing(folder: RunFolder):
     with Heartbeat(folder, every_s=0.001):
         until(lambda: beat_of(folder) > 3)
-    other = Owner.of(1)
-    folder.write_owner(other)
+    other_owner = Owner.of(1)
+    folder.write_owner(other_owner)
 
-    assert folder.owner() == other
+    assert folder.owner() == other_owner
 
 
 def test_a_process_that_stood_still_and_lost_its_run_ends_when_it_moves_again(folder: RunFolder, beating):

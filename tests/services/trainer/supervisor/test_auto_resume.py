@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from real_runs import Pod, beat_of, held_at, on_disk, pid_of, run_request, until
 
+from tests.services.trainer.real_runs import Pod, beat_of, held_at, on_disk, pid_of, run_request, until
 from trackway.clients import TrainerClient
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
@@ -138,9 +138,9 @@ async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_g
 ):
     agent.holding_at = 3
     await runs.start(request_of("moved", "trainer.save_freq=-1"))
-    await until(lambda: runs.info("moved").step == 2)
+    await until(lambda: runs.registry.info("moved").step == 2)
     await runs.close()
-    closed = runs.info("moved")
+    closed = runs.registry.info("moved")
 
     third = RunManager(tmp_path / "outputs", runs.services)
     results = await asyncio.gather(*(resume_interrupted(runs) for runs in (pod.runs, third)), return_exceptions=True)
@@ -154,7 +154,7 @@ async def test_a_run_whose_service_closes_is_interrupted_and_one_of_two_others_g
     assert closed.message == "interrupted after step 2; it can be resumed"
     assert (resumed.state, resumed.restarts, resumed.interrupted) == (RunState.STARTING, 1, False)
     assert refused.code is ErrorCode.CONFLICT
-    info = pod.runs.info("moved")
+    info = pod.runs.registry.info("moved")
     assert (info.state, info.restarts, info.interrupted) == (RunState.FINISHED, 1, False)
     assert [row.step for row in RunFolder(Path(closed.folder)).rows()] == [0, 1, 2, 3, 4]
 
@@ -165,7 +165,7 @@ async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(
     agent.holding_at = 0
     await runs.start(request_of("live"))
     await until(lambda: held_at(agent, 0))
-    folder = RunFolder(Path(runs.info("live").folder))
+    folder = RunFolder(Path(runs.registry.info("live").folder))
     standing = (
         f"running in another trainer service, on {this_machine().host} (stop it there; if that host is lost, try again "
         "after 30 s without a heartbeat)"
@@ -184,7 +184,7 @@ async def test_another_pod_leaves_a_run_alone_as_long_as_its_process_beats(
 
     assert (refused.value.code, not_here.value.code) == (ErrorCode.CONFLICT, ErrorCode.CONFLICT)
     assert not_here.value.message == f"expected an active run to stop, got run 'live', which is {standing}"
-    assert (waits, pod.runs.info("live").state) == (None, RunState.RUNNING)
+    assert (waits, pod.runs.registry.info("live").state) == (None, RunState.RUNNING)
 
 
 async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goes_on_by_itself(
@@ -212,9 +212,9 @@ async def test_a_killed_service_and_a_lost_machine_interrupt_a_run_that_then_goe
         finally:
             os.kill(learner, signal.SIGKILL)
 
-    first_look = pod.runs.info("killed")
+    first_look = pod.runs.registry.info("killed")
     pod.now += DEAD_AFTER_S
-    lost = pod.runs.info("killed")
+    lost = pod.runs.registry.info("killed")
     agent.released.set()
     await resume_interrupted(pod.runs)
     command = Path(f"/proc/{pid_of(pod.runs, 'killed')}/cmdline").read_text()

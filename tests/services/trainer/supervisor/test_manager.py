@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
 
+from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import compose
@@ -66,7 +66,7 @@ def baseline(model: Path, sample, serving, new_agent, tmp_path_factory: pytest.T
         runs = RunManager(folder / "outputs", urls(url, folder))
         started = await runs.start(run_request(model, folder, sample, "plain"))
         info = await ended(runs, "plain")
-        rows = [row async for row in runs.rows("plain", follow=False)]
+        rows = [row async for row in runs.registry.rows("plain", follow=False)]
         await runs.close()
         return Baseline(started, info, rows, urls(url, folder).weights_url)
 
@@ -88,7 +88,7 @@ async def runs(agent_url: str, agent, tmp_path: Path) -> AsyncIterator[RunManage
 
 
 async def rows_of(runs: RunManager, name: str) -> list[MetricsRow]:
-    return [row async for row in runs.rows(name, follow=False)]
+    return [row async for row in runs.registry.rows(name, follow=False)]
 
 
 def learned(rows: list[MetricsRow]) -> list[tuple[int, dict[str, float]]]:
@@ -121,11 +121,11 @@ async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(
 ):
     agent.holding_at = 3
     await runs.start(request_of("killed"))
-    await until(lambda: runs.info("killed").step == 2 and held_at(agent, 3))
+    await until(lambda: runs.registry.info("killed").step == 2 and held_at(agent, 3))
 
     os.kill(pid_of(runs, "killed"), signal.SIGKILL)
-    await until(lambda: runs.info("killed").restarts == 1)
-    restarting = runs.info("killed")
+    await until(lambda: runs.registry.info("killed").restarts == 1)
+    restarting = runs.registry.info("killed")
     agent.released.set()
     info = await ended(runs, "killed")
 
@@ -137,7 +137,7 @@ async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(
 
 def damage(runs: RunManager, name: str, step: int) -> None:
     """NaN in the weights of a checkpoint."""
-    checkpoint = Path(runs.info(name).folder) / "checkpoints" / f"global_step_{step}"
+    checkpoint = Path(runs.registry.info(name).folder) / "checkpoints" / f"global_step_{step}"
     weights = checkpoint / "actor" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1024] + b"\xff" * 1024)
 
@@ -147,12 +147,12 @@ async def test_a_killed_worker_goes_back_past_a_damaged_checkpoint_and_learns_th
 ):
     agent.holding_at = 3
     await runs.start(request_of("damaged"))
-    await until(lambda: runs.info("damaged").step == 2 and held_at(agent, 3))
+    await until(lambda: runs.registry.info("damaged").step == 2 and held_at(agent, 3))
     damage(runs, "damaged", 2)
 
     os.kill(pid_of(runs, "damaged"), signal.SIGKILL)
-    await until(lambda: runs.info("damaged").message.startswith("went back to step 1: "))
-    told = runs.info("damaged")
+    await until(lambda: runs.registry.info("damaged").message.startswith("went back to step 1: "))
+    told = runs.registry.info("damaged")
     agent.released.set()
     info = await ended(runs, "damaged")
 
@@ -166,7 +166,7 @@ async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_t
 ):
     agent.holding_at = 3
     await runs.start(request_of("offered"))
-    await until(lambda: runs.info("offered").step == 2 and held_at(agent, 3))
+    await until(lambda: runs.registry.info("offered").step == 2 and held_at(agent, 3))
     await runs.stop("offered")
     await ended(runs, "offered")
     damage(runs, "offered", 2)
@@ -187,7 +187,7 @@ async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_t
 async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunManager, agent, request_of):
     agent.holding_at = 3
     await runs.start(request_of("stopped", "trainer.save_freq=-1"))
-    await until(lambda: runs.info("stopped").step == 2)
+    await until(lambda: runs.registry.info("stopped").step == 2)
 
     asked = await runs.stop("stopped")
     stopped = await ended(runs, "stopped")
@@ -198,7 +198,13 @@ async def test_a_stopped_run_resumes_and_learns_the_same(baseline, runs: RunMana
     assert asked.state is RunState.STOPPING
     assert (stopped.state, stopped.message) == (RunState.STOPPED, "stopped after step 2; it can be resumed")
     assert (resumed.state, info.state) == (RunState.STARTING, RunState.FINISHED)
+    assert stopped.threads == 1
     assert learned(await rows_of(runs, "stopped")) == learned(baseline.rows)
+    with pytest.raises(
+        TrackwayError, match=f"run 'stopped' finished after step {STEPS}, so there is nothing to resume"
+    ) as no:
+        await runs.resume("stopped")
+    assert no.value.code is ErrorCode.CONFLICT
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,7 @@ async def test_a_run_that_cannot_log_or_begin_as_told_never_starts(runs: RunMana
         await runs.start(request_of("refused", *overrides))
 
     assert caught.value.code is ErrorCode.INVALID_REQUEST
-    assert (caught.value.message.startswith(said), runs.list()) == (True, [])
+    assert (caught.value.message.startswith(said), runs.registry.list()) == (True, [])
 
 
 async def test_rows_of_an_agent_that_none_serves_fail_the_run_by_name_before_its_first_step(
@@ -243,7 +249,7 @@ async def test_one_run_is_active_at_a_time_and_the_other_is_named(runs: RunManag
         await runs.start(request_of("second"))
 
     assert caught.value.code is ErrorCode.CONFLICT
-    assert [info.run for info in runs.list()] == ["first"]
+    assert [info.run for info in runs.registry.list()] == ["first"]
 
 
 async def test_a_worker_that_keeps_dying_fails_after_its_restarts(runs: RunManager, agent, request_of):
@@ -296,14 +302,15 @@ async def test_a_new_service_finds_an_orphan_and_can_resume_it(runs: RunManager,
     request = request_of("orphan")
     folder.create(compose([]).model_validate(request.config), urls(agent_url, tmp_path))
     folder.write_owner(Owner.of(2**22 + 1))
+    folder.update(threads=2)
 
-    found = runs.info("orphan")
+    found = runs.registry.info("orphan")
     await runs.resume("orphan")
     info = await ended(runs, "orphan")
 
     assert found.state is RunState.FAILED
     assert found.message.startswith("the trainer service was lost")
-    assert info.state is RunState.FINISHED
+    assert (info.state, info.threads) == (RunState.FINISHED, 2)
 
 
 @pytest.mark.usefixtures("shared_http")

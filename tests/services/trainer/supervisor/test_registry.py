@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from real_runs import Pod, beat_of, ended, held_at, on_disk, pid_of, run_request, until
 
+from tests.services.trainer.real_runs import Pod, beat_of, ended, held_at, on_disk, pid_of, run_request, until
 from trackway.clients.weights import WeightStore
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
@@ -59,15 +59,15 @@ async def frozen(runs: RunManager, agent, request_of, services: ServiceUrls, out
     """The learner of `frozen`, which stands still in step 2 just after a beat, and was given up by another service."""
     agent.holding_at = 2
     await runs.start(request_of("frozen"))
-    await until(lambda: runs.info("frozen").step == 1 and held_at(agent, 2))
+    await until(lambda: runs.registry.info("frozen").step == 1 and held_at(agent, 2))
     folder, learner = RunFolder(outputs / "frozen"), pid_of(runs, "frozen")
     beat = beat_of(folder)
     await until(lambda: beat_of(folder) > beat)
     os.kill(learner, signal.SIGSTOP)
     pod = Pod(outputs, services)
-    pod.runs.info("frozen")
+    pod.runs.registry.info("frozen")
     pod.now += DEAD_AFTER_S
-    assert pod.runs.info("frozen").state is RunState.FAILED
+    assert pod.runs.registry.info("frozen").state is RunState.FAILED
     yield learner
     if lives(learner):
         os.kill(learner, signal.SIGKILL)
@@ -163,7 +163,10 @@ async def test_a_service_that_closes_ends_a_run_that_began_meanwhile(runs: RunMa
     os.kill(frozen, signal.SIGKILL)
     await asyncio.wait_for(closing, 60)
 
-    assert (runs.info("meanwhile").state, runs.info("meanwhile").interrupted) == (RunState.STOPPED, True)
+    assert (runs.registry.info("meanwhile").state, runs.registry.info("meanwhile").interrupted) == (
+        RunState.STOPPED,
+        True,
+    )
 
 
 async def test_a_run_that_somebody_stops_while_its_services_are_asked_does_not_go_on(
@@ -188,7 +191,7 @@ async def test_a_run_that_somebody_stops_while_its_services_are_asked_does_not_g
             await going_on
 
     assert caught.value.code is ErrorCode.CONFLICT
-    assert (runs.info("old").state, runs.info("old").interrupted) == (RunState.STOPPED, False)
+    assert (runs.registry.info("old").state, runs.registry.info("old").interrupted) == (RunState.STOPPED, False)
 
 
 async def test_a_run_whose_files_cannot_be_written_fails_and_is_as_interrupted_as_before(
@@ -201,7 +204,7 @@ async def test_a_run_whose_files_cannot_be_written_fails_and_is_as_interrupted_a
     with pytest.raises(IsADirectoryError):
         await runs.resume("old", by_itself=True)
 
-    info = runs.info("old")
+    info = runs.registry.info("old")
     assert (info.state, info.interrupted, info.restarts) == (RunState.FAILED, True, 1)
     assert info.message.startswith("its process could not be started: [Errno 21] Is a directory")
 
@@ -222,8 +225,8 @@ async def test_a_start_that_is_given_up_leaves_no_run_starting(
 
     said = "its process could not be started: CancelledError" if is_writable else "the trainer service was lost"
     assert resuming.cancelled()
-    assert runs.info("old").state is RunState.FAILED
-    assert runs.info("old").message.startswith(said)
+    assert runs.registry.info("old").state is RunState.FAILED
+    assert runs.registry.info("old").message.startswith(said)
     assert learners(folder) == []
 
 
@@ -248,7 +251,7 @@ async def test_a_learner_that_cannot_be_started_again_fails_the_run_with_the_rea
     assert (info.state, info.interrupted) == (RunState.FAILED, False)
     said = "[Errno 28] No space left on device" if is_started else "[Errno 21] Is a directory"
     assert info.message.startswith(f"its process could not be restarted: {said}")
-    assert runs.info("dying") == info
+    assert runs.registry.info("dying") == info
 
 
 async def test_the_newest_interrupted_run_goes_on_and_when_it_cannot_the_next(
@@ -265,7 +268,7 @@ async def test_the_newest_interrupted_run_goes_on_and_when_it_cannot_the_next(
 
     assert before == ["b", "a"]
     assert resumed is not None and (resumed.run, resumed.restarts) == ("a", 1)
-    assert runs.info("b").interrupted
+    assert runs.registry.info("b").interrupted
     assert "run b was interrupted and cannot be resumed: [Errno 21] Is a directory" in caplog.text
 
 
@@ -276,10 +279,10 @@ async def test_whoever_starts_a_run_fails_an_interrupted_one_which_nobody_has_st
         on_disk(outputs, name, state="stopped", interrupted=True, message="interrupted after step 2")
 
     await runs.resume("old")
-    by_resume = runs.info("older")
+    by_resume = runs.registry.info("older")
     await runs.close()
     await runs.start(request_of("new"))
-    by_start = runs.info("old")
+    by_start = runs.registry.info("old")
 
     left = "interrupted after step 2; run 'old' was started instead; resume this run by hand"
     assert (by_resume.state, by_resume.interrupted, by_resume.message) == (RunState.FAILED, False, left)
@@ -293,9 +296,9 @@ async def test_one_state_that_cannot_be_read_hides_no_run_and_stands_in_the_way_
     on_disk(outputs, "good", state="stopped", interrupted=True)
     on_disk(outputs, "no run's name", state="stopped")
 
-    newest, listed, going_on = runs.newest(), runs.list(), runs.interrupted()
+    newest, listed, going_on = runs.registry.newest(), runs.registry.list(), runs.interrupted()
 
-    assert newest == runs.info("good")
+    assert newest == runs.registry.info("good")
     assert [(info.run, info.state) for info in listed] == [("bad", RunState.UNREADABLE), ("good", RunState.STOPPED)]
     assert going_on == ["good"]
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == ["run no run's name is left out"]
@@ -304,11 +307,11 @@ async def test_one_state_that_cannot_be_read_hides_no_run_and_stands_in_the_way_
 async def test_nothing_starts_beside_a_living_process_whose_state_cannot_be_read(runs: RunManager, agent, request_of):
     agent.holding_at = 0
     await runs.start(request_of("unreadable"))
-    (Path(runs.info("unreadable").folder) / "state.json").write_text("{")
+    (Path(runs.registry.info("unreadable").folder) / "state.json").write_text("{")
 
     with pytest.raises(TrackwayError, match="run 'unreadable' is running and one run is active at a time"):
         await runs.start(request_of("second"))
-    assert [(info.run, info.state) for info in runs.list()] == [("unreadable", RunState.RUNNING)]
+    assert [(info.run, info.state) for info in runs.registry.list()] == [("unreadable", RunState.RUNNING)]
 
 
 async def test_a_run_that_could_not_be_read_once_and_has_ended_keeps_no_other_from_starting(
@@ -318,7 +321,7 @@ async def test_a_run_that_could_not_be_read_once_and_has_ended_keeps_no_other_fr
     folder = on_disk(outputs, "ended", state="stopped")
     whole = (folder.path / "state.json").read_text()
     (folder.path / "state.json").write_text("{")
-    runs.list()
+    runs.registry.list()
     (folder.path / "state.json").write_text(whole)
     folder.write_owner(Owner.of(os.getpid()))  # its process is at its last words
 
@@ -360,7 +363,7 @@ async def test_numbers_that_are_not_finite_leave_a_run_readable_and_cost_only_th
     agent.change = spoiled
     await runs.start(request_of("run"))
     info = await ended(runs, "run")
-    rows = [row async for row in runs.rows("run", follow=False)]
+    rows = [row async for row in runs.registry.rows("run", follow=False)]
     second = read_trajectories(outputs / "run" / "trajectories" / "step_2.parquet")
 
     assert (info.state, info.step, info.restarts) == (RunState.FINISHED, 4, 0)
@@ -380,13 +383,13 @@ async def test_a_run_whose_files_are_damaged_while_it_trains_goes_on_to_its_end(
 ):
     agent.holding_at = 2
     await runs.start(request_of("damaged"))
-    await until(lambda: runs.info("damaged").step == 1 and held_at(agent, 2))
-    folder, uid = RunFolder(Path(runs.info("damaged").folder)), runs.info("damaged").uid
+    await until(lambda: runs.registry.info("damaged").step == 1 and held_at(agent, 2))
+    folder, uid = RunFolder(Path(runs.registry.info("damaged").folder)), runs.registry.info("damaged").uid
     learner = pid_of(runs, "damaged")
 
     for name in FILES:
         (folder.path / name).write_bytes(b"\x00\xff{")
-    shown = runs.info("damaged")
+    shown = runs.registry.info("damaged")
     if is_killed:
         os.kill(learner, signal.SIGKILL)
     agent.holding_at = None

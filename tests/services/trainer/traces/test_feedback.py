@@ -44,3 +44,15 @@ def test_an_advantage_that_is_no_number_is_sent_by_its_name(rollout: Rollout):
     made = training_feedback(FilteredBatch([traced(rollout, 1)], [TrainStatus.USED]), [math.nan])
 
     assert values(made) == {"t1": {"reward": 1.0, "advantage": "NaN", "fate": "used"}}
+
+
+def test_a_trajectory_that_a_later_step_trained_says_which(rollout: Rollout):
+    batch = FilteredBatch([traced(rollout, 1, 0.5), traced(rollout, 2)], [TrainStatus.USED, TrainStatus.STALE])
+
+    later, same = (values(training_feedback(batch, [0.5], step)) for step in (4, 1))
+
+    assert later == {
+        "t1": {"reward": 0.5, "advantage": 0.5, "fate": "used", "trained_step": 4.0},
+        "t2": {"reward": 1.0, "fate": "dropped_stale", "trained_step": 4.0},
+    }
+    assert same["t1"] == {"reward": 0.5, "advantage": 0.5, "fate": "used"}

@@ -51,6 +51,11 @@ async def test_the_trainer_itself_must_know_the_backend_too(service):
         await check_backends(config("otlp"), {"agent": agent}, MLFLOW)
 
 
+async def test_trackio_needs_nothing_of_the_services_as_the_trainer_logs_there(service):
+    with service(NOTHING) as agent:
+        await check_backends(config("trackio"), {"agent": agent}, NOTHING)
+
+
 async def test_a_run_that_names_its_mlflow_needs_none_of_the_trainers_own(service):
     with service(MLFLOW) as agent:
         await check_backends(config("mlflow", mlflow_uri="http://127.0.0.1:9"), {"agent": agent}, NOTHING)
@@ -77,7 +82,21 @@ async def test_a_run_without_a_backend_asks_nobody(caplog):
     assert caplog.records == []
 
 
-async def test_a_weave_project_without_an_entity_is_refused_before_any_service_is_asked(monkeypatch, caplog):
+async def test_a_missing_key_and_a_missing_entity_are_reported_together(service, monkeypatch):
+    monkeypatch.delenv("WANDB_ENTITY", raising=False)
+
+    with service(MLFLOW) as agent, pytest.raises(TrackwayError) as caught:
+        await check_backends(compose(["actor_rollout_ref.rollout.trace.backend=weave"]), {"agent": agent}, MLFLOW)
+
+    missing_key = "trace backend weave needs W&B's API key: set WANDB_API_KEY in the environment of"
+    assert caught.value.message == (
+        f"{missing_key} the trainer service, and restart it; {missing_key} the agent service, and restart it; "
+        "actor_rollout_ref.rollout.trace.project_name: expected entity/project for Weave, got 'trackway'; add the "
+        "entity, or set WANDB_ENTITY in the environment of the trainer service"
+    )
+
+
+async def test_a_weave_project_without_an_entity_is_refused(monkeypatch, caplog):
     monkeypatch.delenv("WANDB_ENTITY", raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
 
@@ -85,5 +104,4 @@ async def test_a_weave_project_without_an_entity_is_refused_before_any_service_i
         await check_backends(
             compose(["actor_rollout_ref.rollout.trace.backend=weave"]), {"agent": "http://127.0.0.1:9"}, EVERYTHING
         )
-    [record] = caplog.records
-    assert record.getMessage().startswith("W&B did not tell whose API key this is")
+    assert caplog.records[-1].getMessage().startswith("W&B did not tell whose API key this is")

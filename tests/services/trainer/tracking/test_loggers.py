@@ -11,7 +11,7 @@ from trackway.trainer.config import compose, no_effect
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.tracking import ConsoleSink, Sink, Tracking, check_loggers, open_tracking, sentences
-from trackway.trainer.tracking.loggers import PACKAGES
+from trackway.trainer.tracking.opening import PACKAGES
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
 
@@ -19,15 +19,17 @@ VALUE = "val-core/openai/gsm8k/acc/mean@1"
 
 
 def test_an_unknown_logger_is_an_error_that_names_the_known_ones():
-    with pytest.raises(TrackwayError, match="expected loggers from console, file, mlflow, tensorboard, wandb, got wb"):
+    with pytest.raises(
+        TrackwayError, match="expected loggers from console, file, mlflow, tensorboard, trackio, wandb, got wb"
+    ):
         compose(["trainer.logger=[console,wb]"])
 
 
-@pytest.mark.parametrize("name", ["swanlab", "vemlp_wandb", "clearml", "trackio", "rl_insight"])
+@pytest.mark.parametrize("name", ["swanlab", "vemlp_wandb", "clearml", "rl_insight"])
 def test_verls_other_loggers_are_told_as_without_effect(name: str):
     told = dict(no_effect(compose([f"trainer.logger=[console,{name}]"]).trackway.ignored_keys))
 
-    reason = "there is no such logger here; the loggers are console, file, mlflow, tensorboard, wandb"
+    reason = "there is no such logger here; the loggers are console, file, mlflow, tensorboard, trackio, wandb"
     assert told == {f"trainer.logger.{name}": reason}
 
 
@@ -37,7 +39,7 @@ def test_a_logger_whose_package_is_missing_is_refused_with_the_extra_that_instal
 ):
     found = find_spec  # the real one, for all but the package that is taken away
     monkeypatch.setattr(
-        "trackway.trainer.tracking.loggers.find_spec", lambda wanted: None if wanted == name else found(wanted)
+        "trackway.trainer.tracking.opening.find_spec", lambda wanted: None if wanted == name else found(wanted)
     )
     config = compose([f"trainer.logger=[console,{name}]"])
 
@@ -51,7 +53,7 @@ def test_a_logger_whose_package_is_missing_is_refused_with_the_extra_that_instal
 def test_a_folder_of_the_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "swimming").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("trackway.trainer.tracking.loggers.PACKAGES", ("file", "swimming"))
+    monkeypatch.setattr("trackway.trainer.tracking.opening.PACKAGES", ("file", "swimming"))
     (tmp_path / "file").mkdir()
 
     with pytest.raises(TrackwayError, match="found none"):

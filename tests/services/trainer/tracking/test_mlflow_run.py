@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from mlflow_proxy import Proxy
 
+from tests.services.trainer.mlflow_proxy import Proxy
+from trackway.system import Backoff
 from trackway.tracing import TracingSettings
 from trackway.trainer.app import create_app
 from trackway.trainer.config import RunConfig, compose
@@ -27,6 +28,7 @@ from trackway.trainer.settings import ServiceUrls, TrainerSettings
 from trackway.trainer.tracking import FileSink, Leftovers, MlflowRun, Tracking, open_tracking, sentences, with_tracking
 from trackway.trainer.tracking.leftovers import left_by
 from trackway.trainer.tracking.mlflow_run import MlflowState, write_state
+from trackway.wire.health import OwnCode
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunState
 
 pytestmark = pytest.mark.slow
@@ -63,8 +65,7 @@ def free_port() -> int:
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(jobs, "LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr(jobs, "BACKOFF", Backoff(0.05, 0.2))
     monkeypatch.setattr(jobs, "CLOSING_RETRY_S", 0.5)
 
 
@@ -360,6 +361,33 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run_and_sends_the_steps_that_i
     ]
 
 
+def test_the_versions_of_own_code_are_tags_and_those_of_a_resumed_run_replace_them(
+    folder: RunFolder, config: RunConfig, client: MlflowClient, mlflow_server: str
+):
+    def code_of_the_run() -> dict[str, str]:
+        tags = the_run(client, config).data.tags
+        return {name: tags[name] for name in sorted(tags) if name.startswith("trackway.code")}
+
+    folder.update(code={"agent": OwnCode(digest="a1", commit="c0ffee+changes"), "tools": OwnCode(digest="b1")})
+    first = open_tracking(folder, config, mlflow_server)
+    log(folder, first, row(0))
+    first.close("KILLED", 30.0)
+    assert code_of_the_run() == {
+        "trackway.code.agent": "a1",
+        "trackway.code.agent.commit": "c0ffee+changes",
+        "trackway.code.tools": "b1",
+    }
+
+    folder.update(code={"agent": OwnCode(digest="a2"), "tools": OwnCode(digest="b1")})
+    again = open_tracking(folder, config, mlflow_server)
+    end(folder, again, "FINISHED")
+    assert code_of_the_run() == {
+        "trackway.code.agent": "a2",
+        "trackway.code.agent.commit": "",
+        "trackway.code.tools": "b1",
+    }
+
+
 def test_a_metric_that_mlflow_refuses_is_counted_and_the_others_arrive(
     folder: RunFolder, config: RunConfig, client: MlflowClient, mlflow_server: str
 ):
@@ -493,11 +521,13 @@ def test_traces_in_an_experiment_of_their_own_still_belong_to_the_run(
     traced_run: tuple[str, str, str], client: MlflowClient, traced_services
 ):
     uri, experiment, run_id = traced_run
-    other = client.create_experiment(f"traces-{uuid.uuid4().hex}")
-    services = traced_services(uri, other, run_id)
+    other_experiment = client.create_experiment(f"traces-{uuid.uuid4().hex}")
+    services = traced_services(uri, other_experiment, run_id)
     made = services.trajectory(1, 0)
     services.close()
 
-    linked = client.search_traces(locations=[experiment, other], run_id=run_id)
+    linked = client.search_traces(locations=[experiment, other_experiment], run_id=run_id)
 
-    assert [(trace.info.trace_id, trace.info.experiment_id) for trace in linked] == [(f"tr-{made.trace_id}", other)]
+    assert [(trace.info.trace_id, trace.info.experiment_id) for trace in linked] == [
+        (f"tr-{made.trace_id}", other_experiment)
+    ]

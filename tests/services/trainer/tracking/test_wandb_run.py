@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import wandb
 
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.tracking import QueuedSink, open_tracking
 from trackway.trainer.tracking.wandb_run import WandbRun
+from trackway.wire.health import OwnCode
 from trackway.wire.trainer import MetricsRow
 
 if TYPE_CHECKING:
@@ -44,7 +44,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolde
     folder = RunFolder(tmp_path / "run")
     folder.create(config(), ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="/w"))
     yield folder
-    wandb.teardown()  # it reads the environment once for each process
+    end_of_process()
+
+
+def end_of_process() -> None:
+    """Ends wandb's own process, as the end of a run's process does; the next run reads the environment again."""
+    import wandb  # a second of CPU that collection saves
+
+    wandb.teardown()
 
 
 def records(file: Path) -> Iterator["Record"]:
@@ -69,7 +76,7 @@ def records(file: Path) -> Iterator["Record"]:
 
 def stored(folder: RunFolder) -> list["Record"]:
     """Of the newest file, which is whole when W&B's service has ended, as it does with a process."""
-    wandb.teardown()
+    end_of_process()
     [*_, newest] = sorted((folder.path / "wandb").glob("offline-run-*/*.wandb"))
     return list(records(newest))
 
@@ -88,6 +95,7 @@ def of_kind(folder: RunFolder, kind: str) -> "Record":
 
 
 def test_without_a_key_every_row_is_kept_in_the_runs_folder_under_its_exact_names(folder: RunFolder):
+    folder.update(code={"tools": OwnCode(digest="b1", commit="c0ffee", modules=["my_agent"])})
     tracking = open_tracking(folder, config(), None)
     [sink] = tracking.backends
     for row in ROWS:
@@ -100,6 +108,7 @@ def test_without_a_key_every_row_is_kept_in_the_runs_folder_under_its_exact_name
     assert (run.project, run.display_name) == ("gsm8k_async_rl", "qwen2.5-3b_function_rm")
     assert run.run_id == folder.info().uid
     assert settings["actor_rollout_ref"]["rollout"]["n"] == 16
+    assert settings["own_code"] == {"tools": {"digest": "b1", "commit": "c0ffee", "modules": ["my_agent"], "files": []}}
     assert settings["trainer"]["logger"] == ["console", "wandb"]
     assert of_kind(folder, "exit").exit.exit_code == 0
 
@@ -118,7 +127,7 @@ def test_a_resumed_run_goes_on_under_its_id_and_lacks_nothing_that_a_killed_proc
     first = open_tracking(folder, config(), None)
     first.backends[0].log(ROWS[0])
     first.close("KILLED", 60.0)
-    wandb.teardown()  # as the end of its process does
+    end_of_process()
 
     again = open_tracking(folder, config(), None)
     again.catch_up(ROWS[:2])

@@ -1,24 +1,7 @@
 """The shared part of engines behind HTTP: `RemoteEngine` is an `Engine` except for the backend's own calls.
 
-A backend is a subclass with
-
-    capabilities                       the server's optional features
-    _command(port), _environment()     of the server process, the interpreter first (engine_args are appended here)
-    _healthy()                         whether the server responds
-    _prepare()                         after the start: make the base weights version 0 and resume
-    _tokens(call)                      send `call.token_ids`, yield `TokenChunk` as they come; may set `call.reused`
-    _cut(calls)                        abort these requests (by `call.rid`)
-    _freeze(), _thaw()                 pause and keep the KV cache; continue. Both idempotent
-    _swap(folder, name)                while frozen: load the weights as `name`; no new request reuses old KV
-    _score(token_ids)                  logprobs at temperature 1 of tokens 1..n-1 under the loaded weights
-    _give_back(part), _take_again(part)   memory, with SLEEP
-    loses_weights_asleep               whether weights must be loaded again after sleep
-    answers_frozen                     whether a request aborted while frozen returns at once
-
-and `self.http`, `self.settings`, `self.facts`, `self.max_len`, `self.dtype`, `self.name` (of the serving weights)
-and `self.held` (of the loaded weights, verified or not).
-
-Weight updates, sleep and wake-up are in `weights.py`, admission in `requests.py`.
+A backend is a subclass with the abstract methods of `RemoteEngine` and its `capabilities`. Pauses, weight updates,
+sleep and wake-up are in `control.py`, admission in `requests.py`.
 """
 
 import asyncio
@@ -26,45 +9,78 @@ import contextlib
 import math
 import tempfile
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
-from trackway.rollout.engines.admission import asleep, paused
+from trackway.rollout.engines.admission import paused
 from trackway.rollout.engines.generation_builder import Collector
-from trackway.rollout.engines.protocol import EngineStats, Generation, PauseMode, Piece
+from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
+from trackway.rollout.engines.remote.control import ServerControl
 from trackway.rollout.engines.remote.http import EngineHttp
 from trackway.rollout.engines.remote.model_info import ModelFacts
-from trackway.rollout.engines.remote.pieces import runs, until_stop
-from trackway.rollout.engines.remote.requests import Call, Calls, TokenChunk
-from trackway.rollout.engines.remote.server_process import SideProcess, free_port
-from trackway.rollout.engines.remote.weights import RemoteWeights
+from trackway.rollout.engines.remote.requests import Call, Calls, TokenChunk, runs, until_stop
+from trackway.rollout.engines.remote.server_process import SideProcess
+from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import RolloutSettings
+from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
+from trackway.wire.weights import WeightProof
 
 _DEFAULT_MAX_LEN = 4096
-_CUT_GRACE_S = 5.0
 _HEALTH_S = 0.25
 _GOODBYE_S = 2.0
 
 
-class RemoteEngine(RemoteWeights):
+class RemoteEngine(ABC):
     """An `Engine` over a server's HTTP API; the server is a child process, or runs already."""
 
+    capabilities: frozenset[Capability]
+    """The server's optional features."""
+    loses_weights_asleep = True
     answers_frozen = False
 
     def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
         self.facts = ModelFacts.read(settings.model_path)
         self.max_len = settings.max_model_len or min(self.facts.max_positions, _DEFAULT_MAX_LEN)
-        super().__init__(settings, Calls(settings, self.facts, self.max_len))
+        self.calls = Calls(settings, self.facts, self.max_len)
+        self.control = ServerControl(self, self.calls, settings.model_path, self.dtype, self.max_len)
         if settings.engine_url is None and settings.engine_python is None:
             message = f"expected engine_python or engine_url for engine={settings.engine}, got neither; set one of them"
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
         self._process: SideProcess | None = None
         self._client: EngineHttp | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def version(self) -> int:
+        """Weight version of the next token."""
+        return self.control.serving.version
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """The verdict on the current weights; None for the base weights and for weights without a proof."""
+        return self.control.judgement
+
+    @property
+    def paused(self) -> bool:
+        """Whether new requests are refused."""
+        return self.control.paused
+
+    @property
+    def asleep(self) -> frozenset[MemoryPart]:
+        """Parts of the memory that are released."""
+        return frozenset(self.control.asleep)
+
+    @property
+    def dtype(self) -> str:
+        """The type of weights and activations; such a server needs a GPU, where `auto` is bfloat16."""
+        if self.settings.dtype != "auto":
+            return self.settings.dtype
+        return "float32" if self.settings.device == "cpu" else "bfloat16"
 
     @property
     def http(self) -> EngineHttp:
@@ -85,7 +101,7 @@ class RemoteEngine(RemoteWeights):
 
     async def stop(self) -> None:
         """Abort requests in flight, and stop the server if this engine started it."""
-        self._paused = True
+        self.control.paused = True
         self.calls.end_all(0.0)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):
@@ -117,7 +133,7 @@ class RemoteEngine(RemoteWeights):
         ended = False
         try:
             with contextlib.suppress(TimeoutError):  # aborted, and the server sent nothing more
-                await call.within(self._admits.wait())
+                await call.within(self.control.admits.wait())
                 self._usable()
                 call.sent = True
                 async with aclosing(self._tokens(call)) as tokens, aclosing(self._pieces(call, tokens)) as pieces:
@@ -134,36 +150,36 @@ class RemoteEngine(RemoteWeights):
     async def abort(self, request_id: str) -> int:
         """Abort the requests with this id; they return their tokens so far."""
         calls = self.calls.of(request_id)
-        await self._cut_short(calls)
+        await self.control.cut_short(calls)
         return len(calls)
 
     async def pause(self, mode: PauseMode) -> None:
         """Refuse new requests and finish, abort or freeze those in flight."""
-        self._paused = True
-        async with self._control:
-            self._kept = mode == "keep"
-            await self._set_frozen(self._kept)
-        if mode == "abort":
-            await self._cut_short(self.calls.of(None))
-        if mode != "keep":
-            await self.calls.drained()
+        await self.control.pause(mode)
 
     async def resume(self) -> None:
         """Accept requests again and continue frozen ones."""
-        async with self._control:
-            if self._asleep:
-                raise asleep(self._asleep)
-            self._kept = False
-            await self._set_frozen(False)
-            self._paused = False
+        await self.control.resume()
+
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+        """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
+        await self.control.load_weights(folder, version, proof)
+
+    async def sleep(self, parts: Sequence[MemoryPart]) -> None:
+        """Release memory; see `Engine.sleep`."""
+        await self.control.sleep(parts)
+
+    async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
+        """Allocate memory; see `Engine.wake_up`."""
+        await self.control.wake_up(parts)
 
     def stuck_for(self) -> float:
         """Seconds since the last token while requests wait for one; infinite when the server is lost."""
-        if self._broken is not None or (self._process is not None and not self._process.alive):
+        if self.control.broken is not None or (self._process is not None and not self._process.alive):
             return math.inf
-        if self._frozen or self._control.locked():
+        if self.control.frozen or self.control.changing:
             return 0.0
-        return self.calls.still_for(self._runs_since)
+        return self.calls.still_for(self.control.runs_since)
 
     def stats(self) -> EngineStats:
         """Counted here, since servers do not report their steps."""
@@ -184,12 +200,11 @@ class RemoteEngine(RemoteWeights):
                 raise TrackwayError(ErrorCode.ENGINE_FAILED, message) from None
             call.moved = time.monotonic()
             for name, start, end in runs(got.names):
-                if self._trial is not None and name == self._trial.new.name:
-                    await self._trial.over.wait()
+                await self.control.accepted(name)
                 if call.only not in (None, name):
                     yield Piece([], [], version, "abort")
                     return
-                version = self._version_of(name)
+                version = self.control.version_of(name)
                 piece, stopped = until_stop(call, got, start, end, version)
                 self.calls.generated += len(piece.token_ids)
                 yield piece
@@ -202,28 +217,11 @@ class RemoteEngine(RemoteWeights):
                 yield Piece([], [], version, got.finish_reason)
                 return
 
-    def _version_of(self, name: str) -> int:
-        version = self._names.version(name)
-        if version is None:
-            message = f"expected weights loaded here, got {name!r}; no other client may update or restart the server"
-            self._broken = message
-            raise TrackwayError(ErrorCode.UNAVAILABLE, message)
-        return version
-
-    async def _cut_short(self, calls: Sequence[Call]) -> None:
-        """Abort these: each returns what the server sends at once, else what it has."""
-        for call in calls:
-            answers = call.sent and (self.answers_frozen or not self._frozen)
-            call.end_within(_CUT_GRACE_S if answers else 0.0)
-        sent = [call for call in calls if call.sent]
-        if sent:
-            await self._cut(sent)
-
     def _usable(self) -> None:
-        if self._paused:
+        if self.control.paused:
             raise paused()
-        if self._broken is not None:
-            raise TrackwayError(ErrorCode.UNAVAILABLE, self._broken)
+        if self.control.broken is not None:
+            raise TrackwayError(ErrorCode.UNAVAILABLE, self.control.broken)
         if self._process is not None:
             self._process.check()
 
@@ -258,23 +256,60 @@ class RemoteEngine(RemoteWeights):
 
         async def tell() -> None:
             with contextlib.suppress(TrackwayError):
-                await self._cut([call])
+                await self.cut([call])
 
         task = asyncio.create_task(tell())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     @abstractmethod
-    def _command(self, port: int) -> list[str]: ...
+    def _command(self, port: int) -> list[str]:
+        """Of the server process, the interpreter first; `engine_args` are appended."""
 
     @abstractmethod
-    def _environment(self) -> dict[str, str]: ...
+    def _environment(self) -> dict[str, str]:
+        """Variables of the server process."""
 
     @abstractmethod
-    async def _healthy(self) -> bool: ...
+    async def _healthy(self) -> bool:
+        """Whether the server responds."""
 
     @abstractmethod
-    async def _prepare(self) -> None: ...
+    async def _prepare(self) -> None:
+        """After the start: make the base weights version 0, and thaw."""
 
     @abstractmethod
-    def _tokens(self, call: Call) -> AsyncGenerator[TokenChunk]: ...
+    def _tokens(self, call: Call) -> AsyncGenerator[TokenChunk]:
+        """Send `call.token_ids`; the tokens as they come. May set `call.reused`."""
+
+    @abstractmethod
+    async def freeze(self) -> None:
+        """Pause and keep the KV cache. Idempotent."""
+
+    @abstractmethod
+    async def thaw(self) -> None:
+        """Continue. Idempotent."""
+
+    @abstractmethod
+    async def swap(self, folder: Path, name: str) -> None:
+        """While frozen: load the weights as `name`; no new request reuses old KV."""
+
+    @abstractmethod
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs at temperature 1 of tokens 1..n-1 under the loaded weights."""
+
+    async def digests(self, folder: Path, before: Path) -> HeldDigests | None:
+        """Compares the server's parameters with the folder's tensors; None if it has no digests."""
+        return None
+
+    @abstractmethod
+    async def cut(self, calls: Sequence[Call]) -> None:
+        """Abort these requests (by `call.rid`)."""
+
+    @abstractmethod
+    async def give_back(self, part: MemoryPart) -> None:
+        """Release memory; needs SLEEP."""
+
+    @abstractmethod
+    async def take_again(self, part: MemoryPart) -> None:
+        """Allocate memory; needs SLEEP."""

@@ -1,17 +1,20 @@
 """Requests in flight at an inference server: admission, progress, abort."""
 
 import asyncio
+import itertools
+import math
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from trackway.rollout.engines.admission import check_prompt, overloaded
 from trackway.rollout.engines.backpressure import RetryAfterEstimator
-from trackway.rollout.engines.protocol import FinishReason
+from trackway.rollout.engines.protocol import FinishReason, Piece
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.settings import RolloutSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 
 T = TypeVar("T")
@@ -155,3 +158,22 @@ class Calls:
         """Seconds since the last token of any request, or since `since` if later; 0.0 without requests."""
         moved = max((call.moved for call in self._open), default=None)
         return 0.0 if moved is None else max(0.0, time.monotonic() - max(since, moved))
+
+
+def runs(names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Runs of adjacent tokens with the same name: (name, start, end)."""
+    start = 0
+    for name, group in itertools.groupby(names):
+        end = start + sum(1 for _ in group)
+        yield name, start, end
+        start = end
+
+
+def until_stop(call: Call, got: TokenChunk, start: int, end: int, version: int) -> tuple[Piece, bool]:
+    """Tokens [start, end) up to the first stop token, and whether there was one."""
+    stop = next((at + 1 for at in range(start, end) if got.token_ids[at] in call.stops), None)
+    logprobs = [*got.logprobs[start : stop or end]]
+    if not all(map(math.isfinite, logprobs)):
+        message = f"expected finite logprobs, got {logprobs} from weights version {version}; check the training run"
+        raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
+    return Piece([*got.token_ids[start : stop or end]], logprobs, version), stop is not None

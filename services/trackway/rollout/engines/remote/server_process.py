@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import httpx
 
+from trackway.system import log_tail
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _GUARD = Path(__file__).with_name("process_guard.py")
@@ -126,20 +126,8 @@ class SideProcess:
 
     def _story(self, what: str) -> str:
         status = "" if self._status is None else f" with status {self._status}"
-        return f"{self.command[0]} at {self.url}: {what}{status}. The end of {self.log}:\n{self._log_end()}"
-
-    def _log_end(self) -> str:
-        with self.log.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(0, size - _LOG_END_BYTES))
-            return log.read().decode(errors="replace").strip()
-
-
-def free_port() -> int:
-    """A free TCP port of 127.0.0.1."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+        end = log_tail(self.log, lines=30, max_bytes=_LOG_END_BYTES)
+        return f"{self.command[0]} at {self.url}: {what}{status}. The end of {self.log}:\n{end}"
 
 
 def _write(guard: "subprocess.Popen[bytes]", line: str) -> None:

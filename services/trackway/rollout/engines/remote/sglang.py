@@ -109,12 +109,12 @@ class SglangEngine(RemoteEngine):
     async def _prepare(self) -> None:
         loaded = (await self.http.get("/model_info")).get("weight_version")
         if loaded == "default":
-            body = {"new_version": self.name, "abort_all_requests": False}
+            body = {"new_version": self.control.serving.name, "abort_all_requests": False}
             await self.http.post("/update_weight_version", body, idempotent=True)
         else:  # the server was used before
-            await self._freeze()
-            await self._swap(self.settings.model_path, self.name)
-        await self._thaw()
+            await self.freeze()
+            await self.swap(self.settings.model_path, self.control.serving.name)
+        await self.thaw()
 
     async def _tokens(self, call: Call) -> AsyncGenerator[TokenChunk]:
         params = call.params
@@ -129,7 +129,7 @@ class SglangEngine(RemoteEngine):
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_sampling_mask": truncated,
-            "extra_key": self.held,
+            "extra_key": self.control.held,
             "stream": True,
         }
         seen = 0
@@ -138,23 +138,23 @@ class SglangEngine(RemoteEngine):
                 meta = _meta(event)
                 call.reused = max(call.reused, meta.cached_tokens)
                 total = max(seen, meta.completion_tokens)
-                yield _tokens(meta, seen, total, truncated, self.held)
+                yield _tokens(meta, seen, total, truncated, self.control.held)
                 seen = total
 
-    async def _cut(self, calls: Sequence[Call]) -> None:
+    async def cut(self, calls: Sequence[Call]) -> None:
         if len(calls) > 1 and len(calls) == len(self.calls.sent):
             bodies: list[Json] = [{"abort_all": True}]
         else:
             bodies = [{"rid": call.rid} for call in calls]
         await asyncio.gather(*(self.http.post("/abort_request", body, idempotent=True) for body in bodies))
 
-    async def _freeze(self) -> None:
+    async def freeze(self) -> None:
         await self.http.post("/pause_generation", {"mode": "in_place"}, idempotent=True)
 
-    async def _thaw(self) -> None:
+    async def thaw(self) -> None:
         await self.http.post("/continue_generation", {}, idempotent=True)
 
-    async def _swap(self, folder: Path, name: str) -> None:
+    async def swap(self, folder: Path, name: str) -> None:
         body = {
             "model_path": str(folder),
             "weight_version": name,
@@ -169,13 +169,13 @@ class SglangEngine(RemoteEngine):
             with suppress(TrackwayError):  # frees memory sooner; nothing depends on it
                 await self.http.post("/flush_cache", idempotent=True)
 
-    async def _score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
         body: Json = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
-            "extra_key": f"canary-{self.held}",
+            "extra_key": f"canary-{self.control.held}",
         }
         scored = _meta(await self.http.post("/generate", body, idempotent=True)).input_token_logprobs[1:]
         if [token for _, token, _ in scored] != list(token_ids[1:]):
@@ -183,7 +183,7 @@ class SglangEngine(RemoteEngine):
             raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
         return [float("nan") if logprob is None else logprob for logprob, _, _ in scored]
 
-    async def _give_back(self, part: MemoryPart) -> None:
+    async def give_back(self, part: MemoryPart) -> None:
         await self._empty()
         await self.http.post("/release_memory_occupation", {"tags": [part]})
 
@@ -199,7 +199,7 @@ class SglangEngine(RemoteEngine):
                     raise
             await asyncio.sleep(_POLL_S)
 
-    async def _take_again(self, part: MemoryPart) -> None:
+    async def take_again(self, part: MemoryPart) -> None:
         await self.http.post("/resume_memory_occupation", {"tags": [part]})
 
 

@@ -125,17 +125,17 @@ class VllmEngine(RemoteEngine):
 
     async def _prepare(self) -> None:
         loaded = (await self.http.get("/weight_info")).get("weight_version")
-        await self._thaw()
+        await self.thaw()
         if loaded == "default":
-            await self._call_weights(self.name)
+            await self._call_weights(self.control.serving.name)
         else:  # the server was used before
-            await self._freeze()
-            await self._swap(self.settings.model_path, self.name)
-            await self._thaw()
+            await self.freeze()
+            await self.swap(self.settings.model_path, self.control.serving.name)
+            await self.thaw()
         await self._check_logprobs()
-        if self.settings.weight_digests and any(self._serving.folder.glob("*.safetensors")):
+        if self.settings.weight_digests and any(self.control.serving.folder.glob("*.safetensors")):
             held = by_parameter(await self._checksums())
-            self._server_digests = await asyncio.to_thread(ServerDigests, self._serving.folder, self.dtype, held)
+            self._server_digests = await asyncio.to_thread(ServerDigests, self.control.serving.folder, self.dtype, held)
         self._watch = asyncio.create_task(self._watch_progress(), name="vllm-progress")
 
     async def _checksums(self) -> dict[str, str]:
@@ -150,7 +150,7 @@ class VllmEngine(RemoteEngine):
             return {}
         return reply["checksums"]
 
-    async def _digests(self, folder: Path, before: Path) -> HeldDigests | None:
+    async def digests(self, folder: Path, before: Path) -> HeldDigests | None:
         if self._server_digests is None or not self._server_digests.parameters:
             return None
         held = by_parameter(await self._checksums())
@@ -195,7 +195,7 @@ class VllmEngine(RemoteEngine):
             "request_id": call.rid,
             "token_ids": call.token_ids,
             "sampling_params": sampling,
-            "cache_salt": f"{self.held}-{self._salt}",
+            "cache_salt": f"{self.control.held}-{self._salt}",
         }
         # Non-streamed responses cost a tenth of the CPU, and only complete responses have the weights of each token.
         answers = self._stream(body) if call.streamed else self._whole(body)
@@ -203,7 +203,7 @@ class VllmEngine(RemoteEngine):
             async for answer in answers:
                 call.reused = max(call.reused, _cached(answer))
                 for choice in answer["choices"]:
-                    yield _tokens(choice, self.held)
+                    yield _tokens(choice, self.control.held)
 
     async def _whole(self, body: Json) -> AsyncGenerator[Json]:
         yield await self.http.post(_GENERATE, body, timeout_s=None, idempotent=True)
@@ -216,7 +216,7 @@ class VllmEngine(RemoteEngine):
                     raise TrackwayError(ErrorCode.ENGINE_FAILED, f"vLLM ended a stream: {event['error']}")
                 yield event
 
-    async def _cut(self, calls: Sequence[Call]) -> None:
+    async def cut(self, calls: Sequence[Call]) -> None:
         """Repeated if necessary: vLLM ignores ids that it does not know yet, such as a request still on its way."""
         for pause_s in _CUT_PAUSES_S:
             ids = [f"generate-tokens-{call.rid}" for call in calls]  # vLLM's prefix for this route
@@ -226,15 +226,17 @@ class VllmEngine(RemoteEngine):
             if not calls:
                 return
 
-    async def _freeze(self) -> None:
+    async def freeze(self) -> None:
         # clear_cache is not ignored here, contrary to its documentation: it would restart frozen requests.
         await self.http.post("/pause", params={"mode": "keep", "clear_cache": "false"}, idempotent=True)
 
-    async def _thaw(self) -> None:
+    async def thaw(self) -> None:
         await self.http.post("/resume", idempotent=True)
 
-    async def _swap(self, folder: Path, name: str) -> None:
-        if folder == self._serving.folder and await asyncio.to_thread(lacks_head, folder, self.settings.model_path):
+    async def swap(self, folder: Path, name: str) -> None:
+        if folder == self.control.serving.folder and await asyncio.to_thread(
+            lacks_head, folder, self.settings.model_path
+        ):
             # These weights are verified, and the head of the rejected ones must not stay.
             with tempfile.TemporaryDirectory(prefix="trackway-vllm-") as scratch:
                 await self._reload(await asyncio.to_thread(with_head, folder, Path(scratch) / "weights"))
@@ -250,7 +252,7 @@ class VllmEngine(RemoteEngine):
     async def _call_weights(self, name: str) -> None:
         await self.http.post("/update_weight_version", {"new_version": name}, idempotent=True)
 
-    async def _give_back(self, part: MemoryPart) -> None:
+    async def give_back(self, part: MemoryPart) -> None:
         if part in self._sleeping:
             return
         await self.http.post("/sleep", params={"level": "1", "mode": "keep"}, timeout_s=_MEMORY_S)
@@ -258,16 +260,16 @@ class VllmEngine(RemoteEngine):
         if part == "kv_cache":
             await self._wake({"weights"})
 
-    async def _take_again(self, part: MemoryPart) -> None:
-        await self._wake(self._sleeping - (self._asleep - {part}))
+    async def take_again(self, part: MemoryPart) -> None:
+        await self._wake(self._sleeping - (self.control.asleep - {part}))
 
     async def _wake(self, parts: set[MemoryPart]) -> None:
         await self.http.post("/wake_up", params={"tags": sorted(parts)}, timeout_s=_MEMORY_S)
         self._sleeping -= parts
-        if not self._sleeping and self._frozen:
-            await self._freeze()  # vLLM resumes by itself when all its memory is allocated
+        if not self._sleeping and self.control.frozen:
+            await self.freeze()  # vLLM resumes by itself when all its memory is allocated
 
-    async def _score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": True, "detokenize": False}
         body = {"token_ids": list(token_ids), "sampling_params": sampling}
         prompt = (await self.http.post(_GENERATE, body, idempotent=True))["prompt_logprobs"]

@@ -1,10 +1,8 @@
 """The embedded retriever: BM25 over the passages of a folder, built once and kept in memory."""
 
 import logging
-import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import anyio.to_thread
 import bm25s
 
+from trackway.system import new_folder
 from trackway.tools.builtin.search.documents import Corpus, CorpusLimits, Passage, read_folder
 from trackway.wire.search import RetrievedDocument, ScoredDocument
 
@@ -68,16 +67,12 @@ class PassageIndex:
     def save(self, corpus: Corpus, folder: Path) -> None:
         """Save the index for the next start; replicas may do so concurrently."""
         saved = folder / _name(corpus)
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder))
         try:
-            self._scorer.save(draft, show_progress=False)
-            shutil.rmtree(saved, ignore_errors=True)
-            os.replace(draft, saved)
+            with new_folder(saved) as draft:
+                self._scorer.save(draft, show_progress=False)
+                shutil.rmtree(saved, ignore_errors=True)
         except OSError as error:
             logger.warning("search: the index was not saved in %s: %s", saved, error)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
 
     def search(self, query: str, topk: int) -> list[ScoredDocument]:
         """The best passages, best first, without those that have no word of the query."""

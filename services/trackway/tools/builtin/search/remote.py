@@ -42,9 +42,10 @@ class RemoteRetriever:
         return [[_scored(item) for item in documents] for documents in reply.result]
 
     def _failure(self, error: TrackwayError) -> TrackwayError:
-        """An unreachable or slow retriever is a transient error; its refusal means a wrong setting."""
-        passing = error.retryable or error.code is ErrorCode.DEADLINE_EXCEEDED
-        code = error.code if passing else ErrorCode.TOOL_FAILED
+        """An unreachable retriever is a transient error, a slow one a time-out; its refusal means a wrong setting."""
+        code = error.code if error.retryable else ErrorCode.TOOL_FAILED
+        if error.code is ErrorCode.DEADLINE_EXCEEDED:
+            code = ErrorCode.TOOL_TIMEOUT
         return TrackwayError(code, f"search: the retriever {self._url} did not answer: {error.message}", tool="search")
 
 

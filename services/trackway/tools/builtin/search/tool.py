@@ -88,6 +88,7 @@ class SearchTool(BaseTool):
     """Searches for each query of a call; ValueError for a wrong config."""
 
     stateless = True
+    path_keys = ("documents", "index")
     default_schema = ToolSchema(
         function=FunctionSchema(
             name="search",

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted_weights import planted
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.services.rollout.planted_weights import planted
 from trackway.rollout.engines.remote.digests import ServerDigests, by_parameter
 from trackway.rollout.engines.weight_proof import HeldDigests
 

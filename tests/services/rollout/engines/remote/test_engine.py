@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from trackway.rollout.engines.remote.control import VersionNames
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.engines.remote.requests import Calls
-from trackway.rollout.engines.remote.weights import VersionNames
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from trackway.rollout.engines.remote.http import EngineHttp
-from trackway.rollout.engines.remote.server_process import free_port
+from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 pytestmark = pytest.mark.anyio

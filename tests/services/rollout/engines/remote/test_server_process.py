@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from trackway.rollout.engines.remote.server_process import SideProcess, free_port
+from trackway.rollout.engines.remote.server_process import SideProcess
+from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 pytestmark = pytest.mark.anyio
@@ -237,8 +237,3 @@ async def test_a_server_ends_when_its_guard_is_killed(log: Path) -> None:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def test_a_free_port_is_free() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", free_port()))

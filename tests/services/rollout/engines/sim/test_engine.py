@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from engine_runs import started
 
+from tests.services.rollout.engine_runs import started
 from trackway.rollout.engines.sim.answers import Answers
 from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.sim.model import PrefixCache, Request, SimCore
@@ -38,7 +38,7 @@ def endings(core: SimCore, until: float) -> list[tuple[float, str]]:
     """(time, request) of what happens, each event waited for by itself."""
     found: list[tuple[float, str]] = []
     while (at := core.next_at()) is not None and at <= until:
-        found += [(round(at, 6), one.request_id) for one in core.advance(at)]
+        found += [(round(at, 6), event.request_id) for event in core.advance(at)]
     return found
 
 
@@ -125,10 +125,10 @@ def test_the_prefix_cache_knows_whole_blocks_and_leaves_one_token_to_compute() -
 
 
 def test_the_prefix_cache_forgets_the_least_recently_used() -> None:
-    cache, one, two, three = PrefixCache(2), [1] * 16, [2] * 16, [3] * 16
-    for used in (one, two, one, three):
+    cache, ones, two, three = PrefixCache(2), [1] * 16, [2] * 16, [3] * 16
+    for used in (ones, two, ones, three):
         cache.reuse(used)
-    assert [cache.reuse(prompt) for prompt in (one, two)] == [15, 0]
+    assert [cache.reuse(prompt) for prompt in (ones, two)] == [15, 0]
 
 
 def test_those_turned_away_are_told_to_come_one_after_the_other_when_half_the_queue_is_served() -> None:
@@ -140,6 +140,23 @@ def test_those_turned_away_are_told_to_come_one_after_the_other_when_half_the_qu
     core.advance(9.0)
     assert core.turn_away() == pytest.approx(36.0 + 6.0 - 9.0, rel=0.05)
     assert max(core.turn_away() for _ in range(100)) == 60.0
+
+
+@pytest.fixture
+async def punctual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop's clock moves by ten tokens of `FAST` at most between two looks, however busy the machine."""
+    loop = asyncio.get_running_loop()
+    real = loop.time
+    seen = shown = real()
+
+    def time() -> float:
+        nonlocal seen, shown
+        now = real()
+        shown += min(now - seen, 10 * FAST.step_s)
+        seen = now
+        return shown
+
+    monkeypatch.setattr(loop, "time", time)
 
 
 @pytest.fixture
@@ -164,9 +181,9 @@ async def in_flight(engine: SimEngine, count: int) -> list[asyncio.Task]:
 
 
 async def test_the_same_seed_gives_the_same_answer_and_another_one_another(engine: SimEngine) -> None:
-    first, again, other = [await engine.generate([5, 6], SamplingParams(seed=seed), "a") for seed in (1, 1, 2)]
+    first, again, reseeded = [await engine.generate([5, 6], SamplingParams(seed=seed), "a") for seed in (1, 1, 2)]
     assert first == again
-    assert first.token_ids != other.token_ids
+    assert first.token_ids != reseeded.token_ids
     assert (first.finish_reason, first.token_ids[-1], first.token_ids.count(EOS)) == ("stop", EOS, 1)
     assert len(first.logprobs) == len(first.token_ids) and all(-10 < logprob < 0 for logprob in first.logprobs)
 
@@ -250,7 +267,7 @@ async def test_a_pause_refuses_and_cuts_or_waits(stopped_clock: SimEngine, engin
     assert (await engine.generate([5], SamplingParams(seed=0), "a")).finish_reason == "stop"
 
 
-async def test_requests_frozen_over_an_update_have_a_span_of_each_version(engine: SimEngine) -> None:
+async def test_requests_frozen_over_an_update_have_a_span_of_each_version(punctual: None, engine: SimEngine) -> None:
     params = SamplingParams(seed=1, max_tokens=4000, ignore_eos=True)
     stream = engine.stream([5], params, "a")
     before = (await anext(stream)).token_ids

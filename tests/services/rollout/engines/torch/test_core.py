@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_models import FAMILIES, VOCAB, core_of, reference_logprobs, run, sequence
 from transformers import AutoModelForCausalLM
 
+from tests.services.rollout.rollout_models import FAMILIES, VOCAB, core_of, reference_logprobs, run, sequence
 from trackway.rollout.engines.torch.core import EngineCore
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.engines.torch.loading import load
@@ -113,7 +113,7 @@ def test_reuse_under_pressure_never_changes_a_logprob(model_path: Path) -> None:
     core = core_of(model_path, slots=3)
     source, trunk = random.Random(5), prompt(50)
     prompts = [trunk[: source.randrange(1, 50)] + prompt(source.randrange(1, 12), n) for n in range(40)]
-    requests = [sequence(one, SamplingParams(seed=n, max_tokens=5)) for n, one in enumerate(prompts)]
+    requests = [sequence(prompt, SamplingParams(seed=n, max_tokens=5)) for n, prompt in enumerate(prompts)]
     run(core, *requests)
     assert core.stats().reused_tokens > 300
     assert max(differences(model_path, requests)) < 1e-4

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runs import LONG, PROMPT, running, started
-from rollout_models import EOS, VOCAB
 from transformers import AutoModelForCausalLM
 
+from tests.services.rollout.engine_runs import LONG, PROMPT, running, started
+from tests.services.rollout.rollout_models import EOS, VOCAB
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.engines.weight_proof import proof_of_canary
 from trackway.rollout.settings import RolloutSettings
@@ -60,9 +60,9 @@ async def test_generation_ends_at_max_tokens_or_at_the_models_length(settings: R
 async def test_the_same_seed_gives_the_same_tokens_and_none_gives_others(engine: TorchEngine) -> None:
     seeded, free = (SamplingParams(seed=seed, max_tokens=40, ignore_eos=True) for seed in (5, None))
     first, again = await asyncio.gather(*(engine.generate(PROMPT, seeded, name) for name in "ab"))
-    one, other = await asyncio.gather(*(engine.generate(PROMPT, free, name) for name in "cd"))
+    unseeded, unseeded_again = await asyncio.gather(*(engine.generate(PROMPT, free, name) for name in "cd"))
     assert first.token_ids == again.token_ids
-    assert one.token_ids != other.token_ids
+    assert unseeded.token_ids != unseeded_again.token_ids
 
 
 @pytest.mark.parametrize("prompt", [[], [VOCAB], [-1], [5] * 1024])

@@ -99,8 +99,8 @@ def test_a_seeds_numbers_are_those_of_torchs_generator_however_large_the_seed() 
 
 
 def test_a_seed_gives_the_same_numbers_each_time_and_none_gives_others() -> None:
-    first, again, unseeded, other = (list(islice(uniforms(seed), 200)) for seed in (7, 7, None, None))
+    first, again, unseeded, unseeded_again = (list(islice(uniforms(seed), 200)) for seed in (7, 7, None, None))
     assert first == again
-    assert unseeded != other
+    assert unseeded != unseeded_again
     assert all(0 <= number < 1 for number in first)
     assert sum(first) / 200 == pytest.approx(0.5, abs=0.1)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from rollout_models import sequence
 
+from tests.services.rollout.rollout_models import sequence
 from trackway.rollout.engines.protocol import Generation, Piece
 from trackway.rollout.engines.torch.scheduler import Scheduler, Sequence
 from trackway.wire.rollout import SamplingParams
@@ -38,10 +38,10 @@ def test_requests_are_admitted_in_order_of_arrival_as_far_as_slots_reach() -> No
 def test_prefills_join_the_decoding_requests_as_far_as_the_budget_reaches() -> None:
     scheduler = Scheduler(slots=8, max_len=64, group_tokens=50)
     prompts = [[10 * n + i for i in range(length)] for n, length in enumerate((21, 3, 22, 25, 60))]
-    long, short, longer, other, longest = waiting(scheduler, *prompts)
+    long, short, longer, too_long, longest = waiting(scheduler, *prompts)
     decoding, too = waiting(scheduler, [99], [98])
     scheduler.admit()
-    assert scheduler.groups() == [[decoding, too, long, short, longer], [other], [longest]]
+    assert scheduler.groups() == [[decoding, too, long, short, longer], [too_long], [longest]]
 
 
 def test_a_token_extends_the_span_of_its_version_or_opens_one() -> None:

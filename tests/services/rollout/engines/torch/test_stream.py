@@ -5,9 +5,9 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from engine_runs import LONG, PROMPT, running
-from rollout_models import EOS
 
+from tests.services.rollout.engine_runs import LONG, PROMPT, running
+from tests.services.rollout.rollout_models import EOS
 from trackway.rollout.engines.protocol import Piece
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -6,8 +6,8 @@ import threading
 import time
 
 import pytest
-from engine_runs import LONG, PROMPT, running, started
 
+from tests.services.rollout.engine_runs import LONG, PROMPT, running, started
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -58,11 +58,11 @@ async def test_requests_and_calls_on_a_thread_that_dies_raise_and_so_do_later_on
     settings: RolloutSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with asyncio.timeout(10), started(TorchEngine(settings)) as engine:
-        one = asyncio.create_task(engine.generate(PROMPT, LONG, "runs"))
+        generation = asyncio.create_task(engine.generate(PROMPT, LONG, "runs"))
         await running(engine, 1)
         engine._thread.post(die)
         others = (engine.generate(PROMPT, LONG, "waits"), anext(engine.stream(PROMPT, LONG, "s")), engine.abort("x"))
-        assert all(map(unavailable, await asyncio.gather(one, *others, return_exceptions=True)))
+        assert all(map(unavailable, await asyncio.gather(generation, *others, return_exceptions=True)))
         later = (engine.generate(PROMPT, LONG, "late"), engine.abort("x"), engine.pause("keep"), engine.resume())
         assert all(map(unavailable, await asyncio.gather(*later, return_exceptions=True)))
         assert engine.stuck_for() == math.inf

@@ -9,10 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
-from mcp_rig import serving
 from pydantic import JsonValue
-from time_limits import ENDS_SOON
 
+from tests.services.tools.mcp_servers import serving
+from tests.time_limits import ENDS_SOON
 from trackway.clients import close_shared_http
 from trackway.tools.app import create_app
 from trackway.tools.builtin.search.tool import SearchTool
@@ -111,7 +111,7 @@ async def test_verls_request_is_sent_and_no_token_of_ours(monkeypatch: pytest.Mo
         await tool_for(url, token="its-own-token").execute("id", QUERIES)
 
     assert stranger.bodies[0] == {"queries": ["capital of France"], "topk": 7, "return_scores": True}
-    assert [one.headers.get("authorization") for one in stranger.asked] == [None, "Bearer its-own-token"]
+    assert [request.headers.get("authorization") for request in stranger.asked] == [None, "Bearer its-own-token"]
     assert json.loads(result.text) == {"result": 'Doc 1 (Title: "Paris")\nParis is the capital of France.'}
 
 
@@ -154,7 +154,7 @@ async def test_a_silent_retriever_is_given_up_in_time() -> None:
         error = await failure(tool_for(url, timeout=0.5))
         over.set()
 
-    assert (error.code, asked) == (ErrorCode.DEADLINE_EXCEEDED, 1)
+    assert (error.code, asked) == (ErrorCode.TOOL_TIMEOUT, 1)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ async def started(folder: Path, **config: JsonValue) -> SearchTool:
 
 
 async def found(tool: SearchTool, *queries: str) -> list[list[str | int]]:
-    return [[one.document.id for one in documents] for documents in await tool.retrieve(queries, None)]
+    return [[hit.document.id for hit in documents] for documents in await tool.retrieve(queries, None)]
 
 
 async def test_the_best_passage_comes_first_and_only_those_with_a_word_of_the_query_come(folder: Path) -> None:
@@ -59,7 +59,7 @@ async def test_the_best_passage_comes_first_and_only_those_with_a_word_of_the_qu
 async def test_scores_fall_and_topk_bounds_their_number(folder: Path) -> None:
     (documents,) = await (await started(folder, topk=2)).retrieve(["capital of France"], None)
 
-    scores = [one.score for one in documents]
+    scores = [hit.score for hit in documents]
     assert len(scores) == 2
     assert scores == sorted(scores, reverse=True)
     assert scores[1] > 0

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_fake as fakes
-from engine_runs import started
-from sglang_fake import Fake
 
-from trackway.rollout.engines.remote.server_process import free_port
+from tests.services.rollout.engine_runs import started
+from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
+from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
+from trackway.system import free_port
 
 
 @pytest.fixture

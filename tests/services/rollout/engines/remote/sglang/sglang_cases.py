@@ -3,10 +3,9 @@
 import asyncio
 from typing import Any
 
-import sglang_fake as fakes
-from engine_runs import until
-from sglang_fake import Fake
-
+from tests.services.rollout.engine_runs import until
+from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
+from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.wire.rollout import SamplingParams

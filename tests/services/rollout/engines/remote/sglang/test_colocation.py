@@ -4,13 +4,13 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from replica_group import Group
-from sglang_cases import proof
-from sglang_fake import Fake, serving, write_weights
 
+from tests.services.rollout.engines.remote.sglang.sglang_cases import proof
+from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake, serving, write_weights
+from tests.services.rollout.replica_group import Group
 from trackway.clients.weights import WeightStore
-from trackway.rollout.engines.remote.server_process import free_port
 from trackway.rollout.settings import RolloutSettings
+from trackway.system import free_port
 from trackway.trainer.loop.colocation import Engines, Sharing
 
 pytestmark = pytest.mark.anyio
@@ -46,7 +46,7 @@ async def test_the_trainer_puts_two_sglang_replicas_to_sleep_and_wakes_them_with
         for fake, start, end in zip(fakes, before, after, strict=True)
     ]
     assert asleep == [{"weights", "kv_cache"}] * 2
-    assert [[one for one in calls if one[0] in LOOKED_AT] for calls in told] == [
+    assert [[call for call in calls if call[0] in LOOKED_AT] for calls in told] == [
         [
             ("/release_memory_occupation", ["weights"]),
             ("/release_memory_occupation", ["kv_cache"]),
@@ -57,4 +57,4 @@ async def test_the_trainer_puts_two_sglang_replicas_to_sleep_and_wakes_them_with
         ]
     ] * 2
     assert [fake.crimes for fake in fakes] == [[], []]
-    assert [{span["version"] for span in one["choices"][0]["weight_versions"]} for one in made] == [{1}, {1}]
+    assert [{span["version"] for span in reply["choices"][0]["weight_versions"]} for reply in made] == [{1}, {1}]

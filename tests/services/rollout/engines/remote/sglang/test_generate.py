@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sglang_fake as fakes
-from engine_runs import until
-from sglang_cases import LONG, PROMPT, answer, in_flight, params, sent
-from sglang_fake import Fake
 
+from tests.services.rollout.engine_runs import until
+from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
+from tests.services.rollout.engines.remote.sglang.sglang_cases import LONG, PROMPT, answer, in_flight, params, sent
+from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import WeightSpan

@@ -7,10 +7,18 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from engine_runs import until
-from sglang_cases import LONG, PROMPT, answer, in_flight, params, proof, sent
-from sglang_fake import Fake
 
+from tests.services.rollout.engine_runs import until
+from tests.services.rollout.engines.remote.sglang.sglang_cases import (
+    LONG,
+    PROMPT,
+    answer,
+    in_flight,
+    params,
+    proof,
+    sent,
+)
+from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.protocol import Capability, Generation
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings

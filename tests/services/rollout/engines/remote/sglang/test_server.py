@@ -11,14 +11,14 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-import sglang_fake as fakes
-from engine_runs import started
-from sglang_cases import LONG, PROMPT, answer, in_flight, params
-from sglang_fake import Fake
 
-from trackway.rollout.engines.remote.server_process import free_port
+from tests.services.rollout.engine_runs import started
+from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
+from tests.services.rollout.engines.remote.sglang.sglang_cases import LONG, PROMPT, answer, in_flight, params
+from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.settings import RolloutSettings
+from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 pytestmark = pytest.mark.anyio

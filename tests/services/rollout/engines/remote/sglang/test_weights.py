@@ -8,13 +8,21 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-import sglang_fake as fakes
 import torch
-from engine_runs import until
 from safetensors.torch import save_file
-from sglang_cases import LONG, PROMPT, answer, in_flight, params, proof, sent
-from sglang_fake import Fake
 
+from tests.services.rollout.engine_runs import until
+from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
+from tests.services.rollout.engines.remote.sglang.sglang_cases import (
+    LONG,
+    PROMPT,
+    answer,
+    in_flight,
+    params,
+    proof,
+    sent,
+)
+from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from trackway.rollout.engines.protocol import Generation, Piece
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.wire.errors import ErrorCode, TrackwayError

@@ -1,0 +1,173 @@
+"""Generation beside training: the scheduler of the trainer over real services, a simulated engine and slow tools.
+
+    .venv/bin/python benchmarks/overlap.py halves   generation and training of equal length: seconds a step
+    .venv/bin/python benchmarks/overlap.py tools    four turns with slow tools: trajectories a second
+
+The learner is simulated too: it takes `--train-s` seconds in which it needs no core, as one on a GPU does. Agent, tools
+and reward are the real services, one process each. Each part runs the synchronous loop first, then the asynchronous.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rollout import services
+from transformers import AutoTokenizer
+
+from trackway.clients import AgentClient, CallPolicy, run
+from trackway.deploy.bundled import TINY_MODEL
+from trackway.system import free_port
+from trackway.trainer.data.dataset import Position, Prompts
+from trackway.trainer.data.tiny import make_tiny_rows
+from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
+from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
+from trackway.wire.agent import Limits
+from trackway.wire.rollout import SamplingParams
+
+BATCH, GROUP = 8, 8
+WARM_STEPS = 2
+THOUGHT = "Tom had 12 pens and lost 5 of them. "
+SLOW_TOOL = '''
+import asyncio
+import math
+import random
+
+from trackway.tools import function_tool
+
+_draw = random.Random(0)
+
+
+@function_tool
+async def lookup(question: str) -> str:
+    """Look something up, in a second or so and at times in half a minute."""
+    await asyncio.sleep(min({cap}, {median} * math.exp({sigma} * _draw.gauss(0.0, 1.0))))
+    return "seven"
+'''
+CALL = '<tool_call>\n{"name": "lookup", "arguments": {"question": "how many"}}\n</tool_call><|im_end|>'
+ANSWER = "#### 7<|im_end|>"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What one loop did in its steady state."""
+
+    step_s: float
+    trajectories_per_s: float
+    waited_s: float
+    """Of a step: the learner waited for rollouts."""
+
+    def show(self, name: str) -> None:
+        print(
+            f"{name:32} {self.step_s:6.2f} s a step, of which {self.waited_s:5.2f} s the learner waits; "
+            f"{self.trajectories_per_s:6.2f} trajectories a second",
+            flush=True,
+        )
+
+
+async def train(agent_url: str, pacing: Pacing, steps: int, train_s: float, run_name: str) -> Pace:
+    """The loop of a run with a learner that only takes time."""
+    params, limits = SamplingParams(max_tokens=512, seed=1), Limits(max_response_length=2048, max_assistant_turns=8)
+    template = GroupTemplate(run_name, run_name, GROUP, params, limits, "tool_agent")
+    policy = CallPolicy(max_in_flight=1024, total_s=900.0, read_s=900.0)
+    rollouts = Rollouts(AgentClient(agent_url, policy=policy), template, RetryPolicy(max_inflight=1024))
+    prompts = Prompts(make_tiny_rows("train", BATCH * 64, seed=0), BATCH, 0, shuffle=False)
+    scheduler, position = GroupScheduler(prompts, rollouts, pacing), Position()
+    began = waited = 0.0
+    for step in range(steps):
+        if step == WARM_STEPS:
+            began, waited = time.perf_counter(), 0.0
+        scheduler.submit(step, position, 0, lambda number, size: frozenset(), steps_left=1_000)
+        asked = time.perf_counter()
+        trajectories = await scheduler.take(step, position)
+        waited += time.perf_counter() - asked
+        failed = sum(trajectory.error is not None for trajectory in trajectories)
+        if failed:
+            raise SystemExit(f"expected no failed trajectory, got {failed}: {trajectories[0].error}")
+        await asyncio.sleep(train_s)
+        scheduler.used({"used": len(trajectories), "dropped_failed": 0, "dropped_stale": 0})
+        _, position = prompts.take(position)
+    measured = steps - WARM_STEPS
+    step_s = (time.perf_counter() - began) / measured
+    await scheduler.close()
+    return Pace(step_s, BATCH * GROUP / step_s, waited / measured)
+
+
+@contextlib.contextmanager
+def agent(turns: list[str], step_s: float, slots: int, tool: str = "") -> Iterator[str]:
+    """The URL of an agent service whose model says these turns."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    script = [tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
+    sim = {"script": script, "step_s": step_s, "step_slope_s": 0.0, "prefill_tokens_per_s": 100_000}
+    names = ["rollout", "tools", "reward", "agent"]
+    settings = {f"{name}_url": f"http://127.0.0.1:{free_port()}" for name in names}
+    settings |= {"engine": "sim", "sim": json.dumps(sim), "model_path": str(TINY_MODEL), "max_num_seqs": str(slots)}
+    with tempfile.TemporaryDirectory() as folder:
+        if tool:
+            (Path(folder) / "lookup.py").write_text(tool)
+            settings["function_tool_path"] = str(Path(folder) / "lookup.py")
+        with services(names, settings):
+            yield settings["agent_url"]
+
+
+def compare(agent_url: str, depth: float, steps: int, train_s: float) -> tuple[Pace, Pace]:
+    """The synchronous and the asynchronous loop, one after the other."""
+    taking_turns = run(train(agent_url, Pacing(BATCH), steps, train_s, "sync"))
+    taking_turns.show("synchronous")
+    bound = max(1, round(depth + 0.49))
+    overlapped = run(train(agent_url, Pacing(BATCH, depth, bound), steps, train_s, "async"))
+    overlapped.show(f"staleness_threshold={depth:g}")
+    return taking_turns, overlapped
+
+
+def measure_halves(depth: float, steps: int, train_s: float) -> None:
+    """One turn, generated in about `train_s`."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    turns = [THOUGHT * 3 + ANSWER]
+    tokens = len(tokenizer.encode(turns[0], add_special_tokens=False))
+    with agent(turns, train_s / tokens, slots=BATCH * GROUP * 4) as url:
+        taking_turns, overlapped = compare(url, depth, steps, train_s)
+    longer = max(train_s, taking_turns.step_s - train_s)
+    print(
+        f"generation {taking_turns.step_s - train_s:.2f} s, training {train_s:.2f} s: a step is "
+        f"{taking_turns.step_s / longer:.2f}x the longer in turns, {overlapped.step_s / longer:.2f}x with overlap"
+    )
+
+
+def measure_tools(depth: float, steps: int, train_s: float, median: float, sigma: float, cap: float) -> None:
+    """Three tool calls and an answer, with latencies of a log-normal distribution."""
+    turns = [f"{THOUGHT} {number}. {CALL}" for number in ("One", "Two", "Three")] + [f"{THOUGHT}{ANSWER}"]
+    tool = SLOW_TOOL.format(median=median, sigma=sigma, cap=cap)
+    with agent(turns, 0.005, slots=BATCH * GROUP * 4, tool=tool) as url:
+        taking_turns, overlapped = compare(url, depth, steps, train_s)
+    print(f"{overlapped.trajectories_per_s / taking_turns.trajectories_per_s:.2f}x the trajectories a second")
+
+
+def main() -> None:
+    """One part, as the first word says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["halves", "tools"])
+    parser.add_argument("--staleness-threshold", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=10, help=f"of which the first {WARM_STEPS} are not measured")
+    parser.add_argument("--train-s", type=float, default=2.0, help="seconds of an update")
+    parser.add_argument("--tool-median-s", type=float, default=1.0)
+    parser.add_argument("--tool-sigma", type=float, default=1.2)
+    parser.add_argument("--tool-cap-s", type=float, default=30.0)
+    args = parser.parse_args()
+    if args.part == "halves":
+        measure_halves(args.staleness_threshold, args.steps, args.train_s)
+    else:
+        latency = (args.tool_median_s, args.tool_sigma, args.tool_cap_s)
+        measure_tools(args.staleness_threshold, args.steps, args.train_s, *latency)
+
+
+if __name__ == "__main__":
+    main()

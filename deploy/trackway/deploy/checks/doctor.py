@@ -1,0 +1,190 @@
+"""What this machine has and lacks for each part of Trackway, with the remedy. Starts nothing; needs only the base."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel
+
+from trackway.deploy.local import preflight
+from trackway.deploy.local.packages import missing_packages
+from trackway.deploy.local.settings import UpSettings
+from trackway.system.user_error import UserError
+
+DEMO_EXTRAS = ("tools", "reward", "agent", "rollout", "trainer", "deploy", "mlflow")
+OTHER_EXTRAS = ("weave", "wandb", "tensorboard", "trackio")
+PYTHONS = ((3, 11), (3, 14))
+"""The first version that works, and the first that does not."""
+DISK_GB = 2.0
+SHARED_MEMORY_GB = 0.2
+CORES = 2
+_TIMEOUT_S = 10.0
+
+
+class Finding(BaseModel):
+    """One thing that a part needs."""
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+    """How to get it; empty when it is there."""
+    demo: bool = False
+    """Whether `trackway demo` cannot run without it."""
+
+
+class Examination(BaseModel):
+    """All findings of one machine."""
+
+    demo: bool
+    """Whether `trackway demo` can run here."""
+    findings: list[Finding]
+
+
+def examine(settings: UpSettings) -> Examination:
+    """Every finding, for a demo with these settings."""
+    findings = [
+        _python(),
+        *(_extra(extra, extra in DEMO_EXTRAS) for extra in (*DEMO_EXTRAS, *OTHER_EXTRAS)),
+        _gpu(),
+        _sandbox(),
+        _chromium(),
+        *_ports(settings),
+        _memory(settings),
+        _disk(settings.outputs),
+        *_shared_memory(),
+        _cores(),
+        _niceness(),
+        _clock(),
+    ]
+    return Examination(demo=all(finding.ok or not finding.demo for finding in findings), findings=findings)
+
+
+def _python() -> Finding:
+    first, beyond = PYTHONS
+    found = f"{sys.version.split()[0]} ({sys.executable})"
+    ok = first <= sys.version_info[:2] < beyond
+    return Finding(name="Python", ok=ok, found=found, remedy="" if ok else "use Python 3.11 to 3.13", demo=True)
+
+
+def _extra(extra: str, demo: bool) -> Finding:
+    missing = missing_packages(extra)
+    found = f"lacks {', '.join(missing)}" if missing else "installed"
+    remedy = f"pip install 'trackway[{extra}]'" if missing else ""
+    return Finding(name=f"trackway[{extra}]", ok=not missing, found=found, remedy=remedy, demo=demo)
+
+
+def _gpu() -> Finding:
+    try:
+        build = version("torch")
+    except PackageNotFoundError:
+        return Finding(name="torch and GPU", ok=True, found="no torch: needed by rollout and trainer only")
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library of the build is missing
+        remedy = "install torch again, for this machine: `uv pip install --reinstall --torch-backend auto torch`"
+        return Finding(name="torch and GPU", ok=False, found=f"torch {build} fails: {error}", remedy=remedy, demo=True)
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if names:
+        return Finding(name="torch and GPU", ok=True, found=f"torch {build}; {', '.join(names)}")
+    if shutil.which("nvidia-smi") is None:
+        return Finding(name="torch and GPU", ok=True, found=f"torch {build}; no GPU, everything runs on the CPU")
+    remedy = "install the build for the GPU: `uv pip install --reinstall --torch-backend auto torch`"
+    found = f"torch {build} finds no GPU, but nvidia-smi is there"
+    return Finding(name="torch and GPU", ok=False, found=found, remedy=remedy)
+
+
+def _sandbox() -> Finding:
+    name = "bubblewrap"
+    if sys.platform != "linux":
+        remedy = "run the tool `python` on Linux; everything else runs without it"
+        return Finding(name=name, ok=False, found=f"{sys.platform} has no namespaces", remedy=remedy)
+    if missing_packages("tools"):
+        path = shutil.which("bwrap")
+        remedy = "" if path else "apt-get install bubblewrap (for the tool `python`)"
+        return Finding(name=name, ok=path is not None, found=path or "not on PATH", remedy=remedy)
+    from trackway.tools.sandbox.isolation import SandboxUnavailableError, launcher_for
+    from trackway.tools.sandbox.settings import SandboxSettings
+
+    try:
+        asyncio.run(launcher_for(SandboxSettings()))
+    except SandboxUnavailableError as error:
+        found, _, remedy = str(error).partition("; ")
+        return Finding(name=name, ok=False, found=found, remedy=f"{remedy} (for the tool `python`)")
+    return Finding(name=name, ok=True, found="isolates the code of the tool `python`")
+
+
+def _chromium() -> Finding:
+    path = shutil.which("chromium")
+    remedy = "" if path else "apt-get install chromium (for the pictures and page tests of a checkout)"
+    return Finding(name="chromium", ok=path is not None, found=path or "not on PATH", remedy=remedy)
+
+
+def _ports(settings: UpSettings) -> Iterator[Finding]:
+    for option, port in preflight.ports(settings).items():
+        found, remedy = "free", ""
+        try:
+            preflight.check_port(option, port)
+        except UserError as error:
+            found, remedy = "in use", str(error).partition("; ")[2]
+        yield Finding(name=f"port {port}", ok=not remedy, found=found, remedy=remedy, demo=True)
+
+
+def _memory(settings: UpSettings) -> Finding:
+    available = psutil.virtual_memory().available / 1e9
+    ok = available >= settings.min_memory_gb
+    remedy = "" if ok else f"close other programs until {settings.min_memory_gb:.0f} GB are free"
+    return Finding(name="memory", ok=ok, found=f"{available:.1f} GB free", remedy=remedy, demo=True)
+
+
+def _disk(outputs: Path) -> Finding:
+    folder = next(path for path in [outputs.resolve(), *outputs.resolve().parents] if path.exists())
+    free = shutil.disk_usage(folder).free / 1e9
+    name = f"disk of {folder}"
+    if not os.access(folder, os.W_OK):
+        return Finding(name=name, ok=False, found="not writable", remedy="give a writable --outputs", demo=True)
+    ok = free >= DISK_GB
+    remedy = "" if ok else f"make room until {DISK_GB:.0f} GB are free, or give another --outputs"
+    return Finding(name=name, ok=ok, found=f"{free:.1f} GB free", remedy=remedy, demo=True)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    """Ray's object store; without room it is a file in /tmp, and slower."""
+    folder = Path("/dev/shm")
+    if folder.exists():
+        free = shutil.disk_usage(folder).free / 1e9
+        ok = free >= SHARED_MEMORY_GB
+        remedy = "" if ok else f"make room until {SHARED_MEMORY_GB:.1f} GB are free; in a container, --shm-size=1g"
+        yield Finding(name="shared memory", ok=ok, found=f"{free:.1f} GB free in {folder}", remedy=remedy)
+
+
+def _cores() -> Finding:
+    count = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+    remedy = "" if count >= CORES else f"with fewer than {CORES} cores a start may take longer than its limit"
+    return Finding(name="CPU cores", ok=count >= CORES, found=str(count), remedy=remedy)
+
+
+def _niceness() -> Finding:
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    remedy = "" if niceness <= 0 else "other programs go first; start from a shell of ordinary priority, not under nice"
+    return Finding(name="niceness", ok=niceness <= 0, found=str(niceness), remedy=remedy)
+
+
+def _clock() -> Finding:
+    """Spans of several machines are ordered by their clocks; on one machine it does not matter."""
+    command = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        told = ""
+    if told != "no":
+        found = "synchronized" if told == "yes" else "not known whether it is synchronized (no timedatectl here)"
+        return Finding(name="clock", ok=True, found=found)
+    remedy = "timedatectl set-ntp true (spans of several machines are ordered by their clocks)"
+    return Finding(name="clock", ok=False, found="not synchronized", remedy=remedy)

@@ -1,0 +1,43 @@
+"""`trackway doctor`: what this machine has and lacks."""
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from trackway.deploy.commands.options import DEMO_MEMORY_GB, DEMO_OUTPUTS, Outputs, json_of, up_settings
+from trackway.deploy.terminal.console import print_json, stdout
+
+app = typer.Typer()
+
+
+@app.command()
+def doctor(
+    outputs: Outputs = DEMO_OUTPUTS,
+    as_json: Annotated[bool, json_of("each part with what it lacks and the remedy")] = False,
+) -> None:
+    """Show what this machine has and lacks for each part, with the remedy.
+
+    Exit status 0 if `trackway demo` can run here, 1 otherwise.
+
+    Example: trackway doctor --json
+    """
+    from trackway.deploy.checks.doctor import examine
+
+    examination = examine(up_settings(outputs=outputs, min_memory_gb=DEMO_MEMORY_GB))
+    if as_json:
+        print_json(examination)
+    else:
+        table = Table(box=None, show_header=False)
+        for finding in examination.findings:
+            sign = "[green]✓[/]" if finding.ok else "[red]✗[/]" if finding.demo else "[yellow]-[/]"
+            table.add_row(sign, escape(finding.name), escape(finding.found))
+            if finding.remedy:
+                table.add_row("", "", f"[dim]{escape(finding.remedy)}[/]")
+        stdout.print(table)
+        lacking = ", ".join(finding.name for finding in examination.findings if finding.demo and not finding.ok)
+        can = "can run here" if examination.demo else f"cannot run here: {escape(lacking)}"
+        stdout.print(f"`trackway demo` {can}", soft_wrap=True)
+    if not examination.demo:
+        raise typer.Exit(1)

@@ -1,0 +1,48 @@
+"""What commands print about a run: its plan with all problems, its end, and what was lost of it."""
+
+from typing import TYPE_CHECKING
+
+import typer
+from rich.markup import escape
+
+from trackway.deploy.terminal.console import print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from trackway.deploy.checks.run import Checked, Subject
+    from trackway.deploy.deployment.record import Deployment
+    from trackway.wire.trainer import RunInfo
+
+
+def print_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json: bool) -> None:
+    """Print the plan and its problems. Exits with status 2 if a problem prevents the run from starting.
+
+    Without `preflight`, only problems on any machine count.
+    """
+    from trackway.deploy.runs.dry_run import plan_as_json, plan_of
+    from trackway.deploy.runs.report import wide
+
+    if as_json:
+        print_json(plan_as_json(checked))
+    else:
+        wide(stdout).print(plan_of(subject, checked))
+    if checked.findings.wrong or (preflight and not checked.findings.starts_here):
+        raise typer.Exit(2)
+
+
+def report_losses(info: "RunInfo", deployment: "Deployment") -> None:
+    """Print which spans, metrics and feedback of the run were lost or are still waiting."""
+    from trackway.deploy.runs.losses import trace_losses, tracking_losses
+
+    for sentence in trace_losses(info, None if deployment.attached else deployment.outputs):
+        stderr.print(f"[yellow]traces:[/] {escape(sentence)}", soft_wrap=True)
+    for sentence in tracking_losses(info):
+        stderr.print(f"[yellow]tracking:[/] {escape(sentence)}", soft_wrap=True)
+
+
+def print_end(info: "RunInfo", deployment: "Deployment", as_json: bool) -> None:
+    """Print how the run ended, and what was lost of it."""
+    if as_json:
+        print_json(info)
+        return
+    stdout.print(f"run {info.run} {info.state.value} at step {info.step}; folder {info.folder}", soft_wrap=True)
+    report_losses(info, deployment)

@@ -1,0 +1,49 @@
+"""The wait for spans before services stop: a replica takes those it has not encoded along, and leaves those on disk."""
+
+import asyncio
+import time
+
+from trackway.clients import CallPolicy, ServiceClient, run
+from trackway.deploy.deployment.progress import Report
+from trackway.deploy.deployment.record import Deployment
+from trackway.wire.errors import TrackwayError
+from trackway.wire.health import ReplicaList
+
+STALLED_S = 30.0
+"""The wait ends after so long without a delivered span; a request to a backend may take as long."""
+LONGEST_S = 120.0
+_POLL_S = 0.3
+_ASK = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=1)
+
+
+def deliver_spans(deployment: Deployment, report: Report) -> int:
+    """Wait until every replica's spans are delivered, while any are; the number that are left."""
+    began = since = time.monotonic()
+    fewest = left = spans_waiting(deployment)
+    if not left:
+        return 0
+    while left and time.monotonic() < min(since + STALLED_S, began + LONGEST_S):
+        report("spans", f"sending {left}")
+        time.sleep(_POLL_S)
+        left = spans_waiting(deployment)
+        if left < fewest:
+            fewest, since = left, time.monotonic()
+    report("spans", "left on disk" if left else "sent")
+    return left
+
+
+def spans_waiting(deployment: Deployment) -> int:
+    """The spans that the replicas still have to deliver; a service that does not answer counts as 0."""
+
+    async def ask() -> int:
+        return sum(await asyncio.gather(*(_waiting(f"{deployment.base_url}/{name}") for name in deployment.services)))
+
+    return run(ask())
+
+
+async def _waiting(url: str) -> int:
+    try:
+        listed = await ServiceClient(url, policy=_ASK).call("GET", "/replicas", reply=ReplicaList)
+    except TrackwayError:
+        return 0
+    return sum(replica.health.spans.waiting for replica in listed.replicas)

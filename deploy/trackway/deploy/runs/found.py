@@ -1,0 +1,93 @@
+"""The runs of an outputs folder: asked from the trainer service if one runs, else read from their files."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trackway.clients import run
+from trackway.clients.trainer import TrainerClient
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.running import find_running
+from trackway.system.user_error import UserError
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.names import RESERVED_NAMES
+from trackway.wire.trainer import MetricsRow, RunInfo
+
+REWARD = "critic/score/mean"
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run, and the outputs folder that holds it or that is attached to its services."""
+
+    info: RunInfo
+    outputs: Path
+    services: Deployment | None
+    """The running services that answered for it; None when it was read from its files."""
+
+    @property
+    def log(self) -> Path | None:
+        """The log of its process; None when it lies on another machine."""
+        is_elsewhere = self.services is not None and self.services.attached
+        return None if is_elsewhere else self.outputs.resolve() / self.info.run / "worker.log"
+
+    def rows(self) -> list[MetricsRow]:
+        """The metrics of its steps."""
+        if self.services is None or not self.services.attached:
+            return RunFolder(self.outputs.resolve() / self.info.run).rows()
+        client = TrainerClient(f"{self.services.base_url}/trainer")
+
+        async def read() -> list[MetricsRow]:
+            return [row async for row in client.metrics(self.info.run)]
+
+        return run(read())
+
+
+def find_runs(outputs: Path) -> list[FoundRun]:
+    """The runs of the folder, and of the outputs folders directly in it (`outputs/demo`), the newest first."""
+    inner = (folder for folder in _subfolders(outputs) if not RunFolder(folder).exists)
+    found = [found_run for folder in (outputs, *inner) for found_run in _runs_of(folder)]
+    return sorted(found, key=_changed, reverse=True)
+
+
+def find_run(outputs: Path, name: str) -> FoundRun:
+    """The run of that name. Raises UserError when there is none, or when two outputs folders have one."""
+    found = find_runs(outputs)
+    named = [found_run for found_run in found if found_run.info.run == name]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        folders = " and ".join(str(found_run.outputs) for found_run in named)
+        raise UserError(f"expected one run {name!r}, got one in each of {folders}; give --outputs")
+    known = ", ".join(dict.fromkeys(found_run.info.run for found_run in found)) or "none"
+    raise UserError(f"expected a run of {outputs} ({known}), got {name!r}; give its name, or another --outputs")
+
+
+def rewards(rows: Sequence[MetricsRow]) -> list[float]:
+    """The mean reward of each step that has one."""
+    values = (row.data.get(REWARD) for row in rows)
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _runs_of(outputs: Path) -> Iterator[FoundRun]:
+    deployment = find_running(outputs)
+    if deployment is not None:
+        infos = run(TrainerClient(f"{deployment.base_url}/trainer").runs())
+    else:
+        infos = [RunFolder(folder).info() for folder in _subfolders(outputs) if RunFolder(folder).exists]
+    yield from (FoundRun(info, outputs, deployment) for info in infos)
+
+
+def _subfolders(outputs: Path) -> list[Path]:
+    if not outputs.is_dir():
+        return []
+    return sorted(path for path in outputs.iterdir() if path.is_dir() and path.name not in RESERVED_NAMES)
+
+
+def _changed(found: FoundRun) -> float:
+    """When its state changed last, in seconds since 1970; later than any for a run on another machine."""
+    try:
+        return (found.outputs.resolve() / found.info.run / "state.json").stat().st_mtime
+    except OSError:
+        return math.inf

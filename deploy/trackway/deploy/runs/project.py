@@ -1,0 +1,49 @@
+"""A project: a folder with `trackway.yaml`, a run's configuration whose relative paths are relative to that file.
+
+The project's folder is on the Python path of the services that import `trackway.modules`, unless the configuration sets
+`trackway.code_path`. A path given on the command line is relative to the working folder, as everywhere.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs import launch
+from trackway.trainer.config import RunConfig, compose
+
+FILE_NAME = "trackway.yaml"
+_DEFAULT = "default"
+
+
+def project_file(config: Path | None, config_name: str = _DEFAULT) -> Path | None:
+    """The `trackway.yaml` that a command takes: the one named, or that of the working folder when none is named."""
+    if config is not None:
+        return config if config.name == FILE_NAME else None
+    return Path(FILE_NAME) if config_name == _DEFAULT and Path(FILE_NAME).is_file() else None
+
+
+def configured(
+    overrides: Sequence[str], config: Path | None, config_name: str, deployment: Deployment | None = None
+) -> RunConfig:
+    """The configuration of a command line, with paths as the machines of the services see them.
+
+    Raises:
+        UserError: the deployment is attached, and a path is local.
+        TrackwayError: the configuration is not valid.
+    """
+    file = project_file(config, config_name)
+    composed = compose([*overrides], file or config, config_name)
+    if file is None:
+        return launch.placed(composed, deployment)
+    folder = file.absolute().parent
+    if composed.trackway.code_path is None:
+        own = composed.trackway.model_copy(update={"code_path": str(folder)})
+        composed = composed.model_copy(update={"trackway": own})
+    return launch.placed(composed, deployment, folder, _keys_of(overrides))
+
+
+def _keys_of(overrides: Sequence[str]) -> frozenset[str]:
+    parsed = OverridesParser.create().parse_overrides([*overrides])
+    return frozenset(override.key_or_group.lstrip("+") for override in parsed)

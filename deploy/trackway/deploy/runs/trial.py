@@ -1,0 +1,136 @@
+"""A trial before any training: the rollouts of one row, with the loop, tools and scorer that a run would use.
+
+trial = prepare(words, Path("rows.jsonl"), None, "default", outputs)
+findings, rows = trial.check(report)
+findings.refuse()
+result = trial.run(rows, number=1, n=8, report)
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from trackway.clients import AgentClient, Deadline, run
+from trackway.deploy.checks.findings import Findings
+from trackway.deploy.checks.run import Report, Subject, check_parts
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.services_for_run import gpus_here, services_for
+from trackway.deploy.deployment.running import find_running
+from trackway.deploy.local.in_process import services_here
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs import project, standalone
+from trackway.system.user_error import UserError
+from trackway.trainer.data.dataset import RowLocation, Rows
+from trackway.trainer.loop.from_config import training_template
+from trackway.wire.agent import Sample
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.tracing import TraceTarget
+from trackway.wire.trajectory import Trajectory
+
+RUN = "try"
+"""Name of the run in the ids of the trajectories."""
+_OTHER_ROWS = ("data.train_files=[]", "data.val_files=[]", "trainer.n_gpus_per_node=null", "trainer.nnodes=null")
+"""Overrides: rows are named apart, and one engine suffices."""
+
+
+class Tried(BaseModel):
+    """The rollouts of one row."""
+
+    file: str
+    row: int
+    """Number of the row in its file; the first is 1."""
+    sample: Sample
+    trajectories: list[Trajectory]
+    """By rollout number."""
+    advantages: list[float | None]
+    """Of each trajectory; None for those that a training step would leave out."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration and its services: those that run already, or those started in this process."""
+
+    subject: Subject
+
+    def check(self, report: Report) -> tuple[Findings, Rows | None]:
+        """What is wrong with the rows, tools, scorers and loops; and the rows, None when they cannot be read."""
+        findings, used = check_parts(self.subject, report)
+        return findings, used.get("data.train_files")
+
+    def run(self, rows: Rows, number: int, n: int, report: Report) -> Tried:
+        """The n rollouts of a row, which counts from 1. Raises UserError and TrackwayError."""
+        sample, location = _row(rows, number)
+        trajectories = run(self._rollouts(sample, n, report))
+        return Tried(
+            file=location.file,
+            row=location.number,
+            sample=sample,
+            trajectories=trajectories,
+            advantages=advantages_of(trajectories, self.subject.config.algorithm.norm_adv_by_std_in_grpo),
+        )
+
+    async def _rollouts(self, sample: Sample, n: int, report: Report) -> list[Trajectory]:
+        deployment, services = self.subject.deployment, self.subject.services
+        if deployment is not None:
+            return await self._collected(AgentClient(f"{deployment.base_url}/agent"), sample, n, report)
+        assert services is not None
+        report("model and services", "starting")
+        model, start_s = standalone.model_of(self.subject.config), self.subject.settings.start_timeout_s
+        async with services_here(services.serve_config, model, start_s) as client:
+            report("model and services", "ready")
+            return await self._collected(client, sample, n, report)
+
+    async def _collected(self, client: AgentClient, sample: Sample, n: int, report: Report) -> list[Trajectory]:
+        config = self.subject.config
+        template = replace(training_template(config, RUN, TraceTarget()), n=n)
+        request = template.group(sample, step=0, min_weight_version=0, trace=False)
+        name = "trajectory" if n == 1 else f"{n} trajectories"
+        report(name, "running")
+        deadline = Deadline.after(config.trackway.group_timeout_s)
+        trajectories = [trajectory async for trajectory in client.group(request, deadline)]
+        if len(trajectories) < n:
+            message = f"expected {n} trajectories, got {len(trajectories)}; the agent service ended the stream early"
+            raise TrackwayError(ErrorCode.UNAVAILABLE, message)
+        report(name, "ready")
+        return sorted(trajectories, key=lambda trajectory: trajectory.tags.rollout_n)
+
+
+def prepare(overrides: list[str], rows: Path | None, config: Path | None, config_name: str, outputs: Path) -> Trial:
+    """The trial of a command line; starts nothing. `rows` replaces `data.train_files`.
+
+    Raises TrackwayError and UserError for an invalid command line.
+    """
+    running = find_running(outputs)
+    files = [str(rows.absolute())] if rows else project.configured(overrides, config, config_name).data.train_files
+    if not files:
+        raise UserError("expected a file of rows, got none; name one: trackway try rows.jsonl")
+    # The rows are read here and sent, so attached services need not have them.
+    placed = project.configured([*overrides, *_OTHER_ROWS], config, config_name, running)
+    data = placed.data.model_copy(update={"train_files": list(files)})
+    used = placed.model_copy(update={"data": data})
+    settings = UpSettings.read(outputs=outputs)
+    services = None if running else services_for(used, gpus_here(), serve_config.load(settings.config))
+    return Trial(Subject(services.config if services else used, services, running, settings))
+
+
+def _row(rows: Rows, number: int) -> tuple[Sample, RowLocation]:
+    for sample, location in zip(rows.samples, rows.locations, strict=True):
+        if location.number == number:
+            return sample, location
+    last = max(location.number for location in rows.locations)
+    why = "its prompt is longer than data.max_prompt_length" if number < last else f"the last row is {last}"
+    raise UserError(f"--row: expected the number of a row, counted from 1, got {number}: {why}; give another")
+
+
+def advantages_of(trajectories: list[Trajectory], norm_by_std: bool) -> list[float | None]:
+    """The advantage of each trajectory within the group; None for one that a training step would leave out."""
+    import torch
+
+    from trackway.trainer.learner.algorithm import grpo_advantages
+    from trackway.trainer.learner.filtering import TrainStatus, filter_trajectories
+
+    batch = filter_trajectories(trajectories, version=0, max_staleness=None)
+    scores = torch.tensor([trajectory.reward.score for trajectory in batch.used if trajectory.reward is not None])
+    values = iter(grpo_advantages(scores, ["group"] * len(scores), norm_by_std).tolist())
+    return [next(values) if status is TrainStatus.USED else None for status in batch.statuses]

@@ -1,0 +1,135 @@
+"""Scoring functions with verl's signature: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
+
+    @scorer
+    def length(data_source, solution_str, ground_truth, extra_info=None): return -len(solution_str)
+
+A function of a module is declared with `@scorer`; one of a file is named in the setting `custom_reward_function`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import SupportsFloat, TypeVar, cast, overload
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from trackway.serving.own_code import Declared, module_of_file
+from trackway.serving.threads import in_thread
+from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
+from trackway.wire.trajectory import Reward
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+class RewardFunction(BaseModel):
+    """verl's `custom_reward_function`: a function of a Python file that scores every data source."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    path: Path
+    """Python file of the function."""
+    name: str = "compute_score"
+    """Name of the function in the file."""
+    reward_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Keyword arguments passed to it in addition; they replace those of the same name."""
+
+
+class FunctionScorer:
+    """Scores with a function, which may be async; any other runs in a thread.
+
+    The function returns a number, or a dict with the number `score`; other numbers of the dict become components.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        name: str,
+        data_sources: Sequence[str] = (ANY_DATA_SOURCE,),
+        kwargs: Mapping[str, JsonValue] | None = None,
+    ) -> None:
+        self.info = ScorerInfo(
+            name=name,
+            data_sources=[*data_sources],
+            methods=["default"],
+            description=(inspect.getdoc(function) or "").partition("\n")[0],
+        )
+        self._function = function
+        self._kwargs = kwargs or {}
+
+    async def score(self, request: ScoreRequest, method: str) -> Reward:
+        """The function's score. TypeError with what it returned when that is not a number."""
+        arguments = {
+            "data_source": request.data_source,
+            "solution_str": request.solution_str,
+            "ground_truth": request.ground_truth,
+            "extra_info": {**request.extra_info},
+            **self._kwargs,
+        }
+        if inspect.iscoroutinefunction(self._function):
+            return reward_of(await self._function(**arguments))
+        return reward_of(await in_thread(lambda: self._function(**arguments)))
+
+
+def reward_of(returned: object) -> Reward:
+    """The reward of a function's result: a number, or a dict whose `score` is one. TypeError for anything else."""
+    if not isinstance(returned, Mapping):
+        return Reward(score=_number(returned, "a number or a dict with 'score'"))
+    if "score" not in returned:
+        raise TypeError(f"expected a dict with the key 'score', got the keys {sorted(map(str, returned))}")
+    numbers = {str(key): float(value) for key, value in returned.items() if key != "score" and _is_number(value)}
+    return Reward(score=_number(returned["score"], "a number as 'score'"), components=numbers)
+
+
+def _number(value: object, expected: str) -> float:
+    if not _is_number(value):
+        raise TypeError(f"expected it to return {expected}, got {type(value).__name__} {str(value)[:80]!r}")
+    return float(cast(SupportsFloat, value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, SupportsFloat)  # also the scalars of NumPy and torch; a string is none
+
+
+_declared = Declared[FunctionScorer]()
+
+
+@overload
+def scorer(data_sources: F) -> F: ...
+@overload
+def scorer(data_sources: str | Sequence[str] | None = None) -> Callable[[F], F]: ...
+def scorer(data_sources: F | str | Sequence[str] | None = None) -> F | Callable[[F], F]:
+    """Make a function the scorer of these data sources; without any, of every data source that has no other scorer.
+
+    The reward service serves it when the function's module, or a package above it, is in its setting `modules`.
+    """
+    if callable(data_sources):
+        return _add(data_sources, [ANY_DATA_SOURCE])
+    named = [data_sources] if isinstance(data_sources, str) else list(data_sources or [ANY_DATA_SOURCE])
+    return lambda function: _add(function, named)
+
+
+def _add(function: F, data_sources: Sequence[str]) -> F:
+    name = f"{function.__module__}.{function.__qualname__}"
+    _declared.add(function, FunctionScorer(function, name, data_sources))
+    return function
+
+
+def scorers_of_modules(modules: Sequence[str]) -> list[FunctionScorer]:
+    """The scorers that these imported modules, or modules below them, define."""
+    return _declared.within(modules)
+
+
+def scorer_of_file(wanted: RewardFunction) -> FunctionScorer:
+    """The scorer of `custom_reward_function`.
+
+    FileNotFoundError; ValueError when the file has no such function; OwnCodeError when it cannot be imported.
+    """
+    module = module_of_file(wanted.path, "custom_reward_function.path")
+    function = getattr(module, wanted.name, None)
+    if not callable(function):
+        functions = sorted(name for name, value in vars(module).items() if inspect.isfunction(value))
+        raise ValueError(
+            f"custom_reward_function.name: expected a function of {wanted.path}, which has "
+            f"{', '.join(functions) or 'none'}, got {wanted.name!r}; correct the name"
+        )
+    return FunctionScorer(function, f"{wanted.path.name}:{wanted.name}", kwargs=wanted.reward_kwargs)

@@ -1,0 +1,339 @@
+"""Pauses, weight updates, sleep and wake-up of an inference server; tokens of rejected weights are never returned.
+
+During an update new requests wait and those in flight are frozen while the folder is loaded under a unique name. They
+then continue, and the server's digests and its logprobs of the probes are compared with the proof. Tokens of the new
+weights are held back until they are verified. If verification fails, the last good folder is loaded again, and
+requests that used the rejected weights are aborted.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from trackway.rollout.engines.admission import asleep
+from trackway.rollout.engines.protocol import MemoryPart, PauseMode
+from trackway.rollout.engines.remote.requests import Call, Calls
+from trackway.rollout.engines.weight_folder import check_finite
+from trackway.rollout.engines.weight_proof import HeldDigests, Judgement, judge, require_accepted
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.weights import WeightProof
+
+_CUT_GRACE_S = 5.0
+_REMEMBERED = 1000
+
+
+class VersionNames:
+    """Names of versions on a server: "7", and "7+1" when 7 is loaded again."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, int] = {}
+        self._highest, self._again = -1, 0
+
+    def new(self, version: int) -> str:
+        """A name that was not used before."""
+        if version > self._highest:
+            self._highest, name = version, str(version)
+        else:
+            self._again += 1
+            name = f"{version}+{self._again}"
+        self._given[name] = version
+        if len(self._given) > _REMEMBERED:
+            del self._given[next(iter(self._given))]
+        return name
+
+    def version(self, name: str) -> int | None:
+        """The version of a name; None for an unknown name."""
+        return self._given.get(name)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Weights loaded on a server, with their name there."""
+
+    folder: Path
+    version: int
+    name: str
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Weights under verification; `over` is set once they are accepted or rejected."""
+
+    new: Serving
+    old: Serving
+    proof: WeightProof | None
+    before: list[list[float]] | None
+    """The server's logprobs of the probes before the load, if available."""
+    over: asyncio.Event
+
+
+class ServerCalls(Protocol):
+    """What a server can do, and whether it runs requests or holds their memory."""
+
+    loses_weights_asleep: bool
+    """Whether weights must be loaded again after sleep."""
+    answers_frozen: bool
+    """Whether a request aborted while frozen returns at once."""
+
+    async def freeze(self) -> None:
+        """Pause and keep the KV cache. Idempotent."""
+        ...
+
+    async def thaw(self) -> None:
+        """Continue. Idempotent."""
+        ...
+
+    async def swap(self, folder: Path, name: str) -> None:
+        """While frozen: load the weights as `name`; no new request reuses old KV."""
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs at temperature 1 of tokens 1..n-1 under the loaded weights."""
+        ...
+
+    async def digests(self, folder: Path, before: Path) -> HeldDigests | None:
+        """Compares the server's parameters with the folder's tensors; None if it has no digests."""
+        ...
+
+    async def cut(self, calls: Sequence[Call]) -> None:
+        """Abort these requests (by `call.rid`)."""
+        ...
+
+    async def give_back(self, part: MemoryPart) -> None:
+        """Release memory; needs SLEEP."""
+        ...
+
+    async def take_again(self, part: MemoryPart) -> None:
+        """Allocate memory; needs SLEEP."""
+        ...
+
+
+class ServerControl:
+    """The weights and the memory of one server, and whether its requests run."""
+
+    def __init__(self, server: ServerCalls, calls: Calls, base: Path, dtype: str, max_len: int) -> None:
+        self._server, self._calls = server, calls
+        self._dtype, self._max_len = dtype, max_len
+        self._names = VersionNames()
+        self.serving = Serving(base, 0, self._names.new(0))
+        """The weights of the next token."""
+        self.held = self.serving.name
+        """The name of the loaded weights, verified or not."""
+        self.judgement: Judgement | None = None
+        self.broken: str | None = None
+        """Why nothing can be served; only a successful load recovers."""
+        self.paused = self.frozen = False
+        self.asleep: set[MemoryPart] = set()
+        self.admits = asyncio.Event()
+        """Set except while weights are loaded: then new requests wait."""
+        self.admits.set()
+        self.runs_since = 0.0
+        self._trial: _Trial | None = None
+        self._hollow = self._kept = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def changing(self) -> bool:
+        """Whether a change of weights, memory or the pause is in progress."""
+        return self._lock.locked()
+
+    def version_of(self, name: str) -> int:
+        """The version of weights by their name on the server; UNAVAILABLE for a name that was not given here."""
+        version = self._names.version(name)
+        if version is None:
+            message = f"expected weights loaded here, got {name!r}; no other client may update or restart the server"
+            self.broken = message
+            raise TrackwayError(ErrorCode.UNAVAILABLE, message)
+        return version
+
+    async def accepted(self, name: str) -> None:
+        """Wait while the weights of this name are under verification."""
+        if self._trial is not None and name == self._trial.new.name:
+            await self._trial.over.wait()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Refuse new requests and finish, abort or freeze those in flight."""
+        self.paused = True
+        async with self._lock:
+            self._kept = mode == "keep"
+            await self._set_frozen(self._kept)
+        if mode == "abort":
+            await self.cut_short(self._calls.of(None))
+        if mode != "keep":
+            await self._calls.drained()
+
+    async def resume(self) -> None:
+        """Accept requests again and continue frozen ones."""
+        async with self._lock:
+            if self.asleep:
+                raise asleep(self.asleep)
+            self._kept = False
+            await self._set_frozen(False)
+            self.paused = False
+
+    async def cut_short(self, calls: Sequence[Call]) -> None:
+        """Abort these: each returns what the server sends at once, else what it has."""
+        for call in calls:
+            answers = call.sent and (self._server.answers_frozen or not self.frozen)
+            call.end_within(_CUT_GRACE_S if answers else 0.0)
+        sent = [call for call in calls if call.sent]
+        if sent:
+            await self._server.cut(sent)
+
+    async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
+        """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
+        await asyncio.to_thread(check_finite, folder)
+        async with self._lock:
+            if "weights" in self.asleep:
+                message = "expected the memory of the weights to be awake, got it asleep; POST /wake_up?tags=weights"
+                raise TrackwayError(ErrorCode.CONFLICT, message)
+            old = self._trial.old if self._trial else self.serving
+            new = Serving(folder, version, self._names.new(version))
+            before = await self._score_before(proof)
+            self._trial = _Trial(new, old, proof, before, asyncio.Event())
+            self.admits.clear()
+            await self._try(self._trial, load=True)
+
+    async def sleep(self, parts: Sequence[MemoryPart]) -> None:
+        """Release memory; see `Engine.sleep`. Frozen requests hold KV cache, so there must be none."""
+        async with self._lock:
+            if not self.paused or len(self._calls):
+                got = f"{len(self._calls)} requests in flight" if self.paused else "one at work"
+                message = f"expected a paused engine without requests, got {got}; POST /pause?mode=wait or abort first"
+                raise TrackwayError(ErrorCode.CONFLICT, message)
+            self._kept = False
+            await self._set_frozen(False)  # requests frozen and then aborted must be able to end
+            for part in parts:
+                if part not in self.asleep:
+                    await self._server.give_back(part)
+                    self.asleep.add(part)
+
+    async def wake_up(self, parts: Sequence[MemoryPart]) -> None:
+        """Allocate memory; see `Engine.wake_up`.
+
+        Lost weights are loaded again with the last part, unless others were loaded in between (verl's multi-stage
+        wake-up: weights, load, kv_cache).
+        """
+        async with self._lock:
+            for part in sorted(self.asleep & {*parts}, reverse=True):
+                await self._server.take_again(part)
+                self.asleep.discard(part)
+                self._hollow |= part == "weights" and self._server.loses_weights_asleep
+            if not self.asleep and self._hollow:
+                await self._refill()
+            if not self.asleep and self._trial:
+                await self._try(self._trial, load=False)
+
+    async def _try(self, trial: _Trial, *, load: bool) -> None:
+        try:
+            if load:
+                await self._install(trial.new)
+            if self.asleep and trial.proof is not None:
+                self.serving = trial.new  # no request runs before the wake-up has verified them
+                return
+            judgement = await self._prove(trial, trial.proof) if trial.proof is not None else None
+            await self._settle(trial, trial.new)
+            self.judgement = judgement
+        except Exception as error:
+            await self._roll_back(trial, error)
+            raise _corrupt(error, trial.new.folder) from error
+        except asyncio.CancelledError:
+            self._break(trial, f"the load of {trial.new.folder} was cancelled")
+            raise
+
+    async def _install(self, weights: Serving) -> None:
+        await self._set_frozen(True)
+        await self._server.swap(weights.folder, weights.name)
+        self.held = weights.name
+        self._hollow = False
+
+    async def _prove(self, trial: _Trial, proof: WeightProof) -> Judgement:
+        digests = await self._server.digests(trial.new.folder, trial.old.folder)
+        await self._set_frozen(False)
+        judgement = judge(proof, self._dtype, await self._scores(proof), digests, trial.before)
+        return require_accepted(judgement, proof, trial.new.version, trial.new.folder)
+
+    async def _score_before(self, proof: WeightProof | None) -> list[list[float]] | None:
+        """Only if these logprobs can decide, and the server is running anyway."""
+        if proof is None or not any(probe.previous for probe in proof.probes):
+            return None
+        if self._trial or self.asleep or self._hollow or self.frozen or self.broken is not None:
+            return None
+        return await self._scores(proof)
+
+    async def _scores(self, proof: WeightProof) -> list[list[float]]:
+        """Logprobs of tokens 1..n-1 of each probe, truncated to the server's maximum length."""
+        return [await self._server.score(probe.token_ids[: self._max_len - 1]) for probe in proof.probes]
+
+    async def _settle(self, trial: _Trial, serving: Serving) -> None:
+        """Make these the serving weights."""
+        await self._set_frozen(self._kept)
+        self.serving, self.broken = serving, None
+        self._end(trial)
+
+    def _end(self, trial: _Trial) -> None:
+        self._trial = None
+        trial.over.set()
+        self.admits.set()
+
+    async def _roll_back(self, trial: _Trial, error: Exception) -> None:
+        """Load the last good weights again; if that fails, nothing may be served."""
+        old = replace(trial.old, name=self._names.new(trial.old.version))
+        try:
+            await self._condemn(trial)
+            if not old.folder.is_dir():
+                raise TrackwayError(ErrorCode.ENGINE_FAILED, f"expected {old.folder}, got none: it was pruned")
+            await self._install(old)
+            await self._settle(trial, old)
+        except Exception as second:
+            self._break(trial, f"{error} Then the last good weights did not load again: {second}")
+            raise TrackwayError(ErrorCode.UNAVAILABLE, str(self.broken)) from second
+
+    async def _condemn(self, trial: _Trial) -> None:
+        """Requests that ran under the unverified weights have KV of them: each ends with its earlier tokens."""
+        ran = self.held == trial.new.name and not self.frozen
+        met = self._calls.sent if ran else []
+        for call in met:
+            call.only = trial.old.name
+            call.end_within(_CUT_GRACE_S)
+        if met:
+            await self._server.cut(met)
+
+    def _break(self, trial: _Trial, why: str) -> None:
+        """The loaded weights are unknown; only a successful load recovers."""
+        self.broken = why
+        for call in self._calls.sent:
+            call.only = trial.old.name
+            call.end_within(0.0)
+        self.serving = trial.old
+        self._end(trial)
+
+    async def _refill(self) -> None:
+        """Load the weights lost in sleep; they were verified before, or are being verified."""
+        again = replace(self.serving, name=self._names.new(self.serving.version))
+        try:
+            await self._install(again)
+            await self._set_frozen(self._kept)
+        except Exception as error:
+            self.broken = f"the weights did not load again after sleep: {error}"
+            raise TrackwayError(ErrorCode.UNAVAILABLE, self.broken) from error
+        self.serving, self.broken = again, None
+        if self._trial:
+            self._trial = replace(self._trial, new=again)
+
+    async def _set_frozen(self, frozen: bool) -> None:
+        await (self._server.freeze() if frozen else self._server.thaw())
+        if self.frozen and not frozen:
+            self.runs_since = time.monotonic()
+        self.frozen = frozen
+
+
+def _corrupt(error: Exception, folder: Path) -> Exception:
+    """A server's refusal of a folder means bad weights; an unreachable server says nothing about them."""
+    if isinstance(error, TrackwayError) and error.code in (ErrorCode.INVALID_REQUEST, ErrorCode.ENGINE_FAILED):
+        message = f"expected weights that the server loads, got {folder}: {error.message}"
+        return TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message)
+    return error

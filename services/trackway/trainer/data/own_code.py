@@ -1,0 +1,60 @@
+"""Check that the services have loaded the own code that a run names, and record its version.
+
+A run whose scorer or modules are not loaded would train on another reward.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from trackway.clients import CallPolicy, ServiceClient
+from trackway.trainer.config import RunConfig
+from trackway.wire.errors import TrackwayError
+from trackway.wire.health import Health, OwnCode
+
+_HEALTH_POLICY = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=2)
+SERVICES = ("agent", "tools", "reward")
+"""The services that load own code."""
+
+REMEDY = "start the services with it: `trackway up` in the project's folder, or the same settings in their Serve config"
+
+
+async def loaded_code(urls: Mapping[str, str], token: SecretStr | None = None) -> dict[str, OwnCode | None]:
+    """The own code of each of these services (name -> URL) that answers; None for a service without any."""
+
+    async def ask(service: str) -> Health | None:
+        client = ServiceClient(urls[service], policy=_HEALTH_POLICY, token=token)
+        try:
+            return await client.call("GET", "/health", reply=Health)
+        except TrackwayError:
+            return None
+
+    services = [name for name in SERVICES if urls.get(name)]
+    answers = await asyncio.gather(*(ask(service) for service in services))
+    return {name: answer.code for name, answer in zip(services, answers, strict=True) if answer is not None}
+
+
+def not_loaded(config: RunConfig, code: Mapping[str, OwnCode | None]) -> list[str]:
+    """A sentence for each module, scorer and file of agent loops of the run that a service has not loaded."""
+    rollout = config.actor_rollout_ref.rollout
+    files = {
+        "custom_reward_function.path": ("reward", config.custom_reward_function.path),
+        "actor_rollout_ref.rollout.agent.agent_loop_config_path": ("agent", rollout.agent.agent_loop_config_path),
+    }
+    problems = []
+    for service, own in code.items():
+        modules = own.modules if own else []
+        missing = [name for name in config.trackway.modules or () if name not in modules]
+        if missing:
+            got = ", ".join(modules) or "none"
+            problems.append(
+                f"trackway.modules: expected the {service} service to have loaded {', '.join(missing)}, it has loaded "
+                f"{got}; {REMEDY}"
+            )
+    for key, (service, path) in files.items():
+        own = code.get(service)
+        if path is not None and service in code and Path(path).name not in (own.files if own else []):
+            problems.append(f"{key}: expected the {service} service to have loaded {path}, it has not; {REMEDY}")
+    return problems

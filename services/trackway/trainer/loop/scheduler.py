@@ -1,0 +1,282 @@
+"""Decides which groups are generated ahead of the learner, and which it trains next.
+
+    submitted -> running -> finished -> used, dropped as failed
+                        \\-> dropped as stale
+
+A group is the rollouts of one prompt. Groups are submitted in the order of the data, as far ahead of the learner as
+`depth` allows. Pacing bounds how stale they get, so that nothing is generated in vain: with a depth of S versions, at
+most (S + version + 1) batches are submitted before version + 1 is published (AReaL, arXiv:2505.24298;
+`areal/infra/staleness_manager.py`).
+
+The learner takes finished groups, oldest first. A slow group does not hold a batch back until it would become too
+stale; then the learner waits for it, or drops it if asked to. So each submitted group trains once, and short answers
+are not preferred. With depth 0 the learner waits for all groups of a batch: the synchronous loop.
+"""
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pydantic import BaseModel, Field
+
+from trackway.trainer.data.dataset import Position, Prompts
+from trackway.trainer.loop.rollout_client import Rollouts
+from trackway.trainer.metrics.rollout import Metrics
+from trackway.wire.trajectory import Trajectory
+
+ChooseTraced: TypeAlias = Callable[[int, int], frozenset[int]]
+"""(number of a batch, its size) -> the places in the batch whose rollouts are traced."""
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """How far generation may run ahead of the learner. A version is `sync_every` updates."""
+
+    batch_size: int = 1
+    """Prompts of a whole batch."""
+    depth: float = 0.0
+    """Versions that generation is meant to be ahead, fractions allowed; 0 is the synchronous loop."""
+    bound: int = 0
+    """Most versions between a group's submission and its training; at least `depth`."""
+    drop: bool = False
+    """Drop a group that passes the bound, instead of waiting for it before it does."""
+    sync_every: int = 1
+    """Updates between two publications of the weights."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether rollouts may go on while the learner computes."""
+        return self.depth > 0 or self.sync_every > 1
+
+    def version(self, steps: int) -> int:
+        """Publications after the first one, when so many updates are done."""
+        return steps // self.sync_every
+
+    def ahead(self, steps: int) -> int:
+        """Groups that may be outstanding beyond the batch that trains next."""
+        rest = self.sync_every - 1 - steps % self.sync_every
+        return math.floor((rest + self.depth * self.sync_every) * self.batch_size)
+
+
+class SubmittedGroup(BaseModel):
+    """A group that was submitted and has not been trained."""
+
+    position: Position
+    """The batch of the data that its prompt is from."""
+    place: int
+    """Its prompt's place in that batch."""
+    step: int
+    """The step that was next at its submission: the tag `step` of its trajectories."""
+    traced: bool = False
+
+
+class NextPrompt(BaseModel):
+    """The prompt that is submitted next."""
+
+    position: Position
+    place: int = 0
+    batch: int = 1
+    """Number of its batch, which is the step that trains it in the synchronous loop."""
+
+
+class Account(BaseModel):
+    """What became of the rollouts. The counts and the outstanding rollouts sum to `submitted`."""
+
+    submitted: int = 0
+    used: int = 0
+    """Trained."""
+    dropped_failed: int = 0
+    dropped_stale: int = 0
+
+
+class SchedulerState(BaseModel):
+    """The scheduler's part of a checkpoint."""
+
+    next_prompt: NextPrompt | None = None
+    """None: the first prompt of the batch that trains next."""
+    outstanding: list[SubmittedGroup] = Field(default_factory=list)
+    account: Account = Field(default_factory=Account)
+
+
+@dataclass(eq=False)
+class _Outstanding:
+    group: SubmittedGroup
+    rollouts: asyncio.Future[list[Trajectory]]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its rollouts have ended; not when they were cancelled."""
+        return self.rollouts.done() and not self.rollouts.cancelled()
+
+
+@dataclass
+class GroupScheduler:
+    """The groups between the data and the learner.
+
+    A step that fails has no effect: what `take` returned stays outstanding until `used` is called. With a checkpoint's
+    `state` its outstanding groups are requested again, except those whose trajectories are in `finished`.
+    """
+
+    prompts: Prompts
+    rollouts: Rollouts
+    pacing: Pacing = field(default_factory=Pacing)
+    state: SchedulerState = field(default_factory=SchedulerState)
+    finished: Sequence[Trajectory] = ()
+    _outstanding: list[_Outstanding] = field(default_factory=list)
+    _taken: list[_Outstanding] = field(default_factory=list)
+    _traced: tuple[int, frozenset[int]] = (0, frozenset())
+
+    def submit(
+        self, steps: int, position: Position, version: int, choose_traced: ChooseTraced, steps_left: int
+    ) -> None:
+        """Submit the groups that pacing allows, to be sampled from weights `version` or newer.
+
+        Args:
+            steps: updates done.
+            position: the batch that trains next.
+            version: the newest published weights.
+            choose_traced: called once for each batch.
+            steps_left: updates to come; no group is submitted that none of them would train.
+        """
+        self._resume(version)
+        if self.pacing.drop:
+            self._drop_stale(steps)
+        prompt = self.state.next_prompt or NextPrompt(position=position, batch=steps + 1)
+        names = {self._name(outstanding.group) for outstanding in self._outstanding}
+        for _ in range(self._allowed(steps, position, steps_left) - len(self._outstanding)):
+            batch, after = self.prompts.take(prompt.position)
+            traced = prompt.place in self._traced_places(prompt.batch, len(batch), choose_traced)
+            group = SubmittedGroup(position=prompt.position, place=prompt.place, step=steps + 1, traced=traced)
+            if self._name(group) in names:
+                break  # few rows: the prompt is already in this step, and a trajectory's id is its step and its prompt
+            names.add(self._name(group))
+            self._outstanding.append(self._start(group, version))
+            self.state.account.submitted += self.rollouts.n
+            if prompt.place + 1 < len(batch):
+                prompt = prompt.model_copy(update={"place": prompt.place + 1})
+            else:
+                prompt = NextPrompt(position=after, batch=prompt.batch + 1)
+        self.state.next_prompt = prompt
+
+    async def take(self, steps: int, position: Position) -> list[Trajectory]:
+        """All rollouts of the groups that the next update trains, failed ones included, in the order of submission.
+
+        These are the oldest finished groups, as many as the batch at `position` has. Returns once there are so many,
+        and once enough old ones are among them for the others to be trained within the bound.
+        """
+        size = len(self.prompts.take(position)[0])
+        while True:
+            finished = [group for group in self._outstanding if group.finished]
+            if len(finished) >= min(size, len(self._outstanding)) and self._leaves_none_late(steps, position, size):
+                break
+            running = [group.rollouts for group in self._outstanding if not group.finished]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        self._taken = finished[:size]
+        return [trajectory for group in self._taken for trajectory in group.rollouts.result()]
+
+    def used(self, counts: Mapping[str, int]) -> None:
+        """The groups taken last are done; `counts` are their trajectories by `fate`."""
+        self._outstanding = [group for group in self._outstanding if group not in self._taken]
+        self._taken = []
+        account = self.state.account
+        account.used += counts["used"]
+        account.dropped_failed += counts["dropped_failed"]
+        account.dropped_stale += counts["dropped_stale"]
+
+    def snapshot(self) -> tuple[SchedulerState, list[Trajectory]]:
+        """For a checkpoint: the state, and the trajectories of the groups that finished without an error."""
+        finished = [group.rollouts.result() for group in self._outstanding if group.finished]
+        whole = [group for group in finished if all(trajectory.error is None for trajectory in group)]
+        outstanding = [*self.state.outstanding, *(group.group for group in self._outstanding)]
+        state = self.state.model_copy(update={"outstanding": outstanding}, deep=True)
+        return state, [*self.finished, *(trajectory for group in whole for trajectory in group)]
+
+    def metrics(self) -> Metrics:
+        """The account as `rollouts/<state>`; `running` and `finished` are the outstanding rollouts."""
+        finished = sum(group.finished for group in self._outstanding) * self.rollouts.n
+        counts = self.state.account.model_dump() | {
+            "running": len(self._outstanding) * self.rollouts.n - finished,
+            "finished": finished,
+        }
+        return {f"rollouts/{name}": float(count) for name, count in counts.items()}
+
+    async def close(self) -> None:
+        """Cancel the requests that are still running."""
+        running = [group.rollouts for group in self._outstanding]
+        for request in running:
+            request.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _allowed(self, steps: int, position: Position, steps_left: int) -> int:
+        batch, position = self.prompts.take(position)
+        total, most = len(batch), len(batch) + self.pacing.ahead(steps)
+        for _ in range(steps_left - 1):
+            if total >= most:
+                break
+            batch, position = self.prompts.take(position)
+            total += len(batch)
+        return min(total, most)
+
+    def _start(self, group: SubmittedGroup, version: int) -> _Outstanding:
+        sample = self.prompts.take(group.position)[0][group.place]
+        request = self.rollouts.group(sample, group.step, version, group.traced)
+        return _Outstanding(group, asyncio.create_task(request))
+
+    def _resume(self, version: int) -> None:
+        """Bring back the outstanding groups of a checkpoint."""
+        finished: defaultdict[tuple[int, int | str], list[Trajectory]] = defaultdict(list)
+        for trajectory in self.finished:
+            finished[trajectory.tags.step, trajectory.tags.sample_index].append(trajectory)
+        for group in self.state.outstanding:
+            trajectories = finished.get(self._name(group))
+            if trajectories is None:
+                self._outstanding.append(self._start(group, version))
+            else:
+                result: asyncio.Future[list[Trajectory]] = asyncio.get_running_loop().create_future()
+                result.set_result(trajectories)
+                self._outstanding.append(_Outstanding(group, result))
+        self.state.outstanding, self.finished = [], ()
+
+    def _drop_stale(self, steps: int) -> None:
+        """Cancel and forget the groups that are too stale for the next update."""
+        stale = [group for group in self._outstanding if self._last_update(group) < steps]
+        for group in stale:
+            group.rollouts.cancel()
+        self._outstanding = [group for group in self._outstanding if group not in stale]
+        self.state.account.dropped_stale += len(stale) * self.rollouts.n
+
+    def _leaves_none_late(self, steps: int, position: Position, size: int) -> bool:
+        """Whether the other groups can still be trained in time if the oldest finished ones are trained now.
+
+        They can if, for every later update, the groups that must be trained by then fit the batches up to then.
+        """
+        if self.pacing.drop:
+            return True
+        last_updates = [self._last_update(group) for group in self._outstanding]
+        update, room = steps, 0
+        for last in sorted(set(last_updates)):
+            while update < last:
+                _, position = self.prompts.take(position)
+                room += len(self.prompts.take(position)[0])
+                update += 1
+            needed = min(size, sum(other <= last for other in last_updates) - room)
+            ready = sum(group.finished and self._last_update(group) <= last for group in self._outstanding)
+            if ready < needed:
+                return False
+        return True
+
+    def _last_update(self, outstanding: _Outstanding) -> int:
+        """The last update that may train the group, counted from 0."""
+        version = self.pacing.version(outstanding.group.step - 1)
+        return (version + self.pacing.bound + 1) * self.pacing.sync_every - 1
+
+    def _name(self, group: SubmittedGroup) -> tuple[int, int | str]:
+        return group.step, self.prompts.take(group.position)[0][group.place].index
+
+    def _traced_places(self, number: int, size: int, choose: ChooseTraced) -> frozenset[int]:
+        if self._traced[0] != number:
+            self._traced = number, choose(number, size)
+        return self._traced[1]

@@ -1,0 +1,1 @@
+"""The tests, and the modules that they share: `tests.<folder>.<module>`, importable from the repository root."""

@@ -1,0 +1,140 @@
+"""A project: a folder with `trackway.yaml`, whose paths are relative to it."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from trackway.deploy.commands.training import app
+from trackway.deploy.config import serve_config
+from trackway.deploy.config.services_for_run import services_for
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.runs.project import configured, project_file
+from trackway.system.user_error import UserError
+
+TURNS = {"tool_config_path": "tools.yaml", "function_tool_path": "tools.py", "format": "mine"}
+AGENT = {"agent_loop_config_path": "loops.yaml"}
+CONFIG = {
+    "trackway": {"modules": ["my_agent"]},
+    "data": {"train_files": "data/rows.jsonl", "val_files": ["/data/test.jsonl"]},
+    "actor_rollout_ref": {"model": {"path": "model"}, "rollout": {"multi_turn": TURNS, "agent": AGENT}},
+    "custom_reward_function": {"path": "rewards.py", "reward_kwargs": {"share": 0.5}},
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "project"
+    (folder / "model").mkdir(parents=True)
+    (folder / "trackway.yaml").write_text(yaml.safe_dump(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    before = [*sys.path]
+    yield folder
+    sys.path[:] = before
+
+
+def test_the_working_folders_file_is_taken_only_when_no_configuration_is_named(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert project_file(None) is None
+
+    monkeypatch.chdir(project)
+
+    assert project_file(None) == Path("trackway.yaml")
+    assert project_file(None, "tiny_demo") is None
+    assert project_file(Path("other.yaml")) is None
+    assert project_file(Path("elsewhere/trackway.yaml")) == Path("elsewhere/trackway.yaml")
+
+
+def test_paths_of_the_file_are_relative_to_it_and_those_of_the_command_line_to_the_working_folder(
+    project: Path, tmp_path: Path
+) -> None:
+    config = configured(
+        ["+data.val_files=mine.jsonl", "trainer.experiment_name=two"], project / "trackway.yaml", "default"
+    )
+
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    assert config.data.train_files == [f"{project}/data/rows.jsonl"]
+    assert config.data.val_files == [f"{tmp_path}/mine.jsonl"]
+    assert config.actor_rollout_ref.model.path == f"{project}/model"
+    assert (turns.tool_config_path, turns.function_tool_path) == (f"{project}/tools.yaml", f"{project}/tools.py")
+    assert config.custom_reward_function.path == f"{project}/rewards.py"
+    assert config.actor_rollout_ref.rollout.agent.agent_loop_config_path == f"{project}/loops.yaml"
+    assert (config.trackway.code_path, config.trainer.experiment_name) == (str(project), "two")
+
+
+def test_a_code_path_of_the_file_is_kept(project: Path) -> None:
+    config = configured(["trackway.code_path=src"], project / "trackway.yaml", "default")
+
+    assert config.trackway.code_path == f"{Path.cwd()}/src"
+
+
+def test_another_file_has_no_folder_of_its_own(project: Path, tmp_path: Path) -> None:
+    (project / "trackway.yaml").rename(project / "other.yaml")
+
+    config = configured([], project / "other.yaml", "default")
+
+    assert config.data.train_files == [f"{tmp_path}/data/rows.jsonl"]
+    assert config.trackway.code_path is None
+
+
+def test_services_elsewhere_get_no_path_of_this_machine(project: Path, tmp_path: Path) -> None:
+    there = Deployment(base_url="http://there", dashboard_url="", mlflow_uri="", outputs=tmp_path, attached=True)
+
+    with pytest.raises(UserError, match=r"data\.train_files: expected an absolute path on the services' volume"):
+        configured([], project / "trackway.yaml", "default", there)
+
+
+def test_the_services_of_a_project_get_its_modules_loops_tools_and_its_scorer(project: Path) -> None:
+    config = configured([], project / "trackway.yaml", "default")
+
+    services = services_for(config, 0, serve_config.load(UpSettings.read().config))
+
+    for service in ("agent", "tools", "reward"):
+        args = serve_config.args_of(services.serve_config, service)
+        assert (args["modules"], args["code_path"]) == (["my_agent"], str(project))
+    function = {"path": f"{project}/rewards.py", "name": "compute_score", "reward_kwargs": {"share": 0.5}}
+    assert serve_config.args_of(services.serve_config, "reward")["custom_reward_function"] == function
+    agent, tools = (serve_config.args_of(services.serve_config, service) for service in ("agent", "tools"))
+    assert (agent["agent_loop_config_path"], agent["tool_parser"]) == (f"{project}/loops.yaml", "mine")
+    assert (tools["tool_config_path"], tools["function_tool_path"]) == (f"{project}/tools.yaml", f"{project}/tools.py")
+    assert "modules" not in serve_config.args_of(services.serve_config, "rollout")
+
+
+def test_a_project_folder_that_does_not_exist_is_missing_here(project: Path) -> None:
+    config = configured(["trackway.code_path=gone"], project / "trackway.yaml", "default")
+
+    missing = services_for(config, 0, serve_config.load(UpSettings.read().config)).missing
+
+    assert f"trackway.code_path: expected a folder, got {Path.cwd()}/gone; correct the path" in missing
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"my_agent.py": "\n1 / 0\n"}, "setting modules, 'my_agent': ZeroDivisionError: division by zero ("),
+        ({"my_agent.py": "def f(:"}, "setting modules, 'my_agent': SyntaxError: invalid syntax (my_agent.py, line 1)"),
+        ({}, "setting modules, 'my_agent': ModuleNotFoundError: No module named 'my_agent'"),
+        ({"my_agent.py": ""}, "custom_reward_function.path: expected a Python file, got "),
+        ({"my_agent.py": "", "rewards.py": "x = 1"}, "which has none, got 'compute_score'; correct the name"),
+        ({"my_agent.py": "", "rewards.py": "\nimport nothing_of_the_kind"}, "rewards.py:2)"),
+        ({"my_agent.py": ""}, "agent_loop_config_path: expected a YAML file, got "),
+        ({"my_agent.py": "", "loops.yaml": "[]"}, "tool_parser: expected one of ['hermes'], got 'mine'"),
+    ],
+)
+def test_a_dry_run_names_what_cannot_be_loaded(
+    project: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], message: str
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.delitem(sys.modules, "my_agent", raising=False)
+    for name, text in files.items():
+        (project / name).write_text(text)
+
+    told = CliRunner().invoke(app, ["train", "--dry-run"], env={"COLUMNS": "400", "CUDA_VISIBLE_DEVICES": ""})
+
+    assert message in " ".join(told.stdout.split())
+    sys.modules.pop("my_agent", None)

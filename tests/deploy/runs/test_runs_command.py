@@ -1,0 +1,124 @@
+"""`trackway runs`: a run is found in its files or at its service, and shown with its reward over the steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from trackway.deploy.cli import app
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.terminal.console import sparkline
+from trackway.system.user_error import UserError
+from trackway.trainer.config import RunConfig
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.settings import ServiceUrls
+from trackway.wire.trainer import MetricsRow, RunState
+
+URLS = ServiceUrls(agent_url="http://127.0.0.1:9", tools_url="", reward_url="", weights_url="file:///nowhere")
+
+
+def make_run(path: Path, rewards: list[float], *states: RunState) -> RunFolder:
+    folder = RunFolder(path)
+    folder.create(RunConfig(), URLS, total_steps=4)
+    for state in states:
+        folder.move(state)
+    for step, reward in enumerate(rewards, start=1):
+        folder.append_row(MetricsRow(step=step, data={"critic/score/mean": reward}))
+        folder.update(step=step, metrics={"critic/score/mean": reward})
+    return folder
+
+
+def trackway(*words: str) -> str:
+    result = CliRunner().invoke(app, ["runs", *words], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    make_run(tmp_path / "old", [0.0, 0.5, 1.0, 0.25], RunState.RUNNING, RunState.FINISHED)
+    make_run(tmp_path / "demo" / "inner", [0.5], RunState.RUNNING)
+    return tmp_path
+
+
+def test_runs_are_listed_with_those_of_the_folders_in_it(outputs: Path) -> None:
+    lines = [line.split() for line in trackway("list", "--outputs", str(outputs)).splitlines() if line.strip()]
+
+    inner, old = lines[1:]
+    state = ["running", "when", "last", "written"]
+    assert inner == ["inner", *state, "1/4", "▁", "reward", "0.50", f"{outputs}/demo"]
+    assert old == ["old", "finished", "4/4", "▁▅█▃", "reward", "0.25", str(outputs)]
+
+
+def test_json_has_every_run_whole(outputs: Path) -> None:
+    listed = json.loads(trackway("list", "--json", "--outputs", str(outputs)))
+
+    assert {run["run"]: (run["state"], run["outputs"]) for run in listed} == {
+        "inner": ("running", f"{outputs}/demo"),
+        "old": ("finished", str(outputs)),
+    }
+    assert json.loads(trackway("show", "old", "--json", "--outputs", str(outputs)))["step"] == 4
+
+
+def test_a_run_is_shown_with_its_newest_metrics(outputs: Path) -> None:
+    shown = " ".join(trackway("show", "old", "--outputs", str(outputs)).split())
+
+    assert "state finished step 4 of 4 progress ▁▅█▃ reward 0.25" in shown
+    assert "metrics of step 4 metric value critic/score/mean 0.25" in shown
+
+
+def test_the_end_of_a_log_is_printed_and_followed_until_the_run_has_ended(outputs: Path) -> None:
+    log = outputs / "old" / "worker.log"
+    log.write_text("first\nsecond\nthird \x1b[31mred\n")
+
+    assert trackway("logs", "old", "-n", "2", "--outputs", str(outputs)) == "second\nthird \\x1b[31mred\n"
+    assert trackway("logs", "old", "-n", "0", "--follow", "--outputs", str(outputs)).startswith("first\nsecond\n")
+    for follow in ([], ["--follow"]):
+        document = json.loads(trackway("logs", "old", "-n", "2", "--json", *follow, "--outputs", str(outputs)))
+        assert document == {"log": str(log), "lines": ["second", "third \x1b[31mred"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["show", "nope"], "expected a run of {outputs} (inner, old), got 'nope'"),
+        (["logs", "old"], "run old: expected a log at {outputs}/old/worker.log, got none"),
+    ],
+)
+def test_what_is_not_there_is_named(words: list[str], expected: str, outputs: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        CliRunner().invoke(app, ["runs", *words, "--outputs", str(outputs)], catch_exceptions=False)
+    assert str(caught.value).startswith(expected.format(outputs=outputs))
+
+
+def test_two_runs_of_one_name_are_told_apart_by_their_folder(outputs: Path) -> None:
+    make_run(outputs / "demo" / "old", [], RunState.RUNNING)
+
+    with pytest.raises(UserError, match=r"expected one run 'old', got one in each of .*; give --outputs"):
+        trackway("show", "old", "--outputs", str(outputs))
+    assert "running when last written" in trackway("show", "old", "--outputs", str(outputs / "demo"))
+
+
+def test_an_empty_folder_has_no_runs_and_says_how_to_start_one(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["runs", "list", "--outputs", str(tmp_path)])
+
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "start one with `trackway demo` or `trackway train`" in " ".join(result.stderr.split())
+
+
+@pytest.mark.slow  # five real services
+def test_runs_of_attached_services_are_asked_for_and_their_log_is_elsewhere(
+    there: Deployment, folder: RunFolder
+) -> None:
+    folder.append_row(MetricsRow(step=1, data={"critic/score/mean": 0.5}))
+
+    listed = trackway("list", "--outputs", str(there.outputs)).split()
+    assert listed[listed.index(folder.name) : listed.index(folder.name) + 4] == [folder.name, "starting", "0/0", "▁"]
+    with pytest.raises(UserError, match="expected a log on this machine, got a run of attached services"):
+        trackway("logs", folder.name, "--outputs", str(there.outputs))
+
+
+def test_a_sparkline_has_the_newest_values_between_the_least_and_the_greatest() -> None:
+    assert sparkline([9.0, 0.0, 1.0, 2.0, float("nan"), 7.0], width=4) == "▁▂▃█"
+    assert (sparkline([]), sparkline([0.5, 0.5])) == ("", "▁▁")

@@ -1,0 +1,144 @@
+"""deploy/docker/compose.yaml: by compose's own schema, and each service started with its words and variables."""
+
+import gzip
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from jsonschema import Draft7Validator
+from tenacity import retry, retry_if_exception_type, retry_if_result, stop_after_delay, wait_fixed
+
+from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.local.single_service import app_of
+from trackway.system import free_port
+
+DOCKER = Path(__file__).parents[2] / "deploy" / "docker"
+SCHEMA = Path(__file__).with_name("compose-spec.json.gz")
+"""schema/compose-spec.json of github.com/compose-spec/compose-spec, commit 170098b (Apache-2.0)."""
+ENDED = ("finished", "failed", "stopped")
+SERVICES = ("tools", "reward", "rollout", "agent", "trainer")
+
+
+def compose_file() -> dict[str, Any]:
+    return yaml.safe_load((DOCKER / "compose.yaml").read_text())
+
+
+def schema_errors(document: dict[str, Any]) -> list[str]:
+    return [
+        error.message
+        for error in Draft7Validator(json.loads(gzip.decompress(SCHEMA.read_bytes()))).iter_errors(document)
+    ]
+
+
+def test_the_file_is_valid_by_the_compose_specification() -> None:
+    wrong = compose_file()
+    wrong["services"]["tools"]["comand"] = []
+
+    assert schema_errors(compose_file()) == []
+    assert len(schema_errors(wrong)) == 1
+
+
+def test_its_images_are_those_that_make_image_builds() -> None:
+    known = re.findall(r"^    ([\w-]+)\) ", (DOCKER / "build.sh").read_text(), flags=re.MULTILINE)
+    version = re.search(r'^version = "(.*)"', (DOCKER / "../../pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert version is not None
+
+    images = {service["image"] for service in compose_file()["services"].values()}
+
+    assert images == {f"trackway-tools:{version[1]}", f"trackway-services-cpu:{version[1]}"}
+    assert {image.removeprefix("trackway-").partition(":")[0] for image in images} <= set(known)
+
+
+def variables(service: str, folder: Path) -> dict[str, str]:
+    """The service's variables, with paths of this machine in place of the image's."""
+    given: dict[str, str] = compose_file()["services"][service]["environment"]
+    outside = {"TRACKWAY_MODEL_PATH": str(TINY_MODEL)}
+    return {name: value.replace("/var/lib/trackway", str(folder)) for name, value in {**given, **outside}.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", SERVICES)
+def test_each_service_takes_the_variables(service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TRACKWAY_")]:
+        monkeypatch.delenv(name)
+    for name, value in variables(service, tmp_path).items():
+        monkeypatch.setenv(name, value)
+
+    assert app_of(service).title == f"Trackway {service}"  # pyright: ignore[reportArgumentType]
+
+
+@contextmanager
+def started(service: str, folder: Path, ports: dict[str, str]) -> Iterator[None]:
+    """The service as the file starts it, but as a process of this machine and on a free port."""
+
+    def there(text: str) -> str:
+        for port, free in ports.items():
+            text = text.replace(port, free)
+        return text
+
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TRACKWAY_")}
+    own = {name: there(value) for name, value in variables(service, folder).items() if name != "MLFLOW_TRACKING_URI"}
+    words = [there(word) for word in compose_file()["services"][service]["command"]]
+    with (folder / f"{service}.log").open("w") as log:
+        command = [sys.executable, "-m", "trackway.deploy.cli", *words]
+        process = subprocess.Popen(command, cwd=folder, env=clean | own, stdout=log, stderr=log)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+@retry(stop=stop_after_delay(240), wait=wait_fixed(0.5), retry=retry_if_exception_type(httpx.HTTPError), reraise=True)
+def ready(client: httpx.Client) -> None:
+    client.get("/ready").raise_for_status()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_five_services_of_the_file_train_together(tmp_path: Path) -> None:
+    from trackway.trainer.data.make import make_tiny  # a second of CPU that collection saves
+
+    make_tiny(tmp_path / "data", 8, 2, seed=0)
+    config = {
+        "data.train_files": str(tmp_path / "data/train.parquet"),
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 96,
+        "data.max_response_length": 32,
+        "actor_rollout_ref.model.path": str(TINY_MODEL),
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.rollout.multi_turn.enable": True,
+        "actor_rollout_ref.rollout.trace.backend": "dummy",
+        "trainer.total_training_steps": 1,
+        "trainer.experiment_name": "first",
+    }
+    ports = {str(8001 + place): str(free_port()) for place in range(5)}
+    with ExitStack() as stack:
+        for service in SERVICES:
+            stack.enter_context(started(service, tmp_path, ports))
+        for port in ports.values():
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+                ready(client)
+        with httpx.Client(base_url=f"http://127.0.0.1:{ports['8005']}", trust_env=False, timeout=60) as trainer:
+            trainer.post("/runs", json={"config": config}).raise_for_status()
+            run = ended(trainer)
+
+    assert (run["state"], run["step"], run["message"]) == ("finished", 1, "")
+    assert run["metrics"]["training/global_step"] == 1.0
+    assert (tmp_path / "outputs/first/trajectories/step_1.parquet").is_file()
+
+
+@retry(stop=stop_after_delay(300), wait=wait_fixed(0.5), retry=retry_if_result(lambda run: run["state"] not in ENDED))
+def ended(trainer: httpx.Client) -> dict[str, Any]:
+    return trainer.get("/runs/first").raise_for_status().json()

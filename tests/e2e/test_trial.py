@@ -1,0 +1,48 @@
+"""The promise: `trackway try` runs a row on the services that run already, those started here and attached ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from trackway.clients.token import authorization, resolve_token
+from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.deployment.record import Deployment
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def trackway(*words: str) -> str:
+    command = [sys.executable, "-m", "trackway.deploy.cli", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def groups_answered(deployment: Deployment) -> float:
+    """Groups that the agent service of the deployment has answered."""
+    url = f"{deployment.base_url}/agent/replicas/metrics"
+    metrics = httpx.get(url, headers=authorization(resolve_token()), timeout=30.0).raise_for_status().text
+    counts = [line for line in metrics.splitlines() if line.startswith("trackway_requests_total") and "/groups" in line]
+    return sum(float(line.split()[-1]) for line in counts)
+
+
+@pytest.mark.parametrize("attached", [False, True], ids=["started here", "attached"])
+def test_a_row_is_tried_on_the_running_services(attached: bool, deployment: Deployment, tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs" if attached else deployment.outputs
+    if attached:
+        trackway("attach", "--base-url", deployment.base_url, "--outputs", str(outputs))
+    before = groups_answered(deployment)
+
+    rows = deployment.outputs / "data" / "train.parquet"
+    model = f"actor_rollout_ref.model.path={TINY_MODEL}"
+    words = ["--row", "3", "--n", "2", "--config-name", "tiny_demo", "--outputs", str(outputs), "--json"]
+    tried = json.loads(trackway("try", str(rows), model, *words))
+
+    assert (tried["row"], len(tried["trajectories"]), len(tried["advantages"])) == (3, 2, 2)
+    assert [trajectory["error"] for trajectory in tried["trajectories"]] == [None, None]
+    assert all(trajectory["response_ids"] for trajectory in tried["trajectories"])
+    assert groups_answered(deployment) == before + 1

@@ -1,0 +1,54 @@
+"""The configuration of a learner under test, made from a run's keys."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trackway.trainer.config import resolve
+from trackway.trainer.config.policy import OptimConfig, PolicyLossConfig
+from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
+from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.loop.from_config import learner_config as of_run
+
+POLICY, ACTOR = "actor_rollout_ref", "actor_rollout_ref.actor"
+KEYS = {
+    "mini_batch_size": f"{ACTOR}.ppo_mini_batch_size",
+    "micro_batch_size": f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    "log_prob_micro_batch_size": f"{POLICY}.rollout.log_prob_micro_batch_size_per_gpu",
+    "ref_micro_batch_size": f"{POLICY}.ref.log_prob_micro_batch_size_per_gpu",
+    "temperature": f"{POLICY}.rollout.temperature",
+    "remove_padding": f"{POLICY}.model.use_remove_padding",
+    "gradient_checkpointing": f"{POLICY}.model.enable_gradient_checkpointing",
+    "param_offload": f"{ACTOR}.fsdp_config.param_offload",
+    "optimizer_offload": f"{ACTOR}.fsdp_config.optimizer_offload",
+    "ref_param_offload": f"{POLICY}.ref.fsdp_config.param_offload",
+    **{name: f"algorithm.rollout_correction.{name}" for name in RolloutCorrectionConfig.model_fields},
+    **{name: f"{ACTOR}.policy_loss.{name}" for name in PolicyLossConfig.model_fields},
+    "proximal_logprobs": "trackway.proximal_logprobs",
+    "seed": "trackway.seed",
+}
+SIMPLE = {
+    "bypass_mode": True,
+    "remove_padding": False,
+    "gradient_checkpointing": False,
+    "loss_scale_factor": 1.0,
+    "seed": 0,
+}
+
+
+def learner_config(model: Path | str, **settings: Any) -> LearnerConfig:
+    """Settings by a field of LearnerConfig, a name of KEYS, or the last part of a key of `actor` or `actor.optim`.
+
+    Those not given are SIMPLE's, and float32 on a CPU.
+
+    float64, which no run may ask for, makes results comparable to ten digits.
+    """
+    fields = {name: settings.pop(name) for name in ("dtype", "device", "total_steps") if name in settings}
+    keys = {_key(name): value for name, value in (SIMPLE | settings).items()}
+    config = of_run(resolve({f"{POLICY}.model.path": str(model), **keys}), total_steps=0)
+    return replace(config, **{"dtype": "float32", "device": "cpu", **fields})
+
+
+def _key(name: str) -> str:
+    section = f"{ACTOR}.optim" if name in OptimConfig.model_fields else ACTOR
+    return KEYS.get(name, f"{section}.{name}")

@@ -1,0 +1,363 @@
+"""Which groups are requested when, which are trained when, and that none is lost or trained twice."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from trackway.trainer.data.dataset import Position, Prompts
+from trackway.trainer.loop.rollout_client import Rollouts
+from trackway.trainer.loop.scheduler import GroupScheduler, NextPrompt, Pacing, SchedulerState
+from trackway.wire.agent import Sample
+from trackway.wire.errors import ErrorBody, ErrorCode
+from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
+
+pytestmark = pytest.mark.anyio
+
+N = 2
+FAILED = ErrorBody(code=ErrorCode.UNAVAILABLE, message="gone", retryable=True)
+Name = tuple[int, int | str]
+"""Step and prompt of a group."""
+
+
+@dataclass
+class Generation:
+    """Groups that end when the test says so. Stands for `Rollouts`."""
+
+    n: int = N
+    requested: list[Name] = field(default_factory=list)
+    versions: dict[Name, int] = field(default_factory=dict)
+    traced: set[Name] = field(default_factory=set)
+    cancelled: list[Name] = field(default_factory=list)
+    _ended: dict[Name, asyncio.Event] = field(default_factory=dict)
+    _error: dict[Name, ErrorBody | None] = field(default_factory=dict)
+
+    async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
+        name = (step, sample.index)
+        try:
+            await self._ended[name].wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(name)
+            raise
+        return [made(name, rollout_n, self._error[name]) for rollout_n in range(N)]
+
+    def start(self, sample: Sample, step: int, min_weight_version: int, trace: bool):
+        name = (step, sample.index)
+        self.requested.append(name)
+        self.versions[name] = min_weight_version
+        self._ended[name] = asyncio.Event()
+        self.traced |= {name} if trace else set()
+        return self.group(sample, step, min_weight_version, trace)
+
+    async def end(self, *names: Name, error: ErrorBody | None = None) -> None:
+        """The groups end, and the scheduler's tasks have run."""
+        for name in names:
+            self._error[name] = error
+            self._ended[name].set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    @property
+    def running(self) -> list[Name]:
+        return [name for name in self.requested if not self._ended[name].is_set() and name not in self.cancelled]
+
+
+class Requests:
+    """`Rollouts.group` records the request when it is made, not when its task first runs."""
+
+    def __init__(self, generation: Generation) -> None:
+        self.n, self.group = generation.n, generation.start
+
+
+def made(name: Name, rollout_n: int, error: ErrorBody | None = None) -> Trajectory:
+    step, index = name
+    tags = Tags(experiment_name="e", step=step, sample_index=index, rollout_n=rollout_n)
+    return Trajectory(
+        id=trajectory_id("r", tags),
+        session_id="s",
+        tags=tags,
+        agent_name="a",
+        data_source="d",
+        stop_reason=StopReason.ERROR if error else StopReason.ANSWERED,
+        error=error,
+    )
+
+
+@dataclass
+class Run:
+    """The scheduler's part of a training loop, over rows `0, 1, 2, ...` in their order."""
+
+    generation: Generation
+    scheduler: GroupScheduler
+    prompts: Prompts
+    total_steps: int
+    steps: int = 0
+    position: Position = field(default_factory=Position)
+    trained: list[list[Name]] = field(default_factory=list)
+
+    def submit(self, choose: Callable[[int, int], frozenset[int]] = lambda number, size: frozenset()) -> None:
+        version = 100 + self.scheduler.pacing.version(self.steps)
+        self.scheduler.submit(self.steps, self.position, version, choose, self.total_steps - self.steps)
+
+    async def take(self) -> list[Name]:
+        async with asyncio.timeout(10):
+            return names(await self.scheduler.take(self.steps, self.position))
+
+    async def is_waiting(self) -> bool:
+        taking = asyncio.create_task(self.take())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        waits = not taking.done()
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        return waits
+
+    def used(self, groups: Sequence[Name]) -> None:
+        """The learner trained them; ends the step."""
+        self.scheduler.used({"used": len(groups) * N, "dropped_failed": 0, "dropped_stale": 0})
+        self.trained.append(list(groups))
+        self.steps += 1
+        _, self.position = self.prompts.take(self.position)
+
+    async def step(self) -> list[Name]:
+        """A step in which everything that runs ends at once."""
+        self.submit()
+        await self.generation.end(*self.generation.running)
+        groups = await self.take()
+        self.used(groups)
+        return groups
+
+
+def names(trajectories: Sequence[Trajectory]) -> list[Name]:
+    """The groups, in order; fails unless each is whole."""
+    found = [(trajectory.tags.step, trajectory.tags.sample_index) for trajectory in trajectories]
+    assert all(count == N for count in Counter(found).values())
+    return list(dict.fromkeys(found))
+
+
+@pytest.fixture
+def begin(sample: Callable[[int], Sample]) -> Callable[..., Run]:
+    """Begins a run of `rows` rows in batches of `batch_size`, with pacing and, to resume, a state."""
+
+    def new(
+        rows: int = 100,
+        batch_size: int = 4,
+        total_steps: int = 20,
+        drop_last: bool = True,
+        state: SchedulerState | None = None,
+        finished: Sequence[Trajectory] = (),
+        **pacing: float,
+    ) -> Run:
+        prompts = Prompts([sample(index) for index in range(rows)], batch_size, 0, shuffle=False, drop_last=drop_last)
+        generation = Generation()
+        paced = Pacing(batch_size=batch_size, **pacing)  # pyright: ignore[reportArgumentType]
+        rollouts = cast(Rollouts, Requests(generation))
+        scheduler = GroupScheduler(prompts, rollouts, paced, state or SchedulerState(), finished)
+        return Run(generation, scheduler, prompts, total_steps)
+
+    return new
+
+
+async def test_without_depth_a_step_is_one_batch_and_waits_for_its_last_group(begin):
+    run = begin()
+    run.submit()
+    await run.generation.end((1, 0), (1, 3), (1, 2))
+
+    assert await run.is_waiting()
+    await run.generation.end((1, 1))
+    groups = await run.take()
+    run.used(groups)
+    run.submit()
+
+    assert groups == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert run.generation.requested[4:] == [(2, 4), (2, 5), (2, 6), (2, 7)]
+    assert {run.generation.versions[name] for name in groups} == {100}
+    assert {run.generation.versions[name] for name in run.generation.running} == {101}
+
+
+@pytest.mark.parametrize(
+    ("depth", "first", "later"),
+    [(0.5, [(1, index) for index in range(6)], [4, 4]), (1, [(1, index) for index in range(8)], [4, 4])],
+)
+async def test_generation_runs_ahead_by_the_depth(begin, depth: float, first: list[Name], later: list[int]):
+    run = begin(depth=depth, bound=1)
+    run.submit()
+    requested = [list(run.generation.requested)]
+    for _ in later:
+        await run.step()
+        run.submit()
+        requested.append(run.generation.requested[sum(map(len, requested)) :])
+
+    assert requested[0] == first
+    assert [len(names) for names in requested[1:]] == later
+    assert [{step for step, _ in names} for names in requested] == [{1}, {2}, {3}]
+
+
+async def test_a_slow_group_holds_no_batch_back_until_it_would_be_too_stale(begin):
+    run = begin(depth=1, bound=1)
+    run.submit()
+    await run.generation.end(*[(1, index) for index in range(1, 8)])
+    first = await run.take()
+    run.used(first)
+    run.submit()
+
+    assert first == [(1, 1), (1, 2), (1, 3), (1, 4)]
+    await run.generation.end(*[(2, index) for index in range(8, 12)])
+    assert await run.is_waiting()  # for (1, 0), which would be two versions old in the step after
+    await run.generation.end((1, 0))
+    assert await run.take() == [(1, 0), (1, 5), (1, 6), (1, 7)]
+
+
+async def test_with_drop_a_group_that_passes_the_bound_is_cancelled_and_another_takes_its_place(begin):
+    run = begin(depth=1, bound=1, drop=True)
+    run.submit()
+    await run.generation.end(*[(1, index) for index in range(1, 8)])
+    for _ in range(2):
+        groups = await run.take()
+        run.used(groups)
+        run.submit()
+        await run.generation.end(*[name for name in run.generation.running if name != (1, 0)])
+
+    assert run.generation.cancelled == [(1, 0)]
+    assert run.trained == [[(1, 1), (1, 2), (1, 3), (1, 4)], [(1, 5), (1, 6), (1, 7), (2, 8)]]
+    assert run.scheduler.metrics()["rollouts/dropped_stale"] == N
+    assert len(run.generation.requested) == 8 + 4 + 5
+
+
+async def test_weights_that_are_published_every_other_step_pace_two_batches_at_once(begin):
+    run = begin(sync_every=2)
+    requested = [0]
+    for _ in range(4):
+        await run.step()
+        requested.append(len(run.generation.requested))
+
+    assert requested == [0, 8, 8, 16, 16]
+    assert run.trained[1] == [(1, 4), (1, 5), (1, 6), (1, 7)]
+
+
+async def test_no_group_is_requested_that_no_step_would_train(begin):
+    run = begin(depth=3, bound=3, total_steps=5)
+    for _ in range(5):
+        await run.step()
+
+    assert len(run.generation.requested) == 20
+    assert run.scheduler.metrics() == {
+        "rollouts/submitted": 40,
+        "rollouts/used": 40,
+        "rollouts/dropped_failed": 0,
+        "rollouts/dropped_stale": 0,
+        "rollouts/running": 0,
+        "rollouts/finished": 0,
+    }
+
+
+async def test_the_incomplete_batch_of_an_epoch_stays_a_step_of_its_own_size(begin):
+    run = begin(rows=10, total_steps=6, drop_last=False, depth=1, bound=1)
+    for _ in range(6):
+        await run.step()
+
+    assert [len(groups) for groups in run.trained] == [4, 4, 2, 4, 4, 2]
+    assert Counter(index for groups in run.trained for _, index in groups) == dict.fromkeys(range(10), 2)
+
+
+async def test_a_prompt_is_requested_once_in_a_step_when_rows_are_few(begin):
+    run = begin(rows=4, depth=1, bound=1)
+    run.submit()
+    first = list(run.generation.requested)
+    groups = await run.step()
+
+    assert first == [(1, 0), (1, 1), (1, 2), (1, 3)] == groups
+
+
+async def test_the_traced_places_are_chosen_once_for_each_batch(begin):
+    run = begin(depth=0.5, bound=1)
+    asked: list[tuple[int, int]] = []
+
+    def choose(number: int, size: int) -> frozenset[int]:
+        asked.append((number, size))
+        return frozenset({1, 3})
+
+    run.submit(choose)
+    await run.generation.end(*run.generation.running)
+    run.used(await run.take())
+    run.submit(choose)
+
+    assert asked == [(1, 4), (2, 4), (3, 4)]
+    assert run.generation.traced == {(1, 1), (1, 3), (1, 5), (2, 7), (2, 9)}
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "pacing",
+    [
+        {},
+        {"depth": 0.3, "bound": 1},
+        {"depth": 1, "bound": 1},
+        {"depth": 2, "bound": 2},
+        {"depth": 1.5, "bound": 2, "sync_every": 2},
+        {"depth": 2, "bound": 4},
+    ],
+)
+async def test_whatever_ends_first_all_prompts_train_once_in_time_and_the_account_is_whole(
+    begin, seed: int, pacing: dict[str, float]
+):
+    """Trained prompts are those that were sampled, slow ones included: nothing prefers short answers."""
+    chance = random.Random(seed)
+    run = begin(rows=40, total_steps=10, **pacing)
+    paced: Pacing = run.scheduler.pacing
+    while run.steps < 10:
+        run.submit()
+        taking = asyncio.create_task(run.take())
+        while not taking.done():
+            if run.generation.running:
+                await run.generation.end(chance.choice(run.generation.running))
+            await asyncio.sleep(0)
+            metrics = run.scheduler.metrics()
+            assert metrics.pop("rollouts/submitted") == sum(metrics.values()) == len(run.generation.requested) * N
+        ages = [paced.version(run.steps) - paced.version(step - 1) for step, _ in taking.result()]
+        assert max(ages) <= paced.bound
+        run.used(taking.result())
+
+    assert Counter(index for groups in run.trained for _, index in groups) == dict.fromkeys(range(40), 1)
+
+
+async def test_a_resumed_run_has_what_was_finished_and_requests_what_was_not(begin):
+    run = begin(depth=1, bound=1)
+    run.submit()
+    await run.generation.end(*[(1, index) for index in (0, 2, 3, 5)])
+    run.used(await run.take())
+    await run.generation.end((1, 7))
+    await run.generation.end((1, 6), error=FAILED)
+    state, finished = run.scheduler.snapshot()
+    await run.scheduler.close()
+
+    again = begin(
+        depth=1, bound=1, state=SchedulerState.model_validate_json(state.model_dump_json()), finished=finished
+    )
+    again.steps, again.position = run.steps, run.position
+    kept = again.scheduler.snapshot()
+    again.submit()
+    await again.generation.end(*again.generation.running)
+
+    assert run.generation.cancelled == [(1, 1), (1, 4)]
+    assert kept == (state, finished)
+    assert again.generation.requested == [(1, 1), (1, 4), (1, 6), *((2, index) for index in range(8, 12))]
+    assert await again.take() == [(1, 1), (1, 4), (1, 6), (1, 7)]
+    assert again.scheduler.metrics()["rollouts/submitted"] == 12 * N
+
+
+async def test_what_a_closed_scheduler_cancelled_is_still_outstanding_in_a_checkpoint(begin):
+    run = begin()
+    run.submit()
+    await run.generation.end((1, 2))
+    await run.scheduler.close()
+
+    state, finished = run.scheduler.snapshot()
+
+    assert [group.place for group in state.outstanding] == [0, 1, 2, 3]
+    assert names(finished) == [(1, 2)]
+    assert state.next_prompt == NextPrompt(position=Position(batch=1), batch=2)

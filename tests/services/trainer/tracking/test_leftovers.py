@@ -1,0 +1,28 @@
+import threading
+import time
+from pathlib import Path
+
+from trackway.tracing import TracingSettings
+from trackway.trainer.config import RunConfig
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.tracking import Leftovers
+from trackway.wire.trainer import RunState
+
+
+def test_its_thread_ends_when_the_service_stops_and_nothing_is_left_to_check(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(RunConfig(), ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="/w"))
+    folder.move(RunState.FAILED)
+    before = threading.enumerate()
+    leftovers = Leftovers(tmp_path, TracingSettings())
+
+    leftovers.offer([folder.info()])
+    [thread] = set(threading.enumerate()) - set(before)
+    end = time.monotonic() + 10
+    while leftovers._offered and time.monotonic() < end:
+        time.sleep(0.01)
+    leftovers.stop()
+    thread.join(10)
+
+    assert not thread.is_alive()
