@@ -132,10 +132,10 @@ def run(contender: Contender, work: Work, folder: Path, show: Any) -> Round:
         seen, last = 0, time.monotonic()
         while process.poll() is None:
             time.sleep(0.2)
-            told = _read(events)
-            if len(told) > seen:
-                seen, last = len(told), time.monotonic()
-                show(told)
+            written = _read(events)
+            if len(written) > seen:
+                seen, last = len(written), time.monotonic()
+                show(written)
             if time.monotonic() - last > SILENCE_S:
                 raise Failed(f"{contender.name}: expected a step within {SILENCE_S:.0f} s, got none;{_tail(log)}")
         if process.returncode:
@@ -214,7 +214,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 )
                 head = f"round {number + 1} of {args.rounds}, {contender.name}"
                 status.update(f"{head}: starting")
-                made = run(contender, work, folder, lambda told, head=head: status.update(_progress(head, args, told)))
+                made = run(
+                    contender, work, folder, lambda events, head=head: status.update(_progress(head, args, events))
+                )
                 rounds[contender.name].append(made)
                 shutil.rmtree(folder)
                 console.print(
@@ -230,8 +232,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {"options": options, **report(rounds)}
 
 
-def _progress(head: str, args: argparse.Namespace, told: list[dict[str, Any]]) -> str:
-    steps = [event for event in told if "step" in event]
+def _progress(head: str, args: argparse.Namespace, events: list[dict[str, Any]]) -> str:
+    steps = [event for event in events if "step" in event]
     wall = [later["clock_s"] - earlier["clock_s"] for earlier, later in pairwise(steps)][-1:]
     return f"{head}: step {len(steps)} of {args.warm + args.steps}" + "".join(f", {seconds:.2f} s" for seconds in wall)
 

@@ -37,8 +37,8 @@ class Round:
     """Of an average step, by process."""
     others_cores: float
     """Cores that other programs of the machine used meanwhile."""
-    told: dict[str, Any] = field(default_factory=dict)
-    """What else the contender said, of an average step."""
+    reported: dict[str, Any] = field(default_factory=dict)
+    """Other values that the contender reported, of an average step."""
 
     @classmethod
     def of(cls, events: Sequence[Mapping[str, Any]], warm: int, steps: int) -> "Round":
@@ -60,20 +60,22 @@ class Round:
 
 def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     """Wall is the median of the rounds' median steps, CPU the median of their averages; the parts are averages."""
-    names = sorted({name for each in rounds for name in each.cpu_s})
-    by_process = {name: statistics.fmean(each.cpu_s.get(name, 0.0) for each in rounds) for name in names}
-    told: dict[str, Any] = {}
-    for key in sorted({key for each in rounds for key in each.told}):
-        values = [each.told[key] for each in rounds if key in each.told]
-        told[key] = statistics.median(values) if all(isinstance(value, int | float) for value in values) else values[-1]
+    names = sorted({name for measured in rounds for name in measured.cpu_s})
+    by_process = {name: statistics.fmean(measured.cpu_s.get(name, 0.0) for measured in rounds) for name in names}
+    reported: dict[str, Any] = {}
+    for key in sorted({key for measured in rounds for key in measured.reported}):
+        values = [measured.reported[key] for measured in rounds if key in measured.reported]
+        reported[key] = (
+            statistics.median(values) if all(isinstance(value, int | float) for value in values) else values[-1]
+        )
     return {
-        "wall_s": statistics.median(statistics.median(each.wall_s) for each in rounds),
-        "cpu_s": statistics.median(sum(each.cpu_s.values()) for each in rounds),
+        "wall_s": statistics.median(statistics.median(measured.wall_s) for measured in rounds),
+        "cpu_s": statistics.median(sum(measured.cpu_s.values()) for measured in rounds),
         "cpu_s_by_process": dict(sorted(by_process.items(), key=lambda item: -item[1])),
-        "wall_s_of_rounds": [statistics.median(each.wall_s) for each in rounds],
-        "cpu_s_of_rounds": [sum(each.cpu_s.values()) for each in rounds],
-        "other_programs_cores": statistics.median(each.others_cores for each in rounds),
-        **told,
+        "wall_s_of_rounds": [statistics.median(measured.wall_s) for measured in rounds],
+        "cpu_s_of_rounds": [sum(measured.cpu_s.values()) for measured in rounds],
+        "other_programs_cores": statistics.median(measured.others_cores for measured in rounds),
+        **reported,
     }
 
 
@@ -83,17 +85,17 @@ def ratio(own: Sequence[Round], other: Sequence[Round], what: str) -> float:
     return statistics.median(_of(mine, what) / _of(theirs, what) for mine, theirs in pairs)
 
 
-def _of(each: Round, what: str) -> float:
-    return statistics.median(each.wall_s) if what == "wall_s" else sum(each.cpu_s.values())
+def _of(measured: Round, what: str) -> float:
+    return statistics.median(measured.wall_s) if what == "wall_s" else sum(measured.cpu_s.values())
 
 
 def report(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
     """Everything, as `--json` prints it; ratios to TRL where it was measured."""
-    found: dict[str, Any] = {"contenders": {name: summary(each) for name, each in rounds.items()}}
+    found: dict[str, Any] = {"contenders": {name: summary(measured) for name, measured in rounds.items()}}
     if "trl" in rounds:
-        for name, each in rounds.items():
+        for name, own in rounds.items():
             for what in ("wall_s", "cpu_s"):
-                found["contenders"][name][f"{what.removesuffix('_s')}_ratio_trl"] = ratio(each, rounds["trl"], what)
+                found["contenders"][name][f"{what.removesuffix('_s')}_ratio_trl"] = ratio(own, rounds["trl"], what)
         if "trackway" in rounds:
             found |= {key: found["contenders"]["trackway"][key] for key in ("wall_ratio_trl", "cpu_ratio_trl")}
     return found
@@ -102,18 +104,18 @@ def report(rounds: Mapping[str, Sequence[Round]]) -> dict[str, Any]:
 def table(found: Mapping[str, Any]) -> str:
     """The report as text."""
     lines = [f"{'':24} {'wall s':>8} {'CPU s':>8} {'of TRL: wall':>13} {'CPU':>6} {'tokens':>8} {'others cores':>13}"]
-    for name, each in found["contenders"].items():
-        ratios = [each.get(key, float("nan")) for key in ("wall_ratio_trl", "cpu_ratio_trl")]
+    for name, contender in found["contenders"].items():
+        ratios = [contender.get(key, float("nan")) for key in ("wall_ratio_trl", "cpu_ratio_trl")]
         lines.append(
-            f"{name:24} {each['wall_s']:8.2f} {each['cpu_s']:8.2f} {ratios[0]:13.2f} {ratios[1]:6.2f} "
-            f"{each['tokens']:8.0f} {each['other_programs_cores']:13.2f}"
+            f"{name:24} {contender['wall_s']:8.2f} {contender['cpu_s']:8.2f} {ratios[0]:13.2f} {ratios[1]:6.2f} "
+            f"{contender['tokens']:8.0f} {contender['other_programs_cores']:13.2f}"
         )
-    for name, each in found["contenders"].items():
-        if "requests" in each:
-            nice = each["niceness"]
-            spent = each["cpu_s_by_process"].items()
+    for name, contender in found["contenders"].items():
+        if "requests" in contender:
+            nice = contender["niceness"]
+            spent = contender["cpu_s_by_process"].items()
             lines += ["", f"{name}: CPU s of a step by process (niceness)"]
             lines += [f"  {process:24} {cpu:6.3f}  ({nice.get(process, 0)})" for process, cpu in spent]
-            lines += [f"{name}: requests of a step; {each['tokens_per_decode_step']:.1f} tokens per decode step"]
-            lines += [f"  {route:60} {count:8.1f}" for route, count in each["requests"].items()]
+            lines += [f"{name}: requests of a step; {contender['tokens_per_decode_step']:.1f} tokens per decode step"]
+            lines += [f"  {route:60} {count:8.1f}" for route, count in contender["requests"].items()]
     return "\n".join(lines)

@@ -145,7 +145,9 @@ def series(deployment: Deployment) -> Counter[tuple[str, str, str]]:
     return found
 
 
-def told(before: Counter[tuple[str, str, str]], after: Counter[tuple[str, str, str]], steps: int) -> dict[str, object]:
+def reported(
+    before: Counter[tuple[str, str, str]], after: Counter[tuple[str, str, str]], steps: int
+) -> dict[str, object]:
     """Requests by service and route, sampled tokens, and tokens per decode step, of an average step."""
     requests: Counter[str] = Counter()
     engine: dict[str, float] = {}
@@ -204,7 +206,7 @@ def measure(work: Work, deployment: Deployment, config: Any) -> None:
     launch.start_run(deployment, config, RUN)
     launch.follow(deployment, RUN, lambda info: None)
     watch.join(10)
-    events.end(niceness=meter.niceness, **told(before, series(deployment), total))
+    events.end(niceness=meter.niceness, **reported(before, series(deployment), total))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class Events:
     work: Work
     _began: float = field(default_factory=time.perf_counter)
 
-    def step(self, number: int, cpu_s: Mapping[str, float], **told: float) -> None:
+    def step(self, number: int, cpu_s: Mapping[str, float], **values: float) -> None:
         """The end of a step: the clock, and CPU seconds so far by process."""
         busy = psutil.cpu_times()
         self._write(
@@ -98,12 +98,12 @@ class Events:
             clock_s=time.perf_counter() - self._began,
             cpu_s=dict(cpu_s),
             machine_s=busy.user + busy.nice + busy.system,
-            **told,
+            **values,
         )
 
-    def end(self, **told: object) -> None:
+    def end(self, **values: object) -> None:
         """What the contender found out about the whole run; by default its niceness."""
-        self._write(end=told or {"niceness": {"process": psutil.Process().nice()}})
+        self._write(end=values or {"niceness": {"process": psutil.Process().nice()}})
 
     def _write(self, **event: object) -> None:
         with Path(self.work.folder, "events.jsonl").open("a") as file:

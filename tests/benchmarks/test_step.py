@@ -40,7 +40,7 @@ def test_a_round_leaves_out_the_warm_up_and_averages_cpu_by_process() -> None:
     assert found.wall_s == [2.0, 1.0]
     assert found.cpu_s == {"learner": 1.0, "rollout": 1.5}
     assert found.others_cores == pytest.approx((7.0 - 5.0) / 3.0)
-    assert found.told == {"tokens": 250.0, "niceness": {"process": 0}}
+    assert found.reported == {"tokens": 250.0, "niceness": {"process": 0}}
 
 
 @pytest.mark.parametrize(("steps", "missing"), [(3, r"no \[4\]"), (2, "no end")])

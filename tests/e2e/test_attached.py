@@ -68,11 +68,11 @@ def pids(deployment: Deployment) -> dict[str, list[int]]:
 
 
 def test_the_record_shows_the_services_and_holds_no_secret(deployment: Deployment, attached: Path) -> None:
-    told = json.loads(trackway("status", "--outputs", str(attached), "--json"))
-    assert {service["service"]: service["status"] for service in told} == dict.fromkeys(deployment.services, "RUNNING")
-    assert {service["service"]: [each["health"]["pid"] for each in service["replicas"]] for service in told} == pids(
-        deployment
-    )
+    services = json.loads(trackway("status", "--outputs", str(attached), "--json"))
+    states = {service["service"]: service["status"] for service in services}
+    assert states == dict.fromkeys(deployment.services, "RUNNING")
+    found = {service["service"]: [replica["health"]["pid"] for replica in service["replicas"]] for service in services}
+    assert found == pids(deployment)
     record = Deployment.path(attached)
     assert record.stat().st_mode & 0o777 == 0o600
     assert [secret for secret in (OPERATOR, deployment.token) if secret in record.read_text()] == []

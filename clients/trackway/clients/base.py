@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, TypeVar
 
@@ -87,7 +87,19 @@ class CallPolicy:
     @classmethod
     def question(cls, total_s: float, attempts: int = 1) -> Self:
         """The policy of a question to a service about its own state, answered within `total_s` seconds or given up."""
-        return cls(connect_s=min(2.0, total_s), read_s=total_s, total_s=total_s, attempts=attempts)
+        return cls(connect_s=min(5.0, total_s), read_s=total_s, total_s=total_s, attempts=attempts)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One logical call, which may take several attempts."""
+
+    method: str
+    path: str
+    content: bytes | None
+    deadline: Deadline
+    broken: list[str] = field(default_factory=list[str])
+    """Replicas at which attempts broke off."""
 
 
 class ServiceClient:
@@ -156,14 +168,12 @@ class ServiceClient:
         """Like `call`, without parsing the answer."""
         deadline = deadline or Deadline.after(self.policy.total_s)
         key = idempotency_key or (uuid.uuid4().hex if method == "POST" else None)
-        content = None if body is None else body.model_dump_json().encode()
-        broken: list[str] = []
+        request = _Request(method, path, _content(body), deadline)
         try:
             async with asyncio.timeout(deadline.remaining):
                 async for attempt in self._retrying(path, deadline):
                     with attempt:
-                        headers = self._headers(session_id, key, deadline)
-                        return await self._once(method, path, content, headers, deadline, broken)
+                        return await self._once(request, self._headers(session_id, key, deadline))
         except TimeoutError as error:
             message = (
                 f"{method} {self.base_url}{path}: no answer before the deadline; allow more time or look at /ready"
@@ -173,43 +183,30 @@ class ServiceClient:
             raise self._unavailable(method, path, error) from error
         raise AssertionError("tenacity returns or raises")
 
-    async def _once(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None,
-        headers: dict[str, str],
-        deadline: Deadline,
-        broken: list[str],
-    ) -> httpx.Response:
+    async def _once(self, request: _Request, headers: dict[str, str]) -> httpx.Response:
         async with self._slots:
-            response = await self._exchange(method, path, content, headers, deadline, broken)
+            response = await self._exchange(request, headers)
         _take_receipt(response)
         if not response.is_success:
             raise error_of(response)
         return response
 
-    async def _exchange(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None,
-        headers: dict[str, str],
-        deadline: Deadline,
-        broken: list[str],
-        stream: bool = False,
-    ) -> httpx.Response:
+    async def _exchange(self, request: _Request, headers: dict[str, str], stream: bool = False) -> httpx.Response:
         """Send one request; returns the answer with any status, its body unread with `stream`."""
 
         async def send(base_url: str, headers: dict[str, str]) -> httpx.Response:
-            request = self.http.build_request(
-                method, base_url + path, content=content, headers=headers, timeout=self._timeout(deadline)
+            prepared = self.http.build_request(
+                request.method,
+                base_url + request.path,
+                content=request.content,
+                headers=headers,
+                timeout=self._timeout(request.deadline),
             )
-            return await self.http.send(request, stream=stream, follow_redirects=False)
+            return await self.http.send(prepared, stream=stream, follow_redirects=False)
 
         if self._routes is None:
             return await send(self.base_url, headers)
-        return await self._routes.exchange(send, headers, self._holder(path), broken)
+        return await self._routes.exchange(send, headers, self._holder(request.path), request.broken)
 
     def _holder(self, path: str) -> str | None:
         """The only replica that can answer a request, or None."""
@@ -233,11 +230,11 @@ class ServiceClient:
             TrackwayError: the service's own error; `unavailable` when the stream breaks; `deadline_exceeded`.
         """
         deadline = deadline or Deadline.after(self.policy.total_s)
-        content = None if body is None else body.model_dump_json().encode()
+        request = _Request(method, path, _content(body), deadline)
         headers = self._headers(None, None, deadline)
         try:
             async with asyncio.timeout(deadline.remaining), self._slots:
-                response = await self._exchange(method, path, content, headers, deadline, [], stream=True)
+                response = await self._exchange(request, headers, stream=True)
                 async with aclosing(response):
                     if not response.is_success:
                         await response.aread()
@@ -294,6 +291,10 @@ class ServiceClient:
             f"({type(error).__name__}: {error}); check the service with `trackway status`"
         )
         return TrackwayError(ErrorCode.UNAVAILABLE, message)
+
+
+def _content(body: BaseModel | None) -> bytes | None:
+    return None if body is None else body.model_dump_json().encode()
 
 
 def _take_receipt(response: httpx.Response) -> None:

@@ -1,10 +1,10 @@
-"""Errors that cross process boundaries: code, HTTP status, whether a retry can succeed, whether the model is told.
+"""Errors that cross process boundaries: code, HTTP status, whether a retry can succeed, whether the model sees it.
 
 A non-2xx body of ours is always `{"error": {"code", "message", "retryable", "detail"}}`. A 5xx without such a body
 comes from elsewhere (Ray Serve answers plain text when a replica dies), and is therefore retried.
 
 TrackwayError            one class, raised on both sides of the wire: services raise it, clients raise it again
-  .code                  a member of ErrorCode; ERRORS gives status, retryable and `told`
+  .code                  a member of ErrorCode; ERRORS gives status, retryable and `model_sees`
 """
 
 import json
@@ -56,11 +56,11 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal"
 
 
-class Told(Enum):
+class ModelSees(Enum):
     """Whether the message of a failed tool call becomes the model's observation."""
 
     NO = "no"
-    """An infrastructure error: it ends the trajectory, and the model never reads it."""
+    """An infrastructure error: it ends the trajectory, and the model never sees it."""
     YES = "yes"
     """The call's own error: bad arguments, or a tool that raised or took too long."""
     WITHOUT_AGENT = "at `/get_observation`"
@@ -68,30 +68,35 @@ class Told(Enum):
 
 
 class ErrorSpec(NamedTuple):
-    """The HTTP status of a code, whether the same request may succeed later, its meaning, and if the model is told."""
+    """The HTTP status of a code, whether the same request may succeed later, its meaning, and if the model sees it."""
 
     status: int
     retryable: bool
     meaning: str
-    told: Told = Told.NO
+    model_sees: ModelSees = ModelSees.NO
 
 
 ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.INVALID_REQUEST: ErrorSpec(
-        422, False, "The request does not match its schema, or contains an invalid value.", Told.YES
+        422, False, "The request does not match its schema, or contains an invalid value.", ModelSees.YES
     ),
     ErrorCode.UNAUTHORIZED: ErrorSpec(401, False, "The bearer token is missing or unknown."),
     ErrorCode.FORBIDDEN: ErrorSpec(403, False, "The token lacks the scope that the route requires."),
     ErrorCode.NOT_FOUND: ErrorSpec(404, False, "There is no such route, run or file."),
     ErrorCode.MODEL_NOT_FOUND: ErrorSpec(404, False, "The rollout service does not serve the requested model."),
-    ErrorCode.UNKNOWN_TOOL: ErrorSpec(404, False, "The tool server offers no tool of that name.", Told.WITHOUT_AGENT),
+    ErrorCode.UNKNOWN_TOOL: ErrorSpec(
+        404, False, "The tool server offers no tool of that name.", ModelSees.WITHOUT_AGENT
+    ),
     ErrorCode.UNKNOWN_AGENT: ErrorSpec(404, False, "The agent service has no agent loop of that name."),
     ErrorCode.UNKNOWN_DATA_SOURCE: ErrorSpec(422, False, "The reward service has no scorer for that data source."),
     ErrorCode.INSTANCE_NOT_FOUND: ErrorSpec(
-        404, False, "The tool instance was never created on this replica, or has been released.", Told.WITHOUT_AGENT
+        404,
+        False,
+        "The tool instance was never created on this replica, or has been released.",
+        ModelSees.WITHOUT_AGENT,
     ),
     ErrorCode.INSTANCE_LOST: ErrorSpec(
-        410, False, "The state of the tool instance is gone; create another one.", Told.WITHOUT_AGENT
+        410, False, "The state of the tool instance is gone; create another one.", ModelSees.WITHOUT_AGENT
     ),
     ErrorCode.CONFLICT: ErrorSpec(
         409,
@@ -102,14 +107,19 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
     ErrorCode.REQUEST_INCOMPLETE: ErrorSpec(
         408, True, "The header or the body did not arrive completely: the connection broke, or the sender was too slow."
     ),
-    ErrorCode.PAYLOAD_TOO_LARGE: ErrorSpec(413, False, "The request is over a limit in bytes or JSON items.", Told.YES),
+    ErrorCode.PAYLOAD_TOO_LARGE: ErrorSpec(
+        413, False, "The request is over a limit in bytes or JSON items.", ModelSees.YES
+    ),
     ErrorCode.OVERLOADED: ErrorSpec(429, True, "The queue is full; `Retry-After` says when to ask again."),
     ErrorCode.PAUSED: ErrorSpec(503, True, "The engine is paused, as during a weight update or while it sleeps."),
     ErrorCode.TOOL_FAILED: ErrorSpec(
-        500, False, "The tool raised an exception, or its remote server refused the call.", Told.YES
+        500, False, "The tool raised an exception, or its remote server refused the call.", ModelSees.YES
     ),
     ErrorCode.TOOL_TIMEOUT: ErrorSpec(
-        504, False, "The tool, or its remote server, took longer than its limit, such as `call_timeout_s`.", Told.YES
+        504,
+        False,
+        "The tool, or its remote server, took longer than its limit, such as `call_timeout_s`.",
+        ModelSees.YES,
     ),
     ErrorCode.DEADLINE_EXCEEDED: ErrorSpec(
         504, False, "The caller's deadline, or the time limit of a score or a trajectory, has passed."
@@ -171,9 +181,9 @@ class TrackwayError(Exception):
         return ERRORS[self.code].retryable
 
     @property
-    def told(self) -> Told:
-        """Whether the model is told, when this error ends a tool call."""
-        return ERRORS[self.code].told
+    def model_sees(self) -> ModelSees:
+        """Whether the model sees the message, when this error ends a tool call."""
+        return ERRORS[self.code].model_sees
 
     def to_reply(self) -> ErrorReply:
         """The wire form of this error."""

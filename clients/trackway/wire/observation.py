@@ -44,7 +44,7 @@ class ObservationRequest(BaseModel):
         return self
 
 
-class ToldObservation(WireReply):
+class DetailedObservation(WireReply):
     """An observation with further fields."""
 
     obs: str
@@ -61,7 +61,7 @@ class ToldObservation(WireReply):
 class ObservationReply(WireReply):
     """One entry per trajectory, in the order of the request."""
 
-    observations: list[str | ToldObservation]
+    observations: list[str | DetailedObservation]
     dones: list[bool]
     valids: list[bool]
     """Whether the action contained a valid call, which was executed."""

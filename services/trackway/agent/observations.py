@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trackway.wire.agent import Limits
-from trackway.wire.errors import ErrorCode, Told, TrackwayError
+from trackway.wire.errors import ErrorCode, ModelSees, TrackwayError
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import ToolCallRecord
 
@@ -44,7 +44,7 @@ def faults_of_the_call() -> Iterator[None]:
     try:
         yield
     except TrackwayError as error:
-        if error.told is Told.YES:
+        if error.model_sees is ModelSees.YES:
             raise CallFailed(error) from error
         raise
 

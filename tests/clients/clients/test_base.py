@@ -36,7 +36,7 @@ def error_answer(code: ErrorCode, **detail: JsonValue) -> httpx.Response:
 
 
 def test_a_question_is_asked_within_its_seconds() -> None:
-    assert CallPolicy.question(30.0, attempts=2) == CallPolicy(connect_s=2.0, read_s=30.0, total_s=30.0, attempts=2)
+    assert CallPolicy.question(30.0, attempts=2) == CallPolicy(connect_s=5.0, read_s=30.0, total_s=30.0, attempts=2)
     assert CallPolicy.question(1.0) == CallPolicy(connect_s=1.0, read_s=1.0, total_s=1.0, attempts=1)
 
 

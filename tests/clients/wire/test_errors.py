@@ -3,7 +3,7 @@
 import pytest
 from pydantic import JsonValue
 
-from trackway.wire.errors import ERRORS, ErrorCode, Told, TrackwayError, shortened
+from trackway.wire.errors import ERRORS, ErrorCode, ModelSees, TrackwayError, shortened
 
 
 @pytest.mark.parametrize("size", [0, 4095, 4096])
@@ -44,8 +44,8 @@ def test_the_largest_error_fits_64_kb() -> None:
     assert len(error.to_reply().model_dump_json()) < 40_000
 
 
-def test_the_model_is_told_the_errors_of_its_calls_and_no_other_ones() -> None:
-    told = {how: {code.value for code, spec in ERRORS.items() if spec.told is how} for how in Told}
+def test_the_model_sees_the_errors_of_its_calls_and_no_other_ones() -> None:
+    codes = {how: {code.value for code, spec in ERRORS.items() if spec.model_sees is how} for how in ModelSees}
 
-    assert told[Told.YES] == {"invalid_request", "payload_too_large", "tool_failed", "tool_timeout"}
-    assert told[Told.WITHOUT_AGENT] == {"unknown_tool", "instance_not_found", "instance_lost"}
+    assert codes[ModelSees.YES] == {"invalid_request", "payload_too_large", "tool_failed", "tool_timeout"}
+    assert codes[ModelSees.WITHOUT_AGENT] == {"unknown_tool", "instance_not_found", "instance_lost"}

@@ -1,4 +1,4 @@
-"""`trackway doctor`: what a machine lacks is told with its remedy, and by the exit status."""
+"""`trackway doctor`: it lists what a machine lacks, each with its remedy, and sets the exit status."""
 
 import json
 import socket

@@ -30,6 +30,8 @@ from trackway.wire.health import Ready
 pytestmark = pytest.mark.slow  # five real services
 
 SERVICES = ["rollout", "agent", "tools", "reward", "trainer"]
+START_S = 60.0
+"""Longest wait for services of this process, which build their routes at the first request."""
 CLOSED = "http://127.0.0.1:1"
 
 
@@ -54,7 +56,7 @@ def process(started: float) -> ProcessRecord:
 
 
 def test_a_record_of_what_answers_is_enough_for_the_other_commands(elsewhere, outputs: Path) -> None:
-    written = attach(elsewhere.url + "/", None, "http://mlflow:5000", outputs, 0.0, quiet)
+    written = attach(elsewhere.url + "/", None, "http://mlflow:5000", outputs, START_S, quiet)
 
     assert load_running(outputs) == written
     assert (written.base_url, written.services) == (elsewhere.url, SERVICES)
@@ -114,7 +116,7 @@ def test_services_that_come_later_are_waited_for(elsewhere, outputs: Path) -> No
 
 
 def test_a_service_may_answer_and_not_be_ready(elsewhere, outputs: Path) -> None:
-    there = attach(elsewhere.url, None, None, outputs, 0.0, quiet)
+    there = attach(elsewhere.url, None, None, outputs, START_S, quiet)
     elsewhere.away = {"rollout/ready"}
     with pytest.raises(UserError, match=r"to answer /ready, got no answer from rollout \(HTTP 503: no rollout/ready"):
         wait_for(there, 0.0, quiet, "/ready", Ready)
@@ -162,7 +164,7 @@ def test_what_runs_on_this_machine_is_not_overwritten(elsewhere, outputs: Path) 
     ):
         attach(elsewhere.url, None, None, outputs, 0.0, quiet)
     record(outputs, attached=False, processes=[process(began - 100)])  # another process with this pid, long ago
-    assert attach(elsewhere.url, None, None, outputs, 0.0, quiet).attached
+    assert attach(elsewhere.url, None, None, outputs, START_S, quiet).attached
 
 
 def test_services_that_answer_no_more_are_an_error_that_says_so(outputs: Path) -> None:

@@ -100,7 +100,7 @@ async def test_rollouts_outside_the_group_are_refused(services: AgentServices, r
 
 @pytest.mark.anyio
 async def test_an_unknown_agent_is_refused_before_the_stream_begins(services: AgentServices) -> None:
-    response = await services.client.post("/groups", json=group(agent_name="nobody").model_dump(mode="json"))
+    response = await services.client.post("/groups", json=group(agent_name="unregistered").model_dump(mode="json"))
 
     assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_agent")
 

@@ -177,6 +177,6 @@ def test_rows_without_an_agent_name_are_answered_in_a_single_turn() -> None:
 
 def test_an_unknown_agent_names_those_there_are() -> None:
     with pytest.raises(TrackwayError, match="'single_turn_agent', 'tool_agent'") as caught:
-        agent_loop("nobody")
+        agent_loop("unregistered")
 
     assert caught.value.code is ErrorCode.UNKNOWN_AGENT

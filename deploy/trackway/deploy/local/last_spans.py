@@ -13,7 +13,7 @@ STALLED_S = 30.0
 """The wait ends after so long without a delivered span; a request to a backend may take as long."""
 LONGEST_S = 120.0
 _POLL_S = 0.3
-_ASK = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=1)
+_ASK = CallPolicy.question(5.0)
 
 
 def deliver_spans(deployment: Deployment, report: Report) -> int:

@@ -17,8 +17,8 @@ from trackway.chat.tool_calls import ParsedCall
 from trackway.tools.core.server import ToolServer
 from trackway.tools.core.sessions import SessionInstances, SessionKey
 from trackway.tools.verl.actions import Action, read_action
-from trackway.wire.errors import ErrorCode, Told, TrackwayError
-from trackway.wire.observation import ObservationReply, ObservationRequest, ToldObservation
+from trackway.wire.errors import ErrorCode, ModelSees, TrackwayError
+from trackway.wire.observation import DetailedObservation, ObservationReply, ObservationRequest
 from trackway.wire.tools import ExecuteRequest, OneShotRequest, ToolResult
 
 logger = logging.getLogger("trackway.tools")
@@ -38,7 +38,7 @@ class _Step(NamedTuple):
 class ActionResult(NamedTuple):
     """An entry of a reply."""
 
-    observation: str | ToldObservation
+    observation: str | DetailedObservation
     done: bool
     valid: bool
 
@@ -86,7 +86,7 @@ class ObservationFace:
             try:
                 result = await self._result(key, call, fields)
             except TrackwayError as error:
-                if error.told is Told.NO:
+                if error.model_sees is ModelSees.NO:
                     return _failed(call, error.message)
                 problem = problem or error.message
                 result = ToolResult(text=error.message)
@@ -98,7 +98,7 @@ class ObservationFace:
         text = "".join(texts)
         if problem is None and reward == 0.0:
             return ActionResult(text, done=False, valid=True)
-        observation = ToldObservation(obs=text, reward=reward or None, invalid_reason=problem)
+        observation = DetailedObservation(obs=text, reward=reward or None, invalid_reason=problem)
         return ActionResult(observation, done=False, valid=problem is None)
 
     async def _result(self, key: SessionKey, call: ParsedCall, fields: Fields) -> ToolResult:
@@ -114,7 +114,7 @@ class ObservationFace:
     def _not_a_call(self) -> ActionResult:
         functions = [schema.function for schema in self._server.schemas()]
         tools = "\n".join(f"• {function.name}: {function.description}" for function in functions)
-        observation = ToldObservation(
+        observation = DetailedObservation(
             obs="", invalid_reason="No valid tool found for action", available_tools=f"Available tools:\n{tools}"
         )
         return ActionResult(observation, done=False, valid=False)
@@ -147,4 +147,4 @@ def _kwargs(fields: Fields, tool: str, which: str) -> dict[str, JsonValue]:
 
 
 def _failed(call: ParsedCall, message: str) -> ActionResult:
-    return ActionResult(ToldObservation(obs="", error=message, tool_type=call.name), done=True, valid=False)
+    return ActionResult(DetailedObservation(obs="", error=message, tool_type=call.name), done=True, valid=False)

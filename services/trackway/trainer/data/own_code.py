@@ -14,7 +14,7 @@ from trackway.trainer.config import RunConfig
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Health, OwnCode
 
-_HEALTH_POLICY = CallPolicy(connect_s=2.0, read_s=5.0, total_s=5.0, attempts=2)
+_HEALTH_POLICY = CallPolicy.question(5.0, attempts=2)
 SERVICES = ("agent", "tools", "reward")
 """The services that load own code."""
 
