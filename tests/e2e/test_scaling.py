@@ -101,6 +101,10 @@ class Load:
         self._ended.set()
         self._thread.join(120)
 
+    def state(self) -> str:
+        """What came of it so far, for a test that fails."""
+        return f"{self.answered} answers from {sorted(self.replicas)}, {len(self.lost)} lost: {self.lost[-3:]}"
+
     async def _send(self) -> None:
         await asyncio.gather(*(self._line(f"line {number}") for number in range(self._at_once)))
 
@@ -150,11 +154,11 @@ def test_scaling_up_and_down_under_load_loses_no_generation(simulated: Deploymen
 def test_a_killed_replica_loses_no_generation(simulated: Deployment) -> None:
     pids = {replica.health.replica: replica.health.pid for replica in status.scale(simulated, NAME, 2)}
     with load(simulated, at_once=12, direct=True, attempts=5) as working:
-        until(lambda: working.replicas == pids.keys())
+        until(lambda: working.replicas >= pids.keys(), state=working.state)
         os.kill(min(pids.values()), signal.SIGKILL)
         answered = working.answered
         until(lambda: working.answered >= answered + 24)
-        until(lambda: len(working.replicas) == 3)  # the new one is called too
+        until(lambda: len(working.replicas) >= 3, state=working.state)  # the new one is called too
     assert working.lost == []
     status.scale(simulated, NAME, 1)
 
@@ -210,7 +214,7 @@ def test_replicas_follow_the_load_between_their_bounds(simulated: Deployment, di
     assert len(status.scale(simulated, NAME, Replicas(1, 3))) == 1
     with load(simulated, at_once=12, direct=direct) as working:
         until(lambda: replicas(simulated) == {"RUNNING": 3})
-        until(lambda: len(working.replicas) == 3)
+        until(lambda: len(working.replicas) >= 3, state=working.state)  # more where Serve replaced some meanwhile
     until(lambda: replicas(simulated) == {"RUNNING": 1})
     assert (working.lost, working.answered >= 12) == ([], True)
     [kept] = status.scale(simulated, NAME, 1)

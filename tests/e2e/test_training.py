@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,11 @@ def trajectories_of(info: RunInfo) -> list[Trajectory]:
     return [trajectory for file in files for trajectory in read_trajectories(file)]
 
 
-def until(condition, deadline_s: float = 120.0):
-    """The first true value of `condition()`."""
+def until(condition, deadline_s: float = 120.0, state: Callable[[], object] = lambda: ""):
+    """The first true value of `condition()`; `state` describes the situation if it does not come true."""
     end = time.monotonic() + deadline_s
     while not (value := condition()):
-        assert time.monotonic() < end, "the condition did not come true in time"
+        assert time.monotonic() < end, f"the condition did not come true in {deadline_s:.0f} s; {state()}"
         time.sleep(0.2)
     return value
 
