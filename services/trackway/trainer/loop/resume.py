@@ -10,6 +10,7 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.loop.scheduler import SchedulerState
+from trackway.trainer.loop.weight_versions import WeightVersions
 from trackway.trainer.run_state.checkpoint import (
     DAMAGED,
     MANIFEST,
@@ -55,7 +56,7 @@ def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: 
     checkpoint = named_checkpoint(config)
     progress = Progress() if checkpoint is None else _named(checkpoint, learner)
     folder.rewind(None)
-    forgotten = {"metrics": {}, "unvalidated": {}, "scheduler": SchedulerState()}
+    forgotten = {"metrics": {}, "unvalidated": {}, "scheduler": SchedulerState(), "versions": WeightVersions()}
     return Beginning(progress.model_copy(update=forgotten), None)
 
 

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trackway.trainer.data.dataset import Position
 from trackway.trainer.loop.scheduler import SchedulerState
+from trackway.trainer.loop.weight_versions import WeightVersions
 from trackway.wire.base import NON_FINITE
 from trackway.wire.trainer import MetricValue
 
@@ -21,6 +22,8 @@ class Progress(BaseModel):
     """The batch of the next step; with groups submitted ahead it tells the size of the step and its epoch."""
     scheduler: SchedulerState = Field(default_factory=SchedulerState)
     """Groups that were submitted and not trained."""
+    versions: WeightVersions = Field(default_factory=WeightVersions)
+    """The published weights, by which the staleness of these groups is counted."""
     metrics: dict[str, MetricValue] = Field(default_factory=dict)
     """Metrics of that step, in case the process ends before the row is written."""
     unvalidated: dict[str, MetricValue] = Field(default_factory=dict)

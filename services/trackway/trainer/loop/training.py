@@ -163,14 +163,16 @@ class Training:
 
     async def update(self, trajectories: Sequence[Trajectory], version: int) -> Metrics:
         """One GRPO update of weights `version` on the trajectories that are neither failed nor stale; ends the step."""
-        batch = filter_trajectories(trajectories, version, self.plan.max_staleness)
+        versions = self.progress.versions
+        renumbered = [versions.renumbered(trajectory) for trajectory in trajectories]
+        batch = filter_trajectories(renumbered, version, self.plan.max_staleness)
         with self._part("update_actor"):
             metrics, advantages = await asyncio.to_thread(self._learn, batch, version)
         self.traces.assess(batch, advantages, self.step + 1)
         self.scheduler.used(batch.counts)
         epoch = self.progress.position.epoch
         _, after = self.prompts.take(self.progress.position)
-        self.progress = Progress(step=self.step + 1, position=after)
+        self.progress = Progress(step=self.step + 1, position=after, versions=versions)
         self.traces.own.note(weights_before=version, **shown_metrics(metrics))
         self.traces.own.note(**batch.counts)
         metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
@@ -183,11 +185,14 @@ class Training:
 
         Raises TrackwayError(NOT_FINITE), and neither publishes nor saves them, when they are NaN or infinite.
         """
+        resumed = self.publisher.published is None
         with self._part("update_weights"):
             try:
                 version = await self._stored(self.publisher.publish)
             except NotFiniteError as error:
                 raise self._diverged(error) from error
+        versions = self.progress.versions.published(version, resumed)
+        self.progress = self.progress.model_copy(update={"versions": versions})
         self.traces.own.note(weights_after=version)
         return version
 

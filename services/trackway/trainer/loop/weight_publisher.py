@@ -32,6 +32,11 @@ class Publisher:
         self._published: int | None = None
         self._claim = _claim(store, f"run {run} ({uid[:8]})")
 
+    @property
+    def published(self) -> int | None:
+        """The version that this process published last."""
+        return self._published
+
     def publish(self) -> int:
         """Export, copy and announce; returns the version that rollouts must use from now on. Blocking.
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.run_state.checkpoint import find_latest
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
@@ -35,6 +36,7 @@ from trackway.trainer.tracking import FileSink
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import RunState
+from trackway.wire.trajectory import Trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
@@ -181,7 +183,7 @@ async def test_a_stop_before_the_first_step_does_not_validate_twice(new_run: New
     again = new_run("run", "trainer.total_training_steps=2")
     await fit(again)
 
-    assert again.progress == Progress(step=2, position=again.progress.position, metrics={})
+    assert again.progress == Progress(step=2, position=again.progress.position, versions=again.progress.versions)
     assert validated(again) == [0, 2]
 
 
@@ -300,6 +302,38 @@ async def test_a_run_killed_ahead_trains_what_was_finished_and_requests_only_the
     assert sorted(asked) == [(2, 0), (2, 1), (3, 2), (3, 3)]
     assert trained(again) == trained(first)
     assert again.learner.canary() == whole.learner.canary()
+
+
+async def test_what_was_finished_before_a_restart_is_as_stale_as_without_it(new_run: NewRun):
+    """Three versions were published after the checkpoint of the first restart, and none after that of the second."""
+    keys = (*AHEAD, "trackway.max_staleness=1")
+    whole = new_run("whole", *keys)
+    await fit(whole)
+    first = new_run("run", *keys)
+    await fit(first)
+    for step in (2, 3, 4):
+        shutil.rmtree(first.folder.checkpoints / f"global_step_{step}")
+    second = new_run("run", *keys)
+    update = second.update
+
+    async def stopped(trajectories: Sequence[Trajectory], version: int) -> Metrics:
+        second.stop.set()
+        return await update(trajectories, version)
+
+    second.update = stopped
+    await fit(second)
+
+    again = new_run("run", *keys)
+    assert again.step == 2
+    await fit(again)
+
+    def staleness(run: Training) -> list[tuple[float, float]]:
+        worst = "training/off_policy/trajectory_staleness_worst/max"
+        return [(row.data[worst], row.data["rollouts/dropped_stale"]) for row in run.folder.rows()[1:]]
+
+    assert staleness(again) == staleness(whole) == [(0, 0), (1, 0), (1, 0), (1, 0)]
+    assert again.learner.canary() == whole.learner.canary()
+    assert again.progress.versions.republications == ((7, 11), (12, 13))
 
 
 async def test_weights_are_published_every_other_step(new_run: NewRun, agent):
