@@ -48,7 +48,7 @@ def operations(service: str) -> list[Operation]:
     """The documented operations of a service, in the order of its OpenAPI document."""
     app = service_apps()[service]
     admin_routes = [route for route in _api_routes(app.routes) if _is_admin(route)]
-    admin = {(route.path, method) for route in admin_routes for method in route.methods or ()}
+    admin = {(route.path_format, method) for route in admin_routes for method in route.methods or ()}
     return [
         Operation(
             method.upper(),

@@ -105,6 +105,10 @@ def test_a_route_has_its_models_and_the_scope_it_needs() -> None:
     ]
 
 
+def test_a_route_whose_parameter_has_a_converter_has_its_scope_too() -> None:
+    assert row(http_api(), "DELETE", "`/sessions/{session_id}`")[2].endswith("*(admin)*")
+
+
 def test_a_route_that_streams_says_as_what_and_a_query_is_part_of_the_request() -> None:
     assert row(http_api(), "GET", "`/runs/{run}/metrics`")[2:] == [
         "One MetricsRow per line; with `follow`, until the run has ended.",
