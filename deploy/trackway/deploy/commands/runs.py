@@ -29,6 +29,7 @@ _SHOWN = (
     "num_turns/mean",
     "perf/",
     "timing_s/step",
+    "fully_async/",
     "val-core/",
 )
 

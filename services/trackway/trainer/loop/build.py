@@ -27,6 +27,7 @@ from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.trainer.metrics.clock import ActiveTime
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls, taken_over
 from trackway.trainer.traces.run import RunTraces
@@ -78,8 +79,10 @@ def _training(
     store = WeightStore(services.weights_url)
     agents = _agent_client(config, services)
 
+    active = ActiveTime()
+
     def rollouts(template: GroupTemplate) -> Rollouts:
-        return Rollouts(agents, template, retry_policy(config))
+        return Rollouts(agents, template, retry_policy(config), active)
 
     return Training(
         plan=schedule,

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from trackway.clients import AgentClient, Deadline
 from trackway.system import Backoff
+from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
@@ -72,11 +73,19 @@ class RetryPolicy:
 class Rollouts:
     """Collects groups from the agent's streams."""
 
-    def __init__(self, client: AgentClient, template: GroupTemplate, retry_policy: RetryPolicy) -> None:
+    def __init__(
+        self,
+        client: AgentClient,
+        template: GroupTemplate,
+        retry_policy: RetryPolicy,
+        active: ActiveTime | None = None,
+    ) -> None:
         self._client = client
         self._template = template
         self._retry_policy = retry_policy
         self._slots = asyncio.Semaphore(retry_policy.max_inflight)
+        self.active = active or ActiveTime()
+        """The time in which groups were requested; one object for all rollouts of a run."""
 
     @property
     def n(self) -> int:
@@ -104,7 +113,8 @@ class Rollouts:
     async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
         """All n rollouts of one sample, in order; a failed rollout has its `error` set."""
         async with self._slots:
-            return await self._group(self._template.group(sample, step, min_weight_version, trace))
+            with self.active():
+                return await self._group(self._template.group(sample, step, min_weight_version, trace))
 
     async def _group(self, request: GroupRequest) -> list[Trajectory]:
         deadline = Deadline.after(self._retry_policy.timeout_s)

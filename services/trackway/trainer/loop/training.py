@@ -25,8 +25,8 @@ from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.schedule import Progress, Schedule
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.trainer.metrics.clock import Clock
 from trackway.trainer.metrics.rollout import (
-    Clock,
     Metrics,
     derived_metrics,
     incident_metrics,
@@ -138,6 +138,7 @@ class Training:
         is requested meanwhile. When every rollout failed, saves a checkpoint and raises the error of the first.
         """
         self.clock.take()
+        self.scheduler.rollouts.active.take()
         step, position = self.step + 1, self.progress.position
         with self._part("rollout", "gen"):
             self.scheduler.submit(self.step, position, version, self._traced, self.plan.total_steps - self.step)
@@ -239,6 +240,8 @@ class Training:
         if not metrics:
             return
         data = metrics | self.clock.take() | self.traces.metrics()
+        if "timing_s/step" in data:
+            data |= self.scheduler.rollouts.active.take()
         data |= derived_metrics(data, self.plan.gpus)
         row = MetricsRow(step=self.step, timestamp=time.time_ns() // 1_000_000, data=data)
         for sink in self.sinks:

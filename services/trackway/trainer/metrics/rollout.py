@@ -3,44 +3,19 @@
 The learner adds `actor/*`, `critic/*`, lengths, turns and tokens.
 """
 
-import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 
+from trackway.trainer.metrics.clock import Metrics
 from trackway.trainer.metrics.tools import tool_metrics
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Trajectory
-
-Metrics = dict[str, float]
 
 _TIMED = ("generate_sequences", "tool_calls", "compute_score")
 _PER_TOKEN = {"gen", "ref", "adv", "update_actor"}
 _OFF_POLICY = "training/off_policy/trajectory"
 _SAME = {"response_length/": "response_length_non_aborted/", "num_turns/": "training/num_turns/"}
 """A batch contains no aborted trajectories, so both names have the same value."""
-
-
-class Clock:
-    """Measures seconds per activity, as `timing_s/<activity>`."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def __call__(self, activity: str) -> Iterator[None]:
-        """Time a block; times of the same activity add up until `take`."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[activity] += time.perf_counter() - started
-
-    def take(self) -> Metrics:
-        """The timings since the last `take`."""
-        timings = {f"timing_s/{activity}": seconds for activity, seconds in self._seconds.items()}
-        self._seconds.clear()
-        return timings
 
 
 def spread(name: str, values: Sequence[float]) -> Metrics:
@@ -105,11 +80,16 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
 
 
 def derived_metrics(metrics: Metrics, gpus: int = 1) -> Metrics:
-    """Metrics derived from a row's own: rates, and the other names under which verl's releases log the same value."""
+    """Metrics derived from a row's own: rates, and the other names under which verl's releases log the same value.
+
+    `fully_async/trainer/idle_ratio` is the share of the step in which the learner waited for rollouts, as in verl.
+    """
     derived: Metrics = {}
     for name, other in _SAME.items():
         derived |= {other + key.removeprefix(name): value for key, value in metrics.items() if key.startswith(name)}
     seconds, tokens = metrics.get("timing_s/step"), metrics.get("perf/total_num_tokens")
+    if seconds and "timing_s/gen" in metrics:
+        derived["fully_async/trainer/idle_ratio"] = metrics["timing_s/gen"] / seconds
     if not seconds or not tokens:
         return derived
     responses = metrics["response_length/mean"] * metrics["training/trajectories"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -11,15 +12,16 @@ from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import RunConfig, compose
-from trackway.trainer.data.dataset import Prompts
+from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.learner import filtering
 from trackway.trainer.learner import learner as learner_module
-from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.learner import Learner, UpdateResult
 from trackway.trainer.loop.from_config import training_template, validation_template
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.training import Schedule, Training
 from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.trainer.metrics.clock import ActiveTime, Clock
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
@@ -27,6 +29,7 @@ from trackway.trainer.traces.feedback import Assessment
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts
 from trackway.trainer.traces.step import StepTrace
+from trackway.trainer.tracking import FileSink
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceTarget
@@ -277,6 +280,40 @@ async def test_a_step_decides_once_for_each_trajectory_and_computes_its_advantag
 
     assert decided == [trajectory.id for trajectory in step]
     assert groups_seen == [["1/0", "1/0", "1/1", "1/1"]]
+
+
+@pytest.mark.usefixtures("shared_http")
+async def test_a_row_says_how_long_the_learner_and_the_engines_were_idle(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+):
+    now = [100.0]
+    training.clock = Clock(lambda: now[0])
+    training.scheduler.rollouts.active = ActiveTime(lambda: now[0])
+    take, update = training.scheduler.take, training.learner.update
+
+    async def generated(steps: int, position: Position) -> list[Trajectory]:
+        now[0] += 2.0
+        return await take(steps, position)
+
+    def learned(*given: Any) -> UpdateResult:
+        now[0] += 6.0
+        return update(*given)
+
+    monkeypatch.setattr(training.scheduler, "take", generated)
+    monkeypatch.setattr(training.learner, "update", learned)
+    training.sinks = [FileSink(training.folder)]
+
+    with training.one_step():
+        metrics = await training.update(await training.rollout(0), version=0)
+    await training.log(metrics)
+
+    [row] = training.folder.rows()
+    assert {name: value for name, value in row.data.items() if name.startswith("fully_async/")} == {
+        "fully_async/trainer/idle_ratio": 0.25,
+        "fully_async/rollouter/active_time": 2.0,
+        "fully_async/rollouter/version_time": 8.0,
+        "fully_async/rollouter/idle_ratio": 0.75,
+    }
 
 
 async def test_a_step_with_no_trajectory_to_train_on_fails_with_the_counts(training: Training, rollout: Rollout):

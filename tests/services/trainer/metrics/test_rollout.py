@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trackway.trainer.learner.metrics import drift_metrics
-from trackway.trainer.metrics.rollout import Clock, derived_metrics, incident_metrics, rollout_metrics, update_metrics
+from trackway.trainer.metrics.rollout import derived_metrics, incident_metrics, rollout_metrics, update_metrics
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode
 from trackway.wire.tracing import Incident
@@ -38,20 +38,6 @@ def trajectory(
         timings=Timings(tool_calls=tool_s, total=tool_s),
         error=ErrorBody(code=ErrorCode.INTERNAL, message="m", retryable=False) if failed else None,
     )
-
-
-def test_the_clock_adds_up_one_activity_and_forgets_what_was_taken():
-    clock = Clock()
-    with clock("gen"):
-        pass
-    with clock("gen"), clock("step"):
-        pass
-
-    taken = clock.take()
-
-    assert set(taken) == {"timing_s/gen", "timing_s/step"}
-    assert taken["timing_s/gen"] >= taken["timing_s/step"] >= 0.0
-    assert clock.take() == {}
 
 
 def test_rollout_metrics_count_calls_and_seconds_of_the_good_and_how_many_failed():
@@ -109,6 +95,7 @@ def test_rates_follow_from_the_rows_own_seconds_and_tokens():
     }
 
     assert derived_metrics(row, gpus=2) == {
+        "fully_async/trainer/idle_ratio": 0.25,
         "timing_per_token_ms/gen": 25.0,  # of 20 response tokens
         "timing_per_token_ms/update_actor": 2.5,  # of all 100
         "perf/time_per_step": 2.0,

@@ -29,7 +29,7 @@ MOMENTS = [
     *("in a validation", "in a row", "while an old checkpoint is removed", "after a row"),
 ]
 OLD_DRAFT = ".state.json.0123456789ab.tmp"
-CLOCK = ("timing_", "perf/time", "perf/throughput", "perf/cpu_memory", "perf/max_memory")
+CLOCK = ("timing_", "fully_async/", "perf/time", "perf/throughput", "perf/cpu_memory", "perf/max_memory")
 
 
 class Run(NamedTuple):

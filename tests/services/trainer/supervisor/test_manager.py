@@ -97,7 +97,9 @@ def learned(rows: list[MetricsRow]) -> list[tuple[int, dict[str, float]]]:
 
 
 def timed(key: str) -> bool:
-    return key.startswith(("timing_", "perf/time", "perf/throughput", "perf/max_memory", "perf/cpu_memory"))
+    return key.startswith(
+        ("timing_", "fully_async/", "perf/time", "perf/throughput", "perf/max_memory", "perf/cpu_memory")
+    )
 
 
 async def test_a_run_trains_validates_publishes_and_writes_everything_down(baseline: Baseline):

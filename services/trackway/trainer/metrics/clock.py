@@ -1,0 +1,71 @@
+"""Seconds of a step, by activity, and how long each side of the run was idle."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Metrics = dict[str, float]
+Now = Callable[[], float]
+"""A clock that never goes back, in seconds."""
+
+
+class Clock:
+    """Measures seconds per activity, as `timing_s/<activity>`."""
+
+    def __init__(self, now: Now = time.perf_counter) -> None:
+        self._now = now
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, activity: str) -> Iterator[None]:
+        """Time a block; times of the same activity add up until `take`."""
+        started = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[activity] += self._now() - started
+
+    def take(self) -> Metrics:
+        """The timings since the last `take`."""
+        timings = {f"timing_s/{activity}": seconds for activity, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return timings
+
+
+class ActiveTime:
+    """Measures the seconds in which at least one block runs; blocks may overlap."""
+
+    def __init__(self, now: Now = time.perf_counter) -> None:
+        self._now = now
+        self._running = 0
+        self._counted_to = self._taken = now()
+        self._seconds = 0.0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A block of activity."""
+        self._count()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._count()
+            self._running -= 1
+
+    def take(self) -> Metrics:
+        """Active and elapsed seconds since the last `take`, and the idle share, under the names of verl's rollouter."""
+        self._count()
+        active, elapsed = self._seconds, self._counted_to - self._taken
+        self._seconds, self._taken = 0.0, self._counted_to
+        return {
+            "fully_async/rollouter/active_time": active,
+            "fully_async/rollouter/version_time": elapsed,
+            "fully_async/rollouter/idle_ratio": 1 - active / elapsed if elapsed else 0.0,
+        }
+
+    def _count(self) -> None:
+        now = self._now()
+        if self._running:
+            self._seconds += now - self._counted_to
+        self._counted_to = now
