@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from trackway.clients import run
 from trackway.system import StorageError, escape_log_records, remove_drafts
 from trackway.system.storage import FULL, error_number, storage_error
+from trackway.trainer.assignment import receive
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import Heartbeat, exit_if_lost
@@ -53,10 +54,17 @@ logger = logging.getLogger("trackway.trainer")
 def main(arguments: list[str] | None = None) -> int:
     """Train the folder's run; return the process's exit status."""
     parser = argparse.ArgumentParser(prog="trackway.trainer.worker", description="Train one run.")
-    parser.add_argument("folder", type=Path, help="the run's folder, with config.json and services.json")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("folder", type=Path, nargs="?", help="the run's folder, with config.json and services.json")
+    which.add_argument(
+        "--standby", type=float, metavar="SECONDS", help="import torch, and wait so long for a run on standard input"
+    )
     parser.add_argument("--lifeline", action="store_true", help="stop when standard input closes")
     parser.add_argument("--skip-damaged", action="store_true", help="resume from the newest intact checkpoint")
     options = parser.parse_args(arguments)
+    if options.standby is not None:
+        threading.Thread(target=_heavy_imports, name="imports", daemon=True).start()
+        options = parser.parse_args(receive(options.standby))
     escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -24,6 +24,7 @@ from trackway.trainer.run_state.ownership import Owner
 from trackway.trainer.settings import ServiceUrls, handed_over
 from trackway.trainer.supervisor.process import Supervised
 from trackway.trainer.supervisor.registry import RunRegistry
+from trackway.trainer.supervisor.standby import Standby
 from trackway.trainer.traces.preflight import check_backends
 from trackway.trainer.tracking import check_loggers
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -47,6 +48,7 @@ class RunManager:
         tracing: TracingSettings | None = None,
         token: SecretStr | None = None,
         liveness: LivenessMonitor | None = None,
+        standby: Standby | None = None,
     ) -> None:
         self.registry = RunRegistry(outputs, liveness)
         self.services = services
@@ -54,6 +56,7 @@ class RunManager:
         self._tracing = tracing or TracingSettings()
         self._token = token
         self._stop_deadline_s = stop_deadline_s
+        self._standby = standby
         self._lock = asyncio.Lock()
 
     async def start(self, request: RunRequest) -> RunInfo:
@@ -181,7 +184,7 @@ class RunManager:
         status check marks the run.
         """
         secrets = handed_over(self._tracing, self._token)
-        supervised = Supervised(folder, config, secrets, self._stop_deadline_s, skip_damaged)
+        supervised = Supervised(folder, config, secrets, self._stop_deadline_s, skip_damaged, self._standby)
         try:
             folder.write_services(self.services)
             await supervised.start()

@@ -12,9 +12,7 @@ and the process saves a checkpoint and exits.
 import asyncio
 import contextlib
 import logging
-import os
 import signal
-import sys
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,6 +23,8 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
+from trackway.trainer.supervisor.launch import launch, worker_environment
+from trackway.trainer.supervisor.standby import Standby
 from trackway.wire.trainer import RunState
 
 STORAGE_RETRY_S = 1.0
@@ -45,6 +45,7 @@ class Supervised:
         secrets: Mapping[str, str],
         stop_deadline_s: float,
         skip_damaged: bool = False,
+        standby: Standby | None = None,
     ) -> None:
         self.stopping = False
         """Whether a stop was requested."""
@@ -54,6 +55,7 @@ class Supervised:
         self._secrets = secrets
         self._stop_deadline_s = stop_deadline_s
         self._skip_damaged = skip_damaged
+        self._standby = standby or Standby(0)
         self._process: Process | None = None
         self._closing = asyncio.Event()
         self.unwritten: StorageError | None = None
@@ -75,19 +77,13 @@ class Supervised:
     async def start(self) -> None:
         """Start the process and make it the run's owner. Raises OSError when the system cannot start a process."""
         folder = self._folder
-        variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        flags = ["--lifeline", *(["--skip-damaged"] if self._skip_damaged else [])]
+        arguments = [str(folder.path), "--lifeline", *(["--skip-damaged"] if self._skip_damaged else [])]
         with writing(folder.log, "worker.log"):
             log = folder.log.open("ab")
         with log:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "trackway.trainer.worker", str(folder.path), *flags),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={"TQDM_DISABLE": "1", **os.environ, **variables, **self._secrets},
-                start_new_session=True,
-            )
+            self._process = await self._standby.take(arguments, folder.log, self._secrets)
+            if self._process is None:
+                self._process = await launch(arguments, worker_environment(self._secrets), log)
         self._owner = Owner.of(self._process.pid)
         try:
             folder.write_owner(self._owner)
