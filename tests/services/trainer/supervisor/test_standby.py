@@ -33,6 +33,11 @@ async def prepared(standby: Standby) -> int:
     return standby.pid
 
 
+def waiting_processes() -> list[psutil.Process]:
+    """The children of this process that wait for a run."""
+    return [process for process in psutil.Process().children() if "--standby" in process.cmdline()]
+
+
 async def test_an_unused_process_ends_by_its_deadline():
     standby = Standby(wait_s=0.5)
     pid = await prepared(standby)
@@ -54,7 +59,7 @@ async def test_without_a_time_to_wait_there_is_no_process():
     standby = Standby(wait_s=0)
     await standby.prepare()
 
-    assert (standby.pid, psutil.Process().children()) == (None, [])
+    assert (standby.pid, waiting_processes()) == (None, [])
     await standby.close()
 
 
@@ -102,7 +107,7 @@ async def test_it_is_taken_once_and_writes_to_the_runs_log(standby: Standby, tmp
 async def test_a_service_has_one_as_long_as_its_setting_says(running, tmp_path: Path):
     settings = TrainerSettings(outputs_dir=str(tmp_path / "outputs"), weights_url=str(tmp_path), standby_s=60)
     async with running(create_app(settings)):
-        [process] = psutil.Process().children()
+        [process] = waiting_processes()
         command = process.cmdline()
 
     assert command[-4:] == ["-m", "trackway.trainer.worker", "--standby", "90.0"]
