@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Self, TypeVar
 
 import httpx
@@ -195,12 +195,12 @@ class ServiceClient:
         """Send one request; returns the answer with any status, its body unread with `stream`."""
 
         async def send(base_url: str, headers: dict[str, str]) -> httpx.Response:
-            prepared = self.http.build_request(
+            prepared = httpx.Request(
                 request.method,
-                base_url + request.path,
+                _parsed(base_url + request.path),
                 content=request.content,
                 headers=headers,
-                timeout=self._timeout(request.deadline),
+                extensions={"timeout": self._timeout(request.deadline).as_dict()},
             )
             return await self.http.send(prepared, stream=stream, follow_redirects=False)
 
@@ -291,6 +291,11 @@ class ServiceClient:
             f"({type(error).__name__}: {error}); check the service with `trackway status`"
         )
         return TrackwayError(ErrorCode.UNAVAILABLE, message)
+
+
+@lru_cache(maxsize=1024)
+def _parsed(url: str) -> httpx.URL:
+    return httpx.URL(url)
 
 
 def _content(body: BaseModel | None) -> bytes | None:
