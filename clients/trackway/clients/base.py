@@ -9,7 +9,6 @@ redirects are not followed, so that the token reaches no other host.
 """
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -21,6 +20,7 @@ import httpx
 from pydantic import BaseModel, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
+from trackway.clients.deadline import Deadline
 from trackway.clients.direct import Address, DirectRoutes
 from trackway.clients.failures import ForeignServerError, error_of, incident_of, reason_of, worth_retrying
 from trackway.clients.retry import RetryState
@@ -35,32 +35,6 @@ M = TypeVar("M", bound=BaseModel)
 
 _ASK_S = 10.0
 """Longest wait for the list of a service's replicas."""
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """The time at which a caller stops waiting; Unix time in seconds, so that it can be sent to other processes."""
-
-    at: float
-
-    @classmethod
-    def after(cls, seconds: float) -> Self:
-        """The moment `seconds` from now."""
-        return cls(time.time() + seconds)
-
-    @property
-    def remaining(self) -> float:
-        """Seconds left, never negative."""
-        return max(0.0, self.at - time.time())
-
-    @property
-    def expired(self) -> bool:
-        """Whether the moment has passed."""
-        return self.remaining == 0.0
-
-    def earlier(self, seconds: float) -> "Deadline":
-        """This deadline, or `seconds` from now if that is earlier."""
-        return Deadline(min(self.at, time.time() + seconds))
 
 
 @dataclass(frozen=True)
@@ -222,7 +196,13 @@ class ServiceClient:
 
     @asynccontextmanager
     async def stream(
-        self, method: str, path: str, *, body: BaseModel | None = None, deadline: Deadline | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: BaseModel | None = None,
+        session_id: str | None = None,
+        deadline: Deadline | None = None,
     ) -> AsyncGenerator[AsyncIterator[str], None]:
         """The lines of a streamed answer. Not retried, because only the caller knows which lines are missing.
 
@@ -231,7 +211,7 @@ class ServiceClient:
         """
         deadline = deadline or Deadline.after(self.policy.total_s)
         request = _Request(method, path, _content(body), deadline)
-        headers = self._headers(None, None, deadline)
+        headers = self._headers(session_id, None, deadline)
         try:
             async with asyncio.timeout(deadline.remaining), self._slots:
                 response = await self._exchange(request, headers, stream=True)

@@ -1,11 +1,18 @@
 """Client of the rollout service. Generation uses vLLM's route, so a plain vLLM server can replace the service."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 
-from trackway.clients.base import Deadline, ServiceClient
+import httpx
+from pydantic import SecretStr
+
+from trackway.clients.base import CallPolicy, ServiceClient
+from trackway.clients.deadline import Deadline
+from trackway.clients.generation_batches import GenerationBatches
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import (
+    BatchRequest,
     GenerateReply,
     GenerateRequest,
     MemoryPart,
@@ -15,23 +22,51 @@ from trackway.wire.rollout import (
     WeightsReply,
 )
 
+_BATCH = "/generate_batch"
+
 
 class RolloutClient(ServiceClient):
-    """Token ids in, token ids and logprobs out; every method raises TrackwayError."""
+    """Token ids in, token ids and logprobs out; every method raises TrackwayError.
+
+    batches: send the generations that are requested for a session at the same moment in one request.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        http: httpx.AsyncClient | None = None,
+        policy: CallPolicy | None = None,
+        token: SecretStr | None = None,
+        direct: bool = False,
+        batches: bool = False,
+    ) -> None:
+        super().__init__(base_url, http, policy, token, direct)
+        self._batches = GenerationBatches(self._open_batch, self.base_url + _BATCH) if batches else None
 
     async def generate(
         self, request: GenerateRequest, session_id: str | None = None, deadline: Deadline | None = None
     ) -> GenerateReply:
         """Continue one prompt."""
-        request_id = request.request_id or uuid.uuid4().hex  # vLLM takes no null here
+        deadline = deadline or Deadline.after(self.policy.total_s)
+        if request.request_id is None:  # vLLM takes no null here
+            request = request.model_copy(update={"request_id": uuid.uuid4().hex})
+        if self._batches is not None and session_id is not None:
+            reply = await self._batches.generate(request, session_id, deadline)
+            if reply is not None:
+                return reply
         return await self.call(
             "POST",
             "/inference/v1/generate",
             reply=GenerateReply,
-            body=request.model_copy(update={"request_id": request_id}),
+            body=request,
             session_id=session_id,
             deadline=deadline,
         )
+
+    def _open_batch(
+        self, batch: BatchRequest, session_id: str, deadline: Deadline
+    ) -> AbstractAsyncContextManager[AsyncIterator[str]]:
+        return self.stream("POST", _BATCH, body=batch, session_id=session_id, deadline=deadline)
 
     async def weights(self) -> WeightsReply:
         """The weight version of the replica that answers."""

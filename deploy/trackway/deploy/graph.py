@@ -139,7 +139,7 @@ def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:
         host = "127.0.0.1" if local else "node"
     instances: Sized = getattr(app.state, "instances", ())  # only tools hold anything between two calls
     address = ray.util.get_node_ip_address() if host == "node" else host
-    return DirectPort(app, address, instances.__len__, settings.drain_s, settings)
+    return DirectPort(app, address, instances.__len__, settings.drain_s, settings, app.state.batch_load)
 
 
 def _auth(settings: ServiceSettings) -> AuthSettings:

@@ -8,7 +8,6 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.types import Receive, Scope, Send
 
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups, checked_rollouts, stopping
@@ -16,6 +15,7 @@ from trackway.agent.loop import agents
 from trackway.agent.settings import AgentSettings
 from trackway.agent.verl.loading import load_loops
 from trackway.serving import ServiceRouter, service_app
+from trackway.serving.ndjson import NdjsonStream
 from trackway.tracing import Tracing
 from trackway.wire.agent import AgentList, GroupRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -64,7 +64,7 @@ def _routes(groups: Groups) -> ServiceRouter:
     )
     async def run_group(request: GroupRequest) -> StreamingResponse:
         """Run n rollouts of a sample; streams one Trajectory per line of NDJSON, each as it ends."""
-        return GroupStream(groups.start(request))
+        return NdjsonStream(_lines(groups.start(request)))
 
     @router.post("/trajectories")
     async def run_trajectory(request: GroupRequest) -> Trajectory:
@@ -99,21 +99,8 @@ class _SpilledCalls(Collector):
         yield spilled
 
 
-class GroupStream(StreamingResponse):
-    """One trajectory per line; when the client disconnects, the remaining rollouts are aborted."""
-
-    media_type = "application/x-ndjson"
-
-    def __init__(self, trajectories: AsyncGenerator[Trajectory, None]) -> None:
-        super().__init__(_lines(trajectories))
-        self._trajectories = trajectories
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Starlette leaves an unfinished iterator to the garbage collector, too late to release tool instances.
-        async with aclosing(self._trajectories):
-            await super().__call__(scope, receive, send)
-
-
-async def _lines(trajectories: AsyncGenerator[Trajectory, None]) -> AsyncIterator[str]:
-    async for trajectory in trajectories:
-        yield trajectory.model_dump_json() + "\n"
+async def _lines(trajectories: AsyncGenerator[Trajectory, None]) -> AsyncGenerator[str, None]:
+    """One trajectory per line; closing the generator aborts the remaining rollouts."""
+    async with aclosing(trajectories):
+        async for trajectory in trajectories:
+            yield trajectory.model_dump_json() + "\n"

@@ -35,7 +35,14 @@ class AgentContext:
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)
         return cls(
             settings=settings,
-            rollout=RolloutClient(settings.url("rollout"), http, settings.rollout_policy, settings.token, direct),
+            rollout=RolloutClient(
+                settings.url("rollout"),
+                http,
+                settings.rollout_policy,
+                settings.token,
+                direct,
+                batches=http is None,  # httpx's transport in one process holds a stream back until it has ended
+            ),
             tools=tools,
             reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token, direct),
             catalog=ToolCatalog(tools, settings.tools_refresh_s),

@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import Body, Depends, FastAPI, Header, Query
+from fastapi import Body, Depends, FastAPI, Header, Query, Request
+from fastapi.responses import StreamingResponse
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
+from trackway.rollout.batch import run_batch
 from trackway.rollout.engines import open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
 from trackway.rollout.metrics import engine_gauges
@@ -20,10 +22,12 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.serving import ServiceRouter, needs_admin, service_app
+from trackway.serving.ndjson import NdjsonStream
 from trackway.tracing import Tracing
 from trackway.wire.rollout import (
     AbortReply,
     AbortRequest,
+    BatchRequest,
     GenerateReply,
     GenerateRequest,
     ModelList,
@@ -83,6 +87,14 @@ def routes(service: RolloutService) -> ServiceRouter:
         """Continue a prompt given as token ids. After 409 `weights_behind`, 429 `overloaded` or 503 `paused`, retry
         later."""
         return await service.generate(request)
+
+    @router.post(
+        "/generate_batch", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
+    )
+    async def generate_batch(body: BatchRequest, request: Request) -> StreamingResponse:
+        """Run generations at the same time; streams one BatchResult per line of NDJSON, each as it ends. Each equals
+        the same request to `/generate`, and has its own trace and its own error."""
+        return NdjsonStream(run_batch(service, body.entries, request.app.state.batch_load))
 
     @router.get("/weights")
     async def weights() -> WeightsReply:

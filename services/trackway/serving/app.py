@@ -18,7 +18,7 @@ from trackway.serving.docs_page import serve_docs
 from trackway.serving.environment_check import installation
 from trackway.serving.error_responses import install_error_answers
 from trackway.serving.idempotency import Idempotency
-from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
+from trackway.serving.metrics import BatchLoad, Gauge, RequestMetrics, ServiceMetrics
 from trackway.serving.middleware import CatchAllErrors, DeadlineLimit, ReplicaName, TraceContext
 from trackway.serving.own_code import OwnCodeSettings
 from trackway.serving.request_limits import JsonSize, RequestBounds
@@ -63,6 +63,7 @@ def service_app(
     app.state.settings = settings
     app.state.tracing = tracing
     app.state.tokens = tokens
+    app.state.batch_load = BatchLoad()
     app.state.metrics = metrics = ServiceMetrics(service, tracing, gauges, collectors)
     for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)

@@ -86,10 +86,10 @@ class CatchAllErrors:
                 raise
             if started:
                 raise failure_of(error) from error
-            await error_response(_unforeseen(failure_of(error)))(scope, receive, watch)
+            await error_response(unforeseen(failure_of(error)))(scope, receive, watch)
 
 
-def _unforeseen(error: Exception) -> TrackwayError:
+def unforeseen(error: Exception) -> TrackwayError:
     """The error for an unexpected exception: a full disk is reported as such, anything else is a bug."""
     number = error_number(error)
     if number in FULL:

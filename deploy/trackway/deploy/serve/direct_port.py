@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 
 from trackway.serving.connections import bounded_protocol
 from trackway.serving.idempotency import UNBROKEN
+from trackway.serving.metrics import BatchLoad
 from trackway.serving.settings import ConnectionSettings
 
 _BACKLOG = 2048
@@ -35,6 +36,7 @@ class DirectPort:
     living: returns the number of resources that the app still holds for its callers.
     drain_s: longest time in seconds that a stopping replica takes calls while there are such resources or connections.
     connections: connection limits.
+    batch_load: the app's work that its number of requests does not show.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class DirectPort:
         living: Callable[[], int],
         drain_s: float,
         connections: ConnectionSettings | None = None,
+        batch_load: BatchLoad | None = None,
     ) -> None:
         self.url = ""
         """The address while the port is served, else empty."""
@@ -52,6 +55,7 @@ class DirectPort:
         self._living = living
         self._drain_s = drain_s
         self._app: ASGIApp = app
+        self._batch_load = batch_load or BatchLoad()
         self._requests: set[asyncio.Task[None]] = set()
         self._draining = False
         self._looks = self._seen = 0
@@ -59,8 +63,8 @@ class DirectPort:
 
     @property
     def in_flight(self) -> int:
-        """Requests at this port that are not answered yet, queued ones included."""
-        return len(self._requests)
+        """Requests at this port that are not answered yet, queued ones included; entries of batches count singly."""
+        return len(self._requests) + self._batch_load.extra
 
     def load(self) -> float:
         """Average requests in flight since the last call; a single sample would miss most short requests."""
