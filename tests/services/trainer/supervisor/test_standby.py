@@ -35,7 +35,8 @@ async def prepared(standby: Standby) -> int:
 
 def waiting_processes() -> list[psutil.Process]:
     """The children of this process that wait for a run."""
-    return [process for process in psutil.Process().children() if "--standby" in process.cmdline()]
+    alive = (process for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE)
+    return [process for process in alive if "--standby" in process.cmdline()]
 
 
 async def test_an_unused_process_ends_by_its_deadline():
