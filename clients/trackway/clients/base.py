@@ -23,8 +23,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 from trackway.clients.deadline import Deadline
 from trackway.clients.direct import Address, DirectRoutes
 from trackway.clients.failures import ForeignServerError, error_of, incident_of, reason_of, worth_retrying
+from trackway.clients.http_client import shared_http
 from trackway.clients.retry import RetryState
-from trackway.clients.shared_http import shared_http
 from trackway.clients.token import authorization, resolve_token
 from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.errors import ErrorCode, TrackwayError
