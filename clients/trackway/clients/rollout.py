@@ -8,11 +8,11 @@ import httpx
 from pydantic import SecretStr
 
 from trackway.clients.base import CallPolicy, ServiceClient
+from trackway.clients.batches import Batches
 from trackway.clients.deadline import Deadline
-from trackway.clients.generation_batches import GenerationBatches
+from trackway.wire.batch import BatchRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import (
-    BatchRequest,
     GenerateReply,
     GenerateRequest,
     MemoryPart,
@@ -41,7 +41,11 @@ class RolloutClient(ServiceClient):
         batches: bool = False,
     ) -> None:
         super().__init__(base_url, http, policy, token, direct)
-        self._batches = GenerationBatches(self._open_batch, self.base_url + _BATCH) if batches else None
+        self._batches = (
+            Batches(self._open_batch, self.base_url + _BATCH, GenerateRequest, GenerateReply, _prompt_tokens)
+            if batches
+            else None
+        )
 
     async def generate(
         self, request: GenerateRequest, session_id: str | None = None, deadline: Deadline | None = None
@@ -51,7 +55,7 @@ class RolloutClient(ServiceClient):
         if request.request_id is None:  # vLLM takes no null here
             request = request.model_copy(update={"request_id": uuid.uuid4().hex})
         if self._batches is not None and session_id is not None:
-            reply = await self._batches.generate(request, session_id, deadline)
+            reply = await self._batches.call(request, session_id, deadline)
             if reply is not None:
                 return reply
         return await self.call(
@@ -64,7 +68,7 @@ class RolloutClient(ServiceClient):
         )
 
     def _open_batch(
-        self, batch: BatchRequest, session_id: str, deadline: Deadline
+        self, batch: BatchRequest[GenerateRequest], session_id: str, deadline: Deadline
     ) -> AbstractAsyncContextManager[AsyncIterator[str]]:
         return self.stream("POST", _BATCH, body=batch, session_id=session_id, deadline=deadline)
 
@@ -95,3 +99,7 @@ class RolloutClient(ServiceClient):
             if error.code is not ErrorCode.NOT_FOUND:
                 raise
         return SleepReplies(replicas=[await self.call(method, path, reply=SleepReply, deadline=deadline)])
+
+
+def _prompt_tokens(request: GenerateRequest) -> int:
+    return len(request.token_ids)

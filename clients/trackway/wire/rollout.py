@@ -5,14 +5,11 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trackway.wire.base import Float, Int, TokenId, WireReply, WireRequest
-from trackway.wire.errors import ErrorBody
 from trackway.wire.trajectory import WeightSpan
 from trackway.wire.weights import Verdict
 
 PauseMode = Literal["wait", "abort", "keep"]
 MemoryPart = Literal["weights", "kv_cache"]
-MAX_BATCH = 64
-"""Most generations in one request."""
 
 
 class SamplingParams(WireRequest):
@@ -88,31 +85,6 @@ class GenerateReply(WireReply):
     created: int
     usage: Usage
     choices: list[GenerateChoice]
-
-
-class BatchEntry(WireRequest):
-    """One generation of a batch; equal to the same request on its own."""
-
-    request: GenerateRequest
-    trace: dict[str, str] = Field(default_factory=dict[str, str], max_length=3)
-    """The headers `traceparent`, `tracestate` and `baggage` of the generation's own trace."""
-
-
-class BatchRequest(WireRequest):
-    """Generations to run at the same time."""
-
-    entries: list[BatchEntry] = Field(min_length=1, max_length=MAX_BATCH, fail_fast=True)
-
-
-class BatchResult(WireReply):
-    """The reply or the error of one generation."""
-
-    index: int
-    """Index of the entry in the request."""
-    reply: GenerateReply | None = None
-    error: ErrorBody | None = None
-    receipt: str = ""
-    """What the generation added to its trace, as in the header `x-trackway-trace`."""
 
 
 class WeightsReply(WireReply):

@@ -32,19 +32,15 @@ class AgentContext:
         from trackway.agent.tokens import ChatTokens
 
         direct = settings.direct and http is None
+        batches = http is None  # httpx's transport in one process holds a stream back until it has ended
         tools = ToolsClient(settings.url("tools"), http, settings.tools_policy, settings.token, direct)
         return cls(
             settings=settings,
             rollout=RolloutClient(
-                settings.url("rollout"),
-                http,
-                settings.rollout_policy,
-                settings.token,
-                direct,
-                batches=http is None,  # httpx's transport in one process holds a stream back until it has ended
+                settings.url("rollout"), http, settings.rollout_policy, settings.token, direct, batches
             ),
             tools=tools,
-            reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token, direct),
+            reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token, direct, batches),
             catalog=ToolCatalog(tools, settings.tools_refresh_s),
             tokens=ChatTokens.load(settings.model_path, settings.chat_template_kwargs),
             parser=tool_parser(settings.tool_parser),

@@ -163,7 +163,8 @@ class AgentLoop(ABC):
                 },
             )
             deadline = episode.deadline.earlier(self.services.reward.policy.total_s)
-            reward = await self.services.reward.score(request, session_id=episode.id, deadline=deadline)
+            session_id = group_id(episode.tags)  # scores of a group that are due together go together
+            reward = await self.services.reward.score(request, session_id=session_id, deadline=deadline)
         require_trainable("the score", [reward.score])
         tools = {f"tool/{name}": value for name, value in rewards.items()}
         return reward.model_copy(update={"components": {**tools, **reward.components}})

@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from typing import Annotated
 
-from fastapi import Body, FastAPI
+from fastapi import Body, FastAPI, Request
+from fastapi.responses import StreamingResponse
 from pydantic import JsonValue
 
 from trackway.reward.scorers import Scorer, scorers_of
 from trackway.reward.service import RewardService
 from trackway.reward.settings import RewardSettings
 from trackway.serving import ServiceRouter, service_app
+from trackway.serving.batches import run_batch
+from trackway.serving.ndjson import NdjsonStream
 from trackway.tracing import Tracing
+from trackway.wire.batch import BatchRequest
 from trackway.wire.reward import BatchScore, BatchScoreRequest, ScoreRequest, ScorerList
 from trackway.wire.trajectory import Reward
 
@@ -42,13 +46,21 @@ def create_app(
 
 
 def routes(service: RewardService) -> ServiceRouter:
-    """The three routes of the service."""
+    """The routes of the service."""
     router = ServiceRouter(tags=["reward"])
 
     @router.post("/score", responses=_answer(REWARD))
     async def score(request: Annotated[ScoreRequest, Body(examples=[ONE])]) -> Reward:
         """Score one solution. 422 `unknown_data_source`, or `invalid_request` for a method, names the valid ones."""
         return await service.score(request)
+
+    @router.post(
+        "/score_batch", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
+    )
+    async def score_each(body: BatchRequest[ScoreRequest], request: Request) -> StreamingResponse:
+        """Score solutions at the same time; streams one BatchResult per line of NDJSON, each as it ends. Each equals
+        the same request to `/score`, and has its own trace and its own error."""
+        return NdjsonStream(run_batch(service.score, body.entries, request.app.state.batch_load))
 
     @router.post("/score/batch", responses=_answer({"rewards": [REWARD]}))
     async def score_batch(

@@ -12,7 +12,6 @@ from fastapi.responses import StreamingResponse
 from pydantic import JsonValue
 
 from trackway.clients.weights import WeightStore
-from trackway.rollout.batch import run_batch
 from trackway.rollout.engines import open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
 from trackway.rollout.metrics import engine_gauges
@@ -22,12 +21,13 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
 from trackway.rollout.weight_watcher import WeightWatcher
 from trackway.serving import ServiceRouter, needs_admin, service_app
+from trackway.serving.batches import run_batch
 from trackway.serving.ndjson import NdjsonStream
 from trackway.tracing import Tracing
+from trackway.wire.batch import BatchRequest
 from trackway.wire.rollout import (
     AbortReply,
     AbortRequest,
-    BatchRequest,
     GenerateReply,
     GenerateRequest,
     ModelList,
@@ -91,10 +91,10 @@ def routes(service: RolloutService) -> ServiceRouter:
     @router.post(
         "/generate_batch", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
     )
-    async def generate_batch(body: BatchRequest, request: Request) -> StreamingResponse:
+    async def generate_batch(body: BatchRequest[GenerateRequest], request: Request) -> StreamingResponse:
         """Run generations at the same time; streams one BatchResult per line of NDJSON, each as it ends. Each equals
         the same request to `/generate`, and has its own trace and its own error."""
-        return NdjsonStream(run_batch(service, body.entries, request.app.state.batch_load))
+        return NdjsonStream(run_batch(service.generate, body.entries, request.app.state.batch_load))
 
     @router.get("/weights")
     async def weights() -> WeightsReply:

@@ -13,12 +13,13 @@ from starlette.types import Receive, Scope, Send
 
 from trackway.clients import close_shared_http
 from trackway.serving.auth import Authentication, show_tokens_in_docs
+from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bound_server
 from trackway.serving.docs_page import serve_docs
 from trackway.serving.environment_check import installation
 from trackway.serving.error_responses import install_error_answers
 from trackway.serving.idempotency import Idempotency
-from trackway.serving.metrics import BatchLoad, Gauge, RequestMetrics, ServiceMetrics
+from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
 from trackway.serving.middleware import CatchAllErrors, DeadlineLimit, ReplicaName, TraceContext
 from trackway.serving.own_code import OwnCodeSettings
 from trackway.serving.request_limits import JsonSize, RequestBounds

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -53,14 +52,6 @@ class ServiceMetrics:
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
-
-
-@dataclass
-class BatchLoad:
-    """Work in progress that a count of HTTP requests misses."""
-
-    extra: int = 0
-    """Unfinished entries of batches, without the first of each."""
 
 
 class Collectors(Collector):

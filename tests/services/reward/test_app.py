@@ -1,5 +1,6 @@
 """The reward service over HTTP."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -146,3 +147,34 @@ async def test_every_route_has_an_example_in_the_api_document(running: Run) -> N
         operation = paths[path][method]
         assert "example" in operation["responses"]["200"]["content"]["application/json"]
         assert method == "get" or "examples" in json.dumps(operation["requestBody"])
+
+
+async def test_scores_of_a_batch_equal_single_scores_and_each_has_its_own_error(running: Run) -> None:
+    requests = [
+        {"data_source": "openai/gsm8k", "solution_str": text, "ground_truth": "72"} for text in ("#### 72", "#### 71")
+    ]
+    unknown = {"data_source": "nowhere", "solution_str": "", "ground_truth": ""}
+    body = {"entries": [{"request": request} for request in [*requests, unknown]]}
+    async with running(create_app(RewardSettings())) as client:
+        alone = [(await client.post("/score", json=request)).json() for request in requests]
+        lines = (await client.post("/score_batch", json=body)).text.splitlines()
+    results = sorted((json.loads(line) for line in lines), key=lambda result: result["index"])
+    assert [result.get("reply") for result in results] == [*alone, None]
+    assert [reward["score"] for reward in alone] == [1.0, 0.0]
+    assert results[2]["error"]["code"] == "unknown_data_source"
+
+
+async def test_scores_that_are_due_together_are_one_request(running: Run) -> None:
+    paths: list[str] = []
+
+    async def note(request: httpx.Request) -> None:
+        paths.append(request.url.path)
+
+    async with running(app_of()) as http:
+        http.event_hooks = {"request": [note]}
+        client = RewardClient("http://reward", http, batches=True)
+        texts = ["#### 18", "#### 17", "18"]
+        together = await asyncio.gather(*(client.score(asked(text), session_id="group") for text in texts))
+        alone = await client.score(asked("#### 18"), session_id="group")
+    assert [reward.score for reward in [*together, alone]] == [1.0, 0.0, 0.0, 1.0]
+    assert paths == ["/score_batch", "/score"]

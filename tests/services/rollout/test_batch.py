@@ -13,13 +13,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.services.rollout.test_app import Running
 from tests.time_limits import ENDS_SOON
 from trackway.rollout.app import create_app
-from trackway.rollout.batch import run_batch
 from trackway.rollout.settings import RolloutSettings
-from trackway.serving.metrics import BatchLoad
+from trackway.serving.batches import BatchLoad, run_batch
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span
 from trackway.tracing.active import activated
+from trackway.wire.batch import BatchEntry, BatchResult
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.rollout import BatchEntry, BatchResult, GenerateChoice, GenerateReply, GenerateRequest
+from trackway.wire.rollout import GenerateChoice, GenerateReply, GenerateRequest
 from trackway.wire.trajectory import Tags
 
 pytestmark = [pytest.mark.anyio, ENDS_SOON]
@@ -41,10 +41,10 @@ def entries(*requests: dict[str, Any]) -> dict[str, Any]:
     return {"entries": [{"request": body} for body in requests]}
 
 
-def results(answer: httpx.Response) -> dict[int, BatchResult]:
+def results(answer: httpx.Response) -> dict[int, BatchResult[GenerateReply]]:
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/x-ndjson"
-    read = [BatchResult.model_validate_json(line) for line in answer.text.splitlines()]
+    read = [BatchResult[GenerateReply].model_validate_json(line) for line in answer.text.splitlines()]
     by_index = {result.index: result for result in read}
     assert len(by_index) == len(read)
     return by_index
@@ -125,7 +125,7 @@ class Slots:
 
     def batch(self, count: int, load: BatchLoad) -> AsyncGenerator[str, None]:
         requests = [GenerateRequest(request_id=f"r{n}", token_ids=[1]) for n in range(count)]
-        return run_batch(self, [BatchEntry(request=entry) for entry in requests], load)  # pyright: ignore[reportArgumentType]
+        return run_batch(self.generate, [BatchEntry(request=request) for request in requests], load)
 
     def end(self, name: str) -> None:
         usage = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
@@ -143,7 +143,7 @@ async def test_results_come_as_they_end_and_unfinished_entries_count_as_load() -
                 await asyncio.sleep(0)
             seen.append(load.extra)
             slots.end(name)
-            seen.append(BatchResult.model_validate_json(await line).index)
+            seen.append(BatchResult[GenerateReply].model_validate_json(await line).index)
         with pytest.raises(StopAsyncIteration):
             await anext(batch)
     assert (seen, load.extra) == ([2, 1, 1, 0, 0, 2], 0)
@@ -169,7 +169,7 @@ async def test_a_defect_is_the_error_of_its_entry(caplog: pytest.LogCaptureFixtu
         await asyncio.sleep(0)
     slots.running["r0"].set_exception(ValueError("no vocabulary"))
     slots.running["r1"].set_exception(TrackwayError(ErrorCode.OVERLOADED, "full"))
-    errors = [BatchResult.model_validate_json(text).error for text in (await line).splitlines()]
+    errors = [BatchResult[GenerateReply].model_validate_json(text).error for text in (await line).splitlines()]
     assert [(error.code, error.retryable) for error in errors if error] == [
         (ErrorCode.INTERNAL, False),
         (ErrorCode.OVERLOADED, True),

@@ -19,9 +19,9 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bounded_protocol
 from trackway.serving.idempotency import UNBROKEN
-from trackway.serving.metrics import BatchLoad
 from trackway.serving.settings import ConnectionSettings
 
 _BACKLOG = 2048

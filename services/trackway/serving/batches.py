@@ -1,24 +1,31 @@
-"""Generations of one request: side by side, each in its own trace and with its own outcome."""
+"""Batches of requests: side by side, each in its own trace and with its own outcome."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
-from trackway.rollout.service import RolloutService
-from trackway.serving.metrics import BatchLoad
 from trackway.serving.middleware import unforeseen
 from trackway.tracing import collect_trace_stats, extracted
+from trackway.wire.batch import BatchEntry, BatchResult, ReplyT, RequestT
 from trackway.wire.errors import TrackwayError
-from trackway.wire.rollout import BatchEntry, BatchResult
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class BatchLoad:
+    """Work in progress that a count of HTTP requests misses."""
+
+    extra: int = 0
+    """Unfinished entries of batches, without the first of each."""
+
+
 async def run_batch(
-    service: RolloutService, entries: Sequence[BatchEntry], load: BatchLoad
+    answer: Callable[[RequestT], Awaitable[ReplyT]], entries: Sequence[BatchEntry[RequestT]], load: BatchLoad
 ) -> AsyncGenerator[str, None]:
-    """A line of JSON for each BatchResult, in the order in which they end; closing the generator aborts the rest."""
-    running = {asyncio.create_task(_run(service, index, entry)) for index, entry in enumerate(entries)}
+    """A line of JSON for each BatchResult, in the order in which they end; closing the generator cancels the rest."""
+    running = {asyncio.create_task(_run(answer, index, entry)) for index, entry in enumerate(entries)}
     extra = len(running) - 1
     load.extra += extra
     try:
@@ -36,13 +43,15 @@ async def run_batch(
             await asyncio.wait(running)
 
 
-async def _run(service: RolloutService, index: int, entry: BatchEntry) -> BatchResult:
+async def _run(
+    answer: Callable[[RequestT], Awaitable[ReplyT]], index: int, entry: BatchEntry[RequestT]
+) -> BatchResult[ReplyT]:
     with extracted(entry.trace), collect_trace_stats() as stats:
         try:
-            reply = await service.generate(entry.request)
+            reply = await answer(entry.request)
         except TrackwayError as error:
             return BatchResult(index=index, error=error.to_reply().error, receipt=stats.receipt())
         except Exception as error:
-            _log.exception("a generation of a batch failed")
+            _log.exception("a request of a batch failed")
             return BatchResult(index=index, error=unforeseen(error).to_reply().error, receipt=stats.receipt())
         return BatchResult(index=index, reply=reply, receipt=stats.receipt())

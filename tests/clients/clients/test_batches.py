@@ -1,4 +1,4 @@
-"""Generations that are requested together go together; what a batch does not answer is requested alone."""
+"""Calls that are made together go together; what a batch does not answer is requested alone."""
 
 import asyncio
 import json
@@ -10,14 +10,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.time_limits import ENDS_SOON
 from trackway.clients import CallPolicy, Deadline, RolloutClient
-from trackway.clients.generation_batches import MAX_BATCH_TOKENS
+from trackway.clients.batches import MAX_BATCH_SIZE
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
 from trackway.tracing.active import activated
+from trackway.wire.batch import MAX_BATCH, BatchRequest, BatchResult
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import (
-    MAX_BATCH,
-    BatchRequest,
-    BatchResult,
     ChoiceLogprobs,
     GenerateChoice,
     GenerateReply,
@@ -29,6 +27,15 @@ from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Tags
 
 pytestmark = [pytest.mark.anyio, ENDS_SOON]
+
+
+class Batch(BatchRequest[GenerateRequest]):
+    """Of generations."""
+
+
+class Result(BatchResult[GenerateReply]):
+    """Of a generation."""
+
 
 FAST = CallPolicy(attempts=3, backoff_s=0.001, max_backoff_s=0.002)
 SINGLE, BATCH = "/inference/v1/generate", "/generate_batch"
@@ -47,11 +54,11 @@ def reply(request: GenerateRequest) -> GenerateReply:
     return GenerateReply(request_id=request.request_id or "", model="m", created=0, usage=usage, choices=[choice])
 
 
-def answered(batch: BatchRequest) -> list[BatchResult]:
+def answered(batch: Batch) -> list[Result]:
     """In the reverse order."""
     entries = [*enumerate(batch.entries)]
     return [
-        BatchResult(index=index, reply=reply(entry.request), receipt=f"bytes={10 + index}")
+        Result(index=index, reply=reply(entry.request), receipt=f"bytes={10 + index}")
         for index, entry in reversed(entries)
     ]
 
@@ -59,7 +66,7 @@ def answered(batch: BatchRequest) -> list[BatchResult]:
 class Lines(httpx.AsyncByteStream):
     """The results as lines, then a broken connection if asked; counts closed streams that had not ended."""
 
-    def __init__(self, server: "Server", results: list[BatchResult], then: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, server: "Server", results: list[Result], then: Callable[[], Awaitable[None]]) -> None:
         self._server, self._results, self._then, self._ended = server, results, then, False
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -89,7 +96,7 @@ class Server:
 
     def __init__(
         self,
-        results: Callable[[BatchRequest], list[BatchResult]] = answered,
+        results: Callable[[Batch], list[Result]] = answered,
         then: Callable[[], Awaitable[None]] = nothing,
         status: int = 200,
     ) -> None:
@@ -106,7 +113,7 @@ class Server:
             return httpx.Response(200, text=reply(GenerateRequest.model_validate(body)).model_dump_json())
         if self._status != 200:
             return httpx.Response(self._status, text="Not Found")
-        return httpx.Response(200, stream=Lines(self, self._results(BatchRequest.model_validate(body)), self._then))
+        return httpx.Response(200, stream=Lines(self, self._results(Batch.model_validate(body)), self._then))
 
     def client(self) -> RolloutClient:
         http = httpx.AsyncClient(transport=httpx.MockTransport(self))
@@ -147,7 +154,7 @@ async def test_a_batch_has_a_bound_in_generations_and_in_tokens() -> None:
     server = Server()
     client = server.client()
     await asyncio.gather(*(generate(client, token, "many") for token in range(MAX_BATCH + 2)))
-    half, large = MAX_BATCH_TOKENS // 2, MAX_BATCH_TOKENS + 1
+    half, large = MAX_BATCH_SIZE // 2, MAX_BATCH_SIZE + 1
     sizes = [half, half, half - 1, 2, large]
     await asyncio.gather(*(generate(client, token, "long", size) for token, size in enumerate(sizes)))
     assert [len(body["entries"]) for path, body in server.requests if path == BATCH] == [MAX_BATCH, 2, 2, 2]
@@ -172,12 +179,12 @@ async def test_an_answer_that_ends_early_is_completed_without_an_incident() -> N
     assert (server.paths, stats.incidents) == ([BATCH, SINGLE], set())
 
 
-def failing(code: ErrorCode) -> Callable[[BatchRequest], list[BatchResult]]:
+def failing(code: ErrorCode) -> Callable[[Batch], list[Result]]:
     """The first entry fails."""
 
-    def results(batch: BatchRequest) -> list[BatchResult]:
+    def results(batch: Batch) -> list[Result]:
         error = TrackwayError(code, "why").to_reply().error
-        return [*answered(batch)[:-1], BatchResult(index=0, error=error)]
+        return [*answered(batch)[:-1], Result(index=0, error=error)]
 
     return results
 
@@ -219,9 +226,9 @@ async def test_a_full_service_is_asked_again_with_batches() -> None:
 
 async def test_a_caller_that_gives_up_leaves_the_others_their_answers() -> None:
     released = asyncio.Event()
-    results: list[BatchResult] = []
+    results: list[Result] = []
 
-    def late(batch: BatchRequest) -> list[BatchResult]:
+    def late(batch: Batch) -> list[Result]:
         results.extend(answered(batch))
         return []
 

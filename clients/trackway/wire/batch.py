@@ -1,0 +1,39 @@
+"""Batches: several requests of one kind in one HTTP request, each with its own trace, reply and error."""
+
+from typing import Generic, TypeVar
+
+from pydantic import BaseModel, Field
+
+from trackway.wire.base import WireReply, WireRequest
+from trackway.wire.errors import ErrorBody
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
+ReplyT = TypeVar("ReplyT", bound=BaseModel)
+
+MAX_BATCH = 64
+"""Most requests in a batch."""
+
+
+class BatchEntry(WireRequest, Generic[RequestT]):
+    """One request of a batch; its reply equals that of the same request on its own."""
+
+    request: RequestT
+    trace: dict[str, str] = Field(default_factory=dict[str, str], max_length=3)
+    """The headers `traceparent`, `tracestate` and `baggage` of the request's own trace."""
+
+
+class BatchRequest(WireRequest, Generic[RequestT]):
+    """Requests to run at the same time."""
+
+    entries: list[BatchEntry[RequestT]] = Field(min_length=1, max_length=MAX_BATCH, fail_fast=True)
+
+
+class BatchResult(WireReply, Generic[ReplyT]):
+    """The reply or the error of one entry."""
+
+    index: int
+    """Index of the entry in the batch."""
+    reply: ReplyT | None = None
+    error: ErrorBody | None = None
+    receipt: str = ""
+    """What the request added to its trace, as in the header `x-trackway-trace`."""
