@@ -24,11 +24,13 @@ from trackway.trainer.config.compose import leaves
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.ownership import Beat
 from trackway.trainer.settings import ServiceUrls
+from trackway.wire.batch import BatchRequest, BatchResult
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatTool, CompletionRequest
-from trackway.wire.rollout import SamplingParams
+from trackway.wire.reward import ScoreRequest
+from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import Reward, Trajectory
 
 NUMBERS = [math.nan, math.inf, -math.inf]
 ABOUT_THE_NUMBER = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
@@ -42,10 +44,12 @@ def wire_models() -> Iterator[type[BaseModel]]:
     for module in pkgutil.walk_packages(trackway.wire.__path__, "trackway.wire."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.name:
-                yield value
+                if not value.__pydantic_generic_metadata__["parameters"]:
+                    yield value
 
 
-MODELS = [*wire_models(), Progress, Beat, ServiceUrls, Summary]
+BATCHES = [BatchRequest[GenerateRequest], BatchResult[GenerateReply], BatchRequest[ScoreRequest], BatchResult[Reward]]
+MODELS = [*wire_models(), *BATCHES, Progress, Beat, ServiceUrls, Summary]
 
 
 def value_for(annotation: Any, number: float) -> object:
