@@ -43,9 +43,9 @@ SPECIAL: dict[type[BaseModel], dict[str, object]] = {
 def wire_models() -> Iterator[type[BaseModel]]:
     for module in pkgutil.walk_packages(trackway.wire.__path__, "trackway.wire."):
         for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.name:
-                if not value.__pydantic_generic_metadata__["parameters"]:
-                    yield value
+            own = isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == module.name
+            if own and not value.__pydantic_generic_metadata__["parameters"]:
+                yield value
 
 
 BATCHES = [BatchRequest[GenerateRequest], BatchResult[GenerateReply], BatchRequest[ScoreRequest], BatchResult[Reward]]
