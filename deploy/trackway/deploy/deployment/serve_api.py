@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 from pydantic import BaseModel
 
+from trackway.deploy.deployment.http_poll import tls
 from trackway.system.user_error import UserError
 
 _KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")
@@ -50,7 +51,9 @@ class ServeApi:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def _request(self, method: str, body: dict[str, object] | None = None) -> httpx.Response:
-        return httpx.request(method, self._url, json=body, headers=self._headers, timeout=30.0, trust_env=False)
+        return httpx.request(
+            method, self._url, json=body, headers=self._headers, timeout=30.0, trust_env=False, verify=tls()
+        )
 
     def _ask(self, method: str, body: dict[str, object] | None = None) -> httpx.Response:
         try:

@@ -3,9 +3,7 @@
 import time
 from pathlib import Path
 
-import httpx
-
-from trackway.deploy.deployment import processes
+from trackway.deploy.deployment import http_poll, processes
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.system.user_error import UserError
 from trackway.tracing.local_mlflow import client as local_mlflow
@@ -34,10 +32,7 @@ def start_for(database: Path, port: int) -> ProcessRecord:
 
 def answers(url: str) -> bool:
     """Whether an MLflow server answers at this URL."""
-    try:
-        return httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
+    return http_poll.answers(f"{url}/health")
 
 
 def wait_until_ready(server: ProcessRecord, url: str) -> None:

@@ -17,11 +17,12 @@ from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import with_versions
 from trackway.deploy.config.engine_python import check_engine_python
 from trackway.deploy.deployment import processes
+from trackway.deploy.deployment.http_poll import answers
 from trackway.deploy.deployment.installation_check import check_interpreters
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.progress import Report
 from trackway.deploy.deployment.record import Deployment
-from trackway.deploy.deployment.serve_api import ServeApi
+from trackway.deploy.deployment.serve_api import ApplicationState, ServeApi
 from trackway.deploy.local import mlflow_server, preflight, ray_cluster
 from trackway.deploy.local.access import address_of, check_access, host_of
 from trackway.deploy.local.last_spans import deliver_spans
@@ -167,8 +168,9 @@ def _wait_until_ready(deployment: Deployment, settings: UpSettings, report: Repo
         if mlflow_waits and mlflow_server.answers(deployment.mlflow_uri):
             report("mlflow", "ready")
             mlflow_waits = False
+        states = api.applications()
         for service in sorted(waiting):
-            if _service_ready(deployment, api, service, report):
+            if _service_ready(deployment, states.get(service), service, report):
                 waiting.discard(service)
         late = sorted(waiting | ({"mlflow"} if mlflow_waits else set()))
         _pause(deadline, ", ".join(late), deployment.outputs)
@@ -203,13 +205,12 @@ def _again(deployment: Deployment, settings: UpSettings) -> ProcessRecord:
     return ray_cluster.start(free_port(), port, deployment.token, log, dashboard=settings.ray_dashboard)
 
 
-def _service_ready(deployment: Deployment, api: ServeApi, service: str, report: Report) -> bool:
-    state = api.applications().get(service)
+def _service_ready(deployment: Deployment, state: ApplicationState | None, service: str, report: Report) -> bool:
     if state is None:
         return False
     if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
         raise UserError(f"service {service} did not start:\n{state.message[-1500:]}")
-    if state.status == "RUNNING" and _answers(f"{deployment.base_url}/{service}/ready", authorization(resolve_token())):
+    if state.status == "RUNNING" and answers(f"{deployment.base_url}/{service}/ready", authorization(resolve_token())):
         report(service, "ready")
         return True
     report(service, "loading" if state.status == "RUNNING" else "starting")
@@ -223,10 +224,3 @@ def _pause(deadline: float, waiting_for: str, outputs: Path) -> None:
             f"{waiting_for} did not answer in time; see the logs in {logs} and /tmp/ray/session_latest/logs"
         )
     time.sleep(_POLL_S)
-
-
-def _answers(url: str, headers: dict[str, str] | None = None) -> bool:
-    try:
-        return httpx.get(url, headers=headers, timeout=5.0, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False

@@ -1,0 +1,47 @@
+"""Questions to a service that may not be there yet."""
+
+import ssl
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from trackway.deploy.deployment.http_poll import answers, tls
+from trackway.system import free_port
+
+
+class _Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/ready" else 503)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_only_200_is_an_answer() -> None:
+    with HTTPServer(("127.0.0.1", 0), _Ready) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        answered = (answers(f"{url}/ready"), answers(f"{url}/loading"))
+        server.shutdown()
+        thread.join(10)
+
+    assert (answered, answers(f"http://127.0.0.1:{free_port()}")) == ((True, False), False)
+
+
+def test_certificates_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[ssl.SSLContext] = []
+    load = ssl.SSLContext.load_verify_locations
+
+    def count(context: ssl.SSLContext, *args: str, **kwargs: str) -> None:
+        loaded.append(context)
+        load(context, *args, **kwargs)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", count)
+    tls.cache_clear()
+    for _ in range(3):
+        answers(f"http://127.0.0.1:{free_port()}")
+
+    assert loaded == [tls()]
