@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, JsonValue
 from trackway.wire.base import WireReply, WireRequest
 from trackway.wire.health import OwnCode
 from trackway.wire.names import RunName
+from trackway.wire.waits import Wait
 
 
 class RunState(StrEnum):
@@ -142,6 +143,8 @@ class RunInfo(WireReply):
     """The own code that each service had loaded when the run was started or resumed last, by service."""
     tracking: list[BackendSummary] = Field(default_factory=list[BackendSummary])
     """Unsent and lost values, one entry for each backend that the run uses."""
+    waits: list[Wait] = Field(default_factory=list[Wait])
+    """What an active run waits for at present, if it has waited for seconds."""
 
 
 class RunList(WireReply):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trackway.deploy.commands import demo, doctor, new_project, services, training, trial
+from trackway.deploy.commands import demo, doctor, new_project, services, training, trial, why
 from trackway.deploy.terminal.entry import enter
 from trackway.deploy.terminal.group import group
 
@@ -16,6 +16,7 @@ app.add_typer(training.app)
 app.add_typer(trial.app)
 app.add_typer(demo.app)
 app.add_typer(doctor.app)
+app.add_typer(why.app)
 app.add_typer(group("config", "Look up the keys of a run's configuration."))
 app.add_typer(group("data", "Write datasets in verl's row schema."))
 app.add_typer(group("tools", "List and call the tools of a running tool server."))

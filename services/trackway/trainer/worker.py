@@ -30,6 +30,7 @@ from trackway.trainer.assignment import receive
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import Heartbeat, exit_if_lost
+from trackway.trainer.run_state.waits import reported
 from trackway.trainer.settings import check_installation
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
@@ -117,7 +118,8 @@ async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> 
         folder.move(RunState.RUNNING, training.notice)
     status = "FAILED"
     try:
-        state = await fit(training)
+        async with reported(folder, training.waits):
+            state = await fit(training)
         status = "FINISHED" if state is RunState.FINISHED else "KILLED"
     finally:
         if training.engines is not None:

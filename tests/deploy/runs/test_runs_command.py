@@ -7,13 +7,15 @@ import pytest
 from typer.testing import CliRunner
 
 from trackway.deploy.cli import app
+from trackway.deploy.commands.why import reasons
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.terminal.console import sparkline
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
-from trackway.wire.trainer import MetricsRow, RunState
+from trackway.wire.trainer import MetricsRow, RunInfo, RunState
+from trackway.wire.waits import Wait
 
 URLS = ServiceUrls(agent_url="http://127.0.0.1:9", tools_url="", reward_url="", weights_url="file:///nowhere")
 
@@ -66,6 +68,41 @@ def test_a_run_is_shown_with_its_newest_metrics(outputs: Path) -> None:
 
     assert "state finished step 4 of 4 progress ▁▅█▃ reward 0.25" in shown
     assert "metrics of step 4 metric value critic/score/mean 0.25" in shown
+
+
+def test_why_prints_each_wait_below_the_one_that_it_causes() -> None:
+    groups = [
+        Wait(who="group 5/17", waits_for="the agent service", since=60_000, until=1_860_000, progress="3 of 4 [ended]"),
+        Wait(who="group 5/18", waits_for="the agent service", since=61_000, until=1_861_000),
+    ]
+    waits = [Wait(who="the run", waits_for="the rollouts of step 5", since=59_000, because=groups)]
+    info = RunInfo(run="a", state=RunState.RUNNING, step=4, total_steps=9, message="its disk is full", waits=waits)
+
+    assert list(reasons(info, 101.0)) == [
+        "run a is running, after step 4 of 9: its disk is full",
+        "  the run waits for the rollouts of step 5, 42 s",
+        "    group 5/17 waits for the agent service, 41 s of 1800 s: 3 of 4 [ended]",
+        "    group 5/18 waits for the agent service, 40 s of 1800 s",
+    ]
+
+
+def test_why_says_where_a_run_stands_that_waits_for_nothing(outputs: Path) -> None:
+    def why(name: str, *words: str) -> str:
+        result = CliRunner().invoke(app, ["why", name, *words, "--outputs", str(outputs)], catch_exceptions=False)
+        return result.stdout
+
+    assert why("old") == "run old is finished, after step 4 of 4\n"
+    assert why("inner").splitlines() == [
+        "run inner is running, after step 1 of 4",
+        "  it has waited for nothing for seconds",
+    ]
+    assert json.loads(why("old", "--json")) == {
+        "run": "old",
+        "state": "finished",
+        "step": 4,
+        "message": "",
+        "waits": [],
+    }
 
 
 def test_the_end_of_a_log_is_printed_and_followed_until_the_run_has_ended(outputs: Path) -> None:

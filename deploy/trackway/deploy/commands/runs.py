@@ -90,6 +90,8 @@ def show(
         lines.append(("log", f"trackway runs logs {name} --outputs {run.outputs}"))
     if info.traces is not None:
         lines.append(("traces", f"trackway traces list --outputs {run.outputs}"))
+    if info.waits:
+        lines.append(("waits for", f"{info.waits[0].waits_for}; see trackway why {name} --outputs {run.outputs}"))
     console = wide(stdout)
     console.print(table(f"run {name}", ("", ""), lines))
     metrics = [(key, f"{value:.4g}") for key, value in sorted(info.metrics.items()) if key.startswith(_SHOWN)]

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from trackway.clients import AgentClient, Deadline
 from trackway.system import Backoff
 from trackway.trainer.metrics.clock import ActiveTime
+from trackway.trainer.run_state.waits import Waiting, Waits
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
@@ -86,6 +87,8 @@ class Rollouts:
         self._slots = asyncio.Semaphore(retry_policy.max_inflight)
         self.active = active or ActiveTime()
         """The time in which groups were requested; one object for all rollouts of a run."""
+        self.waits = Waits()
+        """The groups that are requested."""
 
     @property
     def n(self) -> int:
@@ -113,14 +116,22 @@ class Rollouts:
     async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
         """All n rollouts of one sample, in order; a failed rollout has its `error` set."""
         async with self._slots:
-            with self.active():
-                return await self._group(self._template.group(sample, step, min_weight_version, trace))
+            request = self._template.group(sample, step, min_weight_version, trace)
+            timeout_s = self._retry_policy.timeout_s
+            with self.active(), self.waits(f"group {step}/{sample.index}", "the agent service", timeout_s) as waiting:
+                return await self._group(request, waiting)
 
-    async def _group(self, request: GroupRequest) -> list[Trajectory]:
+    async def _group(self, request: GroupRequest, waiting: Waiting) -> list[Trajectory]:
         deadline = Deadline.after(self._retry_policy.timeout_s)
         got: dict[int, Trajectory] = {}
         problem: TrackwayError | None = None
         fruitless = 0
+
+        def progress() -> str:
+            asked_again = f"; asked again after: {problem}" if problem is not None else ""
+            return f"{len(got)} of {request.n} rollouts have ended{asked_again}"
+
+        waiting.progress = progress
         backoff = Backoff(self._retry_policy.backoff_s, LONGEST_PAUSE_S, spread=(0.5, 1.0))
         while fruitless < self._retry_policy.attempts:
             if problem is not None:

@@ -127,6 +127,7 @@ class GroupScheduler:
     finished: Sequence[Trajectory] = ()
     _outstanding: list[_Outstanding] = field(default_factory=list)
     _taken: list[_Outstanding] = field(default_factory=list)
+    _needed: int = 0
     _traced: tuple[int, frozenset[int]] = (0, frozenset())
 
     def submit(
@@ -167,7 +168,7 @@ class GroupScheduler:
         These are the oldest finished groups, as many as the batch at `position` has. Returns once there are so many,
         and once enough old ones are among them for the others to be trained within the bound.
         """
-        size = len(self.prompts.take(position)[0])
+        self._needed = size = len(self.prompts.take(position)[0])
         while True:
             finished = [group for group in self._outstanding if group.finished]
             if len(finished) >= min(size, len(self._outstanding)) and self._leaves_none_late(steps, position, size):
@@ -202,6 +203,11 @@ class GroupScheduler:
             "finished": finished,
         }
         return {f"rollouts/{name}": float(count) for name, count in counts.items()}
+
+    def progress(self) -> str:
+        """How many groups are there of those that the next update needs."""
+        finished = sum(group.finished for group in self._outstanding)
+        return f"{finished} of {len(self._outstanding)} groups have finished, and it takes {self._needed} of the oldest"
 
     async def close(self) -> None:
         """Cancel the requests that are still running."""

@@ -37,6 +37,7 @@ from trackway.trainer.metrics.validation import validation_metrics
 from trackway.trainer.run_state.checkpoint import find_latest, save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.waits import Waiting, Waits
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.step import shown_metrics
 from trackway.trainer.tracking import Sink
@@ -47,6 +48,16 @@ from trackway.wire.trajectory import Trajectory
 
 T = TypeVar("T")
 
+_WAITS_FOR = {
+    "rollout": "the rollouts of step {next}",
+    "sleep": "the engines to go to sleep",
+    "update_actor": "the update of step {next}",
+    "update_weights": "the publication of the weights after step {done}",
+    "wake_up": "the engines to wake up",
+    "testing": "the validation at step {done}",
+    "save_checkpoint": "the checkpoint of step {done}",
+}
+"""What a run waits for in each part of a step."""
 STORAGE_RETRY_S = 2.0
 """Pause before a write that the disk refused is tried again."""
 
@@ -76,6 +87,7 @@ class Training:
     progress: Progress = field(default_factory=Progress)
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     clock: Clock = field(default_factory=Clock)
+    waits: Waits = field(default_factory=Waits)
     saved_step: int | None = None
     """Step of the newest checkpoint."""
     notice: str = ""
@@ -140,7 +152,8 @@ class Training:
         self.clock.take()
         self.scheduler.rollouts.active.take()
         step, position = self.step + 1, self.progress.position
-        with self._part("rollout", "gen"):
+        with self._part("rollout", "gen") as waiting:
+            waiting.progress, waiting.because = self.scheduler.progress, self.scheduler.rollouts.waits.current
             self.scheduler.submit(self.step, position, version, self._traced, self.plan.total_steps - self.step)
             trajectories = await self._unless_stopped(self.scheduler.take(self.step, position))
         self.traces.received(trajectories)
@@ -210,7 +223,8 @@ class Training:
         traced = frozenset(range(self.traces.budget.prompts(wanted, self.plan.validation_n)))
         collecting = self.validation_rollouts.collect(self.validation_rows, self.step, version, traced)
         try:
-            with self._part("testing"):
+            with self._part("testing") as waiting:
+                waiting.because = self.validation_rollouts.waits.current
                 trajectories = await self._unless_stopped(collecting)
         except StopRequested:
             self.progress = self.progress.model_copy(update={"unvalidated": metrics | self.clock.take()})
@@ -250,10 +264,11 @@ class Training:
         await self._stored(partial(self.folder.update, step=self.step, **changes))
 
     @contextmanager
-    def _part(self, name: str, activity: str = "") -> Iterator[None]:
+    def _part(self, name: str, activity: str = "") -> Iterator[Waiting]:
         """Trace a part of the step as `name`, and time it as `activity`, which defaults to the name."""
-        with self.clock(activity or name), self.traces.own.part(name):
-            yield
+        waits_for = _WAITS_FOR[name].format(next=self.step + 1, done=self.step)
+        with self.clock(activity or name), self.traces.own.part(name), self.waits("the run", waits_for) as waiting:
+            yield waiting
 
     async def _or_save(self, name: str, work: Awaitable[None], metrics: Metrics | None = None) -> None:
         try:

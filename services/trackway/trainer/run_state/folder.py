@@ -4,7 +4,7 @@
     services.json   URLs of the services                metrics.jsonl   one MetricsRow per line
     worker.json     the process that owns the run       heartbeat.json  its newest beat
     worker.log      its output and traceback            checkpoints/    to resume from
-    trajectories/   step_<n>.parquet, val_step_<n>.parquet
+    waits.json      what it waits for               trajectories/   step_<n>.parquet, val_step_<n>.parquet
     wandb/          W&B's local files                   tensorboard/    event files
     trackio_run_id  of the run in Trackio
 
@@ -19,13 +19,13 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from trackway.system import append_line, atomic_write, writing
@@ -34,12 +34,16 @@ from trackway.trainer.run_state.ownership import Beat, Owner
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunInfo, RunState
+from trackway.wire.waits import Wait
 
 Model = TypeVar("Model", bound=BaseModel)
 
 STATE = "state.json"
 OWNER = "worker.json"
 METRICS = "metrics.jsonl"
+WAITS = "waits.json"
+
+_WAITS = TypeAdapter(list[Wait])
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -226,6 +230,16 @@ class RunFolder:
             return Beat.model_validate_json((self.path / "heartbeat.json").read_bytes())
         except (OSError, ValidationError):
             return None
+
+    def write_waits(self, waits: Sequence[Wait]) -> None:
+        """Replace what the run waits for."""
+        self._replace(WAITS, _WAITS.dump_json(list(waits)).decode())
+
+    def waits(self) -> list[Wait]:
+        """What the run's process waits for; nothing when the file cannot be read."""
+        with suppress(OSError, ValidationError):
+            return _WAITS.validate_json((self.path / WAITS).read_bytes())
+        return []
 
     def disown(self) -> None:
         """Remove the owner; a process that still runs as the owner notices and exits."""

@@ -52,13 +52,13 @@ class RunRegistry:
         if name in self.active:
             supervised = self.active[name][0]
             state = RunState.STOPPING if supervised.stopping else info.state
-            return _on_its_disk(info.model_copy(update={"state": state}), folder, supervised.unwritten)
+            return _while_active(info.model_copy(update={"state": state}), folder, supervised.unwritten)
         if self._liveness.alive(folder):
-            return _on_its_disk(info, folder)
+            return _while_active(info, folder)
         try:
             return self._give_up(folder)
         except StorageError as error:
-            return _on_its_disk(info, folder, error)
+            return _while_active(info, folder, error)
         except TrackwayError:  # another service holds the lock and decides
             return info
 
@@ -171,8 +171,10 @@ class RunRegistry:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, str(error)) from error
 
 
-def _on_its_disk(info: RunInfo, folder: RunFolder, unwritten: StorageError | None = None) -> RunInfo:
-    """An active run's status, with a message when its disk is full, which its process may be unable to write."""
+def _while_active(info: RunInfo, folder: RunFolder, unwritten: StorageError | None = None) -> RunInfo:
+    """An active run's status: what it waits for, and a message when its disk is full, as it may be unable to write."""
+    if info.state in (RunState.RUNNING, RunState.STOPPING):
+        info = info.model_copy(update={"waits": folder.waits()})
     if unwritten is not None:
         return info.model_copy(
             update={"message": f"its process has exited and its state cannot be written: {unwritten.message}"}

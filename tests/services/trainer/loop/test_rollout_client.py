@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Callable
 
 import httpx
@@ -50,6 +51,21 @@ async def test_a_stream_that_breaks_is_asked_again_for_exactly_what_is_missing(a
     assert [request.rollouts for request in agent.requests] == [None, [3]]
     assert [trajectory.tags.rollout_n for trajectory in got] == [0, 1, 2, 3]
     assert all(trajectory.error is None for trajectory in got)
+
+
+async def test_a_group_that_is_waited_for_says_what_is_missing_and_why(agent, agent_url, http, sample):
+    agent.breaks = [1]
+    asking = rollouts(agent_url, http, backoff_s=60.0)
+    collecting = asyncio.create_task(asking.collect([sample(1)], 1, 0))
+    async with asyncio.timeout(30):
+        while not (current := asking.waits.current()) or "asked again" not in current[0].progress:
+            await asyncio.sleep(0.01)
+    collecting.cancel()
+    await asyncio.gather(collecting, return_exceptions=True)
+
+    assert current[0].who == "group 1/1"
+    assert current[0].progress.startswith("1 of 4 rollouts have ended; asked again after: POST ")
+    assert asking.waits.current() == []
 
 
 async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, agent_url, http, sample):

@@ -1,5 +1,6 @@
 """One update of a run: what is trained on, what is dropped, the step's metrics and the feedback on traces."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,28 @@ async def test_a_row_says_how_long_the_learner_and_the_engines_were_idle(
         "fully_async/rollouter/version_time": 8.0,
         "fully_async/rollouter/idle_ratio": 0.75,
     }
+
+
+@pytest.mark.usefixtures("shared_http")
+async def test_a_step_names_the_groups_that_it_waits_for(training: Training, agent):
+    agent.holding_at = 1
+    waiting = asyncio.create_task(training.rollout(0))
+    async with asyncio.timeout(30):
+        while len(agent.requests) < 2:
+            await asyncio.sleep(0.01)
+
+    [wait] = training.waits.current()
+    agent.released.set()
+    await waiting
+
+    assert (wait.who, wait.waits_for, wait.until) == ("the run", "the rollouts of step 1", None)
+    assert wait.progress == "0 of 2 groups have finished, and it takes 2 of the oldest"
+    assert [(group.who, group.waits_for, group.progress) for group in wait.because] == [
+        ("group 1/0", "the agent service", "0 of 2 rollouts have ended"),
+        ("group 1/1", "the agent service", "0 of 2 rollouts have ended"),
+    ]
+    assert {(group.until or 0) - group.since for group in wait.because} == {1_800_000}
+    assert training.waits.current() == []
 
 
 async def test_a_step_with_no_trajectory_to_train_on_fails_with_the_counts(training: Training, rollout: Rollout):

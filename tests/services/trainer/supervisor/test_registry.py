@@ -54,6 +54,19 @@ def request_of(tiny_model: Path, sample, tmp_path: Path) -> Callable[..., RunReq
     return lambda name, *overrides: run_request(tiny_model, tmp_path, sample, name, *overrides)
 
 
+async def test_a_run_that_waits_says_for_what_until_it_goes_on(runs: RunManager, agent, request_of):
+    agent.holding_at = 2
+    await runs.start(request_of("waiting"))
+    await until(lambda: bool(runs.registry.info("waiting").waits))
+    [wait] = runs.registry.info("waiting").waits
+    agent.released.set()
+    await ended(runs, "waiting")
+
+    assert (wait.who, wait.waits_for) == ("the run", "the rollouts of step 2")
+    assert {(group.who[:8], group.progress) for group in wait.because} == {("group 2/", "0 of 4 rollouts have ended")}
+    assert runs.registry.info("waiting").waits == []
+
+
 @pytest.fixture
 async def frozen(runs: RunManager, agent, request_of, services: ServiceUrls, outputs: Path) -> AsyncIterator[int]:
     """The learner of `frozen`, which stands still in step 2 just after a beat, and was given up by another service."""

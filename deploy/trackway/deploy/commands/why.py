@@ -1,0 +1,56 @@
+"""`trackway why`: what a run waits for."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
+from trackway.deploy.terminal.console import print_json, stdout
+from trackway.system import visible
+
+if TYPE_CHECKING:
+    from trackway.wire.trainer import RunInfo
+    from trackway.wire.waits import Wait
+
+app = typer.Typer()
+
+
+@app.command()
+def why(
+    name: Annotated[str, typer.Argument(help="Name of the run, as `trackway runs list` shows it.")],
+    outputs: Outputs = OUTPUTS,
+    as_json: Annotated[bool, json_of("the run's state, message and waits")] = False,
+) -> None:
+    """Show what a run waits for at present, since when and until when.  Example: trackway why tiny-demo"""
+    from trackway.deploy.runs.found import find_run
+
+    info = find_run(outputs, name).info
+    if as_json:
+        print_json(info.model_dump(mode="json", include={"run", "state", "step", "message", "waits"}))
+        return
+    for line in reasons(info, time.time()):
+        stdout.print(escape(visible(line)), soft_wrap=True)
+
+
+def reasons(info: "RunInfo", now_s: float) -> Iterator[str]:
+    """The run's state, and a line for each wait, below the wait that it causes; `now_s` is in seconds since 1970."""
+    from trackway.wire.trainer import ENDED
+
+    yield f"run {info.run} is {info.state}, after step {info.step} of {info.total_steps}" + (
+        f": {info.message}" if info.message else ""
+    )
+    if info.waits:
+        yield from _lines(info.waits, now_s, "  ")
+    elif info.state not in ENDED:
+        yield "  it has waited for nothing for seconds"
+
+
+def _lines(waits: "Sequence[Wait]", now_s: float, indent: str) -> Iterator[str]:
+    for wait in waits:
+        limit = "" if wait.until is None else f" of {(wait.until - wait.since) / 1000:.0f} s"
+        progress = f": {wait.progress}" if wait.progress else ""
+        yield f"{indent}{wait.who} waits for {wait.waits_for}, {now_s - wait.since / 1000:.0f} s{limit}{progress}"
+        yield from _lines(wait.because, now_s, indent + "  ")

@@ -1,0 +1,96 @@
+"""What a run's process waits for: named while it lasts, and in its folder once it has lasted."""
+
+import asyncio
+
+import pytest
+
+from trackway.trainer.run_state import waits as module
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.waits import MOST, Waits, reported
+from trackway.wire.waits import Wait
+
+pytestmark = pytest.mark.anyio
+
+
+class Time:
+    """A clock that stands until it is set."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+def test_a_wait_is_named_while_it_lasts_with_what_causes_it(time: Time):
+    run, groups = Waits(time), Waits(time)
+    with run("the run", "the rollouts of step 1") as waiting:
+        waiting.progress, waiting.because = lambda: "0 of 2 groups have finished", groups.current
+        time.now += 0.5
+        with groups("group 1/7", "the agent service", timeout_s=60.0):
+            during = run.current()
+
+    assert during == [
+        Wait(
+            who="the run",
+            waits_for="the rollouts of step 1",
+            since=100_000,
+            progress="0 of 2 groups have finished",
+            because=[Wait(who="group 1/7", waits_for="the agent service", since=100_500, until=160_500)],
+        )
+    ]
+    assert run.current() == groups.current() == []
+
+
+def test_the_longest_waits_are_listed_below_another_first(time: Time):
+    run = Waits(time)
+    causes = [Wait(who=f"group {number}", waits_for="it", since=number) for number in range(2 * MOST)]
+    with run("the run", "groups") as waiting:
+        waiting.because = lambda: causes[::-1]
+        [wait] = run.current()
+
+    assert wait.because == causes[:MOST]
+
+
+def test_short_waits_are_left_out(time: Time):
+    run = Waits(time)
+    with run("the run", "one"):
+        time.now += 2.0
+        with run("the run", "another"):
+            assert [wait.waits_for for wait in run.current(patience_s=2.0)] == ["one"]
+
+
+async def test_the_folder_has_the_waits_that_last_and_none_once_the_run_has_ended(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, time: Time
+):
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.01)
+    run = Waits(time)
+
+    async def written(count: int) -> list[Wait]:
+        async with asyncio.timeout(10):
+            while len(folder.waits()) != count:
+                await asyncio.sleep(0.01)
+        return folder.waits()
+
+    async with reported(folder, run):
+        with run("the run", "the update of step 1"):
+            before = folder.waits()
+            time.now += 60.0
+            lasting = await written(1)
+        await written(0)
+        with run("the run", "the update of step 2"):
+            time.now += 60.0
+            await written(1)
+
+    assert (before, folder.waits()) == ([], [])
+    assert [(wait.waits_for, wait.since) for wait in lasting] == [("the update of step 1", 100_000)]
+
+
+def test_a_damaged_file_names_no_wait(folder: RunFolder):
+    (folder.path / "waits.json").write_text("[{")
+
+    assert folder.waits() == []
