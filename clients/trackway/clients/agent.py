@@ -1,20 +1,34 @@
 """Client of the agent service."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from trackway.clients.base import Deadline, ServiceClient
-from trackway.wire.agent import AgentInfo, AgentList, GroupRequest
+from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, GroupWaits
 from trackway.wire.trajectory import Trajectory
+from trackway.wire.waits import Wait
+
+_WAITS = '{"waits":'
+"""How a line begins that is no trajectory."""
 
 
 class AgentClient(ServiceClient):
     """Requests trajectories; every method raises TrackwayError."""
 
-    async def group(self, request: GroupRequest, deadline: Deadline | None = None) -> AsyncIterator[Trajectory]:
-        """Yields each trajectory of a group as it ends; after a broken stream, request the missing `rollouts`."""
+    async def group(
+        self,
+        request: GroupRequest,
+        deadline: Deadline | None = None,
+        on_waits: Callable[[list[Wait]], None] = lambda waits: None,
+    ) -> AsyncIterator[Trajectory]:
+        """Yields each trajectory of a group as it ends; after a broken stream, request the missing `rollouts`.
+
+        `on_waits` is called with what the rollouts wait for, as often as the request asks for it.
+        """
         async with self.stream("POST", "/groups", body=request, deadline=deadline) as lines:
             async for line in lines:
-                if line:
+                if line.startswith(_WAITS):
+                    on_waits(GroupWaits.model_validate_json(line).waits)
+                elif line:
                     yield Trajectory.model_validate_json(line)
 
     async def agents(self) -> list[AgentInfo]:

@@ -13,6 +13,7 @@ from trackway.wire.rollout import SamplingParams
 from trackway.wire.sample_index import sample_index
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
+from trackway.wire.waits import Wait
 
 MAX_ROLLOUTS = 1024
 """Rollouts of one group."""
@@ -107,6 +108,12 @@ class Limits(WireRequest):
         return limit if self.prompt_truncation == "error" else max(16 * limit, 65_536)
 
 
+class GroupWaits(WireReply):
+    """What the rollouts of a group wait for at present; a line of its stream beside the trajectories."""
+
+    waits: list[Wait]
+
+
 class GroupRequest(WireRequest):
     """n rollouts of one sample."""
 
@@ -128,6 +135,8 @@ class GroupRequest(WireRequest):
     """Destination of these traces."""
     tools: Annotated[list[str], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Names of the tools offered to the model; None offers every tool of the server."""
+    report_waits_s: Annotated[Float, Field(ge=0.1)] | None = None
+    """Report what the rollouts wait for whenever none has ended for so many seconds; None reports nothing."""
 
     def rollout_numbers(self) -> list[int]:
         """The requested values of `rollout_n`."""

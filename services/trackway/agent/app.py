@@ -17,7 +17,7 @@ from trackway.agent.verl.loading import load_loops
 from trackway.serving import ServiceRouter, service_app
 from trackway.serving.ndjson import NdjsonStream
 from trackway.tracing import Tracing
-from trackway.wire.agent import AgentList, GroupRequest
+from trackway.wire.agent import AgentList, GroupRequest, GroupWaits
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 
@@ -63,7 +63,10 @@ def _routes(groups: Groups) -> ServiceRouter:
         "/groups", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
     )
     async def run_group(request: GroupRequest) -> StreamingResponse:
-        """Run n rollouts of a sample; streams one Trajectory per line of NDJSON, each as it ends."""
+        """Run n rollouts of a sample; streams one Trajectory per line of NDJSON, each as it ends.
+
+        With `report_waits_s`, a line `{"waits": [...]}` says what they wait for whenever none has ended for so long.
+        """
         return NdjsonStream(_lines(groups.start(request)))
 
     @router.post("/trajectories")
@@ -74,7 +77,8 @@ def _routes(groups: Groups) -> ServiceRouter:
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
         async with aclosing(groups.start(request)) as trajectories:
             async for trajectory in trajectories:
-                return trajectory
+                if isinstance(trajectory, Trajectory):
+                    return trajectory
         raise stopping()
 
     @router.get("/agents")
@@ -99,7 +103,7 @@ class _SpilledCalls(Collector):
         yield spilled
 
 
-async def _lines(trajectories: AsyncGenerator[Trajectory, None]) -> AsyncGenerator[str, None]:
+async def _lines(trajectories: AsyncGenerator[Trajectory | GroupWaits, None]) -> AsyncGenerator[str, None]:
     """One trajectory per line; closing the generator aborts the remaining rollouts."""
     async with aclosing(trajectories):
         async for trajectory in trajectories:

@@ -7,9 +7,10 @@ from prometheus_client import Counter, Gauge
 
 from trackway.agent.context import AgentContext
 from trackway.agent.loop import AgentLoop, agent_loop
+from trackway.agent.waits import RolloutWaits, current_rollout
 from trackway.serving.metrics import Collectors
 from trackway.serving.user_code import contained
-from trackway.wire.agent import GroupRequest
+from trackway.wire.agent import GroupRequest, GroupWaits
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 
@@ -38,8 +39,10 @@ class Groups:
         """Unfinished trajectories, including those that wait for a slot."""
         return len(self._tasks)
 
-    def start(self, request: GroupRequest) -> AsyncGenerator[Trajectory, None]:
-        """The requested rollouts, each as it ends; closing the generator or the service aborts the rest.
+    def start(self, request: GroupRequest) -> AsyncGenerator[Trajectory | GroupWaits, None]:
+        """The requested rollouts, each as it ends, and what they wait for when the request asks for it.
+
+        Closing the generator or the service aborts the rest.
 
         Raises:
             TrackwayError: at once, `unknown_agent`, `invalid_request`, or `unavailable` when the service stops.
@@ -51,11 +54,22 @@ class Groups:
 
     async def _run(
         self, loop: type[AgentLoop], request: GroupRequest, rollouts: list[int]
-    ) -> AsyncGenerator[Trajectory, None]:
-        tasks = [self._spawn(loop, request, rollout_n) for rollout_n in rollouts]
+    ) -> AsyncGenerator[Trajectory | GroupWaits, None]:
+        waits = [RolloutWaits(request.tags(rollout_n)) for rollout_n in rollouts]
+        tasks = [
+            self._spawn(loop, request, rollout_n, waiting) for rollout_n, waiting in zip(rollouts, waits, strict=True)
+        ]
+        running = set(tasks)
         try:
-            for ended in asyncio.as_completed(tasks):
-                yield await ended
+            while running:
+                ended, running = await asyncio.wait(
+                    running, timeout=request.report_waits_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in tasks:
+                    if task in ended:
+                        yield await task
+                if not ended:
+                    yield GroupWaits(waits=[wait for waiting in waits for wait in waiting.current()])
         except asyncio.CancelledError:
             if not self._closed or _is_cancelled():
                 raise
@@ -74,17 +88,27 @@ class Groups:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._services.settings.release_timeout_s + _SLACK_S)
 
-    def _spawn(self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int) -> asyncio.Task[Trajectory]:
-        task = asyncio.create_task(self._one(loop, request, rollout_n))
+    def _spawn(
+        self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int, waits: RolloutWaits
+    ) -> asyncio.Task[Trajectory]:
+        task = asyncio.create_task(self._one(loop, request, rollout_n, waits))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _one(self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int) -> Trajectory:
+    async def _one(
+        self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int, waits: RolloutWaits
+    ) -> Trajectory:
         outcome = "aborted"
+        current_rollout.set(waits)
         try:
-            async with self._slots:
-                trajectory = await contained(self._lived(loop, request, rollout_n))
+            with waits("a free slot of its agent replica"):
+                await self._slots.acquire()
+            try:
+                with waits("its agent loop"):
+                    trajectory = await contained(self._lived(loop, request, rollout_n))
+            finally:
+                self._slots.release()
             outcome = trajectory.error.code.value if trajectory.error else trajectory.stop_reason.value
             return trajectory
         finally:

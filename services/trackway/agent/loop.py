@@ -19,6 +19,7 @@ from typing import ClassVar, Literal, TypeVar
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.toolbox import Toolbox, tool_facts
+from trackway.agent.waits import waits_for
 from trackway.chat.encoding import TooLong
 from trackway.serving.user_code import described, run_user_code
 from trackway.tracing import SpanHandle, add_incident, set_outcome, token2text, trajectory_span
@@ -113,7 +114,11 @@ class AgentLoop(ABC):
         A turn that the engine aborted (while it is paused for new weights) is resumed.
         """
         start = len(episode.response_ids)
-        with stopwatch(episode.timings, "generate_sequences"):
+        turn = episode.first_turn + len(episode.turns)
+        with (
+            stopwatch(episode.timings, "generate_sequences"),
+            waits_for(f"the rollout service, turn {turn}", episode.deadline),
+        ):
             for part in itertools.count():
                 written = len(episode.response_ids) - start
                 max_tokens = min(episode.request.sampling_params.max_tokens - written, episode.room)
@@ -146,7 +151,7 @@ class AgentLoop(ABC):
 
     async def _score(self, episode: Episode, toolbox: Toolbox) -> Reward:
         """The reward service's score of the generated text; tool rewards are its components."""
-        with stopwatch(episode.timings, "compute_score"):
+        with stopwatch(episode.timings, "compute_score"), waits_for("the reward service", episode.deadline):
             rewards = await toolbox.rewards()
             turns = [await self.services.tokens.plain_text(ids) for ids in episode.written()]
             sample = episode.sample

@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from trackway.agent.catalog import ToolSet
 from trackway.agent.observations import CallFailed, Observation, failed_call, not_run, unknown_function
 from trackway.agent.tool_instance import ToolCallContext, ToolInstance
+from trackway.agent.waits import waits_for
 from trackway.chat.tool_calls import ParsedCall
 from trackway.clients import Deadline, ToolsClient
 from trackway.tracing import add_event, add_incident, token2text
@@ -100,7 +101,8 @@ class Toolbox:
         record = sent[call_id] = ToolCallRecord(tool=tool, tool_call_id=call_id)
         started = time.perf_counter()
         try:
-            yield record
+            with waits_for(f"tool {tool}", self._context.call_deadline):
+                yield record
         except asyncio.CancelledError:
             if self._context.deadline.expired:  # the client's deadline or the trajectory's may come first
                 record.error = ErrorCode.DEADLINE_EXCEEDED

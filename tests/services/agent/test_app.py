@@ -12,6 +12,7 @@ from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
+from trackway.wire.waits import Wait
 
 ANSWER = "#### 18" + END
 COUNT = call("counter") + END
@@ -50,6 +51,32 @@ async def test_a_client_that_leaves_ends_its_trajectories_and_releases_their_too
 
     await until(lambda: len(services.counter.released) == 2)
     assert sorted(services.counter.released) == sorted(services.counter.counts)
+
+
+@pytest.mark.anyio
+async def test_the_stream_says_what_the_rollouts_wait_for_that_do_not_end(
+    services: AgentServices, agent: AgentClient
+) -> None:
+    said: list[list[Wait]] = []
+    released = asyncio.Event()
+
+    async def slow() -> str:
+        await released.wait()
+        return ANSWER
+
+    def on_waits(waits: list[Wait]) -> None:
+        said.append(waits)
+        released.set()
+
+    services.model.scripts = {0: [COUNT, ANSWER], 1: [slow]}
+    services.counter.before = released.wait
+    ended = [trajectory async for trajectory in agent.group(group(n=2, report_waits_s=0.5), on_waits=on_waits)]
+
+    assert sorted(trajectory.tags.rollout_n for trajectory in ended) == [0, 1]
+    assert [(wait.who, wait.waits_for, wait.until is not None) for wait in said[0]] == [
+        ("rollout 1/7/0", "tool counter", True),
+        ("rollout 1/7/1", "the rollout service, turn 0", True),
+    ]
 
 
 @pytest.mark.anyio

@@ -31,12 +31,13 @@ from trackway.tracing.active import activated
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
-from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, RewardModel, Sample
+from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, GroupWaits, RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.health import Health, Ready
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceBackend, TraceTarget
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, WeightSpan, trajectory_id
+from trackway.wire.waits import Wait
 
 
 class Serving(Protocol):
@@ -82,6 +83,8 @@ class ScriptedAgent:
     """The agent loops that it says it has."""
     tracing: Tracing | None = None
     """With one it makes real spans; without, a trace id that nobody knows."""
+    waits: list[Wait] = field(default_factory=list[Wait])
+    """What it says that its rollouts wait for."""
     released: threading.Event = field(default_factory=threading.Event)
     change: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory
     """What becomes of each trajectory before it is sent."""
@@ -111,6 +114,8 @@ class ScriptedAgent:
 
     async def _lines(self, request: GroupRequest, http: Request, breaks_after: int | None) -> AsyncIterator[str]:
         held = self.holding_at is not None and request.step >= self.holding_at
+        if self.waits and request.report_waits_s is not None:
+            yield GroupWaits(waits=self.waits).model_dump_json() + "\n"
         while held and not self.released.is_set():
             await asyncio.sleep(0.02)
         for sent, rollout_n in enumerate(request.rollout_numbers()):

@@ -13,18 +13,21 @@ from pydantic import ValidationError
 
 from trackway.clients import AgentClient, Deadline
 from trackway.system import Backoff
+from trackway.system.waits import Waiting, Waits
 from trackway.trainer.metrics.clock import ActiveTime
-from trackway.trainer.run_state.waits import Waiting, Waits
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason, Trajectory, require_trainable
+from trackway.wire.waits import Wait
 
 logger = logging.getLogger("trackway.trainer")
 
 
 LONGEST_PAUSE_S = 15.0
+REPORT_WAITS_S = 5.0
+"""The agent service says what rollouts wait for when none of a group has ended for so long."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class GroupTemplate:
             trace=trace,
             trace_target=self.trace_target,
             tools=self.tools,
+            report_waits_s=REPORT_WAITS_S,
         )
 
 
@@ -137,7 +141,7 @@ class Rollouts:
             if problem is not None:
                 await asyncio.sleep(min(backoff.pause_s(max(1, fruitless)), deadline.remaining))
             had = len(got)
-            problem = await self._receive(_for_missing(request, got), got, deadline)
+            problem = await self._receive(_for_missing(request, got), got, deadline, waiting)
             if problem is None or not problem.retryable:
                 break
             fruitless = 0 if len(got) > had else fruitless + 1
@@ -146,12 +150,20 @@ class Rollouts:
         return [got.get(n) or request.failed(n, error) for n in request.rollout_numbers()]
 
     async def _receive(
-        self, request: GroupRequest, got: dict[int, Trajectory], deadline: Deadline
+        self, request: GroupRequest, got: dict[int, Trajectory], deadline: Deadline, waiting: Waiting
     ) -> TrackwayError | None:
-        """Fills `got` from one stream; returns the error, or None when no rollout is missing."""
+        """Fills `got` from one stream; returns the error, or None when no rollout is missing.
+
+        Meanwhile `waiting` has what the rollouts wait for.
+        """
         wanted = set(request.rollout_numbers())
+
+        def note(waits: list[Wait]) -> None:
+            waiting.because = lambda: waits
+
         try:
-            async for trajectory in self._client.group(request, deadline):
+            async for trajectory in self._client.group(request, deadline, note):
+                note([])
                 if trajectory.tags.rollout_n in wanted:
                     got[trajectory.tags.rollout_n] = _checked(trajectory)
         except TrackwayError as error:
@@ -161,6 +173,7 @@ class Rollouts:
         else:
             missing = sorted(wanted - got.keys())
             problem = TrackwayError(ErrorCode.UNAVAILABLE, f"the stream ended without rollouts {missing}")
+        note([])
         return problem if wanted - got.keys() else None
 
 

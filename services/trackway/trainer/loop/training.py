@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trackway.system import StorageError
+from trackway.system.waits import Waiting, Waits
 from trackway.trainer.data.dataset import Prompts, traced_positions
 from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
 from trackway.trainer.learner.finite import NotFiniteError
@@ -37,7 +38,6 @@ from trackway.trainer.metrics.validation import validation_metrics
 from trackway.trainer.run_state.checkpoint import find_latest, save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
-from trackway.trainer.run_state.waits import Waiting, Waits
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.step import shown_metrics
 from trackway.trainer.tracking import Sink

@@ -12,6 +12,7 @@ from trackway.wire.errors import ErrorCode
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason
+from trackway.wire.waits import Wait
 
 pytestmark = pytest.mark.anyio
 
@@ -66,6 +67,20 @@ async def test_a_group_that_is_waited_for_says_what_is_missing_and_why(agent, ag
     assert current[0].who == "group 1/1"
     assert current[0].progress.startswith("1 of 4 rollouts have ended; asked again after: POST ")
     assert asking.waits.current() == []
+
+
+async def test_what_the_rollouts_of_a_group_wait_for_is_below_its_own_wait(agent, agent_url, http, sample):
+    agent.waits, agent.holding_at = [Wait(who="rollout 1/1/0", waits_for="tool python", since=1_000)], 1
+    asking = rollouts(agent_url, http)
+    collecting = asyncio.create_task(asking.collect([sample(1)], 1, 0))
+    async with asyncio.timeout(30):
+        while not (current := asking.waits.current()) or not current[0].because:
+            await asyncio.sleep(0.01)
+    agent.released.set()
+    got = await collecting
+
+    assert current[0].because == agent.waits
+    assert [trajectory.tags.rollout_n for trajectory in got] == [0, 1, 2, 3]
 
 
 async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, agent_url, http, sample):

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
+from trackway.system.waits import MOST, Waits
 from trackway.trainer.run_state import waits as module
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.waits import MOST, Waits, reported
+from trackway.trainer.run_state.waits import reported
 from trackway.wire.waits import Wait
 
 pytestmark = pytest.mark.anyio

@@ -1,0 +1,66 @@
+"""The waits of a process that are in progress, by name."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from trackway.wire.waits import Wait
+
+MOST = 8
+"""Most waits below another one."""
+
+Now = Callable[[], float]
+"""Seconds since 1970."""
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A wait in progress; its fields may change meanwhile."""
+
+    who: str
+    waits_for: str
+    since_s: float
+    timeout_s: float | None = None
+    progress: Callable[[], str] = lambda: ""
+    because: Callable[[], Sequence[Wait]] = lambda: ()
+
+    def wait(self) -> Wait:
+        """The wait as it is now."""
+        until = None if self.timeout_s is None else _ms(self.since_s + self.timeout_s)
+        because = sorted(self.because(), key=lambda wait: wait.since)[:MOST]
+        return Wait(
+            who=self.who,
+            waits_for=self.waits_for,
+            since=_ms(self.since_s),
+            until=until,
+            progress=self.progress(),
+            because=because,
+        )
+
+
+@dataclass
+class Waits:
+    """The waits in progress, in the order in which they began."""
+
+    now: Now = time.time
+    _waiting: list[Waiting] = field(default_factory=list)
+
+    @contextmanager
+    def __call__(self, who: str, waits_for: str, timeout_s: float | None = None) -> Iterator[Waiting]:
+        """A wait, for the duration of the block."""
+        waiting = Waiting(who, waits_for, self.now(), timeout_s)
+        self._waiting.append(waiting)
+        try:
+            yield waiting
+        finally:
+            self._waiting.remove(waiting)
+
+    def current(self, patience_s: float = 0.0) -> list[Wait]:
+        """Those that have lasted so long."""
+        before = self.now() - patience_s
+        return [waiting.wait() for waiting in self._waiting if waiting.since_s <= before]
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)
