@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Callable
 
 from trackway.clients.base import Deadline, ServiceClient
 from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, GroupWaits
+from trackway.wire.health import Wait
 from trackway.wire.trajectory import Trajectory
-from trackway.wire.waits import Wait
 
 _WAITS = '{"waits":'
 """How a line begins that is no trajectory."""

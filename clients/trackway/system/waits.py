@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from trackway.wire.waits import Wait
+from trackway.wire.health import Wait
 
 MOST = 8
 """Most waits below another one."""

@@ -1,4 +1,4 @@
-"""Responses of `/health`, `/ready` and `/replicas`, shared by all services."""
+"""Responses of `/health`, `/ready` and `/replicas`, and what a process waits for; shared by all services."""
 
 from typing import Literal
 
@@ -86,3 +86,20 @@ class ReplicaList(WireReply):
     passes: dict[str, str] = Field(default_factory=dict, repr=False)
     """By replica, the token to send to its `url` instead of the caller's own. It is valid at that replica only, so a
     process that takes over the address cannot use it elsewhere. Empty without tokens."""
+
+
+class Wait(WireReply):
+    """A wait in progress, or a computation that others wait for, and what that itself waits for."""
+
+    who: str
+    """Who waits: `the learner`, `group 5/17` (step and prompt), `rollout 5/17/0`."""
+    waits_for: str
+    """What for: `rollouts of step 5`, `tool python`."""
+    since: int
+    """Milliseconds since 1970."""
+    until: int | None = None
+    """Its deadline in milliseconds since 1970; None without one."""
+    progress: str = ""
+    """How far it is, and its newest problem."""
+    because: list["Wait"] = Field(default_factory=list["Wait"])
+    """What it is that takes so long, the longest wait first; only as many as help."""

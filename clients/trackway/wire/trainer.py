@@ -7,9 +7,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, JsonValue
 
 from trackway.wire.base import WireReply, WireRequest
-from trackway.wire.health import OwnCode
+from trackway.wire.health import OwnCode, Wait
 from trackway.wire.names import RunName
-from trackway.wire.waits import Wait
 
 
 class RunState(StrEnum):

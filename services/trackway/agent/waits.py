@@ -6,8 +6,8 @@ from contextvars import ContextVar
 
 from trackway.clients import Deadline
 from trackway.system.waits import Waits
+from trackway.wire.health import Wait
 from trackway.wire.trajectory import Tags
-from trackway.wire.waits import Wait
 
 
 class RolloutWaits:

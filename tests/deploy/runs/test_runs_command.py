@@ -14,8 +14,8 @@ from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
+from trackway.wire.health import Wait
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
-from trackway.wire.waits import Wait
 
 URLS = ServiceUrls(agent_url="http://127.0.0.1:9", tools_url="", reward_url="", weights_url="file:///nowhere")
 

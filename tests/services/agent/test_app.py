@@ -11,8 +11,8 @@ from trackway.agent.app import create_app
 from trackway.agent.settings import AgentSettings
 from trackway.clients import AgentClient
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Wait
 from trackway.wire.trajectory import Trajectory
-from trackway.wire.waits import Wait
 
 ANSWER = "#### 18" + END
 COUNT = call("counter") + END

@@ -33,11 +33,10 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.agent import AgentInfo, AgentList, GroupRequest, GroupWaits, RewardModel, Sample
 from trackway.wire.chat import Message
-from trackway.wire.health import Health, Ready
+from trackway.wire.health import Health, Ready, Wait
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceBackend, TraceTarget
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, WeightSpan, trajectory_id
-from trackway.wire.waits import Wait
 
 
 class Serving(Protocol):

@@ -12,8 +12,8 @@ from trackway.deploy.terminal.console import print_json, stdout
 from trackway.system import visible
 
 if TYPE_CHECKING:
+    from trackway.wire.health import Wait
     from trackway.wire.trainer import RunInfo
-    from trackway.wire.waits import Wait
 
 app = typer.Typer()
 

@@ -17,10 +17,10 @@ from trackway.system.waits import Waiting, Waits
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Wait
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason, Trajectory, require_trainable
-from trackway.wire.waits import Wait
 
 logger = logging.getLogger("trackway.trainer")
 

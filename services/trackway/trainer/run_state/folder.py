@@ -33,8 +33,8 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.ownership import Beat, Owner
 from trackway.trainer.settings import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.health import Wait
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunInfo, RunState
-from trackway.wire.waits import Wait
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 
 from trackway.system.waits import Waits
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.wire.waits import Wait
+from trackway.wire.health import Wait
 
 REPORT_EVERY_S = 1.0
 PATIENCE_S = 2.0

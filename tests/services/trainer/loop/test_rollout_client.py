@@ -9,10 +9,10 @@ from trackway.clients import AgentClient
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.wire.agent import Limits, Sample
 from trackway.wire.errors import ErrorCode
+from trackway.wire.health import Wait
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import StopReason
-from trackway.wire.waits import Wait
 
 pytestmark = pytest.mark.anyio
 

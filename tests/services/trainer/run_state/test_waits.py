@@ -8,7 +8,7 @@ from trackway.system.waits import MOST, Waits
 from trackway.trainer.run_state import waits as module
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.waits import reported
-from trackway.wire.waits import Wait
+from trackway.wire.health import Wait
 
 pytestmark = pytest.mark.anyio
 
