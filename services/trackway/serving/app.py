@@ -64,8 +64,8 @@ def service_app(
     app.state.settings = settings
     app.state.tracing = tracing
     app.state.tokens = tokens
-    app.state.batch_load = BatchLoad()
     app.state.metrics = metrics = ServiceMetrics(service, tracing, gauges, collectors)
+    app.state.batch_load = BatchLoad(metrics.in_flight)
     for router in [*routers, _common_routes(service, settings, tracing, metrics, ready)]:
         app.include_router(router)
     serve_docs(app)

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+
+from prometheus_client import Gauge
 
 from trackway.serving.middleware import unforeseen
 from trackway.tracing import collect_trace_stats, extracted
@@ -13,12 +14,22 @@ from trackway.wire.errors import TrackwayError
 _log = logging.getLogger(__name__)
 
 
-@dataclass
 class BatchLoad:
-    """Work in progress that a count of HTTP requests misses."""
+    """Work in progress that a count of HTTP requests misses.
 
-    extra: int = 0
-    """Unfinished entries of batches, without the first of each."""
+    in_flight: the gauge of requests in progress.
+    """
+
+    def __init__(self, in_flight: Gauge | None = None) -> None:
+        self.extra = 0
+        """Unfinished entries of batches, without the first of each."""
+        self._in_flight = in_flight
+
+    def add(self, entries: int) -> None:
+        """Count so many entries more; fewer if negative."""
+        self.extra += entries
+        if self._in_flight is not None:
+            self._in_flight.inc(entries)
 
 
 async def run_batch(
@@ -27,16 +38,16 @@ async def run_batch(
     """A line of JSON for each BatchResult, in the order in which they end; closing the generator cancels the rest."""
     running = {asyncio.create_task(_run(answer, index, entry)) for index, entry in enumerate(entries)}
     extra = len(running) - 1
-    load.extra += extra
+    load.add(extra)
     try:
         while running:
             ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             before, extra = extra, max(0, len(running) - 1)
-            load.extra -= before - extra
+            load.add(extra - before)
             results = sorted((task.result() for task in ended), key=lambda result: result.index)
             yield "".join(f"{result.model_dump_json(exclude_none=True)}\n" for result in results)
     finally:
-        load.extra -= extra
+        load.add(-extra)
         for task in running:
             task.cancel()
         if running:

@@ -37,7 +37,9 @@ class ServiceMetrics:
     def __init__(
         self, service: str, tracing: Tracing, gauges: Sequence[Gauge] = (), collectors: Sequence[Collector] = ()
     ) -> None:
-        self.in_flight = PrometheusGauge("trackway_in_flight", "Requests in progress", registry=None)
+        self.in_flight = PrometheusGauge(
+            "trackway_in_flight", "Requests in progress; those of a batch count singly", registry=None
+        )
         self.requests = Counter(
             "trackway_requests", "Requests by route and status", ["route", "method", "status"], registry=None
         )

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import Gauge
 
 from tests.services.rollout.test_app import Running
 from tests.time_limits import ENDS_SOON
@@ -134,7 +135,8 @@ class Slots:
 
 
 async def test_results_come_as_they_end_and_unfinished_entries_count_as_load() -> None:
-    slots, load, seen = Slots(), BatchLoad(), []
+    gauge = Gauge("requests", "in progress", registry=None)
+    slots, load, seen = Slots(), BatchLoad(gauge), []
     batch = slots.batch(3, load)
     async with aclosing(batch):
         for name in ("r1", "r0", "r2"):
@@ -142,11 +144,12 @@ async def test_results_come_as_they_end_and_unfinished_entries_count_as_load() -
             while len(slots.running) < 3:
                 await asyncio.sleep(0)
             seen.append(load.extra)
+            assert gauge._value.get() == load.extra
             slots.end(name)
             seen.append(BatchResult[GenerateReply].model_validate_json(await line).index)
         with pytest.raises(StopAsyncIteration):
             await anext(batch)
-    assert (seen, load.extra) == ([2, 1, 1, 0, 0, 2], 0)
+    assert (seen, load.extra, gauge._value.get()) == ([2, 1, 1, 0, 0, 2], 0, 0)
 
 
 async def test_closing_the_answer_aborts_what_still_runs() -> None:
