@@ -52,41 +52,46 @@ BATCHES = [BatchRequest[GenerateRequest], BatchResult[GenerateReply], BatchReque
 MODELS = [*wire_models(), *BATCHES, Progress, Beat, ServiceUrls, Summary]
 
 
-def value_for(annotation: Any, number: float) -> object:
-    """A value of the type in which every float is this one."""
+def value_for(annotation: Any, number: float, around: tuple[type[BaseModel], ...] = ()) -> object:
+    """A value of the type in which every float is this one; a list of a model `around` it is empty."""
     if isinstance(annotation, TypeAliasType):
-        return "text" if annotation is JsonValue else value_for(annotation.__value__, number)
+        return "text" if annotation is JsonValue else value_for(annotation.__value__, number, around)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return value_for(arguments[0], number)
+        return value_for(arguments[0], number, around)
     if origin in (Union, types.UnionType):
-        return value_for(max(arguments, key=lambda kind: "float" in str(kind) or kind is not type(None)), number)
+        return value_for(
+            max(arguments, key=lambda kind: "float" in str(kind) or kind is not type(None)), number, around
+        )
     if origin is Literal:
         return arguments[0]
     if origin in (list, tuple):
-        return [value_for(kind, number) for kind in arguments if kind is not Ellipsis]
+        return [value_for(kind, number, around) for kind in arguments if kind is not Ellipsis and kind not in around]
     if origin is dict:
-        return {value_for(arguments[0], number): value_for(arguments[1], number)}
+        return {value_for(arguments[0], number): value_for(arguments[1], number, around)}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return fields_of(annotation, number)
+        return fields_of(annotation, number, around)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return next(iter(annotation))
     return {float: number, int: 1, bool: True, str: "text", SecretStr: "text"}.get(annotation)
 
 
-def fields_of(model: type[BaseModel], number: float) -> dict[str, object]:
+def fields_of(model: type[BaseModel], number: float, around: tuple[type[BaseModel], ...] = ()) -> dict[str, object]:
     """Every field that holds a float at any depth, and those that must be given."""
     if model is Trajectory:
         one_token = {"response_ids": [1], "response_mask": [1], "response_logprobs": [number]}
-        return one_token | fields_with_floats(model, number, one_token.keys())
-    return SPECIAL.get(model, {}) | fields_with_floats(model, number, SPECIAL.get(model, {}).keys())
+        return one_token | fields_with_floats(model, number, one_token.keys(), around)
+    return SPECIAL.get(model, {}) | fields_with_floats(model, number, SPECIAL.get(model, {}).keys(), around)
 
 
-def fields_with_floats(model: type[BaseModel], number: float, given: Collection[str]) -> dict[str, object]:
+def fields_with_floats(
+    model: type[BaseModel], number: float, given: Collection[str], around: tuple[type[BaseModel], ...]
+) -> dict[str, object]:
+    around = (*around, model)
     return {
-        field.alias or name: value_for(field.annotation, number)
+        field.alias or name: value_for(field.annotation, number, around)
         for name, field in model.model_fields.items()
-        if name not in given and (field.is_required() or "nan" in repr(value_for(field.annotation, math.nan)))
+        if name not in given and (field.is_required() or "nan" in repr(value_for(field.annotation, math.nan, around)))
     }
 
 
