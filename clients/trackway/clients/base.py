@@ -10,8 +10,8 @@ redirects are not followed, so that the token reaches no other host.
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Self, TypeVar
@@ -20,6 +20,7 @@ import httpx
 from pydantic import BaseModel, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception
 
+from trackway.clients.batches import Batches
 from trackway.clients.deadline import Deadline
 from trackway.clients.direct import Address, DirectRoutes
 from trackway.clients.failures import ForeignServerError, error_of, incident_of, reason_of, worth_retrying
@@ -27,6 +28,7 @@ from trackway.clients.http_client import shared_http
 from trackway.clients.retry import RetryState
 from trackway.clients.token import authorization, resolve_token
 from trackway.tracing import add_incident, current_trace_stats, inject
+from trackway.wire.batch import BatchRequest, ReplyT, RequestT
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import IDEMPOTENCY_KEY, REQUEST_DEADLINE, SESSION_ID, TRACE_RECEIPT, header_text
 from trackway.wire.health import Health, ReplicaList
@@ -77,7 +79,10 @@ class _Request:
 
 
 class ServiceClient:
-    """Client of the service at a base URL; subclasses add its routes."""
+    """Client of the service at a base URL; subclasses add its routes.
+
+    batches: send the generations or scores that are requested for a session at the same moment in one request.
+    """
 
     def __init__(
         self,
@@ -86,6 +91,7 @@ class ServiceClient:
         policy: CallPolicy | None = None,
         token: SecretStr | None = None,
         direct: bool = False,
+        batches: bool = False,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._token = resolve_token(token)
@@ -93,6 +99,7 @@ class ServiceClient:
         self._http = http
         self._slots = asyncio.Semaphore(self.policy.max_in_flight)
         self._routes = DirectRoutes(self.base_url, self._replicas, self._name_at) if direct else None
+        self._in_batches = batches
 
     @property
     def http(self) -> httpx.AsyncClient:
@@ -181,6 +188,18 @@ class ServiceClient:
         if self._routes is None:
             return await send(self.base_url, headers)
         return await self._routes.exchange(send, headers, self._holder(request.path), request.broken)
+
+    def _batches(
+        self, path: str, request: type[RequestT], reply: type[ReplyT], size: Callable[[RequestT], int]
+    ) -> Batches[RequestT, ReplyT] | None:
+        """Batches for a route, if this client sends any; `size` is that of a request, as in `Batches`."""
+
+        def open_batch(
+            body: BatchRequest[RequestT], session_id: str, deadline: Deadline
+        ) -> AbstractAsyncContextManager[AsyncIterator[str]]:
+            return self.stream("POST", path, body=body, session_id=session_id, deadline=deadline)
+
+        return Batches(open_batch, self.base_url + path, request, reply, size) if self._in_batches else None
 
     def _holder(self, path: str) -> str | None:
         """The only replica that can answer a request, or None."""

@@ -1,16 +1,12 @@
 """Client of the rollout service. Generation uses vLLM's route, so a plain vLLM server can replace the service."""
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Sequence
+from functools import cached_property
 
-import httpx
-from pydantic import SecretStr
-
-from trackway.clients.base import CallPolicy, ServiceClient
+from trackway.clients.base import ServiceClient
 from trackway.clients.batches import Batches
 from trackway.clients.deadline import Deadline
-from trackway.wire.batch import BatchRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import (
     GenerateReply,
@@ -22,30 +18,13 @@ from trackway.wire.rollout import (
     WeightsReply,
 )
 
-_BATCH = "/generate_batch"
-
 
 class RolloutClient(ServiceClient):
-    """Token ids in, token ids and logprobs out; every method raises TrackwayError.
+    """Token ids in, token ids and logprobs out; every method raises TrackwayError."""
 
-    batches: send the generations that are requested for a session at the same moment in one request.
-    """
-
-    def __init__(
-        self,
-        base_url: str,
-        http: httpx.AsyncClient | None = None,
-        policy: CallPolicy | None = None,
-        token: SecretStr | None = None,
-        direct: bool = False,
-        batches: bool = False,
-    ) -> None:
-        super().__init__(base_url, http, policy, token, direct)
-        self._batches = (
-            Batches(self._open_batch, self.base_url + _BATCH, GenerateRequest, GenerateReply, _prompt_tokens)
-            if batches
-            else None
-        )
+    @cached_property
+    def _generations(self) -> Batches[GenerateRequest, GenerateReply] | None:
+        return self._batches("/generate_batch", GenerateRequest, GenerateReply, _prompt_tokens)
 
     async def generate(
         self, request: GenerateRequest, session_id: str | None = None, deadline: Deadline | None = None
@@ -54,8 +33,8 @@ class RolloutClient(ServiceClient):
         deadline = deadline or Deadline.after(self.policy.total_s)
         if request.request_id is None:  # vLLM takes no null here
             request = request.model_copy(update={"request_id": uuid.uuid4().hex})
-        if self._batches is not None and session_id is not None:
-            reply = await self._batches.call(request, session_id, deadline)
+        if self._generations is not None and session_id is not None:
+            reply = await self._generations.call(request, session_id, deadline)
             if reply is not None:
                 return reply
         return await self.call(
@@ -66,11 +45,6 @@ class RolloutClient(ServiceClient):
             session_id=session_id,
             deadline=deadline,
         )
-
-    def _open_batch(
-        self, batch: BatchRequest[GenerateRequest], session_id: str, deadline: Deadline
-    ) -> AbstractAsyncContextManager[AsyncIterator[str]]:
-        return self.stream("POST", _BATCH, body=batch, session_id=session_id, deadline=deadline)
 
     async def weights(self) -> WeightsReply:
         """The weight version of the replica that answers."""

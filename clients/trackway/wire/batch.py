@@ -1,6 +1,6 @@
 """Batches: several requests of one kind in one HTTP request, each with its own trace, reply and error."""
 
-from typing import Generic, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -10,6 +10,9 @@ from trackway.wire.errors import ErrorBody
 RequestT = TypeVar("RequestT", bound=BaseModel)
 ReplyT = TypeVar("ReplyT", bound=BaseModel)
 
+TraceHeader = Annotated[str, Field(max_length=8192)]
+"""W3C's limit of the header `baggage`."""
+
 MAX_BATCH = 64
 """Most requests in a batch."""
 
@@ -18,7 +21,7 @@ class BatchEntry(WireRequest, Generic[RequestT]):
     """One request of a batch; its reply equals that of the same request on its own."""
 
     request: RequestT
-    trace: dict[str, str] = Field(default_factory=dict[str, str], max_length=3)
+    trace: dict[str, TraceHeader] = Field(default_factory=dict[str, TraceHeader], max_length=3)
     """The headers `traceparent`, `tracestate` and `baggage` of the request's own trace."""
 
 

@@ -64,7 +64,8 @@ async def test_each_generation_equals_its_own_request(running: Running, settings
     assert [(reply.request_id, reply.usage) for reply in replies] == [
         (reply.request_id, reply.usage) for reply in alone
     ]
-    choices, expected = ([reply.choices[0] for reply in each] for each in (replies, alone))
+    choices = [reply.choices[0] for reply in replies]
+    expected = [reply.choices[0] for reply in alone]
     assert [choice.token_ids for choice in choices] == [choice.token_ids for choice in expected]
     assert [logprobs(choice) for choice in choices] == [
         pytest.approx(logprobs(choice), abs=1e-5) for choice in expected

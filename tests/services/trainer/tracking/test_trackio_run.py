@@ -101,7 +101,11 @@ def test_a_resumed_run_goes_on_in_its_trackio_run_though_a_newer_one_has_its_nam
     tracked(run_folder(tmp_path / "newer"), wanted, ROWS[0])
     tracked(folder, wanted, *ROWS, caught_up=3)
 
-    assert sorted(len(rows) for _, rows in stored(project)) == [1, 3, 3]  # a whole run beside it, none mixed
+    assert sorted(len(rows) for _, rows in stored(project)) == [
+        1,
+        3,
+        3,
+    ]  # the newer run, the first, and the resumed one, whole
 
 
 def test_each_traced_trajectory_is_a_trackio_trace_with_verls_tags(tmp_path: Path, project: str):
