@@ -30,6 +30,7 @@ from trackway.deploy.serve.fan_out import (
     to_each_replica_of,
     to_replicas_of,
 )
+from trackway.deploy.serve.probe_socket import ProbeSocket
 from trackway.deploy.serve.replica_metrics import ReplicaMetrics, metrics_route
 from trackway.deploy.sigterm import end_at_sigterm
 from trackway.serving import AuthSettings, ServiceSettings, from_inside
@@ -67,7 +68,8 @@ class Replica:
         module = importlib.import_module(f"trackway.{service}.app")
         create_app: Callable[[ServiceSettings], FastAPI] = module.create_app
         self._service = service
-        self._app = create_app(settings.model_copy(update={"replica": uuid.uuid4().hex[:12], "auth": _auth(settings)}))
+        name = uuid.uuid4().hex[:12]
+        self._app = create_app(settings.model_copy(update={"replica": name, "auth": _auth(settings)}))
         broadcast = to_replicas_of(service)
         self._app.include_router(replicas_route(service, broadcast))
         self._app.include_router(metrics_route(to_each_replica_of(service)))
@@ -75,13 +77,15 @@ class Replica:
             self._app.include_router(sleep_routes(broadcast))
         # The trainer is called rarely and has one replica.
         self._direct = None if service == "trainer" else _direct_port(settings, self._app)
+        if settings.probe_dir:  # the outermost of the lifespan, so that probes fail before the replica drains
+            ProbeSocket(self._app, settings.probe_dir, f"{service}-{name}", self._ready)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
 
     async def describe(self) -> ReplicaInfo:
         """The description of this replica, read from its own routes."""
-        ready = await self._ask("/ready", Ready)
+        ready = await self._ready()
         weights = await self._ask("/weights", WeightsReply) if self._service == "rollout" and ready.ready else None
         url = self._direct.url if self._direct else ""
         return ReplicaInfo(health=await self._ask("/health", Health), ready=ready, weights=weights, url=url or None)
@@ -116,9 +120,12 @@ class Replica:
 
         Runs on the event loop that answers requests, so a blocked loop fails the check; Serve's default would pass.
         """
-        ready = await self._ask("/ready", Ready)
+        ready = await self._ready()
         if ready.broken:
             raise RuntimeError(ready.reason)
+
+    async def _ready(self) -> Ready:
+        return await self._ask("/ready", Ready)
 
     async def _ask(self, path: str, reply: type[M]) -> M:
         return reply.model_validate_json((await self._request("GET", path)).content)

@@ -56,6 +56,9 @@ class ServiceSettings(ConnectionSettings):
     """Under Ray Serve: address at which each replica also answers directly, on a free port that `/replicas` lists.
     `node` is the node's own address, for callers on other nodes; None takes 127.0.0.1 when base_url is on this machine,
     else `node`; with an empty one replicas answer only through the proxy, as the trainer always does."""
+    probe_dir: str | None = Field(default=None, min_length=1, max_length=56)
+    """Under Ray Serve: folder in which each replica answers readiness probes at a Unix socket of its own
+    (`python -m trackway.deploy.probe`); None for none."""
     drain_s: float = Field(default=10.0, ge=0)
     """Under Ray Serve: longest time in seconds that a stopping replica takes further calls at its own port, until its
     tool instances are released and its callers have left; keep it below Serve's graceful_shutdown_timeout_s."""

@@ -10,7 +10,7 @@ from tests.k8s.checks.render import Render
 
 _RAYS = ("/tmp", "/tmp/ray", "/dev/shm", "/home/trackway")
 """Sockets, logs, the object store, caches; the last is HOME in deploy/docker/Dockerfile."""
-_EVERY_SERVICES = ("TRACKWAY_TRACING__SPOOL_DIR",)
+_EVERY_SERVICES = ("TRACKWAY_TRACING__SPOOL_DIR", "TRACKWAY_PROBE_DIR")
 _TRAINERS = ("TRACKWAY_OUTPUTS_DIR", "TRACKWAY_WEIGHTS_URL")
 _NEVER_WRITTEN = {"configMap", "secret", "projected", "downwardAPI"}
 

@@ -1,14 +1,17 @@
-"""Probes: each serving container has them, on open ports, and a Ray pod's probe asks its services' /ready."""
+"""Probes: each serving container has them, on open ports, and a Ray pod's probe asks the replicas on the pod."""
 
 import re
 from collections.abc import Iterator
 
+from tests.k8s.checks.environment import environment
 from tests.k8s.checks.model import Fault, Object
 from tests.k8s.checks.placement import held
 from tests.k8s.checks.pods import Container, Pod
 from tests.k8s.checks.render import Render
 
 _AGENT = 52365
+_ASKS_REPLICAS = re.compile(r"\bpython -m trackway\.deploy\.probe(?![\w.-])")
+_FOLDER = "TRACKWAY_PROBE_DIR"
 _PORT_IN_A_COMMAND = re.compile(r"(?<![\w./-])(\d{2,})/")
 
 
@@ -27,16 +30,29 @@ def faults(render: Render) -> Iterator[Fault]:
 
 
 def _ready(render: Render) -> Iterator[Fault]:
-    """The readiness probe of a worker pod asks the services that may run on it."""
+    """The readiness probe of a worker pod asks the replicas on it, and those of no service that cannot run there."""
     for pod in render.pods:
-        if pod.ray:
-            routes = [f"{(app.route_prefix or '').rstrip('/')}/ready" for app, _ in held(render, pod)]
-            probe = _said(pod.ray.spec.get("readinessProbe") or {})
-            missing = [route for route in routes if not re.search(rf"{re.escape(route)}(?![\w-])", probe)]
-            if missing:
-                expected = f"a probe of {', '.join(missing)} on the Serve port"
-                remedy = "ask each service that the group's resources admit"
-                yield Fault(pod.owner, f"{pod.ray.path}.readinessProbe", expected, probe or "KubeRay's own", remedy)
+        if pod.ray is None or not (services := {deployment.name for _, deployment in held(render, pod)}):
+            continue
+        path, probe = f"{pod.ray.path}.readinessProbe", _said(pod.ray.spec.get("readinessProbe") or {})
+        if not _ASKS_REPLICAS.search(probe):
+            expected = "a command with `python -m trackway.deploy.probe`"
+            yield Fault(pod.owner, path, expected, probe or "KubeRay's own", "ask the replicas on the pod")
+        if not environment(render, pod.ray).get(_FOLDER):
+            remedy = "set it for every Ray pod"
+            yield Fault(
+                pod.owner, f"{pod.ray.path}.env", f"{_FOLDER}, the folder of the probe's sockets", "none", remedy
+            )
+        unknown = sorted({*_required(pod.ray.spec)} - services)
+        if unknown:
+            expected = f"services of this group ({', '.join(sorted(services))})"
+            yield Fault(pod.owner, path, expected, ", ".join(unknown), "name no others")
+
+
+def _required(container: Object) -> list[str]:
+    """The services that the probe expects on the pod: what follows the script and its name."""
+    command = ((container.get("readinessProbe") or {}).get("exec") or {}).get("command") or []
+    return [str(word) for word in command[4:]]
 
 
 def _ports(pod: Pod, container: Container) -> Iterator[Fault]:

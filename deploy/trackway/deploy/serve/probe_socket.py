@@ -1,0 +1,66 @@
+"""A replica's Unix socket for readiness probes, which `trackway.deploy.probe` asks.
+
+A request through Ray Serve's proxy reaches any replica of a service, and a replica's direct port is a free one that
+expects a token. This socket has a known folder, answers nothing but `/ready`, and only for processes that can open the
+file. The answer comes from the event loop of the service's requests, so a blocked loop gives none.
+"""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.types import Lifespan
+
+from trackway.wire.health import Ready
+
+_ANSWER_S = 10.0
+
+
+class ProbeSocket:
+    """`FOLDER/SERVICE-REPLICA.sock` during the app's lifespan; each connection gets the JSON of `/ready`.
+
+    The file is removed as soon as the replica stops, so a replica that drains no longer counts. The file of a killed
+    replica refuses connections.
+    """
+
+    def __init__(self, app: FastAPI, folder: str, name: str, ready: Callable[[], Awaitable[Ready]]) -> None:
+        self._folder = Path(folder)
+        self._name = name
+        self._ready = ready
+        app.router.lifespan_context = self._around(app.router.lifespan_context)
+
+    def _around(self, inner: Lifespan) -> Lifespan:
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, object]]:
+            async with inner(app) as state, self._served():
+                yield state or {}
+
+        return lifespan
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[None]:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path, hidden = self._folder / f"{self._name}.sock", self._folder / f".{self._name}"
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(hidden))
+            listening.listen()
+            hidden.rename(path)  # a visible socket never refuses while its replica lives
+            server = await asyncio.start_unix_server(self._answer, sock=listening)
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+                server.close()
+
+    async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                writer.write((await self._ready()).model_dump_json().encode())
+                await writer.drain()
+        except (OSError, TimeoutError):
+            pass  # the probe has given up
+        finally:
+            writer.close()
