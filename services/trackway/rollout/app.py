@@ -15,7 +15,7 @@ from trackway.clients.weights import WeightStore
 from trackway.rollout.engines import open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
 from trackway.rollout.metrics import engine_gauges
-from trackway.rollout.openai import openai_routes
+from trackway.rollout.model_routes import model_routes
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
@@ -69,7 +69,7 @@ def create_app(
     return service_app(
         "rollout",
         settings,
-        routers=[routes(service), openai_routes(service, text), control_routes(service)],
+        routers=[routes(service), model_routes(service, text), control_routes(service)],
         lifespan=lifespan,
         ready=service.ready,
         tracing=tracing,

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from trackway.rollout.openai.tool_calls import ToolCallReader
+from trackway.model_api.tool_calls import ToolCallReader
 from trackway.wire.chat import FunctionCall
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

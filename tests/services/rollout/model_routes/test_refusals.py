@@ -9,8 +9,8 @@ import pytest
 from openai import OpenAI
 from transformers import PreTrainedTokenizerBase
 
-from tests.services.rollout.openai.openai_server import CHAT, serving
-from tests.services.rollout.openai.scripted_engine import ScriptedEngine
+from tests.services.rollout.model_routes.openai_server import CHAT, serving
+from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorReply

@@ -5,7 +5,7 @@ text. White space around calls is dropped.
 """
 
 from trackway.chat.tool_calls import BEGIN, END, read_call
-from trackway.rollout.openai.stop_strings import begun
+from trackway.model_api.stop_strings import begun
 from trackway.wire.chat import FunctionCall
 
 

@@ -9,8 +9,8 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from transformers import PreTrainedTokenizerBase
 
-from tests.services.rollout.openai.openai_server import calls, extra
-from tests.services.rollout.openai.scripted_engine import ScriptedEngine
+from tests.services.rollout.model_routes.openai_server import calls, extra
+from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
 
 IDS = {"return_token_ids": True}
 QUESTION: list[ChatCompletionMessageParam] = [

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from transformers import PreTrainedTokenizerBase
 
-from tests.services.rollout.openai.openai_server import CHAT
-from tests.services.rollout.openai.scripted_engine import ScriptedEngine
+from tests.services.rollout.model_routes.openai_server import CHAT
+from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings
 from trackway.tracing import Tracing, TracingSettings, inject, trajectory_span

@@ -6,8 +6,8 @@ import pytest
 from openai import OpenAI
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.services.rollout.openai.openai_server import serving
-from tests.services.rollout.openai.scripted_engine import ScriptedEngine
+from tests.services.rollout.model_routes.openai_server import serving
+from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.app import create_app
 from trackway.rollout.settings import RolloutSettings

@@ -2,27 +2,28 @@
 
 from collections.abc import Sequence
 
-from trackway.rollout.openai.responses import Head, ResponseBuilder
-from trackway.rollout.openai.stream_decoder import Delta
-from trackway.rollout.tokenizer import Tokenizer
+from trackway.model_api.message_reader import MessageReader
+from trackway.model_api.openai.chunks import ChunkedResponseBuilder, Head
+from trackway.model_api.stream_decoder import Delta
+from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.openai.replies import Completion, CompletionChoice, CompletionLogprobs
 from trackway.wire.openai.requests import CompletionRequest
 
 
-class CompletionResponseBuilder(ResponseBuilder):
+class CompletionResponseBuilder(ChunkedResponseBuilder):
     """Builds text completions."""
 
-    prefix = "cmpl"
+    prefix = "cmpl-"
 
     def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, prompts: Sequence[list[int]]) -> None:
-        super().__init__(request, tokenizer, prompts)
+        super().__init__(request, tokenizer, prompts, [MessageReader(None) for _ in range(len(prompts) * request.n)])
         self._request = request
 
-    def whole(self, deltas: Sequence[Delta]) -> Completion:
+    def whole(self, deltas: Sequence[Delta]) -> str:
         """The choices of all prompts."""
         usage = self._usage(sum(len(delta.token_ids) for delta in deltas))
         choices = [self._choice(index, delta, True) for index, delta in enumerate(deltas)]
-        return Completion(**{**self._head, "usage": usage}, object="text_completion", choices=choices)
+        return Completion(**{**self._head, "usage": usage}, object="text_completion", choices=choices).sent()
 
     def _chunk(self, head: Head, index: int, delta: Delta, is_first: bool) -> Completion | None:
         choice = self._choice(index, delta, is_first)
@@ -36,7 +37,7 @@ class CompletionResponseBuilder(ResponseBuilder):
     def _choice(self, index: int, delta: Delta, is_first: bool) -> CompletionChoice:
         choice = CompletionChoice(
             index=index,
-            text=delta.text,
+            text=self._readers[index].read(delta).content,
             finish_reason=delta.finish_reason,
             logprobs=None if self._request.logprobs is None else self._logprobs(delta),
             **self._ids(delta),

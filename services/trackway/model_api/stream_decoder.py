@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trackway.rollout.openai.stop_strings import StopStrings
-from trackway.rollout.tokenizer import Tokenizer
+from trackway.model_api.stop_strings import StopStrings
+from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.openai.requests import CompletionRequest, SampledRequest
-from trackway.wire.trajectory import WeightSpan
+from trackway.wire.trajectory import WeightSpan, add_span
 
 WholeEnd = Literal["stop", "length"]
 Decode = Callable[[list[int]], str]
@@ -27,6 +27,21 @@ class Delta:
     finish_reason: WholeEnd | None
     spans: list[WeightSpan] = field(default_factory=list)
     """The tokens' weight spans, with indexes into the whole choice."""
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """Join the deltas of a choice."""
+    spans: list[WeightSpan] = []
+    for span in (span for delta in deltas for span in delta.spans):
+        add_span(spans, span.version, span.start, span.end)
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
+        offsets=[offset for delta in deltas for offset in delta.offsets],
+        finish_reason=deltas[-1].finish_reason,
+        spans=spans,
+    )
 
 
 class Detokenizer:

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from trackway.rollout.openai.stream_decoder import Delta, Reader
+from trackway.model_api.stream_decoder import Delta, Reader
 from trackway.wire.openai.requests import CompletionRequest
 
 IDS = [20, 20, 15, 15, 325, 20]

@@ -11,20 +11,9 @@ from trackway.chat.encoding import TooLong, chars_per_token, check_chars, encode
 from trackway.chat.offload import offload
 from trackway.chat.templates import template_call
 from trackway.chat.tool_calls import BEGIN
-from trackway.rollout.tokenizer import Tokenizer, TokenText
+from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatMessage, ChatRequest, ChatTool, CompletionRequest, NamedTool
-
-
-async def tokenizer_of(text: TokenText) -> Tokenizer:
-    """The model's tokenizer; raises INTERNAL when its folder has none."""
-    try:
-        return await text.tokenizer()
-    except Exception as error:
-        # transformers raises OSError, ValueError, KeyError or ImportError for a folder it cannot use.
-        message = f"expected a tokenizer in {text.model_path}, got {type(error).__name__}: {error}; "
-        remedy = "add one, or send token ids to /inference/v1/generate"
-        raise TrackwayError(ErrorCode.INTERNAL, message + remedy) from error
 
 
 async def completion_prompts(tokenizer: Tokenizer, request: CompletionRequest, max_tokens: int) -> list[list[int]]:
@@ -72,6 +61,11 @@ async def chat_prompt(tokenizer: Tokenizer, request: ChatRequest, max_tokens: in
         return await offload(size, _rendered, tokenizer, request, max_tokens)
     except TooLong as error:
         raise _too_long("messages", error, max_tokens) from error
+
+
+def most_tokens(request: ChatRequest, left: int) -> int:
+    """The most tokens to generate when the model's context has room for `left`."""
+    return request.max_completion_tokens or request.max_tokens or max(1, left)
 
 
 def _chars(message: ChatMessage) -> int:

@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 from transformers import PreTrainedTokenizerBase
 
-from tests.services.rollout.openai.openai_server import extra
+from tests.services.rollout.model_routes.openai_server import extra
 from trackway.wire.rollout import GenerateReply
 
 IDS = {"return_token_ids": True}

@@ -10,8 +10,8 @@ import pytest
 from openai import AsyncOpenAI
 from transformers import PreTrainedTokenizerBase
 
-from tests.services.rollout.openai.openai_server import CHAT
-from tests.services.rollout.openai.scripted_engine import ScriptedEngine
+from tests.services.rollout.model_routes.openai_server import CHAT
+from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.anyio
 

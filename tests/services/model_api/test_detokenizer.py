@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from trackway.rollout.openai.stream_decoder import Detokenizer
+from trackway.model_api.stream_decoder import Detokenizer
 
 
 def detokenizer(tokenizer: PreTrainedTokenizerBase) -> Detokenizer:

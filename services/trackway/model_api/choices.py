@@ -1,4 +1,4 @@
-"""Runs the choices of a request through the service, each as its own generation, whole or streamed."""
+"""Runs the choices of a request, each as its own generation, whole or streamed."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from trackway.rollout.engines.protocol import FinishReason
-from trackway.rollout.openai.stream_decoder import Delta, Reader, WholeEnd
-from trackway.rollout.service import RolloutService
-from trackway.rollout.tokenizer import Tokenizer
+from trackway.model_api.generator import FinishReason, Generates
+from trackway.model_api.stream_decoder import Delta, Reader, WholeEnd, joined
+from trackway.model_api.tokenizer import Tokenizer
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import SampledRequest
 from trackway.wire.rollout import GenerateRequest, SamplingParams
-from trackway.wire.trajectory import WeightSpan, add_span
+from trackway.wire.trajectory import WeightSpan
 
 T = TypeVar("T")
 
@@ -65,41 +64,26 @@ def _seed(request: SampledRequest, choice: int) -> int | None:
     return None if request.seed is None else request.seed + choice
 
 
-async def wholes(service: RolloutService, jobs: Sequence[Job]) -> list[Delta]:
+async def wholes(generator: Generates, jobs: Sequence[Job]) -> list[Delta]:
     """Each choice as one delta; the first failure aborts all."""
-    tasks = [asyncio.create_task(_whole(service, job)) for job in jobs]
+    tasks = [asyncio.create_task(_whole(generator, job)) for job in jobs]
     try:
         return await asyncio.gather(*tasks)
     finally:
         await _end(tasks)
 
 
-async def _whole(service: RolloutService, job: Job) -> Delta:
+async def _whole(generator: Generates, job: Job) -> Delta:
     if not job.reader.has_stops:
-        choice = (await service.generate(job.request)).choices[0]
+        choice = (await generator.generate(job.request)).choices[0]
         logprobs = [entry.logprob for entry in choice.logprobs.content]
         delta = job.reader.read(choice.token_ids, logprobs, _not_cut(choice.finish_reason))
         return replace(delta, spans=choice.weight_versions)
     # Only a stream can be stopped by its text.
-    return joined([delta async for delta in _deltas(service, job)])
+    return joined([delta async for delta in _deltas(generator, job)])
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """Join the deltas of a choice."""
-    spans: list[WeightSpan] = []
-    for span in (span for delta in deltas for span in delta.spans):
-        add_span(spans, span.version, span.start, span.end)
-    return Delta(
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
-        offsets=[offset for delta in deltas for offset in delta.offsets],
-        finish_reason=deltas[-1].finish_reason,
-        spans=spans,
-    )
-
-
-async def as_they_come(service: RolloutService, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta]]:
+async def as_they_come(generator: Generates, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta]]:
     """The deltas of all choices with their indexes; closing the iterator aborts the generations.
 
     Each choice has its own task: a span must be closed in the task that opened it.
@@ -108,7 +92,7 @@ async def as_they_come(service: RolloutService, jobs: Sequence[Job]) -> AsyncGen
 
     async def read(job: Job) -> None:
         try:
-            async with aclosing(_deltas(service, job)) as deltas:
+            async with aclosing(_deltas(generator, job)) as deltas:
                 async for delta in deltas:
                     arrived.put_nowait((job.index, delta))
         except Exception as error:
@@ -127,9 +111,9 @@ async def as_they_come(service: RolloutService, jobs: Sequence[Job]) -> AsyncGen
         await _end(tasks)
 
 
-async def _deltas(service: RolloutService, job: Job) -> AsyncGenerator[Delta]:
+async def _deltas(generator: Generates, job: Job) -> AsyncGenerator[Delta]:
     count, last = 0, None
-    async with aclosing(service.stream(job.request)) as pieces:
+    async with aclosing(generator.stream(job.request)) as pieces:
         async for piece in pieces:
             delta = job.reader.read(piece.token_ids, piece.logprobs, _not_cut(piece.finish_reason))
             end = count + len(delta.token_ids)

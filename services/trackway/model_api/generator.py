@@ -1,0 +1,38 @@
+"""What a user of this package provides: something that continues token ids."""
+
+from collections.abc import AsyncGenerator
+from typing import Literal, Protocol
+
+from trackway.wire.rollout import GenerateReply, GenerateRequest
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class StreamedTokens(Protocol):
+    """The next tokens of a stream; `finish_reason` is None except in the last, which may be empty."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+    @property
+    def logprobs(self) -> list[float]: ...
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that generated these tokens."""
+        ...
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+
+class Generates(Protocol):
+    """Continues a prompt of token ids, whole or streamed; raises TrackwayError."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """The whole continuation; cancelling the call aborts it."""
+        ...
+
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamedTokens]:
+        """As `generate`, as the tokens come; closing the iterator aborts the generation."""
+        ...

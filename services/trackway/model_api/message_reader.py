@@ -1,0 +1,52 @@
+"""Reads the message of a choice out of its text: content and tool calls."""
+
+import uuid
+from typing import NamedTuple
+
+from trackway.model_api.prompts import forced_prefix
+from trackway.model_api.stream_decoder import Delta
+from trackway.model_api.tool_calls import ToolCallReader
+from trackway.wire.chat import FunctionCall, Message, ToolCall
+from trackway.wire.openai.replies import ChoiceEnd
+from trackway.wire.openai.requests import ChatRequest
+
+
+class MessageParts(NamedTuple):
+    """The next part of a message."""
+
+    content: str
+    calls: list[ToolCall]
+    finish_reason: ChoiceEnd | None
+
+
+class MessageReader:
+    """The state of one choice."""
+
+    def __init__(self, request: ChatRequest | None) -> None:
+        """Without a request, or without tools in it, all text is content."""
+        self._reader: ToolCallReader | None = None
+        if request is not None and request.tools and request.tool_choice != "none":
+            self._reader = ToolCallReader(forced_prefix(request), not request.parallel_tool_calls)
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    @property
+    def message(self) -> Message:
+        """The message so far."""
+        return Message(role="assistant", content="".join(self._content), tool_calls=self._calls or None)
+
+    def read(self, delta: Delta) -> MessageParts:
+        """The parts that the delta completes."""
+        content, calls = delta.text, list[ToolCall]()
+        if self._reader is not None:
+            parts = self._reader.push(delta.text) + (self._reader.rest() if delta.finish_reason else [])
+            content = "".join(part for part in parts if isinstance(part, str))
+            calls = [_identified(part) for part in parts if isinstance(part, FunctionCall)]
+        self._content.append(content)
+        self._calls += calls
+        reason = "tool_calls" if self._calls and delta.finish_reason == "stop" else delta.finish_reason
+        return MessageParts(content, calls, reason)
+
+
+def _identified(call: FunctionCall) -> ToolCall:
+    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=call)

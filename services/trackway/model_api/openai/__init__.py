@@ -1,0 +1,1 @@
+"""OpenAI's formats: completions, chat completions, and their errors."""

@@ -1,0 +1,92 @@
+"""Responses of `/v1/chat/completions`: messages with their tool calls."""
+
+from collections.abc import Sequence
+
+from trackway.model_api.message_reader import MessageReader
+from trackway.model_api.openai.chunks import ChunkedResponseBuilder, Head
+from trackway.model_api.stream_decoder import Delta
+from trackway.model_api.tokenizer import Tokenizer
+from trackway.wire.openai.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatReplyMessage,
+    ToolCallDelta,
+)
+from trackway.wire.openai.requests import ChatRequest
+
+
+class ChatResponseBuilder(ChunkedResponseBuilder):
+    """Builds one message per choice."""
+
+    prefix = "chatcmpl-"
+
+    def __init__(self, request: ChatRequest, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        super().__init__(request, tokenizer, [prompt], [MessageReader(request) for _ in range(request.n)])
+        self._request = request
+
+    def whole(self, deltas: Sequence[Delta]) -> str:
+        """Every choice."""
+        usage = self._usage(sum(len(delta.token_ids) for delta in deltas))
+        choices = [self._choice(index, delta) for index, delta in enumerate(deltas)]
+        answer = ChatCompletion(**{**self._head, "usage": usage}, object="chat.completion", choices=choices)
+        if self._request.return_token_ids:
+            answer.prompt_token_ids = self.prompts[0]
+        return answer.sent()
+
+    def _choice(self, index: int, delta: Delta) -> ChatChoice:
+        parts = self._readers[index].read(delta)
+        message = ChatReplyMessage(
+            role="assistant", content=parts.content if parts.content or not parts.calls else None
+        )
+        if parts.calls:
+            message.tool_calls = parts.calls
+        return ChatChoice(
+            index=index,
+            message=message,
+            finish_reason=parts.finish_reason,
+            logprobs=self._logprobs(delta),
+            **self._ids(delta),
+        )
+
+    def _chunk(self, head: Head, index: int, delta: Delta, is_first: bool) -> ChatChunk | None:
+        count = len(self._readers[index].message.tool_calls or [])
+        parts = self._readers[index].read(delta)
+        new = ChatDelta(role="assistant", content=parts.content) if is_first else ChatDelta()
+        if parts.content:
+            new.content = parts.content
+        if parts.calls:
+            new.tool_calls = [
+                ToolCallDelta(index=count + place, id=call.id, type=call.type, function=call.function)
+                for place, call in enumerate(parts.calls)
+            ]
+        logprobs = self._logprobs(delta)
+        if not (new.model_fields_set or parts.finish_reason or logprobs or self._request.return_token_ids):
+            return None
+        choice = ChatChunkChoice(
+            index=index, delta=new, finish_reason=parts.finish_reason, logprobs=logprobs, **self._ids(delta)
+        )
+        chunk = ChatChunk(**head, object="chat.completion.chunk", choices=[choice])
+        if self._request.return_token_ids and is_first:
+            chunk.prompt_token_ids = self.prompts[0]
+        return chunk
+
+    def _counts(self, head: Head) -> ChatChunk:
+        return ChatChunk(**head, object="chat.completion.chunk", choices=[])
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if not self._request.logprobs:
+            return None
+        pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+        return ChatLogprobs(content=[self._logprob(token, logprob) for token, logprob in pairs])
+
+    def _logprob(self, token: int, logprob: float) -> ChatLogprob:
+        text = self._token_text(token)
+        whole = "\ufffd" not in text
+        return ChatLogprob(
+            token=self._token(token), logprob=logprob, bytes=list(text.encode()) if whole else None, top_logprobs=[]
+        )

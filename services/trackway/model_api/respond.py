@@ -1,0 +1,48 @@
+"""Answers one request: generates its choices and sends the response, whole or streamed."""
+
+from collections.abc import AsyncGenerator, Sequence
+
+from fastapi import Request, Response
+
+from trackway.model_api.choices import Job, as_they_come, while_connected, wholes
+from trackway.model_api.generator import Generates
+from trackway.model_api.response_builder import Record, ResponseBuilder
+from trackway.model_api.sse import EventStream
+from trackway.model_api.stream_decoder import Delta
+
+
+async def respond(
+    request: Request,
+    generator: Generates,
+    builder: ResponseBuilder,
+    jobs: Sequence[Job],
+    *,
+    stream: bool,
+    record: Record | None = None,
+) -> Response:
+    """The response of `builder`; a client that disconnects aborts the generations, and then nothing is recorded."""
+    if not stream:
+        deltas = await while_connected(request, wholes(generator, jobs))
+        body = builder.whole(deltas)
+        if record is not None:
+            record(deltas)
+        return Response(body, media_type="application/json")
+    events = builder.events(as_they_come(generator, jobs), record)
+    return EventStream(await while_connected(request, _first(events)), events, builder.failed)
+
+
+async def respond_again(builder: ResponseBuilder, deltas: Sequence[Delta], *, stream: bool) -> Response:
+    """The response from recorded choices, without a generation."""
+    if not stream:
+        return Response(builder.whole(deltas), media_type="application/json")
+    events = builder.events(_replayed(deltas))
+    return EventStream(await _first(events), events, builder.failed)
+
+
+async def _replayed(deltas: Sequence[Delta]) -> AsyncGenerator[tuple[int, Delta]]:
+    for item in enumerate(deltas):
+        yield item
+
+
+async def _first(events: AsyncGenerator[str]) -> str:
+    return await anext(events)

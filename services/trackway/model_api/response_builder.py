@@ -1,0 +1,73 @@
+"""Builds the response to one request, whole or as server-sent events, from the decoded choices."""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import ClassVar
+
+from trackway.model_api.message_reader import MessageReader
+from trackway.model_api.stream_decoder import Delta, joined
+from trackway.wire.chat import Message
+from trackway.wire.errors import TrackwayError
+
+Record = Callable[[list[Delta]], None]
+"""Gets each choice as one delta, once all are complete and before the client can know it."""
+
+
+class ResponseBuilder(ABC):
+    """Builds one response, once."""
+
+    prefix: ClassVar[str]
+    """Of the response's id."""
+
+    def __init__(self, prompts: Sequence[list[int]], readers: Sequence[MessageReader]) -> None:
+        """`readers` has one for each choice of each prompt."""
+        self.prompts = prompts
+        self._readers = readers
+        self.id = f"{self.prefix}{uuid.uuid4().hex}"
+        """The response's id, which is also the `request_id` of its generation."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The message of each choice so far, as the client got it, with the ids of its tool calls."""
+        return [reader.message for reader in self._readers]
+
+    @abstractmethod
+    def whole(self, deltas: Sequence[Delta]) -> str:
+        """The complete response as JSON, from one delta per choice."""
+
+    @abstractmethod
+    def failed(self, error: TrackwayError) -> str:
+        """The last event of a stream that failed."""
+
+    @abstractmethod
+    def _begin(self) -> Iterable[str]:
+        """The events before those of the first delta."""
+
+    @abstractmethod
+    def _events(self, index: int, delta: Delta) -> Iterable[str]:
+        """The events of a delta."""
+
+    @abstractmethod
+    def _end(self) -> Iterable[str]:
+        """The events after those of the last delta."""
+
+    async def events(
+        self, arriving: AsyncGenerator[tuple[int, Delta]], record: Record | None = None
+    ) -> AsyncGenerator[str]:
+        """The response as events, each with its blank line; the first comes with the first delta."""
+        deltas: list[list[Delta]] = [[] for _ in self._readers]
+        running, begun = len(self._readers), False
+        async with aclosing(arriving):
+            async for index, delta in arriving:
+                new = [*([] if begun else self._begin()), *self._events(index, delta)]
+                begun = True
+                deltas[index].append(delta)
+                running -= delta.finish_reason is not None
+                if not running and record is not None:
+                    record([joined(parts) for parts in deltas])
+                for event in new:
+                    yield event
+        for event in self._end():
+            yield event

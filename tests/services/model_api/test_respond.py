@@ -1,0 +1,98 @@
+"""One request answered by something that generates, recorded, and answered again from the record."""
+
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request, Response
+from transformers import PreTrainedTokenizerBase
+
+from tests.services.model_api.scripted_model import ScriptedModel
+from trackway.model_api.choices import jobs_of
+from trackway.model_api.openai.chat import ChatResponseBuilder
+from trackway.model_api.respond import respond, respond_again
+from trackway.model_api.stream_decoder import Delta
+from trackway.wire.openai.requests import ChatRequest
+
+pytestmark = pytest.mark.anyio
+
+BODY = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "1+1?"}],
+    "tools": [{"type": "function", "function": {"name": "add"}}],
+}
+TEXT = 'Wait.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+Builders = list[ChatResponseBuilder]
+Record = Callable[[list[Delta]], None]
+
+
+async def answered(handle: Callable[[Request], object], stream: bool) -> str:
+    """The text of the answer to BODY over HTTP."""
+    app = FastAPI()
+    app.post("/", response_model=None)(handle)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://model") as client:
+        return (await client.post("/", json={**BODY, "stream": stream})).text
+
+
+def contents(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Content and calls of an answer, whole or streamed."""
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")]
+    key = "delta" if events else "message"
+    messages = [json.loads(event)["choices"][0][key] for event in events or [text]]
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", [])]
+    return "".join(message.get("content") or "" for message in messages), [
+        (call["name"], call["arguments"]) for call in calls
+    ]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_recorded_answer_can_be_given_again_without_a_generation(
+    tokenizer: PreTrainedTokenizerBase, stream: bool, again: bool
+) -> None:
+    says = tokenizer.encode(TEXT, add_special_tokens=False)
+    model, builders, recorded = ScriptedModel(says), list[ChatResponseBuilder](), list[Delta]()
+
+    def builder(stream: bool) -> ChatResponseBuilder:
+        request = ChatRequest.model_validate({**BODY, "stream": stream})
+        builders.append(ChatResponseBuilder(request, tokenizer, [7, 8]))  # pyright: ignore[reportArgumentType]
+        return builders[-1]
+
+    async def first(request: Request) -> Response:
+        body = ChatRequest.model_validate({**BODY, "stream": stream})
+        jobs = jobs_of("name", [[7, 8]], body, 99, tokenizer)  # pyright: ignore[reportArgumentType]
+        return await respond(request, model, builder(stream), jobs, stream=stream, record=recorded.extend)
+
+    async def second(request: Request) -> Response:
+        return await respond_again(builder(again), recorded, stream=again)
+
+    said = contents(await answered(first, stream))
+    assert said == ("Wait.", [("add", '{"a": 1}')])
+    [delta] = recorded
+    assert (delta.token_ids, delta.logprobs) == (says, [-(place + 1) / 8 for place in range(len(says))])
+    assert [(span.version, span.start, span.end) for span in delta.spans] == [(5, 0, len(says))]
+    assert contents(await answered(second, again)) == said
+    assert [request.token_ids for request in model.requests] == [[7, 8]]
+    message = builders[0].messages[0]
+    assert (message.content, [call.function.name for call in message.tool_calls or []]) == (*said[:1], ["add"])
+
+
+async def test_an_answer_is_recorded_before_the_client_can_see_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = ScriptedModel(tokenizer.encode(TEXT, add_special_tokens=False))
+    request = ChatRequest.model_validate({**BODY, "stream": True})
+    recorded = list[Delta]()
+    seen = list[tuple[bool, bool]]()
+
+    async def handle(http: Request) -> Response:
+        builder = ChatResponseBuilder(request, tokenizer, [7])  # pyright: ignore[reportArgumentType]
+        jobs = jobs_of("name", [[7]], request, 99, tokenizer)  # pyright: ignore[reportArgumentType]
+        response = await respond(http, model, builder, jobs, stream=True, record=recorded.extend)
+        lines = response.body_iterator  # pyright: ignore[reportAttributeAccessIssue]
+        seen.extend([('"finish_reason":"tool_calls"' in line, bool(recorded)) async for line in lines])
+        return Response("{}", media_type="application/json")
+
+    await answered(handle, True)
+    assert [recorded for is_end, recorded in seen if is_end] == [True]
+    assert not seen[0][1]
