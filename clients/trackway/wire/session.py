@@ -1,0 +1,65 @@
+"""Sessions of the agent service: the graph of what one agent's calls of the model added, token by token."""
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from trackway.wire.base import WireReply
+from trackway.wire.trajectory import WeightSpan
+
+
+class NodeKind(StrEnum):
+    """What a node of the token graph holds."""
+
+    PROMPT = "prompt"
+    """A rendered conversation that continues nothing: a root of the graph."""
+    SAMPLED = "sampled"
+    """Tokens of the model: one choice of one call."""
+    OBSERVATION = "observation"
+    """What a call added after sampled tokens: end of turn, messages, generation prompt."""
+    RETRY = "retry"
+    """A call that was repeated and answered from the record; it has no tokens."""
+    AUXILIARY = "auxiliary"
+    """A call beside the task, such as a token count or a title; never trained."""
+
+
+class RootReason(StrEnum):
+    """Why a call began a new root instead of continuing an earlier one."""
+
+    FIRST_CALL = "first_call"
+    OTHER_SYSTEM_PROMPT = "other_system_prompt"
+    """Its first message is another system prompt, as a sub-agent's."""
+    OTHER_TOOLS = "other_tools"
+    """The same messages with other tools or template variables."""
+    OTHER_CONVERSATION = "other_conversation"
+    """It differs from each earlier call before the model wrote anything."""
+    ASSISTANT_CHANGED = "assistant_changed"
+    """Text or calls of the model were rewritten."""
+    REASONING_STRIPPED = "reasoning_stripped"
+    """The model's reasoning was left out."""
+    HISTORY_CHANGED = "history_changed"
+    """Later messages were replaced or dropped, as by compaction."""
+
+
+class GraphNode(WireReply):
+    """What one call added. The concatenated ids from a root to a sampled node are what the engine saw and wrote."""
+
+    id: int
+    parent: int | None = None
+    """None for a root."""
+    kind: NodeKind
+    call: int
+    """Number of the call that added the node, from 0."""
+    ids: list[int] = Field(default_factory=list[int])
+    logprobs: list[float] = Field(default_factory=list[float])
+    """One for each sampled id; empty in other kinds."""
+    weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan])
+    """Spans over `ids`; empty unless sampled."""
+    reason: RootReason | None = None
+    """Of a root: why it continues nothing."""
+    repeats: int | None = None
+    """Of a retry: the call whose answer was given again."""
+    finish_reason: str | None = None
+    """Of sampled tokens."""
+    delivered: bool = True
+    """False for sampled tokens whose answer reached no client: an abandoned call, which is not trained."""

@@ -1,0 +1,175 @@
+"""The token graph of a session: what was sampled is never tokenised again.
+
+A call continues the sampled node whose conversation, compared by meaning, is the longest beginning of its messages;
+what follows is rendered behind that node's recorded ids. A call that changes what the model wrote, or continues
+nothing, begins a root, with the reason. So parallel branches and sub-agents are paths of one graph.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from trackway.agent.sessions.messages import Meaning, canonical, meaning, prefix_digests, without_reasoning
+from trackway.wire.openai.requests import ChatMessage, ChatTool
+from trackway.wire.session import GraphNode, NodeKind, RootReason
+from trackway.wire.trajectory import WeightSpan
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of a call, and what else its prompt depends on."""
+
+    said: tuple[Meaning, ...]
+    options: str = ""
+    """Tools and template variables, as canonical JSON."""
+
+    @classmethod
+    def of(
+        cls,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[ChatTool] = (),
+        template: Mapping[str, JsonValue] | None = None,
+    ) -> "Conversation":
+        """The conversation of these messages; neighbouring ones of the model are to be joined before."""
+        options: list[JsonValue] = [[tool.model_dump(mode="json") for tool in tools], {**(template or {})}]
+        return cls(tuple(map(meaning, messages)), canonical(options))
+
+
+class Place(NamedTuple):
+    """Where a call belongs."""
+
+    parent: int | None
+    """The sampled node that it continues; None for a root."""
+    known: int
+    """Messages of the call that the parent's conversation has."""
+    reason: RootReason | None
+    """Why it begins a root."""
+    key: bytes
+    """Digest of the whole conversation."""
+
+
+class Sampled(NamedTuple):
+    """One choice of the model."""
+
+    ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[WeightSpan]
+    finish_reason: str
+    said: Meaning
+    """The message that the client was given."""
+
+
+@dataclass
+class TokenGraph:
+    """The nodes of one session, in the order in which they were added."""
+
+    nodes: list[GraphNode] = field(default_factory=list)
+    _by_key: dict[bytes, int] = field(default_factory=dict)
+    """Sampled nodes by the digest of their conversation; the newest of equal ones."""
+    _contexts: dict[tuple[int | None, bytes], int] = field(default_factory=dict)
+    """Prompt and observation nodes by parent and by the digest of the conversation that they complete."""
+    _conversations: dict[int, Conversation] = field(default_factory=dict)
+    """The conversation of each sampled node, its own message included."""
+    calls: int = 0
+    """Calls so far."""
+
+    def place(self, conversation: Conversation) -> Place:
+        """Where a call with this conversation belongs; adds nothing."""
+        said = conversation.said
+        keys = prefix_digests(conversation.options, said)
+        for known in range(len(said), 0, -1):
+            parent = self._by_key.get(keys[known - 1])
+            if parent is None:
+                continue
+            if all(message.role != "assistant" for message in said[known:]):
+                return Place(parent, known, None, keys[-1])
+            break  # what the model wrote later was changed
+        return Place(None, 0, self._reason(conversation), keys[-1])
+
+    def path(self, node: int | None) -> list[GraphNode]:
+        """The nodes from the root to this one."""
+        path: list[GraphNode] = []
+        while node is not None:
+            path.append(self.nodes[node])
+            node = self.nodes[node].parent
+        return path[::-1]
+
+    def ids(self, node: int | None) -> list[int]:
+        """The ids from the root to this node."""
+        return [token for step in self.path(node) for token in step.ids]
+
+    def context(self, place: Place, call: int, ids: Sequence[int], auxiliary: bool = False) -> GraphNode:
+        """The node of what the engine is shown beyond the parent; that of an equal earlier call if there is one."""
+        found = self._contexts.get((place.parent, place.key))
+        if found is not None and self.nodes[found].ids == list(ids):
+            return self.nodes[found]
+        kind = NodeKind.PROMPT if place.parent is None else NodeKind.OBSERVATION
+        node = self._add(
+            GraphNode(
+                id=len(self.nodes),
+                parent=place.parent,
+                kind=NodeKind.AUXILIARY if auxiliary else kind,
+                call=call,
+                ids=list(ids),
+                reason=place.reason,
+            )
+        )
+        if not auxiliary:
+            self._contexts[place.parent, place.key] = node.id
+        return node
+
+    def sampled(self, context: GraphNode, call: int, conversation: Conversation, choice: Sampled) -> GraphNode:
+        """Add a choice that the engine wrote after the context; later calls can continue it."""
+        auxiliary = context.kind is NodeKind.AUXILIARY
+        node = self._add(
+            GraphNode(
+                id=len(self.nodes),
+                parent=context.id,
+                kind=NodeKind.AUXILIARY if auxiliary else NodeKind.SAMPLED,
+                call=call,
+                ids=choice.ids,
+                logprobs=choice.logprobs,
+                weight_versions=choice.weight_versions,
+                finish_reason=choice.finish_reason,
+                delivered=False,
+            )
+        )
+        if not auxiliary:
+            whole = Conversation((*conversation.said, choice.said), conversation.options)
+            self._conversations[node.id] = whole
+            self._by_key[prefix_digests(whole.options, whole.said)[-1]] = node.id
+        return node
+
+    def beside(self, kind: NodeKind, call: int, repeats: int | None = None) -> GraphNode:
+        """Add a node without tokens: a retry of an earlier call, or an auxiliary call."""
+        return self._add(GraphNode(id=len(self.nodes), kind=kind, call=call, repeats=repeats))
+
+    def _add(self, node: GraphNode) -> GraphNode:
+        self.nodes.append(node)
+        return node
+
+    def _reason(self, conversation: Conversation) -> RootReason:
+        """Why the call continues no sampled node: how it differs from the earlier conversation that is most like it."""
+        if not self._conversations:
+            return RootReason.FIRST_CALL
+        said = conversation.said
+        earlier = max(self._conversations.values(), key=lambda other: _common(said, other.said))
+        same = _common(said, earlier.said)
+        if earlier.options != conversation.options and same and same >= min(len(said), len(earlier.said) - 1):
+            return RootReason.OTHER_TOOLS
+        if same < min(len(said), len(earlier.said)) and earlier.said[same].role == said[same].role == "assistant":
+            stripped = without_reasoning(earlier.said[same]) == without_reasoning(said[same])
+            return RootReason.REASONING_STRIPPED if stripped else RootReason.ASSISTANT_CHANGED
+        if same == 0 and "system" in (said[0].role, earlier.said[0].role):
+            return RootReason.OTHER_SYSTEM_PROMPT
+        begun = any(message.role == "assistant" for message in earlier.said[:same])
+        shortened = len(said) > same + 1 or any(message.role == "assistant" for message in said)
+        return RootReason.HISTORY_CHANGED if begun or shortened else RootReason.OTHER_CONVERSATION
+
+
+def _common(said: Sequence[Meaning], other: Sequence[Meaning]) -> int:
+    """The number of messages at the beginning that are equal."""
+    pairs = zip(said, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(said), len(other)))

@@ -1,0 +1,128 @@
+"""The meaning of messages: equal for what a model wrote and for what a client wrote down again of it.
+
+Clients serialise arguments again, strip text, reorder items, and flatten calls to prose
+(`[{'id': ..., 'function': ...}]` after "Calling tools:", smolagents).
+"""
+
+import ast
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from trackway.wire.chat import ToolCall
+from trackway.wire.openai.requests import ChatMessage
+
+_FLATTENED = "Calling tools:"
+_MAX_FLATTENED = 65_536
+"""Characters of a flattened call that are parsed."""
+
+
+class CallMeaning(NamedTuple):
+    """One tool call: arguments as canonical JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Meaning(NamedTuple):
+    """One message up to white space and serialisation."""
+
+    role: str
+    text: str
+    """Words joined by single spaces."""
+    calls: tuple[CallMeaning, ...] = ()
+    call_id: str = ""
+    """Of a tool's answer."""
+
+
+def joined_turns(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages with neighbouring ones of the model joined: Responses sends its text and calls one by one."""
+    joined: list[ChatMessage] = []
+    for message in messages:
+        if joined and message.role == "assistant" == joined[-1].role:
+            joined[-1] = _both(joined[-1], message)
+        else:
+            joined.append(message)
+    return joined
+
+
+def meaning(message: ChatMessage) -> Meaning:
+    """What the message says."""
+    role = "system" if message.role == "developer" else message.role
+    text = text_of(message)
+    calls = tuple(_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls)
+    if role == "assistant" and not calls:
+        text, calls = _unflattened(text)
+    if message.reasoning_content:
+        text = f"{message.reasoning_content} {text}"
+    return Meaning(role, " ".join(text.split()), calls, message.tool_call_id or "")
+
+
+def text_of(message: ChatMessage) -> str:
+    """The text of a message, its parts joined by newlines."""
+    content = message.content
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def without_reasoning(said: Meaning) -> Meaning:
+    """The message without what stands between <think> and </think>."""
+    before, tag, behind = said.text.partition("</think>")
+    return said._replace(text=behind.strip()) if tag else said._replace(text=before)
+
+
+def prefix_digests(options: str, said: Sequence[Meaning]) -> list[bytes]:
+    """The digest of each prefix of a conversation, the longest last; `options` are those of the template."""
+    digest = hashlib.sha256(options.encode()).digest()
+    digests: list[bytes] = []
+    for message in said:
+        digest = hashlib.sha256(digest + json.dumps(message).encode()).digest()
+        digests.append(digest)
+    return digests
+
+
+def canonical(value: JsonValue) -> str:
+    """JSON with sorted keys and without white space."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _both(first: ChatMessage, second: ChatMessage) -> ChatMessage:
+    texts = [text for message in (first, second) if (text := text_of(message))]
+    return first.model_copy(
+        update={
+            "content": "\n".join(texts),
+            "tool_calls": [*first.tool_calls, *second.tool_calls],
+            "reasoning_content": first.reasoning_content or second.reasoning_content,
+        }
+    )
+
+
+def _call(call_id: str, name: str, arguments: str) -> CallMeaning:
+    try:
+        return CallMeaning(call_id, name, canonical(json.loads(arguments)))
+    except (ValueError, RecursionError):
+        return CallMeaning(call_id, name, " ".join(arguments.split()))
+
+
+def _unflattened(text: str) -> tuple[str, tuple[CallMeaning, ...]]:
+    """The text before smolagents' list of calls, and the calls; the text alone if it ends with none."""
+    before, marker, listed = text.rpartition(_FLATTENED)
+    if not marker or len(listed) > _MAX_FLATTENED:
+        return text, ()
+    try:
+        calls = [ToolCall.model_validate(_with_json_arguments(call)) for call in ast.literal_eval(listed.strip())]
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text, ()
+    return before, tuple(_call(call.id, call.function.name, call.function.arguments) for call in calls)
+
+
+def _with_json_arguments(call: dict[str, dict[str, JsonValue]]) -> dict[str, object]:
+    function = call["function"]
+    arguments = function["arguments"]
+    return {
+        **call,
+        "function": {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)},
+    }
