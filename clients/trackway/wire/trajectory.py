@@ -117,6 +117,23 @@ class Timings(WireReply):
     total: float = 0.0
 
 
+class TokenRow(WireReply):
+    """Another row of tokens of a trajectory, with its fields: a session whose calls are no single conversation."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    """0 too where an earlier row of the trajectory has the model's token: each is trained once."""
+    response_logprobs: list[float]
+    weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan])
+    turns: list[Turn] = Field(default_factory=list[Turn])
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        _check_lengths(self)
+        return self
+
+
 class Trajectory(WireReply):
     """One rollout of one prompt: ids, mask, logprobs, versions, turns, reward and stop reason."""
 
@@ -132,6 +149,8 @@ class Trajectory(WireReply):
     weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan])
     prompt_messages: list[Message] = Field(default_factory=list[Message])
     turns: list[Turn] = Field(default_factory=list[Turn])
+    further_rows: list[TokenRow] = Field(default_factory=list[TokenRow])
+    """Rows beside the one of the fields above; all have the trajectory's reward and advantage."""
     reward: Reward | None = None
     tool_rewards: list[float] = Field(default_factory=list[float])
     num_turns: int = 0
@@ -150,10 +169,22 @@ class Trajectory(WireReply):
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
-        lengths = (len(self.response_ids), len(self.response_mask), len(self.response_logprobs))
-        if len(set(lengths)) != 1:
-            raise ValueError(f"response_ids, response_mask and response_logprobs must have one length, got {lengths}")
+        _check_lengths(self)
         return self
+
+    @property
+    def rows(self) -> "list[Trajectory]":
+        """The rows of tokens to train on, each as a trajectory of one row; most trajectories have one."""
+        if not self.further_rows:
+            return [self]
+        own = self.model_copy(update={"further_rows": []})
+        return [own, *(own.model_copy(update=dict(row)) for row in self.further_rows)]
+
+
+def _check_lengths(row: TokenRow | Trajectory) -> None:
+    lengths = (len(row.response_ids), len(row.response_mask), len(row.response_logprobs))
+    if len(set(lengths)) != 1:
+        raise ValueError(f"response_ids, response_mask and response_logprobs must have one length, got {lengths}")
 
 
 def trajectory_id(run: str, tags: Tags) -> str:

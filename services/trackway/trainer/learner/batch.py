@@ -100,6 +100,12 @@ class TrainingBatch:
         return [(name, value) for name, value in tensors if value is not None]
 
 
+def rows_of(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[int]]:
+    """The token rows of these trajectories, and for each the place of its trajectory among them."""
+    rows = [(row, owner) for owner, trajectory in enumerate(trajectories) for row in trajectory.rows]
+    return [row for row, _ in rows], [owner for _, owner in rows]
+
+
 def token_versions(trajectories: Sequence[Trajectory], width: int, default: float) -> Tensor:
     """[B, width] float64: weight version that sampled each predicted token, in the module's columns.
 

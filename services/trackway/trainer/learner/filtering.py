@@ -78,10 +78,10 @@ def train_status(trajectory: Trajectory, version: int, max_staleness: int | None
     """The status of one trajectory; arguments as in `filter_trajectories`."""
     if trajectory.error is not None:
         return TrainStatus.ERROR
-    if not any(trajectory.response_mask):
+    if not any(any(row.response_mask) for row in trajectory.rows):
         return TrainStatus.NO_MODEL_TOKEN
     if trajectory.reward is None:
         return TrainStatus.UNSCORED
-    oldest = min((span.version for span in trajectory.weight_versions), default=version)
+    oldest = min((span.version for row in trajectory.rows for span in row.weight_versions), default=version)
     stale = max_staleness is not None and version - oldest > max_staleness
     return TrainStatus.STALE if stale else TrainStatus.USED

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 
 from trackway.trainer.learner import optimizer as adamw
 from trackway.trainer.learner.algorithm import EXACT_KL, Aggregation, grpo_advantages
-from trackway.trainer.learner.batch import TrainingBatch, token_versions
+from trackway.trainer.learner.batch import TrainingBatch, rows_of, token_versions
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.finite import require_finite_logprobs
 from trackway.trainer.learner.loss import MicroLoss, at_mask, micro_loss, proximal_logprobs
@@ -136,9 +136,10 @@ class Learner:
                 "expected a trajectory to train on, got none; look at their errors, nothing was updated"
             )
         advantages = self.advantages(used)
-        sampled = TrainingBatch.of(used, advantages, self.policy.master_dtype)
-        batch, mismatch = self._with_references(self._with_shares(sampled, used, version))
-        sequences = choose_sequences(used, batch.advantages.tolist())
+        rows, owners = rows_of(used)
+        sampled = TrainingBatch.of(rows, [advantages[owner] for owner in owners], self.policy.master_dtype)
+        batch, mismatch = self._with_references(self._with_shares(sampled, rows, version))
+        sequences = choose_sequences(rows, batch.advantages.tolist())
         self._before = self.policy.published_logprobs([self._canary_tokens(), *sequences])
         lr = adamw.learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
@@ -146,12 +147,12 @@ class Learner:
         steps: list[StepOutcome] = []
         emptied = 0.0
         with self.policy.cpu_offload.on_device(), self._exact_reference():
-            for rows in self._mini_batches(batch):
-                if not batch.response_mask[rows].any():
+            for index in self._mini_batches(owners):
+                if not batch.response_mask[index].any():
                     emptied += 1
                     continue
-                with observe([used[row] for row in rows.tolist()]) as report:
-                    steps.append(self._step(_trainable(batch.rows(rows))))
+                with observe([used[owner] for owner in dict.fromkeys(owners[row] for row in index.tolist())]) as report:
+                    steps.append(self._step(_trainable(batch.rows(index))))
                     report({**steps[-1].metrics, "actor/lr": lr})
         self.updates += 1
         metrics = {
@@ -305,13 +306,20 @@ class Learner:
             return nullcontext()
         return self.reference.cpu_offload.on_device()
 
-    def _mini_batches(self, batch: TrainingBatch) -> Iterator[Tensor]:
-        """Row indices of each optimizer step, over all epochs."""
+    def _mini_batches(self, owners: Sequence[int]) -> Iterator[Tensor]:
+        """Row indices of each optimizer step, over all epochs; `owners` is the trajectory of each row.
+
+        A mini-batch has `mini_batch_size` trajectories with all their rows.
+        """
+        rows: list[list[int]] = [[] for _ in range(max(owners) + 1)]
+        for row, owner in enumerate(owners):
+            rows[owner].append(row)
         for _ in range(self.config.actor.ppo_epochs):
-            order = torch.arange(len(batch))
+            order = torch.arange(len(rows))
             if self.config.actor.shuffle:
-                order = torch.randperm(len(batch), generator=self._shuffler)
-            yield from order.split(self.config.mini_batch_size)
+                order = torch.randperm(len(rows), generator=self._shuffler)
+            for part in order.split(self.config.mini_batch_size):
+                yield torch.tensor([row for owner in part.tolist() for row in rows[owner]])
 
     def _step(self, mini: TrainingBatch) -> StepOutcome:
         agg = Aggregation.over(mini.response_mask, self.config.actor.loss_agg_mode, self.config.loss_scale_factor)

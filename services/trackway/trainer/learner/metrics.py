@@ -11,7 +11,7 @@ from trackway.wire.trajectory import StopReason, Trajectory
 
 
 def batch_metrics(used: Sequence[Trajectory], batch: TrainingBatch) -> Metrics:
-    """Scores, advantages, lengths, turns and counts of the trajectories trained on; `batch` is made of `used`.
+    """Scores, advantages, turns and counts of the trajectories trained on, and lengths of their rows, in `batch`.
 
     Advantages weigh each trajectory by its model tokens, as in verl. `response_length/clip_ratio` is the share that
     stopped because the response was full.
@@ -19,14 +19,15 @@ def batch_metrics(used: Sequence[Trajectory], batch: TrainingBatch) -> Metrics:
     scores = scores_of(used)
     per_token = batch.advantages.unsqueeze(-1).expand_as(batch.response_mask)[batch.response_mask].tolist()
     full = [t.stop_reason is StopReason.MAX_RESPONSE for t in used]
+    rows = [row for t in used for row in t.rows]
     return {
         **spread("critic/score", scores),
         **spread("critic/rewards", scores),
         **spread("critic/advantages", per_token),
         **spread("critic/returns", per_token),
-        **spread("response_length", [len(t.response_ids) for t in used]),
+        **spread("response_length", [len(row.response_ids) for row in rows]),
         "response_length/clip_ratio": sum(full) / len(used),
-        **spread("prompt_length", [len(t.prompt_ids) for t in used]),
+        **spread("prompt_length", [len(row.prompt_ids) for row in rows]),
         **spread("num_turns", [t.num_turns for t in used]),
         "perf/total_num_tokens": float(batch.lengths.sum()),
         "training/trained_tokens": float(batch.response_mask.sum()),

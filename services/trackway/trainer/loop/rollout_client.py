@@ -180,7 +180,8 @@ class Rollouts:
 def _checked(trajectory: Trajectory) -> Trajectory:
     """The trajectory, with an error set when its numbers cannot be trained on: other agents may send any."""
     try:
-        require_trainable("response_logprobs", trajectory.response_logprobs)
+        for row in trajectory.rows:
+            require_trainable("response_logprobs", row.response_logprobs)
         require_trainable("the score", [] if trajectory.reward is None else [trajectory.reward.score])
     except TrackwayError as error:
         failed = {"stop_reason": StopReason.ERROR, "error": trajectory.error or error.to_reply().error}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import TokenRow, Trajectory, WeightSpan
 
 
 class Republication(NamedTuple):
@@ -38,10 +38,14 @@ class WeightVersions(BaseModel):
 
     def renumbered(self, trajectory: Trajectory) -> Trajectory:
         """The trajectory with the versions that its weights would have if all were published by this process."""
-        spans = [span.model_copy(update={"version": self._number(span.version)}) for span in trajectory.weight_versions]
-        if spans == trajectory.weight_versions:
+        further = [row.model_copy(update={"weight_versions": self._spans(row)}) for row in trajectory.further_rows]
+        spans = self._spans(trajectory)
+        if spans == trajectory.weight_versions and further == trajectory.further_rows:
             return trajectory
-        return trajectory.model_copy(update={"weight_versions": spans})
+        return trajectory.model_copy(update={"weight_versions": spans, "further_rows": further})
+
+    def _spans(self, row: Trajectory | TokenRow) -> list[WeightSpan]:
+        return [span.model_copy(update={"version": self._number(span.version)}) for span in row.weight_versions]
 
     def _number(self, version: int) -> int:
         for saved, again in self.republications:

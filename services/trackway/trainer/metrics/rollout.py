@@ -54,7 +54,8 @@ def incident_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
 
 def tool_calls(trajectory: Trajectory) -> int:
     """The number of tool calls that the model requested."""
-    return sum(len(message.tool_calls or ()) for turn in trajectory.turns for message in turn.messages)
+    turns = [turn for row in trajectory.rows for turn in row.turns]
+    return sum(len(message.tool_calls or ()) for turn in turns for message in turn.messages)
 
 
 def calls_executed(trajectory: Trajectory) -> int:
@@ -69,7 +70,8 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
     `trajectory_staleness_worst` the same for its oldest weights, and `trajectory_spans` the number of versions it
     spans.
     """
-    versions = [[span.version for span in trajectory.weight_versions] or [version] for trajectory in used]
+    spans = [[span for row in trajectory.rows for span in row.weight_versions] for trajectory in used]
+    versions = [[span.version for span in of_one] or [version] for of_one in spans]
     full = [len(trajectory.prompt_ids) >= max_prompt_length for trajectory in used]
     return {
         **spread(f"{_OFF_POLICY}_spans", [max(seen) - min(seen) + 1 for seen in versions]),

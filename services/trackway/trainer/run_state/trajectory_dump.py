@@ -13,13 +13,14 @@ from pydantic import TypeAdapter
 from trackway.system import replacing, writing
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorBody
-from trackway.wire.trajectory import Reward, Tags, Timings, Trajectory, Turn, WeightSpan
+from trackway.wire.trajectory import Reward, Tags, Timings, TokenRow, Trajectory, Turn, WeightSpan
 
 _NESTED: dict[str, TypeAdapter] = {
     "tags": TypeAdapter(Tags),
     "prompt_messages": TypeAdapter(list[Message]),
     "turns": TypeAdapter(list[Turn]),
     "weight_versions": TypeAdapter(list[WeightSpan]),
+    "further_rows": TypeAdapter(list[TokenRow]),
     "reward": TypeAdapter(Reward | None),
     "timings": TypeAdapter(Timings),
     "error": TypeAdapter(ErrorBody | None),
@@ -86,6 +87,6 @@ def _record(trajectory: Trajectory) -> dict[str, object]:
 
 
 def _trajectory(record: dict[str, str]) -> Trajectory:
-    nested = {name: adapter.validate_json(record[name]) for name, adapter in _NESTED.items()}
+    nested = {name: adapter.validate_json(record[name]) for name, adapter in _NESTED.items() if name in record}
     plain = {name: value for name, value in record.items() if name not in _NESTED and name not in _VIEWS}
     return Trajectory.model_validate(plain | nested)

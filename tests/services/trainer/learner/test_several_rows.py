@@ -1,0 +1,104 @@
+"""Trajectories of several token rows: one advantage each, every model token trained once, whole in a mini-batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.services.trainer.learner.test_learner import gradients
+from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.filtering import TrainStatus, train_status
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.loop.weight_versions import Republication, WeightVersions
+from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.wire.trajectory import TokenRow, Trajectory, WeightSpan
+
+Rollout = Callable[..., Trajectory]
+
+SECOND_ROW = TokenRow(
+    prompt_ids=[13, 14],
+    response_ids=[24, 32, 25],
+    response_mask=[1, 0, 1],
+    response_logprobs=[-4.4, 0.0, -4.5],
+    weight_versions=[WeightSpan(version=2, start=0, end=1), WeightSpan(version=5, start=2, end=3)],
+)
+
+
+@pytest.fixture
+def session(rollout: Rollout) -> Trajectory:
+    """Scored 1, of two rows."""
+    return rollout(score=1.0, further_rows=[SECOND_ROW])
+
+
+@pytest.fixture
+def other(rollout: Rollout) -> Trajectory:
+    """Scored 0, in the same group."""
+    return rollout(rollout_n=1, response_ids=[1, 2, 30, 31, 3, 4])
+
+
+def test_the_gradient_is_that_of_all_rows_with_the_advantage_of_the_session(
+    tiny_model: Path, rollout: Rollout, session: Trajectory, other: Trajectory
+) -> None:
+    config = learner_config(tiny_model, dtype="float64", clip_grad=1e9)
+    algorithm = config.algorithm.model_copy(update={"norm_adv_by_std_in_grpo": False})
+    config = replace(config, algorithm=algorithm)
+    # The advantage of a group of one is its score.
+    first = rollout(0, score=0.5)
+    second = rollout(1, score=0.5, **SECOND_ROW.model_dump())
+    third = other.model_copy(update={"reward": rollout(score=-0.5).reward, "tags": rollout(2).tags})
+
+    whole = gradients(config, [session, other])
+
+    assert max(float(g.abs().max()) for g in whole) > 0.01
+    torch.testing.assert_close(whole, gradients(config, [first, second, third]), rtol=0, atol=1e-12)
+
+
+def test_scores_count_sessions_and_lengths_count_rows(tiny_model: Path, session: Trajectory, other: Trajectory) -> None:
+    result = Learner(learner_config(tiny_model)).update([session, other])
+
+    assert result.advantages == pytest.approx([0.7071, -0.7071], abs=1e-4)
+    assert result.metrics["critic/score/mean"] == 0.5
+    assert result.metrics["training/trajectories"] == 2
+    assert result.metrics["training/trained_tokens"] == 4 + 2 + 4
+    assert result.metrics["response_length/mean"] == (6 + 3 + 6) / 3
+
+
+def test_the_rows_of_a_session_are_in_one_mini_batch(tiny_model: Path, session: Trajectory, other: Trajectory) -> None:
+    seen: list[list[str]] = []
+
+    @contextmanager
+    def observe(used: Sequence[Trajectory]) -> Iterator[Callable[[dict[str, float]], None]]:
+        seen.append([trajectory.id for trajectory in used])
+        yield lambda metrics: None
+
+    Learner(learner_config(tiny_model, ppo_mini_batch_size=1, shuffle=False)).update([session, other], observe)
+
+    assert seen == [[session.id], [other.id]]
+
+
+def test_a_session_is_as_stale_as_the_oldest_token_of_its_rows(session: Trajectory) -> None:
+    assert train_status(session, 5, max_staleness=3) is TrainStatus.USED
+    assert train_status(session, 6, max_staleness=3) is TrainStatus.STALE
+
+
+def test_a_session_trains_if_only_a_further_row_has_a_token_of_the_model(session: Trajectory) -> None:
+    silent = session.model_copy(update={"response_mask": [0] * 6})
+
+    assert train_status(silent, 5, max_staleness=None) is TrainStatus.USED
+
+
+def test_a_resumed_run_counts_the_versions_of_all_rows(session: Trajectory) -> None:
+    versions = WeightVersions(newest=9, republications=(Republication(saved=4, version=9),))
+
+    [row] = versions.renumbered(session).further_rows
+
+    assert [span.version for span in row.weight_versions] == [7, 5]
+
+
+def test_the_rows_are_dumped_and_read_back(session: Trajectory, tmp_path: Path) -> None:
+    write_trajectories(tmp_path / "step_1.parquet", [session])
+
+    assert read_trajectories(tmp_path / "step_1.parquet") == [session]
