@@ -13,7 +13,8 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import Heartbeat, LivenessMonitor, exit_if_lost
 from trackway.trainer.run_state.ownership import Beat, Owner, this_machine
-from trackway.trainer.settings import ServiceUrls, TrainerSettings
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState

@@ -23,7 +23,7 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.run_state.ownership import Beat
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.batch import BatchRequest, BatchResult
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatTool, CompletionRequest

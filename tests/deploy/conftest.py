@@ -28,7 +28,8 @@ from trackway.trainer.app import create_app as trainer_app
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
-from trackway.trainer.settings import ServiceUrls, TrainerSettings
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import RunState
 
 OPERATOR = "operator-0123456789abcdef"

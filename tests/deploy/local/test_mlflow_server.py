@@ -14,7 +14,7 @@ from trackway.system import free_port
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 
 pytestmark = pytest.mark.slow  # a real MLflow
 

@@ -13,7 +13,7 @@ from trackway.deploy.terminal.console import sparkline
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.health import Wait
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 

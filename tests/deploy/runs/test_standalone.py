@@ -15,7 +15,7 @@ from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError

@@ -9,7 +9,7 @@ from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.trainer.run_state.ownership import this_machine
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.agent import Sample
 from trackway.wire.trainer import ENDED, RunInfo, RunRequest

@@ -32,7 +32,7 @@ from trackway.trainer.data.name_check import CHECK_POLICY, Served, ask_services,
 from trackway.trainer.data.own_code import SERVICES, loaded_code, not_loaded
 from trackway.trainer.loop.forecast import Forecast, forecast
 from trackway.trainer.run_state.checkpoint import named_checkpoint
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import runnable
 from trackway.trainer.traces.preflight import unusable, without_entity
 from trackway.trainer.tracking import missing_for_loggers

@@ -27,7 +27,7 @@ def explain(
     as_json: Annotated[bool, json_of("the keys with their defaults and meanings")] = False,
 ) -> None:
     """Show a key's meaning, default and origin in verl.  Example: trackway config explain data.truncation"""
-    from trackway.deploy.runs.report import table, wide
+    from trackway.deploy.terminal.tables import table, wide
     from trackway.trainer.config import compose
     from trackway.trainer.config import explain as explanations
     from trackway.trainer.config.compose import leaves

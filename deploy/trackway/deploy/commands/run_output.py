@@ -19,7 +19,7 @@ def print_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json:
     Without `preflight`, only problems on any machine count.
     """
     from trackway.deploy.runs.dry_run import plan_as_json, plan_of
-    from trackway.deploy.runs.report import wide
+    from trackway.deploy.terminal.tables import wide
 
     if as_json:
         print_json(plan_as_json(checked))

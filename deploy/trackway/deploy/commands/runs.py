@@ -41,7 +41,7 @@ def list_runs(
 ) -> None:
     """List the runs of an outputs folder and of the folders in it, the newest first.  Example: trackway runs list"""
     from trackway.deploy.runs.found import find_runs, rewards
-    from trackway.deploy.runs.report import table, wide
+    from trackway.deploy.terminal.tables import table, wide
 
     found = find_runs(outputs)
     if as_json:
@@ -72,7 +72,7 @@ def show(
 ) -> None:
     """Show where a run stands, its newest metrics and where its traces are.  Example: trackway runs show tiny-demo"""
     from trackway.deploy.runs.found import find_run, rewards
-    from trackway.deploy.runs.report import table, wide
+    from trackway.deploy.terminal.tables import table, wide
 
     run = find_run(outputs, name)
     info = run.info

@@ -200,7 +200,7 @@ def clean(
     Example: trackway clean --outputs outputs/demo --all
     """
     from trackway.deploy.runs.cleaning import parts, remove
-    from trackway.deploy.runs.report import size_of, table
+    from trackway.deploy.terminal.tables import size_of, table
 
     found = parts(outputs, everything)
     total = size_of(sum(part.size for part in found))

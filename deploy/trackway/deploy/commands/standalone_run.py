@@ -17,7 +17,8 @@ def train_standalone(
     keep: leave the services running afterwards. Raises UserError when the run cannot start or fails.
     """
     from trackway.deploy.runs import standalone
-    from trackway.deploy.runs.report import settings_report, wide
+    from trackway.deploy.runs.report import settings_report
+    from trackway.deploy.terminal.tables import wide
 
     wide(stderr).print(settings_report(run.config, run.decisions))
     with board(as_json) as shown:

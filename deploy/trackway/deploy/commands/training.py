@@ -117,7 +117,8 @@ def _train_project(
 
 def _print_settings(config: "RunConfig") -> None:
     from trackway.deploy.config.services_for_run import decided_already
-    from trackway.deploy.runs.report import settings_report, wide
+    from trackway.deploy.runs.report import settings_report
+    from trackway.deploy.terminal.tables import wide
 
     wide(stderr).print(settings_report(config, decided_already(config)))
 

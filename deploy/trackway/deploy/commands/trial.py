@@ -31,8 +31,8 @@ def try_row(
     Example: trackway try rows.jsonl --row 3 --n 8
     """
     from trackway.deploy.runs import trial as trials
-    from trackway.deploy.runs.report import wide
     from trackway.deploy.runs.trial_report import trial_report
+    from trackway.deploy.terminal.tables import wide
 
     words = [*(overrides or [])]
     if rows is not None and "=" in str(rows) and not rows.exists():  # an override, as no rows were given

@@ -5,7 +5,7 @@ from pathlib import Path
 from trackway.clients import CallPolicy, TrainerClient, run
 from trackway.deploy.deployment.record import Deployment
 from trackway.tracing.settings import SPOOL_FOLDER
-from trackway.trainer.tracking import sentences
+from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunInfo
 

@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from trackway.deploy.config.services_for_run import Decision, RunServices
+from trackway.deploy.terminal.tables import size_of, table
 from trackway.trainer.config import RunConfig, no_effect
 from trackway.trainer.config.compose import leaves
 from trackway.trainer.config.rollout_correction import describe
 from trackway.trainer.config.unsupported_keys import MOVED
 from trackway.trainer.loop.forecast import Bounds, Forecast
 
-_WIDTH = 140
-"""Width in columns without a terminal."""
 _ALWAYS = frozenset(
     {
         *("data.train_files", "data.val_files", "data.train_batch_size", "data.max_prompt_length"),
@@ -25,11 +23,6 @@ _ALWAYS = frozenset(
         *("trainer.save_freq", "trainer.test_freq", "trackway.seed", "trackway.device", "trackway.dtype"),
     }
 )
-
-
-def wide(console: Console) -> Console:
-    """The console, or a wide one when the output is not a terminal."""
-    return console if console.is_terminal else Console(stderr=console.stderr, width=_WIDTH)
 
 
 def settings_report(config: RunConfig, decisions: Sequence[Decision]) -> RenderableType:
@@ -93,23 +86,6 @@ def _settings(config: RunConfig) -> Table:
         if key != "trackway.ignored_keys" and (key in _ALWAYS or value != defaults.get(key))
     ]
     return table("settings", ("key", "value", "default, where it differs"), rows)
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A borderless table of plain text, readable in a file too."""
-    grid = Table(
-        title=f"\n{title}" if title else None,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
-    for number, column in enumerate(columns):
-        grid.add_column(column, overflow="fold", header_style="dim", no_wrap=number == 0)
-    for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))
-    return grid
 
 
 def as_yaml(config: RunConfig) -> str:
@@ -178,13 +154,3 @@ def _range(bounds: Bounds) -> str:
 
 def _bytes(bounds: Bounds) -> str:
     return f"{size_of(bounds.least)} to {size_of(bounds.most)}"
-
-
-def size_of(count: int) -> str:
-    """Bytes in decimal units."""
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.3g} {unit}"

@@ -29,7 +29,8 @@ from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls, taken_over
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import taken_over
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.tracking import ConsoleSink, FileSink, Sink, Tracking, open_tracking
 from trackway.wire.errors import ErrorCode, TrackwayError

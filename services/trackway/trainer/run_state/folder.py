@@ -23,18 +23,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from trackway.system import append_line, atomic_write, writing
-from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.ownership import Beat, Owner
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Wait
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunInfo, RunState
+
+if TYPE_CHECKING:
+    from trackway.trainer.config import RunConfig
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -89,7 +91,7 @@ class RunFolder:
             return self.metrics_file.is_file() or any(self.checkpoints.iterdir())
         return False
 
-    def create(self, config: RunConfig, services: ServiceUrls, total_steps: int = 0) -> RunInfo:
+    def create(self, config: "RunConfig", services: ServiceUrls, total_steps: int = 0) -> RunInfo:
         """Write a new run's files, with this process as its owner.
 
         Raises TrackwayError(CONFLICT) when the name is taken, and StorageError when the files cannot be written; a
@@ -118,8 +120,10 @@ class RunFolder:
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
 
-    def config(self) -> RunConfig:
+    def config(self) -> "RunConfig":
         """The resolved configuration. Raises TrackwayError(CONFLICT) when it cannot be read."""
+        from trackway.trainer.config import RunConfig  # needs Hydra, which a reader of runs may lack
+
         return self._required("config.json", RunConfig)
 
     def services(self) -> ServiceUrls:

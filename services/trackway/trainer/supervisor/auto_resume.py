@@ -6,7 +6,7 @@ import logging
 from pydantic import SecretStr
 
 from trackway.clients import CallPolicy, ServiceClient
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunInfo

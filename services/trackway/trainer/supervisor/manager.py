@@ -21,7 +21,8 @@ from trackway.trainer.run_state.checkpoint import named_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.trainer.run_state.ownership import Owner
-from trackway.trainer.settings import ServiceUrls, handed_over
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import handed_over
 from trackway.trainer.supervisor.process import Supervised
 from trackway.trainer.supervisor.registry import RunRegistry
 from trackway.trainer.supervisor.standby import Standby

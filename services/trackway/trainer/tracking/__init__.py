@@ -14,7 +14,7 @@ from trackway.trainer.tracking.leftovers import Leftovers, weave_feedback
 from trackway.trainer.tracking.mlflow_run import MlflowRun
 from trackway.trainer.tracking.opening import Tracking, check_loggers, missing_for_loggers, open_tracking
 from trackway.trainer.tracking.sinks import ConsoleSink, FileSink, MlflowSink, QueuedSink, Sink
-from trackway.trainer.tracking.summary import sentences, with_tracking
+from trackway.trainer.tracking.summary import with_tracking
 
 __all__ = [
     "ConsoleSink",
@@ -28,7 +28,6 @@ __all__ = [
     "check_loggers",
     "missing_for_loggers",
     "open_tracking",
-    "sentences",
     "weave_feedback",
     "with_tracking",
 ]

@@ -12,10 +12,10 @@ from trackway.trainer.delivery.jobs import Delivery, DeliveryThread
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.tracking.mlflow_run import MlflowRun
 from trackway.trainer.tracking.sinks import MlflowSink, QueuedSink, Sink
-from trackway.trainer.tracking.summary import sentences
 from trackway.trainer.tracking.tensorboard_run import TensorboardRun
 from trackway.trainer.tracking.trackio_run import TrackioRun
 from trackway.trainer.tracking.wandb_run import WandbRun
+from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import TraceBackend
 from trackway.wire.trainer import BackendSummary, MetricsRow

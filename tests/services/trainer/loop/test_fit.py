@@ -27,7 +27,7 @@ from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.run_state.checkpoint import find_latest
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts

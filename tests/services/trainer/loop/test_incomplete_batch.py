@@ -12,7 +12,7 @@ from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.loop.build import build
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import GroupRequest, Sample
 from trackway.wire.trainer import RunState
 

@@ -24,7 +24,7 @@ from trackway.trainer.loop.training import Schedule, Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.clock import ActiveTime, Clock
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
 from trackway.trainer.traces.feedback import Assessment
 from trackway.trainer.traces.run import RunTraces

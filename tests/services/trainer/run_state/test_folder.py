@@ -7,7 +7,7 @@ import pytest
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunState
 

@@ -18,7 +18,7 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import DEAD_AFTER_S
 from trackway.trainer.run_state.ownership import Owner, this_machine
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.supervisor.auto_resume import resume_interrupted
 from trackway.trainer.supervisor.manager import RunManager
 from trackway.wire.errors import ErrorCode, TrackwayError

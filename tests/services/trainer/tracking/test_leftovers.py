@@ -5,7 +5,7 @@ from pathlib import Path
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.tracking import Leftovers
 from trackway.wire.trainer import RunState
 

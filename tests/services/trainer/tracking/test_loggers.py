@@ -9,9 +9,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from trackway.trainer.config import compose, no_effect
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
-from trackway.trainer.tracking import ConsoleSink, Sink, Tracking, check_loggers, open_tracking, sentences
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.tracking import ConsoleSink, Sink, Tracking, check_loggers, open_tracking
 from trackway.trainer.tracking.opening import PACKAGES
+from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
 

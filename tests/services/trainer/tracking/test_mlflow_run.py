@@ -24,10 +24,12 @@ from trackway.trainer.delivery import jobs, mlflow_api, mlflow_feedback
 from trackway.trainer.delivery.assessment import Assessment
 from trackway.trainer.delivery.jobs import Later, only_sender
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls, TrainerSettings
-from trackway.trainer.tracking import FileSink, Leftovers, MlflowRun, Tracking, open_tracking, sentences, with_tracking
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.trainer.settings import TrainerSettings
+from trackway.trainer.tracking import FileSink, Leftovers, MlflowRun, Tracking, open_tracking, with_tracking
 from trackway.trainer.tracking.leftovers import left_by
 from trackway.trainer.tracking.mlflow_run import MlflowState, write_state
+from trackway.trainer.undelivered import sentences
 from trackway.wire.health import OwnCode
 from trackway.wire.trainer import BackendSummary, MetricsRow, RunState
 

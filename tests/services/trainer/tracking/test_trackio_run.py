@@ -10,7 +10,7 @@ from tests.traces.example_trace import ExampleTrace
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.tracking import check_loggers, open_tracking
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError

@@ -11,7 +11,7 @@ import pytest
 
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.settings import ServiceUrls
+from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.tracking import QueuedSink, open_tracking
 from trackway.trainer.tracking.wandb_run import WandbRun
 from trackway.wire.health import OwnCode
