@@ -36,14 +36,14 @@ def elsewhere(deployment: Deployment, other_environment: Path) -> Iterator[str]:
 
 
 def test_replicas_of_our_environment_pass(deployment: Deployment) -> None:
-    check_interpreters(deployment.base_url, deployment.services)
+    check_interpreters(deployment)
 
 
 def test_a_replica_on_another_python_and_package_is_named_with_both_sides(
     deployment: Deployment, elsewhere: str
 ) -> None:
     with pytest.raises(UserError) as caught:
-        check_interpreters(deployment.base_url, deployment.services)
+        check_interpreters(deployment)
 
     told = str(caught.value)
     assert told.startswith("reward replica ") and f", got {elsewhere} (" in told

@@ -19,6 +19,7 @@ from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import NothingRuns, find_running, load_running, unanswered
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
+from trackway.deploy.deployment.status import service_statuses
 from trackway.deploy.local import preflight
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import standalone
@@ -56,7 +57,7 @@ def process(started: float) -> ProcessRecord:
 
 
 def test_a_record_of_what_answers_is_enough_for_the_other_commands(elsewhere, outputs: Path) -> None:
-    written = attach(elsewhere.url + "/", None, "http://mlflow:5000", outputs, START_S, quiet)
+    written = attach(elsewhere.url + "/", [], None, "http://mlflow:5000", outputs, START_S, quiet)
 
     assert load_running(outputs) == written
     assert (written.base_url, written.services) == (elsewhere.url, SERVICES)
@@ -65,13 +66,56 @@ def test_a_record_of_what_answers_is_enough_for_the_other_commands(elsewhere, ou
     assert os.environ[TOKEN] not in Deployment.path(outputs).read_text()
 
 
+def test_each_service_may_have_an_address_of_its_own(elsewhere, outputs: Path) -> None:
+    own = [f"{name}={elsewhere.url}/{name}" for name in SERVICES]
+    written = attach(None, own, None, None, outputs, START_S, quiet)
+
+    assert load_running(outputs) == written
+    assert written.url("tools") == f"{elsewhere.url}/tools"
+    assert written.address == ", ".join(f"{name} {elsewhere.url}/{name}" for name in SERVICES)
+
+
+def test_an_address_of_one_service_goes_before_the_common_one(elsewhere, outputs: Path) -> None:
+    elsewhere.away = {"tools"}
+    with pytest.raises(UserError, match=rf"at {elsewhere.url}, tools {CLOSED} to answer /health, got no answer from t"):
+        attach(elsewhere.url, [f"tools={CLOSED}"], None, None, outputs, 0.0, quiet)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "--base-url, or an address of rollout, agent, tools, reward, trainer, got none; give --service-url roll"),
+        (["tools=http://a", "agent=http://a"], "--base-url, or an address of rollout, reward, trainer, got none"),
+        (["tool=http://a"], "--service-url: expected SERVICE=ADDRESS with one of rollout, .*, got 'tool=http://a'"),
+        (["tools"], "--service-url: expected an address like http://127.0.0.1:8000, got ''"),
+    ],
+)
+def test_an_address_that_is_missing_is_named(given: list[str], message: str, outputs: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        attach(None, given, None, None, outputs, 0.0, quiet)
+
+
+def test_a_service_without_ray_is_its_own_replica(elsewhere, outputs: Path) -> None:
+    there = attach(elsewhere.url, [], None, None, outputs, START_S, quiet)
+    elsewhere.away = {"reward/ready", "rollout"}
+    statuses = {status.service: status for status in service_statuses(there)}
+
+    assert {name: status.status for name, status in statuses.items()} == {
+        **dict.fromkeys(SERVICES, "RUNNING"),
+        "rollout": "UNAVAILABLE",
+    }
+    [tools], [reward] = statuses["tools"].replicas, statuses["reward"].replicas
+    assert (tools.health.service, tools.ready) == ("tools", Ready(ready=True))
+    assert not reward.ready.ready and "503" in reward.ready.reason
+
+
 def test_who_does_not_answer_is_named_and_nothing_is_written(elsewhere, outputs: Path) -> None:
     elsewhere.away = {"rollout", "trainer"}
     reasons = r"rollout \(HTTP 503: no rollout here\); trainer \(HTTP 503: no trainer here\)"
     with pytest.raises(
         UserError, match=f"{elsewhere.url} to answer /health, got no answer from {reasons}; check the services"
     ):
-        attach(elsewhere.url, None, None, outputs, 0.0, quiet)
+        attach(elsewhere.url, [], None, None, outputs, 0.0, quiet)
     assert Deployment.load(outputs) is None
 
 
@@ -110,13 +154,13 @@ def test_services_that_come_later_are_waited_for(elsewhere, outputs: Path) -> No
         if (name, state) == ("trainer", "ready"):
             elsewhere.away = set()
 
-    attach(elsewhere.url, None, None, outputs, 60.0, come)
+    attach(elsewhere.url, [], None, None, outputs, 60.0, come)
     ready = [name for name, state in seen if state == "ready"]
     assert ready[:5] == [*SERVICES[1:], "rollout"] and Deployment.load(outputs) is not None
 
 
 def test_a_service_may_answer_and_not_be_ready(elsewhere, outputs: Path) -> None:
-    there = attach(elsewhere.url, None, None, outputs, START_S, quiet)
+    there = attach(elsewhere.url, [], None, None, outputs, START_S, quiet)
     elsewhere.away = {"rollout/ready"}
     with pytest.raises(UserError, match=r"to answer /ready, got no answer from rollout \(HTTP 503: no rollout/ready"):
         wait_for(there, 0.0, quiet, "/ready", Ready)
@@ -125,7 +169,7 @@ def test_a_service_may_answer_and_not_be_ready(elsewhere, outputs: Path) -> None
 def test_a_refused_token_is_told_at_once(elsewhere, outputs: Path, monkeypatch) -> None:
     monkeypatch.setenv(TOKEN, "another-0123456789abcdef")
     with pytest.raises(TrackwayError, match=f"set the token in {TOKEN}") as refused:
-        attach(elsewhere.url, None, None, outputs, 600.0, quiet)
+        attach(elsewhere.url, [], None, None, outputs, 600.0, quiet)
     assert refused.value.code is ErrorCode.UNAUTHORIZED
     record(outputs, elsewhere.url)
     with pytest.raises(TrackwayError, match=f"set the token in {TOKEN}"):
@@ -137,21 +181,21 @@ def test_a_refused_token_is_told_at_once(elsewhere, outputs: Path, monkeypatch) 
 )
 def test_an_address_of_another_kind_is_refused(address: str, outputs: Path) -> None:
     with pytest.raises(UserError, match="--base-url: expected") as refused:
-        attach(address, None, None, outputs, 0.0, quiet)
+        attach(address, [], None, None, outputs, 0.0, quiet)
     assert "secret" not in str(refused.value)
 
 
 def test_a_password_in_mlflows_address_is_not_kept(outputs: Path) -> None:
     with pytest.raises(UserError, match=r"--mlflow-uri: expected no user or password .*MLFLOW_TRACKING_USERNAME"):
-        attach(CLOSED, None, "https://me:secret@mlflow", outputs, 0.0, quiet)
+        attach(CLOSED, [], None, "https://me:secret@mlflow", outputs, 0.0, quiet)
     assert not outputs.exists()
 
 
 def test_ray_must_be_where_it_is_said_to_be(elsewhere, outputs: Path) -> None:
     with pytest.raises(UserError, match=rf"Ray's REST API at {elsewhere.url}/api/serve/applications/: HTTP 503"):
-        attach(elsewhere.url, elsewhere.url, None, outputs, 0.0, quiet)
+        attach(elsewhere.url, [], elsewhere.url, None, outputs, 0.0, quiet)
     with pytest.raises(UserError, match=r"no answer from Ray's REST API at http://127.0.0.1:1/"):
-        attach(elsewhere.url, CLOSED, None, outputs, 0.0, quiet)
+        attach(elsewhere.url, [], CLOSED, None, outputs, 0.0, quiet)
     with pytest.raises(UserError, match=r"expected Ray Serve's applications at .*; is this Ray's dashboard"):
         ServeApi(f"{elsewhere.url}/reward/health?", "").config()
 
@@ -162,9 +206,9 @@ def test_what_runs_on_this_machine_is_not_overwritten(elsewhere, outputs: Path) 
     with pytest.raises(
         UserError, match=r"are running on this machine, at http://127.0.0.1:1; .*--outputs.*`trackway down`"
     ):
-        attach(elsewhere.url, None, None, outputs, 0.0, quiet)
+        attach(elsewhere.url, [], None, None, outputs, 0.0, quiet)
     record(outputs, attached=False, processes=[process(began - 100)])  # another process with this pid, long ago
-    assert attach(elsewhere.url, None, None, outputs, START_S, quiet).attached
+    assert attach(elsewhere.url, [], None, None, outputs, START_S, quiet).attached
 
 
 def test_services_that_answer_no_more_are_an_error_that_says_so(outputs: Path) -> None:

@@ -19,6 +19,7 @@ from trackway.wire.trainer import RunState
 
 pytestmark = pytest.mark.slow  # five real services
 
+SERVICES = ("rollout", "agent", "tools", "reward", "trainer")
 PROGRAM = """
 import sys
 sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(",")))
@@ -63,7 +64,7 @@ def test_attached_services_are_looked_at_without_extras(there: Deployment, folde
     where = ("--outputs", str(there.outputs))
 
     statuses = json.loads(out("status", "--json", *where))
-    assert {status["service"]: status["status"] for status in statuses} == {}
+    assert {status["service"]: status["status"] for status in statuses} == dict.fromkeys(SERVICES, "RUNNING")
     assert folder.name in out("runs", "list", *where)
     assert f"run {folder.name}" in out("runs", "show", folder.name, *where)
     assert out("why", folder.name, *where).startswith(f"run {folder.name} is running, after step 0 of")

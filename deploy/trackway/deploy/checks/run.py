@@ -157,12 +157,10 @@ class RunCheck:
             self._report("services", "ready")
 
     def _asked(self, deployment: Deployment) -> Served:
-        base, findings = deployment.base_url, self.findings
-        urls = ServiceUrls(
-            agent_url=f"{base}/agent", tools_url=f"{base}/tools", reward_url=f"{base}/reward", weights_url=""
-        )
+        findings, url = self.findings, deployment.url
+        urls = ServiceUrls(agent_url=url("agent"), tools_url=url("tools"), reward_url=url("reward"), weights_url="")
         served, errors = run(ask_services(urls))
-        code = run(loaded_code({name: f"{base}/{name}" for name in SERVICES}))
+        code = run(loaded_code({name: url(name) for name in SERVICES}))
         findings.missing_here += not_loaded(self._subject.config, code)
         if not deployment.attached:
             findings.missing_here += changed_since_start(deployment.serve_config, code)
@@ -234,7 +232,7 @@ async def _trace_backends(deployment: Deployment) -> dict[str, Sequence[str]]:
     """The trace backends that each reachable service can export to."""
     usable: dict[str, Sequence[str]] = {}
     for service in deployment.services:
-        client = ServiceClient(f"{deployment.base_url}/{service}", policy=CHECK_POLICY)
+        client = ServiceClient(deployment.url(service), policy=CHECK_POLICY)
         try:
             usable[service] = (await client.call("GET", "/health", reply=Health)).trace_backends
         except TrackwayError:  # the trainer checks this again when the run starts, and logs it

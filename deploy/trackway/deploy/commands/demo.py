@@ -154,7 +154,7 @@ def _set_aside(outputs: Path) -> None:
     previous = Deployment.load(outputs.resolve())
     if previous and previous.attached:
         raise UserError(
-            f"{outputs} is attached to services at {previous.base_url}; add --attached to run the demo there, or give "
+            f"{outputs} is attached to services at {previous.address}; add --attached to run the demo there, or give "
             "another --outputs"
         )
     if previous and previous.started_here:

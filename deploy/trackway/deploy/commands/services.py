@@ -138,7 +138,13 @@ def serve(
 
 @app.command()
 def attach(
-    base_url: Annotated[str, typer.Option(help="Address of the services: http://127.0.0.1:8000.")],
+    base_url: Annotated[
+        str | None, typer.Option(help="Address of the services, each below its own prefix: http://127.0.0.1:8000.")
+    ] = None,
+    service_url: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of one service that is not there: tools=http://127.0.0.1:8001. Repeat it."),
+    ] = None,
     ray_url: Annotated[
         str | None, typer.Option(help="Ray's REST API, used by `scale` and `status`: http://127.0.0.1:8265.")
     ] = None,
@@ -158,11 +164,11 @@ def attach(
     from trackway.deploy.deployment import attach as attaching
 
     with board(as_json) as shown:
-        deployment = attaching.attach(base_url, ray_url, mlflow_uri, outputs, wait, shown.report)
+        deployment = attaching.attach(base_url, service_url or [], ray_url, mlflow_uri, outputs, wait, shown.report)
     if as_json:
         print_json(deployment.model_dump(mode="json", exclude={"token", "serve_config", "processes"}))
         return
-    stdout.print(f"attached  {outputs} to {deployment.base_url}", soft_wrap=True)
+    stdout.print(f"attached  {outputs} to {deployment.address}", soft_wrap=True)
     stdout.print("next      trackway status | trackway train ... | trackway demo --attached ... | trackway down")
 
 
@@ -185,7 +191,7 @@ def down(
     elif deployment is None:
         stdout.print(f"nothing runs for {outputs}", soft_wrap=True)
     elif deployment.attached:
-        stdout.print(f"detached from the services at {deployment.base_url}; they keep running", soft_wrap=True)
+        stdout.print(f"detached from the services at {deployment.address}; they keep running", soft_wrap=True)
 
 
 @app.command()
@@ -264,7 +270,7 @@ def status(
         stdout.print(f"[yellow]tracking:[/] {escape(note)}", soft_wrap=True)
     if len(notes) > MOST_NOTES:
         stdout.print(f"[yellow]tracking:[/] and {len(notes) - MOST_NOTES} more; use --json to list all")
-    stdout.print(f"services {deployment.base_url}   MLflow {deployment.mlflow_uri or 'unknown'}", soft_wrap=True)
+    stdout.print(f"services {deployment.address}   MLflow {deployment.mlflow_uri or 'unknown'}", soft_wrap=True)
 
 
 @app.command()

@@ -37,7 +37,7 @@ def train_standalone(
 def _train(run: "StandaloneRun", keep: bool, skip_damaged: bool, as_json: bool) -> None:
     with board(as_json) as shown:
         deployment = run.bring_up(shown.report)
-    stderr.print(f"services  {deployment.base_url}   MLflow  {deployment.mlflow_uri}", soft_wrap=True)
+    stderr.print(f"services  {deployment.address}   MLflow  {deployment.mlflow_uri}", soft_wrap=True)
     try:
         with run_bar(as_json) as bar:
             info = run.train(deployment, bar.show, skip_damaged)

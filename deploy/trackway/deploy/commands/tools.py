@@ -21,7 +21,7 @@ def tools_list(
     outputs: Outputs = OUTPUTS, as_json: Annotated[bool, json_of("the schemas of the tools")] = False
 ) -> None:
     """List the tools.  Example: trackway tools list"""
-    tools = run(ToolsClient(f"{load_running(outputs).base_url}/tools").list())
+    tools = run(ToolsClient(load_running(outputs).url("tools")).list())
     if as_json:
         print_json([tool.model_dump(mode="json") for tool in tools])
         return
@@ -42,7 +42,7 @@ def tools_call(
     request = OneShotRequest(
         arguments=_json("ARGUMENTS", arguments), create_kwargs=_json("--create-kwargs", create_kwargs)
     )
-    result = run(ToolsClient(f"{load_running(outputs).base_url}/tools").one_shot(name, request))
+    result = run(ToolsClient(load_running(outputs).url("tools")).one_shot(name, request))
     print_json(result) if as_json else stdout.print(escape(result.text), soft_wrap=True)
 
 

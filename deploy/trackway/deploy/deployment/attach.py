@@ -7,8 +7,9 @@ and no secret is stored: each command reads TRACKWAY_TOKEN and Ray's token from 
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import httpx
 from pydantic import BaseModel
@@ -19,7 +20,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import summarize_reasons, unanswered
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.system.user_error import UserError
-from trackway.wire.health import Health
+from trackway.wire.health import Health, ServiceName
 from trackway.wire.trainer import RunInfo
 
 if TYPE_CHECKING:
@@ -29,16 +30,30 @@ _POLL_S = 0.5
 
 
 def attach(
-    base_url: str, ray_url: str | None, mlflow_uri: str | None, outputs: Path, wait_s: float, report: Report
+    base_url: str | None,
+    service_urls: Sequence[str],
+    ray_url: str | None,
+    mlflow_uri: str | None,
+    outputs: Path,
+    wait_s: float,
+    report: Report,
 ) -> Deployment:
     """Write the deployment record after checking that the services, and Ray if its URL is given, can be reached.
+
+    `service_urls` are addresses of services that are not below `base_url`, as `tools=http://127.0.0.1:8001`.
 
     Raises:
         UserError: an address cannot be reached, or local services are running for the outputs folder.
         TrackwayError: a service refuses the token.
     """
+    own = dict(map(_service_url, service_urls))
+    missing = [name for name in get_args(ServiceName) if name not in own]
+    if base_url is None and missing:
+        example = f"--service-url {missing[0]}=http://127.0.0.1:8001"
+        raise UserError(f"expected --base-url, or an address of {', '.join(missing)}, got none; give {example}")
     deployment = Deployment(
-        base_url=_address("--base-url", base_url),
+        base_url="" if base_url is None else _address("--base-url", base_url),
+        service_urls=own,
         dashboard_url="" if ray_url is None else _address("--ray-url", ray_url),
         mlflow_uri=_without_user("--mlflow-uri", mlflow_uri or ""),
         outputs=outputs.resolve(),
@@ -71,8 +86,8 @@ def wait_for(
         if time.monotonic() >= deadline:
             within = f" within {wait_s:.0f} s" if wait_s else ""
             raise UserError(
-                f"expected every service at {deployment.base_url} to answer {path}, got no answer{within} from "
-                f"{summarize_reasons(late)}; check the services, fix --base-url, or raise --wait"
+                f"expected every service at {deployment.address} to answer {path}, got no answer{within} from "
+                f"{summarize_reasons(late)}; check the services, fix their addresses, or raise --wait"
             )
         time.sleep(_POLL_S)
     _report_all_but({}, deployment, report)
@@ -87,11 +102,11 @@ def runs_folder(outputs: Path) -> Path:
     deployment = Deployment.load(outputs.resolve())
     if deployment is None or not deployment.attached:
         return outputs
-    known = run(TrainerClient(f"{deployment.base_url}/trainer").runs())
+    known = run(TrainerClient(deployment.url("trainer")).runs())
     here = next((folder for info in known if (folder := folder_here(info))), None)
     if here is None:
         where = f"they are in {Path(known[0].folder).parent} on the services' machines" if known else "there is no run"
-        raise UserError(f"expected to read the runs of {deployment.base_url}, but {where}; run this command there")
+        raise UserError(f"expected to read the runs of {deployment.address}, but {where}; run this command there")
     return here.path.parent
 
 
@@ -110,6 +125,14 @@ def _report_all_but(late: dict[str, str], deployment: Deployment, report: Report
     for service in deployment.services:
         if service not in late:
             report(service, "ready")
+
+
+def _service_url(given: str) -> tuple[str, str]:
+    name, _, url = given.partition("=")
+    if name not in get_args(ServiceName):
+        names = ", ".join(get_args(ServiceName))
+        raise UserError(f"--service-url: expected SERVICE=ADDRESS with one of {names}, got {given!r}")
+    return name, _address("--service-url", url)
 
 
 def _address(option: str, url: str) -> str:
@@ -135,7 +158,7 @@ def _check_folder(outputs: Path) -> None:
     deployment = Deployment.load(outputs.resolve())
     if deployment and deployment.started_here:
         raise UserError(
-            f"services of {outputs} are running on this machine, at {deployment.base_url}; give another --outputs, or "
+            f"services of {outputs} are running on this machine, at {deployment.address}; give another --outputs, or "
             "stop them with `trackway down`"
         )
 
@@ -145,7 +168,7 @@ def _check_ray(deployment: Deployment) -> None:
     missing = [service for service in deployment.services if service not in there]
     if missing:
         raise UserError(
-            f"--ray-url: expected the Ray cluster of {deployment.base_url}, with the applications "
+            f"--ray-url: expected the Ray cluster of {deployment.address}, with the applications "
             f"{', '.join(deployment.services)}, got {deployment.dashboard_url} without {', '.join(missing)}; "
             "correct --ray-url"
         )

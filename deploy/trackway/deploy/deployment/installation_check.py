@@ -3,18 +3,17 @@
 A run's worker makes the same comparison with the trainer service when it starts (`trackway.trainer.worker`).
 """
 
-from collections.abc import Iterable
-
+from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.status import replicas_at
 from trackway.serving.environment_check import REMEDY, difference, installation
 from trackway.system.user_error import UserError
 
 
-def check_interpreters(base_url: str, services: Iterable[str]) -> None:
+def check_interpreters(deployment: Deployment) -> None:
     """Compare the installation of every replica with this process; raises UserError or TrackwayError."""
     here = installation()
-    for service in services:
-        for replica in replicas_at(f"{base_url}/{service}"):
+    for service in deployment.services:
+        for replica in replicas_at(deployment.url(service)):
             different = difference(here, replica.health)
             if different:
                 name = replica.health.replica

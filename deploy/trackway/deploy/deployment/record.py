@@ -14,6 +14,9 @@ class Deployment(BaseModel):
     """A deployment's record: written by `up` or `attach`, read by every other command, removed by `down`."""
 
     base_url: str
+    """The services' address, each below its own prefix; empty when every service has an address of its own."""
+    service_urls: dict[str, str] = Field(default_factory=dict)
+    """Addresses of attached services that are not below `base_url`, by name."""
     dashboard_url: str
     """Ray's REST API; empty for services attached without `--ray-url`."""
     token: str = ""
@@ -34,6 +37,16 @@ class Deployment(BaseModel):
         applications = self.serve_config["applications"]
         assert isinstance(applications, list)
         return [application["name"] for application in applications]
+
+    @property
+    def address(self) -> str:
+        """Where the services are, in one line."""
+        own = [f"{name} {url}" for name, url in self.service_urls.items()]
+        return ", ".join([*([self.base_url] if self.base_url else []), *own])
+
+    def url(self, service: str) -> str:
+        """The address of a service, without a trailing slash."""
+        return self.service_urls.get(service) or f"{self.base_url}/{service}"
 
     @property
     def started_here(self) -> bool:

@@ -44,7 +44,7 @@ def load_running(outputs: Path) -> Deployment:
         late = unanswered(deployment)
         if len(late) == len(deployment.services):
             raise NothingRuns(
-                f"{outputs} is attached to services at {deployment.base_url}, and none answers: "
+                f"{outputs} is attached to services at {deployment.address}, and none answers: "
                 f"{summarize_reasons(late)}; check the services and the network, or attach to another address with "
                 "`trackway attach`"
             )
@@ -55,7 +55,7 @@ def unanswered(deployment: Deployment, path: str = "/health", reply: type[BaseMo
     """The services that do not answer, with the reason. Raises TrackwayError if one refuses the token."""
 
     async def ask_all() -> list[str]:
-        urls = [f"{deployment.base_url}/{service}" for service in deployment.services]
+        urls = [deployment.url(service) for service in deployment.services]
         return await asyncio.gather(*(_reason(url, path, reply) for url in urls))
 
     return {name: why for name, why in zip(deployment.services, run(ask_all()), strict=True) if why}

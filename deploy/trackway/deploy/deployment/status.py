@@ -11,7 +11,8 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.system.user_error import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import ReplicaInfo, ReplicaList
+from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
+from trackway.wire.rollout import WeightsReply
 
 _ASK = CallPolicy.question(30.0)
 
@@ -34,12 +35,12 @@ def service_statuses(deployment: Deployment) -> list[ServiceStatus]:
     Without Ray's REST API, RUNNING means that the replicas answered, and UNAVAILABLE that they did not.
     """
     if not deployment.dashboard_url:
-        return [_asked(service, f"{deployment.base_url}/{service}") for service in deployment.services]
+        return [_asked(service, deployment.url(service)) for service in deployment.services]
     states = _serve(deployment).applications()
     statuses = []
     for service in deployment.services:
         state = states.get(service)
-        url = f"{deployment.base_url}/{service}"
+        url = deployment.url(service)
         status, message = (state.status, state.message) if state else ("NOT_DEPLOYED", "")
         replicas = _replicas(url) if status == "RUNNING" else []
         statuses.append(ServiceStatus(service=service, status=status, url=url, replicas=replicas, message=message))
@@ -75,7 +76,7 @@ def scale(
     wanted = Replicas(replicas, replicas) if isinstance(replicas, int) else replicas
     if not deployment.dashboard_url:
         raise UserError(
-            f"expected Ray's REST API to scale {service}, but {deployment.base_url} was attached without --ray-url; "
+            f"expected Ray's REST API to scale {service}, but {deployment.address} was attached without --ray-url; "
             "attach again with --ray-url, or change the Serve config of the services (on Kubernetes: "
             "k8s/base/serve.yaml)"
         )
@@ -90,7 +91,7 @@ def scale(
     while True:
         state = api.applications().get(service)
         if state and state.replicas.keys() == {"RUNNING"} and wanted.least <= state.replicas["RUNNING"] <= wanted.most:
-            described = _replicas(f"{deployment.base_url}/{service}")
+            described = _replicas(deployment.url(service))
             if len(described) == state.replicas["RUNNING"] and all(_up_to_date(replica) for replica in described):
                 return described
         if time.monotonic() > deadline:
@@ -108,7 +109,23 @@ def _up_to_date(replica: ReplicaInfo) -> bool:
 
 def replicas_at(url: str) -> list[ReplicaInfo]:
     """Every replica of the service at this URL; raises TrackwayError when it does not answer."""
-    return run(ServiceClient(url, policy=_ASK).call("GET", "/replicas", reply=ReplicaList)).replicas
+    return run(_replicas_of(ServiceClient(url, policy=_ASK)))
+
+
+async def _replicas_of(client: ServiceClient) -> list[ReplicaInfo]:
+    try:
+        return (await client.call("GET", "/replicas", reply=ReplicaList)).replicas
+    except TrackwayError as error:
+        if error.code is not ErrorCode.NOT_FOUND:
+            raise
+    health = await client.call("GET", "/health", reply=Health)  # a service alone, without Ray Serve
+    try:
+        ready = await client.call("GET", "/ready", reply=Ready)
+    except TrackwayError as error:
+        ready = Ready(ready=False, reason=error.message)
+    held = health.service == "rollout" and ready.ready
+    weights = await client.call("GET", "/weights", reply=WeightsReply) if held else None
+    return [ReplicaInfo(health=health, ready=ready, weights=weights)]
 
 
 def _replicas(url: str) -> list[ReplicaInfo]:

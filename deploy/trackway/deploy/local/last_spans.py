@@ -36,7 +36,7 @@ def spans_waiting(deployment: Deployment) -> int:
     """The spans that the replicas still have to deliver; a service that does not answer counts as 0."""
 
     async def ask() -> int:
-        return sum(await asyncio.gather(*(_waiting(f"{deployment.base_url}/{name}") for name in deployment.services)))
+        return sum(await asyncio.gather(*(_waiting(deployment.url(name)) for name in deployment.services)))
 
     return run(ask())
 

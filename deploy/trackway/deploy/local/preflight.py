@@ -60,7 +60,7 @@ def _check_not_running(outputs: Path) -> None:
     deployment = Deployment.load(outputs)
     if deployment and deployment.attached:
         raise UserError(
-            f"{outputs} is attached to services at {deployment.base_url}; detach with `trackway down`, or give another "
+            f"{outputs} is attached to services at {deployment.address}; detach with `trackway down`, or give another "
             "--outputs"
         )
     if deployment and deployment.started_here:
@@ -68,7 +68,7 @@ def _check_not_running(outputs: Path) -> None:
             f"{process.name}: process {process.pid}" for process in deployment.processes if process.find()
         )
         raise UserError(
-            f"services of {outputs} are already running at {deployment.base_url}; stop them with `trackway down`, or "
+            f"services of {outputs} are already running at {deployment.address}; stop them with `trackway down`, or "
             f"give another --outputs ({living})"
         )
 

@@ -174,7 +174,7 @@ def _wait_until_ready(deployment: Deployment, settings: UpSettings, report: Repo
                 waiting.discard(service)
         late = sorted(waiting | ({"mlflow"} if mlflow_waits else set()))
         _pause(deadline, ", ".join(late), deployment.outputs)
-    check_interpreters(deployment.base_url, deployment.services)
+    check_interpreters(deployment)
 
 
 def _wait(
@@ -210,7 +210,7 @@ def _service_ready(deployment: Deployment, state: ApplicationState | None, servi
         return False
     if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
         raise UserError(f"service {service} did not start:\n{state.message[-1500:]}")
-    if state.status == "RUNNING" and answers(f"{deployment.base_url}/{service}/ready", authorization(resolve_token())):
+    if state.status == "RUNNING" and answers(f"{deployment.url(service)}/ready", authorization(resolve_token())):
         report(service, "ready")
         return True
     report(service, "loading" if state.status == "RUNNING" else "starting")

@@ -303,4 +303,4 @@ async def _rows_of(deployment: Deployment, name: str) -> list[MetricsRow]:
 
 
 def _trainer(deployment: Deployment) -> TrainerClient:
-    return TrainerClient(f"{deployment.base_url}/trainer")
+    return TrainerClient(deployment.url("trainer"))

@@ -36,7 +36,7 @@ class FoundRun:
         """The metrics of its steps."""
         if self.services is None or not self.services.attached:
             return RunFolder(self.outputs.resolve() / self.info.run).rows()
-        client = TrainerClient(f"{self.services.base_url}/trainer")
+        client = TrainerClient(self.services.url("trainer"))
 
         async def read() -> list[MetricsRow]:
             return [row async for row in client.metrics(self.info.run)]
@@ -73,7 +73,7 @@ def rewards(rows: Sequence[MetricsRow]) -> list[float]:
 def _runs_of(outputs: Path) -> Iterator[FoundRun]:
     deployment = find_running(outputs)
     if deployment is not None:
-        infos = run(TrainerClient(f"{deployment.base_url}/trainer").runs())
+        infos = run(TrainerClient(deployment.url("trainer")).runs())
     else:
         infos = [RunFolder(folder).info() for folder in _subfolders(outputs) if RunFolder(folder).exists]
     yield from (FoundRun(info, outputs, deployment) for info in infos)

@@ -261,4 +261,4 @@ def _may_pass(error: TrackwayError) -> bool:
 
 
 def _client(deployment: Deployment) -> TrainerClient:
-    return TrainerClient(f"{deployment.base_url}/trainer")
+    return TrainerClient(deployment.url("trainer"))

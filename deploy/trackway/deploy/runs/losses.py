@@ -18,7 +18,7 @@ def run_notes(deployment: Deployment) -> list[str]:
     If the trainer does not answer, the only sentence is its error.
     """
     try:
-        runs = run(TrainerClient(f"{deployment.base_url}/trainer", policy=_ASK).runs())
+        runs = run(TrainerClient(deployment.url("trainer"), policy=_ASK).runs())
     except TrackwayError as error:
         return [f"the status of metrics and feedback is unavailable: {error.message}"]
     return [f"run {info.run}: {sentence}" for info in runs for sentence in tracking_losses(info)]

@@ -73,7 +73,7 @@ class StandaloneRun:
         """Start the services unless they are running; returns once they are ready."""
         if self.services is None:
             assert self.running is not None
-            check_interpreters(self.running.base_url, self.running.services)
+            check_interpreters(self.running)
             return self.running
         settings = self._start_settings.model_copy(update={"model_path": model_of(self.config)})
         return up.bring_up(settings, report, self.services.serve_config)
@@ -137,7 +137,7 @@ def prepare(overrides: list[str], config_path: Path | None, config_name: str, ou
     running = find_running(outputs)
     if running and running.attached:
         raise UserError(
-            f"{outputs} is attached to services at {running.base_url}, but this command uses local services; use "
+            f"{outputs} is attached to services at {running.address}, but this command uses local services; use "
             "`trackway train` for attached ones, or give another --outputs"
         )
     services = None if running else services_for(config, gpus_here(), serve_config.load(settings.config))

@@ -73,7 +73,7 @@ class Trial:
     async def _rollouts(self, sample: Sample, n: int, report: Report) -> list[Trajectory]:
         deployment, services = self.subject.deployment, self.subject.services
         if deployment is not None:
-            return await self._collected(AgentClient(f"{deployment.base_url}/agent"), sample, n, report)
+            return await self._collected(AgentClient(deployment.url("agent")), sample, n, report)
         assert services is not None
         report("model and services", "starting")
         model, start_s = standalone.model_of(self.subject.config), self.subject.settings.start_timeout_s
