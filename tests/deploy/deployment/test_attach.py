@@ -75,6 +75,17 @@ def test_each_service_may_have_an_address_of_its_own(elsewhere, outputs: Path) -
     assert written.address == ", ".join(f"{name} {elsewhere.url}/{name}" for name in SERVICES)
 
 
+def test_addresses_come_from_the_services_own_variables(elsewhere, outputs: Path, monkeypatch) -> None:
+    for name in SERVICES[1:]:
+        monkeypatch.setenv(f"TRACKWAY_{name.upper()}_URL", f"{elsewhere.url}/{name}")
+    rollout = f"rollout={elsewhere.url}/rollout"
+    written = attach(None, [rollout], None, None, outputs, START_S, quiet)
+
+    assert {name: written.url(name) for name in SERVICES} == {name: f"{elsewhere.url}/{name}" for name in SERVICES}
+    monkeypatch.setenv("TRACKWAY_TOOLS_URL", CLOSED)
+    assert attach(elsewhere.url, [], None, None, outputs, START_S, quiet).url("tools") == f"{elsewhere.url}/tools"
+
+
 def test_an_address_of_one_service_goes_before_the_common_one(elsewhere, outputs: Path) -> None:
     elsewhere.away = {"tools"}
     with pytest.raises(UserError, match=rf"at {elsewhere.url}, tools {CLOSED} to answer /health, got no answer from t"):

@@ -155,7 +155,7 @@ def attach(
     wait: Wait = 0.0,
     as_json: Annotated[bool, json_of("addresses and folders of the deployment")] = False,
 ) -> None:
-    """Use services that run elsewhere, such as on Kubernetes. Starts nothing.
+    """Use services that run elsewhere, such as on Kubernetes or in containers. Starts nothing.
 
     Commands authenticate with TRACKWAY_TOKEN at the services, and with RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH at Ray.
 

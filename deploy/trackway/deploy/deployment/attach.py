@@ -40,13 +40,16 @@ def attach(
 ) -> Deployment:
     """Write the deployment record after checking that the services, and Ray if its URL is given, can be reached.
 
-    `service_urls` are addresses of services that are not below `base_url`, as `tools=http://127.0.0.1:8001`.
+    `service_urls` are addresses of services that are not below `base_url`, as `tools=http://127.0.0.1:8001`. Without a
+    `base_url` the others come from the variables that services read, such as TRACKWAY_TOOLS_URL.
 
     Raises:
         UserError: an address cannot be reached, or local services are running for the outputs folder.
         TrackwayError: a service refuses the token.
     """
-    own = dict(map(_service_url, service_urls))
+    variables = {name: os.environ.get(f"TRACKWAY_{name.upper()}_URL") for name in get_args(ServiceName)}
+    found = [f"{name}={url}" for name, url in variables.items() if url and base_url is None]
+    own = dict(map(_service_url, [*found, *service_urls]))
     missing = [name for name in get_args(ServiceName) if name not in own]
     if base_url is None and missing:
         example = f"--service-url {missing[0]}=http://127.0.0.1:8001"
