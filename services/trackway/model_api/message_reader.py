@@ -14,9 +14,18 @@ from trackway.wire.openai.requests import ChatRequest
 class MessageParts(NamedTuple):
     """The next part of a message."""
 
-    content: str
-    calls: list[ToolCall]
+    in_order: list[str | ToolCall]
     finish_reason: ChoiceEnd | None
+
+    @property
+    def content(self) -> str:
+        """The new text."""
+        return "".join(part for part in self.in_order if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The new calls."""
+        return [part for part in self.in_order if isinstance(part, ToolCall)]
 
 
 class MessageReader:
@@ -37,15 +46,14 @@ class MessageReader:
 
     def read(self, delta: Delta) -> MessageParts:
         """The parts that the delta completes."""
-        content, calls = delta.text, list[ToolCall]()
+        parts: list[str | FunctionCall] = [delta.text] if delta.text else []
         if self._reader is not None:
             parts = self._reader.push(delta.text) + (self._reader.rest() if delta.finish_reason else [])
-            content = "".join(part for part in parts if isinstance(part, str))
-            calls = [_identified(part) for part in parts if isinstance(part, FunctionCall)]
-        self._content.append(content)
-        self._calls += calls
+        in_order = [part if isinstance(part, str) else _identified(part) for part in parts]
+        self._content += [part for part in in_order if isinstance(part, str)]
+        self._calls += [part for part in in_order if isinstance(part, ToolCall)]
         reason = "tool_calls" if self._calls and delta.finish_reason == "stop" else delta.finish_reason
-        return MessageParts(content, calls, reason)
+        return MessageParts(in_order, reason)
 
 
 def _identified(call: FunctionCall) -> ToolCall:

@@ -1,5 +1,6 @@
 """The routes of model APIs: OpenAI's."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
@@ -9,14 +10,19 @@ from trackway.model_api.choices import jobs_of
 from trackway.model_api.openai.chat import ChatResponseBuilder
 from trackway.model_api.openai.completions import CompletionResponseBuilder
 from trackway.model_api.openai.errors import OpenAIRoute
+from trackway.model_api.openai.response_input import chat_of
+from trackway.model_api.openai.responses import ResponsesBuilder
 from trackway.model_api.prompts import chat_prompt, completion_prompts, most_tokens
 from trackway.model_api.respond import respond
+from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.tokenizer import Tokenizer
 from trackway.rollout.service import RolloutService
 from trackway.rollout.tokenizer import TokenText
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.replies import ChatCompletion, Completion
 from trackway.wire.openai.requests import ChatRequest, CompletionRequest
+from trackway.wire.openai.response_replies import ResponsesReply
+from trackway.wire.openai.response_requests import ResponsesRequest
 from trackway.wire.rollout import ModelCard
 
 PROMPT: dict[str, JsonValue] = {"model": "policy", "prompt": "Two and two are", "max_tokens": 16}
@@ -25,11 +31,24 @@ CONVERSATION: dict[str, JsonValue] = {
     "messages": [{"role": "user", "content": "What are two and two?"}],
     "max_completion_tokens": 64,
 }
+INPUT: dict[str, JsonValue] = {"model": "policy", "input": "What are two and two?", "max_output_tokens": 64}
+
+BuilderOf = Callable[[Tokenizer, list[int]], ResponseBuilder]
+"""The builder of the response to a prompt."""
 
 
 def model_routes(service: RolloutService, text: TokenText) -> APIRouter:
-    """`/v1/completions`, `/v1/chat/completions` and `/v1/models/{id}`, compatible with OpenAI's clients."""
+    """The routes under `/v1`, compatible with OpenAI's clients."""
     router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
+
+    async def converse(request: Request, chat: ChatRequest, builder_of: BuilderOf) -> Response:
+        card = service.served(chat.model)
+        tokenizer = await _tokenizer(text)
+        prompt = await chat_prompt(tokenizer, chat, card.max_model_len - 1)
+        builder = builder_of(tokenizer, prompt)
+        max_tokens = most_tokens(chat, card.max_model_len - len(prompt))
+        jobs = jobs_of(builder.id, [prompt], chat, max_tokens, tokenizer)
+        return await respond(request, service, builder, jobs, stream=chat.stream)
 
     @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
@@ -49,13 +68,19 @@ def model_routes(service: RolloutService, text: TokenText) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
     async def chat(body: Annotated[ChatRequest, Body(examples=[CONVERSATION])], request: Request) -> Response:
         """The next message of a conversation, rendered by the model's chat template."""
-        card = service.served(body.model)
-        tokenizer = await _tokenizer(text)
-        prompt = await chat_prompt(tokenizer, body, card.max_model_len - 1)
-        builder = ChatResponseBuilder(body, tokenizer, prompt)
-        max_tokens = most_tokens(body, card.max_model_len - len(prompt))
-        jobs = jobs_of(builder.id, [prompt], body, max_tokens, tokenizer)
-        return await respond(request, service, builder, jobs, stream=body.stream)
+        return await converse(request, body, lambda tokenizer, prompt: ChatResponseBuilder(body, tokenizer, prompt))
+
+    @router.post("/v1/responses", response_model=None, responses=_either(ResponsesReply))
+    async def responses(body: Annotated[ResponsesRequest, Body(examples=[INPUT])], request: Request) -> Response:
+        """The next response of a conversation, which the client sends in full: no response is stored."""
+        if body.previous_response_id is not None:
+            message = (
+                f"previous_response_id: expected nothing, got {body.previous_response_id!r}: this service stores no "
+                "response; send the whole input, or use a session of the agent service"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="previous_response_id")
+        chat = chat_of(body)
+        return await converse(request, chat, lambda _, prompt: ResponsesBuilder(body, chat, prompt))
 
     return router
 

@@ -1,1 +1,1 @@
-"""OpenAI's completions and chat completions, with vLLM's names for additional fields."""
+"""OpenAI's completions, chat completions and responses, with vLLM's names for additional fields."""

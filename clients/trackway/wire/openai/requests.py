@@ -3,12 +3,12 @@
 A request is refused if it has an unsupported field that would change its result. Null means not set.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
 
-from trackway.wire.base import Float, Int, TokenId, WireRequest
+from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, ToolCall
 
 WITHOUT_EFFECT = frozenset(
@@ -64,17 +64,20 @@ def _sampled_only(value: object) -> object:
 class OpenAIRequest(WireRequest):
     """Drops null and neutral fields before validation."""
 
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
+    neutral: ClassVar[dict[str, list[JsonValue]]] = NEUTRAL
+
     @model_validator(mode="before")
     @classmethod
     def _without_neutral(cls, fields: JsonValue) -> JsonValue:
         if not isinstance(fields, dict):
             return fields
-        for name in fields.keys() & NEUTRAL.keys():
-            if fields[name] is not None and fields[name] not in NEUTRAL[name]:
-                neutral = " or ".join(["nothing", *map(repr, NEUTRAL[name])])
+        for name in fields.keys() & cls.neutral.keys():
+            if fields[name] is not None and fields[name] not in cls.neutral[name]:
+                neutral = " or ".join(["nothing", *map(repr, cls.neutral[name])])
                 got = {"param": name, "neutral": neutral, "value": repr(fields[name])}
                 raise PydanticCustomError("unsupported", "{param}: expected {neutral}, got {value}: unsupported", got)
-        dropped = WITHOUT_EFFECT | NEUTRAL.keys()
+        dropped = cls.without_effect | cls.neutral.keys()
         return {name: value for name, value in fields.items() if name not in dropped and value is not None}
 
 
@@ -169,7 +172,9 @@ class TextPart(WireRequest):
 
 
 class ChatMessage(OpenAIRequest):
-    """One message of the conversation so far."""
+    """One message of the conversation so far; fields that clients add to our messages are dropped."""
+
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan=NON_FINITE)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""

@@ -1,1 +1,1 @@
-"""OpenAI's formats: completions, chat completions, and their errors."""
+"""OpenAI's formats: completions, chat completions, responses, and their errors."""

@@ -1,0 +1,182 @@
+"""Requests of OpenAI's Responses API, with vLLM's names for additional fields."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from trackway.wire.base import NON_FINITE, Float, Int, WireRequest
+from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS
+from trackway.wire.openai.requests import OpenAIRequest
+
+
+class EchoedItem(WireRequest):
+    """A part of the conversation; clients return items of a response with fields of any age, which have no effect."""
+
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan=NON_FINITE)
+
+
+class ResponseTextPart(EchoedItem):
+    """A text part; other kinds (images, files, audio) are refused."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+
+
+TextParts = Annotated[list[ResponseTextPart], Field(fail_fast=True)]
+
+
+class InputMessage(EchoedItem):
+    """A message, of a user or of an earlier response."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | TextParts
+
+
+class InputFunctionCall(EchoedItem):
+    """A call that the model made in an earlier response."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class InputFunctionCallOutput(EchoedItem):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | TextParts
+
+
+class InputReasoning(EchoedItem):
+    """Reasoning of an earlier response; its `content` is passed to the chat template, encrypted content is not."""
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ResponseTextPart] | None, Field(fail_fast=True)] = None
+
+
+def _kind(item: dict[str, JsonValue] | EchoedItem) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "message" if kind is None else str(kind)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputFunctionCall, Tag("function_call")]
+    | Annotated[InputFunctionCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(_kind),
+]
+"""An item of the conversation; a message may leave out its type."""
+
+
+class ResponseTool(OpenAIRequest):
+    """A function that the model may call; OpenAI's hosted tools are refused."""
+
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {}
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+    """No effect: arguments are not guided."""
+
+
+class ResponseToolChoice(WireRequest):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(WireRequest):
+    """The format of the text."""
+
+    type: Literal["text"]
+
+
+class TextOptions(OpenAIRequest):
+    """Options of the text."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"verbosity"})
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {}
+
+    format: TextFormat | None = None
+
+
+class ResponsesRequest(OpenAIRequest):
+    """The next response of a conversation."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {
+            "client_metadata",
+            "max_tool_calls",
+            "metadata",
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "reasoning",
+            "safety_identifier",
+            "service_tier",
+            "store",
+            "stream_options",
+            "user",
+        }
+    )
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {
+        "background": [False],
+        "context_management": [[]],
+        "conversation": [],
+        "moderation": [],
+        "prompt": [],
+        "top_logprobs": [0],
+        "truncation": ["disabled"],
+    }
+
+    model: str
+    input: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    )
+    instructions: str | None = None
+    """A system message before the input."""
+    previous_response_id: str | None = None
+    """The response that this one continues; only sessions of the agent service know earlier responses."""
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+        default_factory=list[ResponseTool]
+    )
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    """False keeps only the first call."""
+    max_output_tokens: Int | None = Field(default=None, ge=1)
+    temperature: Float = Field(default=1.0, ge=0.0)
+    top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: Int = Field(default=-1, ge=-1)
+    seed: Int | None = None
+    text: TextOptions | None = None
+    include: Annotated[list[str], Field(max_length=64, fail_fast=True)] = Field(default_factory=list[str])
+    """No effect; logprobs are refused, as only chat completions have them."""
+    stream: bool = False
+    return_token_ids: bool = False
+    """Also return the token ids of prompt and output, and the weight versions that generated them."""
+    min_weight_version: Int = Field(default=0, ge=0)
+    """Oldest weight version that may answer."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _supported(self) -> "ResponsesRequest":
+        if "message.output_text.logprobs" in self.include:
+            message = "{param}: expected no message.output_text.logprobs, which only /v1/chat/completions has"
+            raise PydanticCustomError("unsupported", message, {"param": "include"})
+        names = [tool.name for tool in self.tools]
+        wanted = self.tool_choice.name if isinstance(self.tool_choice, ResponseToolChoice) else self.tool_choice
+        if (isinstance(self.tool_choice, ResponseToolChoice) and wanted not in names) or (
+            wanted == "required" and not names
+        ):
+            got = {"param": "tool_choice", "names": str(names), "wanted": wanted}
+            raise PydanticCustomError("tool", "{param}: expected one of the tools {names}, got {wanted}", got)
+        return self

@@ -1,0 +1,214 @@
+"""Responses of `/v1/responses`: output items, whole or as events."""
+
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+
+from trackway.model_api.message_reader import MessageReader
+from trackway.model_api.openai.errors import openai_body
+from trackway.model_api.response_builder import ResponseBuilder
+from trackway.model_api.sse import event
+from trackway.model_api.stream_decoder import Delta, joined
+from trackway.wire.chat import ToolCall
+from trackway.wire.errors import TrackwayError
+from trackway.wire.openai.requests import ChatRequest
+from trackway.wire.openai.response_replies import (
+    AnyResponsesEvent,
+    ArgumentsDeltaEvent,
+    ArgumentsDoneEvent,
+    ContentPartEvent,
+    ErrorEvent,
+    IncompleteDetails,
+    ItemStatus,
+    OutputFunctionCall,
+    OutputItem,
+    OutputItemEvent,
+    OutputMessage,
+    OutputText,
+    OutputTextDeltaEvent,
+    OutputTextDoneEvent,
+    ResponsesReply,
+    ResponseStateEvent,
+    ResponsesUsage,
+)
+from trackway.wire.openai.response_requests import ResponsesRequest
+
+_ECHOED = {
+    "instructions",
+    "max_output_tokens",
+    "model",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "temperature",
+    "top_p",
+}
+
+
+class ResponsesBuilder(ResponseBuilder):
+    """Builds the one response of a request, which `chat` is in the form of a chat."""
+
+    prefix = "resp_"
+
+    def __init__(self, request: ResponsesRequest, chat: ChatRequest, prompt: list[int]) -> None:
+        super().__init__([prompt], [MessageReader(chat)])
+        self._request = request
+        self._created_at = float(int(time.time()))
+        self._output: list[OutputItem] = []
+        self._open: OutputMessage | None = None
+        """The last item, while it is a message to which text may be added."""
+        self._deltas: list[Delta] = []
+        self._sent = 0
+        """Events so far."""
+
+    def whole(self, deltas: Sequence[Delta]) -> str:
+        """The response."""
+        for _ in self._events(0, deltas[0]):
+            pass  # the events build the items
+        return self._final().model_dump_json(exclude=self._without_ids())
+
+    def failed(self, error: TrackwayError) -> str:
+        """The event `error`."""
+        body = openai_body(error)["error"]
+        assert isinstance(body, dict)
+        param = error.detail.get("param")
+        return self._event(
+            ErrorEvent(
+                sequence_number=self._sent,
+                code=error.code.value,
+                message=error.message,
+                param=None if param is None else str(param),
+                error=body,
+            )
+        )
+
+    def _begin(self) -> Iterable[str]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(
+                ResponseStateEvent(sequence_number=self._sent, type=kind, response=self._reply("in_progress"))
+            )
+
+    def _events(self, index: int, delta: Delta) -> Iterable[str]:
+        self._deltas.append(delta)
+        parts = self._readers[index].read(delta)
+        for part in parts.in_order:
+            yield from self._call(part) if isinstance(part, ToolCall) else self._text(part)
+        if parts.finish_reason is not None:
+            yield from self._close("incomplete" if parts.finish_reason == "length" else "completed")
+
+    def _end(self) -> Iterable[str]:
+        reply = self._final()
+        kind = "response.completed" if reply.status == "completed" else "response.incomplete"
+        yield self._event(ResponseStateEvent(sequence_number=self._sent, type=kind, response=reply))
+
+    def _text(self, text: str) -> Iterator[str]:
+        if self._open is None:
+            self._open = OutputMessage(id=f"msg_{uuid.uuid4().hex}", status="in_progress", content=[])
+            yield self._item("response.output_item.added", self._open)
+            self._open.content.append(OutputText(text=""))
+            yield self._part("response.content_part.added", self._open)
+        self._open.content[0].text += text
+        yield self._event(
+            OutputTextDeltaEvent(
+                sequence_number=self._sent, item_id=self._open.id, output_index=len(self._output), delta=text
+            )
+        )
+
+    def _close(self, status: ItemStatus) -> Iterator[str]:
+        """End the open message."""
+        if self._open is None:
+            return
+        message, self._open = self._open, None
+        message.status = status
+        yield self._event(
+            OutputTextDoneEvent(
+                sequence_number=self._sent,
+                item_id=message.id,
+                output_index=len(self._output),
+                text=message.content[0].text,
+            )
+        )
+        yield self._part("response.content_part.done", message)
+        yield self._item("response.output_item.done", message)
+        self._output.append(message)
+
+    def _call(self, call: ToolCall) -> Iterator[str]:
+        yield from self._close("completed")
+        item = OutputFunctionCall(
+            id=f"fc_{uuid.uuid4().hex}",
+            status="in_progress",
+            call_id=call.id,
+            name=call.function.name,
+            arguments="",
+        )
+        yield self._item("response.output_item.added", item)
+        item.status, item.arguments = "completed", call.function.arguments
+        place = len(self._output)
+        yield self._event(
+            ArgumentsDeltaEvent(sequence_number=self._sent, item_id=item.id, output_index=place, delta=item.arguments)
+        )
+        yield self._event(
+            ArgumentsDoneEvent(
+                sequence_number=self._sent,
+                item_id=item.id,
+                output_index=place,
+                name=item.name,
+                arguments=item.arguments,
+            )
+        )
+        yield self._item("response.output_item.done", item)
+        self._output.append(item)
+
+    def _item(self, kind: str, item: OutputItem) -> str:
+        return self._event(
+            OutputItemEvent.model_validate(
+                {"sequence_number": self._sent, "type": kind, "output_index": len(self._output), "item": item}
+            )
+        )
+
+    def _part(self, kind: str, message: OutputMessage) -> str:
+        return self._event(
+            ContentPartEvent.model_validate(
+                {
+                    "sequence_number": self._sent,
+                    "type": kind,
+                    "item_id": message.id,
+                    "output_index": len(self._output),
+                    "part": message.content[0],
+                }
+            )
+        )
+
+    def _event(self, item: AnyResponsesEvent) -> str:
+        self._sent += 1
+        exclude = {"response": self._without_ids()} if isinstance(item, ResponseStateEvent) else None
+        return event(item.model_dump_json(exclude=exclude), item.type)
+
+    def _final(self) -> ResponsesReply:
+        delta = joined(self._deltas)
+        reply = self._reply("incomplete" if delta.finish_reason == "length" else "completed")
+        if reply.status == "incomplete":
+            reply.incomplete_details = IncompleteDetails()
+        prompt, output = len(self.prompts[0]), len(delta.token_ids)
+        reply.usage = ResponsesUsage(input_tokens=prompt, output_tokens=output, total_tokens=prompt + output)
+        if self._request.return_token_ids:
+            reply.prompt_token_ids = self.prompts[0]
+            reply.token_ids, reply.weight_versions = delta.token_ids, delta.spans
+        return reply
+
+    def _reply(self, status: str) -> ResponsesReply:
+        request = self._request
+        return ResponsesReply.model_validate(
+            {
+                **request.model_dump(include=_ECHOED),
+                "id": self.id,
+                "created_at": self._created_at,
+                "status": status,
+                "output": list(self._output),
+                "text": request.text,
+                "tool_choice": request.tool_choice,
+                "tools": request.tools,
+            }
+        )
+
+    def _without_ids(self) -> set[str]:
+        return set() if self._request.return_token_ids else {"prompt_token_ids", "token_ids", "weight_versions"}
