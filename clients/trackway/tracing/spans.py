@@ -146,10 +146,12 @@ def operation_span(name: str, target: TraceTarget | None = None) -> Iterator[Spa
 
 
 @contextmanager
-def train_step_span(step: int, experiment_name: str, target: TraceTarget) -> Iterator[SpanHandle]:
-    """One training step: a separate trace named `train step <step>`."""
+def train_step_span(
+    step: int, experiment_name: str, target: TraceTarget, name: str = "train step"
+) -> Iterator[SpanHandle]:
+    """One training step, or another part of a run: a separate trace named `<name> <step>`."""
     tags = {names.TRAIN_STEP: step, "experiment_name": experiment_name}
-    title = f"train step {step}"
+    title = f"{name} {step}"
     shown = {names.MLFLOW_TRACE_NAME: title, names.WEAVE_DISPLAY_NAME: title}
     with root_span(title, tags, shown, record=True, target=target, kind=SpanKind.TRAIN_STEP) as handle:
         yield handle

@@ -27,10 +27,10 @@ from trackway.clients import run
 from trackway.system import StorageError, escape_log_records, remove_drafts
 from trackway.system.storage import FULL, error_number, storage_error
 from trackway.trainer.assignment import receive
+from trackway.trainer.run_state.activity import reported
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import Heartbeat, exit_if_lost
-from trackway.trainer.run_state.waits import reported
 from trackway.trainer.settings import check_installation
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
@@ -118,7 +118,8 @@ async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> 
         folder.move(RunState.RUNNING, training.notice)
     status = "FAILED"
     try:
-        async with reported(folder, training.waits):
+        async with reported(folder) as report:
+            report.waits, report.account = training.waits, training.scheduler.account
             state = await fit(training)
         status = "FINISHED" if state is RunState.FINISHED else "KILLED"
     finally:
@@ -128,7 +129,8 @@ async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> 
         summaries = await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
         traces = await training.traces.close(TRACES_DEADLINE_S)
         try:
-            folder.update(traces=traces, tracking=summaries, **tracking.ids)
+            account = training.scheduler.account()
+            folder.update(traces=traces, tracking=summaries, rollout_states=account, **tracking.ids)
         except StorageError as error:
             logger.warning("the final counts of spans and metrics cannot be written: %s", error)
     return state, training.step

@@ -118,6 +118,16 @@ def test_status_says_what_a_backend_lacks_of_each_run(there: Deployment, folder:
     ]
 
 
+def test_status_says_where_the_rollouts_of_an_active_run_are(there: Deployment, folder: RunFolder) -> None:
+    account = {"submitted": 8, "used": 4, "running": 4}
+    advance(folder, RunState.RUNNING, rollout_states=account)
+
+    assert f"run {folder.name}: 8 rollouts submitted: 4 used, 4 running" in run_notes(there)
+
+    advance(folder, RunState.FINISHED)
+    assert [note for note in run_notes(there) if folder.name in note] == []
+
+
 def test_a_service_that_moves_is_waited_for(elsewhere, there: Deployment, folder: RunFolder, monkeypatch) -> None:
     def move(info: RunInfo) -> None:
         if info.state is RunState.STARTING:

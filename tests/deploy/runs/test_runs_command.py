@@ -70,6 +70,15 @@ def test_a_run_is_shown_with_its_newest_metrics(outputs: Path) -> None:
     assert "metrics of step 4 metric value critic/score/mean 0.25" in shown
 
 
+def test_a_run_is_shown_with_where_its_rollouts_are(outputs: Path) -> None:
+    account = {"submitted": 24, "used": 20, "dropped_failed": 0, "dropped_infrastructure": 1, "finished": 3}
+    RunFolder(outputs / "old").update(rollout_states=account, metrics={"training/rollout_retries": 2.0})
+
+    shown = " ".join(trackway("show", "old", "--outputs", str(outputs)).split())
+
+    assert "24 rollouts submitted: 20 used, 1 dropped infrastructure, 3 finished; 2 were requested again" in shown
+
+
 def test_why_prints_each_wait_below_the_one_that_it_causes() -> None:
     groups = [
         Wait(who="group 5/17", waits_for="the agent service", since=60_000, until=1_860_000, progress="3 of 4 [ended]"),

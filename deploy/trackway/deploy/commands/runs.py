@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
-from trackway.deploy.terminal.console import print_json, run_detail, sparkline, stderr, stdout
+from trackway.deploy.terminal.console import print_json, rollout_account, run_detail, sparkline, stderr, stdout
 from trackway.system import visible
 from trackway.system.user_error import UserError
 from trackway.wire.trainer import ENDED
@@ -90,6 +90,7 @@ def show(
         lines.append(("log", f"trackway runs logs {name} --outputs {run.outputs}"))
     if info.traces is not None:
         lines.append(("traces", f"trackway traces list --outputs {run.outputs}"))
+    lines += [("rollouts", sentence) for sentence in rollout_account(info)]
     if info.waits:
         lines.append(("waits for", f"{info.waits[0].waits_for}; see trackway why {name} --outputs {run.outputs}"))
     console = wide(stdout)

@@ -231,7 +231,7 @@ def status(
     outputs: Outputs = OUTPUTS,
     as_json: Annotated[bool, json_of("the services with their replicas, weights and notes")] = False,
 ) -> None:
-    """Show services, replicas, weight versions and undelivered metrics.  Example: trackway status --json"""
+    """Show services, replicas, weight versions, rollouts and undelivered metrics.  Example: trackway status --json"""
     from trackway.deploy.deployment.running import load_running
     from trackway.deploy.deployment.status import service_statuses
 

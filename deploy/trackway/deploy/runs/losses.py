@@ -1,19 +1,20 @@
-"""Spans, metrics and feedback of a run that did not reach their backends."""
+"""Where the rollouts of a run are, and its spans, metrics and feedback that did not reach their backends."""
 
 from pathlib import Path
 
 from trackway.clients import CallPolicy, TrainerClient, run
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.terminal.console import rollout_account
 from trackway.tracing.settings import SPOOL_FOLDER
 from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import TrackwayError
-from trackway.wire.trainer import RunInfo
+from trackway.wire.trainer import ENDED, RunInfo
 
 _ASK = CallPolicy.question(30.0)
 
 
 def run_notes(deployment: Deployment) -> list[str]:
-    """Sentences about lost or waiting metrics and feedback, by run.
+    """Sentences about the rollouts of active runs, and about lost or waiting metrics and feedback, by run.
 
     If the trainer does not answer, the only sentence is its error.
     """
@@ -21,7 +22,11 @@ def run_notes(deployment: Deployment) -> list[str]:
         runs = run(TrainerClient(deployment.url("trainer"), policy=_ASK).runs())
     except TrackwayError as error:
         return [f"the status of metrics and feedback is unavailable: {error.message}"]
-    return [f"run {info.run}: {sentence}" for info in runs for sentence in tracking_losses(info)]
+    return [
+        f"run {info.run}: {sentence}"
+        for info in runs
+        for sentence in [*([] if info.state in ENDED else rollout_account(info)), *tracking_losses(info)]
+    ]
 
 
 def tracking_losses(info: RunInfo) -> list[str]:

@@ -121,6 +121,19 @@ def run_detail(info: "RunInfo") -> str:
     return "  ".join(parts)
 
 
+def rollout_account(info: "RunInfo") -> list[str]:
+    """A sentence that says where the rollouts are; empty before the first."""
+    states = {
+        name.replace("_", " "): count for name, count in info.rollout_states.items() if count and name != "submitted"
+    }
+    if not states:
+        return []
+    retries = info.metrics.get("training/rollout_retries", 0.0)
+    again = f"; {retries:.0f} were requested again" if retries else ""
+    parts = ", ".join(f"{count} {state}" for state, count in states.items())
+    return [f"{info.rollout_states['submitted']} rollouts submitted: {parts}{again}"]
+
+
 @contextmanager
 def run_bar(quiet: bool) -> Iterator[RunBar]:
     """A bar for the duration of the block; prints nothing with `quiet`."""

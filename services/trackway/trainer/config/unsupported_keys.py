@@ -87,7 +87,7 @@ NO_EFFECT: dict[str, str] = {
     "algorithm.kl_ctrl.*": "there is no KL in the reward; use actor.use_kl_loss",
     "async_training.require_batches": "a step trains data.train_batch_size prompts",
     "async_training.partial_rollout": "the rollout service's update_mode decides: keep, wait or abort",
-    "async_training.use_trainer_do_validate": "rollout replicas run the validation",
+    "async_training.use_trainer_do_validate": "rollout replicas run the validation, beside the training",
     "critic.*": _NO_CRITIC,
     "reward.*": _REWARD,
     "reward_model.*": _REWARD,

@@ -6,14 +6,36 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trackway.trainer.metrics.rollout import Metrics
+from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import Trajectory
+
+INFRASTRUCTURE = frozenset(
+    {
+        ErrorCode.INSTANCE_LOST,
+        ErrorCode.WEIGHTS_BEHIND,
+        ErrorCode.REQUEST_INCOMPLETE,
+        ErrorCode.OVERLOADED,
+        ErrorCode.PAUSED,
+        ErrorCode.DEADLINE_EXCEEDED,
+        ErrorCode.ENGINE_FAILED,
+        ErrorCode.WEIGHTS_CORRUPT,
+        ErrorCode.WEIGHTS_STALE,
+        ErrorCode.DISK_FULL,
+        ErrorCode.NOT_WRITABLE,
+        ErrorCode.UNAVAILABLE,
+    }
+)
+"""Errors of a service, a machine or the network; the others come from the row, the agent loop or a tool."""
 
 
 class TrainStatus(StrEnum):
     """Whether a trajectory is trained on, or the first reason why not."""
 
     USED = "used"
+    INFRASTRUCTURE = "infrastructure"
+    """It failed with an error of INFRASTRUCTURE."""
     ERROR = "error"
+    """It failed with another error."""
     NO_MODEL_TOKEN = "no_model_token"
     """The model wrote no token of the response."""
     UNSCORED = "unscored"
@@ -22,16 +44,19 @@ class TrainStatus(StrEnum):
 
     @property
     def feedback(self) -> str:
-        """The value of the feedback `fate` on the trajectory's trace: used, dropped_failed or dropped_stale."""
+        """The value of the feedback `fate` on the trajectory's trace, and its state in the account of rollouts."""
         return _FEEDBACK[self]
 
 
-_UNTRAINABLE = (TrainStatus.ERROR, TrainStatus.NO_MODEL_TOKEN, TrainStatus.UNSCORED)
 _FEEDBACK = {
     TrainStatus.USED: "used",
-    **dict.fromkeys(_UNTRAINABLE, "dropped_failed"),
+    TrainStatus.INFRASTRUCTURE: "dropped_infrastructure",
+    TrainStatus.ERROR: "dropped_failed",
+    TrainStatus.NO_MODEL_TOKEN: "dropped_filtered",
+    TrainStatus.UNSCORED: "dropped_failed",
     TrainStatus.STALE: "dropped_stale",
 }
+_UNTRAINABLE = [status for status in TrainStatus if status not in (TrainStatus.USED, TrainStatus.STALE)]
 
 
 @dataclass(frozen=True)
@@ -55,12 +80,11 @@ class FilteredBatch:
 
     def metrics(self) -> Metrics:
         """How many trajectories were dropped, by reason, and verl's share of the failed ones."""
-        counts = self.counts
+        untrainable = {reason: self.statuses.count(reason) for reason in _UNTRAINABLE}
         return {
-            "training/dropped_failed": float(counts["dropped_failed"]),
-            "training/dropped_stale": float(counts["dropped_stale"]),
-            **{f"training/left_out/{reason}": float(self.statuses.count(reason)) for reason in _UNTRAINABLE},
-            "response/aborted_ratio": counts["dropped_failed"] / len(self.statuses),
+            **{f"training/{value}": float(count) for value, count in self.counts.items() if value != "used"},
+            **{f"training/left_out/{reason}": float(count) for reason, count in untrainable.items()},
+            "response/aborted_ratio": sum(untrainable.values()) / len(self.statuses),
         }
 
 
@@ -77,7 +101,7 @@ def filter_trajectories(trajectories: Sequence[Trajectory], version: int, max_st
 def train_status(trajectory: Trajectory, version: int, max_staleness: int | None) -> TrainStatus:
     """The status of one trajectory; arguments as in `filter_trajectories`."""
     if trajectory.error is not None:
-        return TrainStatus.ERROR
+        return TrainStatus.INFRASTRUCTURE if trajectory.error.code in INFRASTRUCTURE else TrainStatus.ERROR
     if not any(any(row.response_mask) for row in trajectory.rows):
         return TrainStatus.NO_MODEL_TOKEN
     if trajectory.reward is None:

@@ -9,11 +9,12 @@ async def fit(run: Training) -> RunState:
 
     For each step: draw prompts, let the agents roll each one out n times under the newest weights, compare each rollout
     with its group, move the policy, and publish it. Engines on the learner's GPUs sleep while it computes. With
-    `async_training.staleness_threshold` rollouts of later steps go on meanwhile.
+    `async_training.staleness_threshold` rollouts of later steps, and validations, go on meanwhile.
     """
-    version = await run.publish()
-    await run.wake_up(version)  # a run that was killed left them asleep
     try:
+        await run.resume_validation()
+        version = await run.publish()
+        await run.wake_up(version)  # a run that was killed left them asleep
         if run.first_validation_is_due:
             with run.traces.step(run.step):
                 metrics = await run.validate(version, run.progress.unvalidated)
@@ -24,16 +25,17 @@ async def fit(run: Training) -> RunState:
                 await run.sleep()
                 metrics = await run.update(trajectories, version)
                 if run.publish_is_due:
-                    version = await run.publish()
+                    version = await run.publish(metrics)
                 await run.wake_up(version, metrics)
                 if run.validation_is_due:
                     metrics = await run.validate(version, metrics)
                 if run.checkpoint_is_due:
                     await run.save(metrics)
             await run.log(metrics)
+        await run.complete_validation()
     except StopRequested:
         pass  # a resumed run requests the unfinished rollouts again
     finally:
-        await run.scheduler.close()
+        await run.close()
     await run.save()
     return RunState.FINISHED if run.validated and run.complete else RunState.STOPPED

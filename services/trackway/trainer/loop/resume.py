@@ -57,6 +57,7 @@ def begin(folder: RunFolder, config: RunConfig, learner: Learner, skip_damaged: 
     progress = Progress() if checkpoint is None else _named(checkpoint, learner)
     folder.rewind(None)
     forgotten = {"metrics": {}, "unvalidated": {}, "scheduler": SchedulerState(), "versions": WeightVersions()}
+    forgotten |= {"validation": None, "rows": []}
     return Beginning(progress.model_copy(update=forgotten), None)
 
 
@@ -86,9 +87,30 @@ def _newest(
                 break
         else:
             notice = "; ".join(_set_aside(path, error, progress.step) for path, error in damaged.items())
-            folder.rewind(MetricsRow(step=progress.step, timestamp=time.time_ns() // 1_000_000, data=progress.metrics))
+            progress = _with_rows(folder, progress)
             return Beginning(progress, progress.step, notice, finished_trajectories(checkpoint))
     raise _no_intact_checkpoint(folder, config, checkpoints, damaged)
+
+
+def _with_rows(folder: RunFolder, progress: Progress) -> Progress:
+    """The progress with the rows that wait for a validation; the folder then has the other rows up to its step.
+
+    A validation of the newest step is begun again with the weights that are published next.
+    """
+    newest = MetricsRow(step=progress.step, timestamp=time.time_ns() // 1_000_000, data=progress.metrics)
+    folder.rewind(newest.model_copy(update={"data": {}}))
+    rows = {row.step: row for row in ([newest] if newest.data else [])} | {row.step: row for row in progress.rows}
+    written = {row.step for row in folder.rows()}
+    missing = [row for step, row in sorted(rows.items()) if step not in written]
+    validation = progress.validation if progress.validation and progress.validation.step not in written else None
+    if validation is not None and validation.step < progress.step:
+        return progress.model_copy(update={"rows": missing})
+    changes: dict[str, object] = {"validation": None, "rows": []}
+    if validation is not None and missing:
+        changes["unvalidated"] = missing.pop().data
+    for row in missing:
+        folder.append_row(row)
+    return progress.model_copy(update=changes)
 
 
 def _set_aside(checkpoint: Path, error: TrackwayError, step: int) -> str:

@@ -93,6 +93,8 @@ class Rollouts:
         """The time in which groups were requested; one object for all rollouts of a run."""
         self.waits = Waits()
         """The groups that are requested."""
+        self.retries = 0
+        """Rollouts that were requested again."""
 
     @property
     def n(self) -> int:
@@ -139,6 +141,7 @@ class Rollouts:
         backoff = Backoff(self._retry_policy.backoff_s, LONGEST_PAUSE_S, spread=(0.5, 1.0))
         while fruitless < self._retry_policy.attempts:
             if problem is not None:
+                self.retries += request.n - len(got)
                 await asyncio.sleep(min(backoff.pause_s(max(1, fruitless)), deadline.remaining))
             had = len(got)
             problem = await self._receive(_for_missing(request, got), got, deadline, waiting)

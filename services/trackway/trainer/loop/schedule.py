@@ -8,7 +8,16 @@ from trackway.trainer.data.dataset import Position
 from trackway.trainer.loop.scheduler import SchedulerState
 from trackway.trainer.loop.weight_versions import WeightVersions
 from trackway.wire.base import NON_FINITE
-from trackway.wire.trainer import MetricValue
+from trackway.wire.trainer import MetricsRow, MetricValue
+
+
+class OpenValidation(BaseModel):
+    """A validation that goes on beside the training, and is not complete."""
+
+    step: int
+    """The step whose weights are validated."""
+    version: int
+    """These weights, as published."""
 
 
 class Progress(BaseModel):
@@ -28,6 +37,9 @@ class Progress(BaseModel):
     """Metrics of that step, in case the process ends before the row is written."""
     unvalidated: dict[str, MetricValue] = Field(default_factory=dict)
     """Metrics of that step when a stop interrupted its validation; the row is written after that validation."""
+    validation: OpenValidation | None = None
+    rows: list[MetricsRow] = Field(default_factory=list[MetricsRow])
+    """The row of the step that is validated and those after it, in order; written when the validation is complete."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Decides which groups are generated ahead of the learner, and which it trains next.
 
-    submitted -> running -> finished -> used, dropped as failed
-                        \\-> dropped as stale
+    submitted -> running -> finished -> used, or dropped: failed, by infrastructure, filtered, stale
+                        \\-> dropped as stale; cancelled, until a resumed run submits it again
 
 A group is the rollouts of one prompt. Groups are submitted in the order of the data, as far ahead of the learner as
 `depth` allows. Pacing bounds how stale they get, so that nothing is generated in vain: with a depth of S versions, at
@@ -15,10 +15,10 @@ are not preferred. With depth 0 the learner waits for all groups of a batch: the
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
@@ -83,13 +83,20 @@ class NextPrompt(BaseModel):
 
 
 class Account(BaseModel):
-    """What became of the rollouts. The counts and the outstanding rollouts sum to `submitted`."""
+    """What became of the rollouts. The counts after `submitted` and the outstanding rollouts sum to it."""
 
     submitted: int = 0
     used: int = 0
     """Trained."""
     dropped_failed: int = 0
+    dropped_infrastructure: int = 0
+    dropped_filtered: int = 0
     dropped_stale: int = 0
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add rollouts by state."""
+        for state, count in counts.items():
+            setattr(self, state, getattr(self, state) + count)
 
 
 class SchedulerState(BaseModel):
@@ -99,6 +106,8 @@ class SchedulerState(BaseModel):
     """None: the first prompt of the batch that trains next."""
     outstanding: list[SubmittedGroup] = Field(default_factory=list)
     account: Account = Field(default_factory=Account)
+    retries: int = 0
+    """Rollouts that were requested again after a broken stream."""
 
 
 @dataclass(eq=False)
@@ -107,9 +116,16 @@ class _Outstanding:
     rollouts: asyncio.Future[list[Trajectory]]
 
     @property
+    def state(self) -> Literal["running", "finished", "cancelled"]:
+        """`finished` when all its rollouts have ended."""
+        if not self.rollouts.done():
+            return "running"
+        return "cancelled" if self.rollouts.cancelled() else "finished"
+
+    @property
     def finished(self) -> bool:
         """Whether all its rollouts have ended; not when they were cancelled."""
-        return self.rollouts.done() and not self.rollouts.cancelled()
+        return self.state == "finished"
 
 
 @dataclass
@@ -127,6 +143,7 @@ class GroupScheduler:
     finished: Sequence[Trajectory] = ()
     _outstanding: list[_Outstanding] = field(default_factory=list)
     _taken: list[_Outstanding] = field(default_factory=list)
+    _dropped: list[Trajectory] = field(default_factory=list)
     _needed: int = 0
     _traced: tuple[int, frozenset[int]] = (0, frozenset())
 
@@ -182,27 +199,43 @@ class GroupScheduler:
         """The groups taken last are done; `counts` are their trajectories by `fate`."""
         self._outstanding = [group for group in self._outstanding if group not in self._taken]
         self._taken = []
-        account = self.state.account
-        account.used += counts["used"]
-        account.dropped_failed += counts["dropped_failed"]
-        account.dropped_stale += counts["dropped_stale"]
+        self.state.account.add(counts)
+
+    def take_dropped(self) -> list[Trajectory]:
+        """The trajectories of the groups that finished and were dropped as stale since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def snapshot(self) -> tuple[SchedulerState, list[Trajectory]]:
         """For a checkpoint: the state, and the trajectories of the groups that finished without an error."""
         finished = [group.rollouts.result() for group in self._outstanding if group.finished]
         whole = [group for group in finished if all(trajectory.error is None for trajectory in group)]
         outstanding = [*self.state.outstanding, *(group.group for group in self._outstanding)]
-        state = self.state.model_copy(update={"outstanding": outstanding}, deep=True)
+        changes = {"outstanding": outstanding, "retries": self.retries}
+        state = self.state.model_copy(update=changes, deep=True)
         return state, [*self.finished, *(trajectory for group in whole for trajectory in group)]
 
+    @property
+    def retries(self) -> int:
+        """Rollouts of the run that were requested again after a broken stream."""
+        return self.state.retries + self.rollouts.retries
+
+    def account(self) -> dict[str, int]:
+        """The rollouts by state; those after `submitted` sum to it.
+
+        `running`, `finished` and `cancelled` are the outstanding ones. A run that stops cancels what is running, and
+        submits it again when it is resumed.
+        """
+        outstanding = Counter(group.state for group in self._outstanding)
+        waiting = {state: outstanding[state] * self.rollouts.n for state in ("running", "finished", "cancelled")}
+        waiting["cancelled"] += len(self.state.outstanding) * self.rollouts.n - len(self.finished)
+        waiting["finished"] += len(self.finished)
+        return self.state.account.model_dump() | waiting
+
     def metrics(self) -> Metrics:
-        """The account as `rollouts/<state>`; `running` and `finished` are the outstanding rollouts."""
-        finished = sum(group.finished for group in self._outstanding) * self.rollouts.n
-        counts = self.state.account.model_dump() | {
-            "running": len(self._outstanding) * self.rollouts.n - finished,
-            "finished": finished,
-        }
-        return {f"rollouts/{name}": float(count) for name, count in counts.items()}
+        """The account as `rollouts/<state>`, and the retries."""
+        counts = {f"rollouts/{state}": float(count) for state, count in self.account().items()}
+        return counts | {"training/rollout_retries": float(self.retries)}
 
     def progress(self) -> str:
         """How many groups are there of those that the next update needs."""
@@ -250,6 +283,8 @@ class GroupScheduler:
         """Cancel and forget the groups that are too stale for the next update."""
         stale = [group for group in self._outstanding if self._last_update(group) < steps]
         for group in stale:
+            if group.finished:
+                self._dropped += group.rollouts.result()
             group.rollouts.cancel()
         self._outstanding = [group for group in self._outstanding if group not in stale]
         self.state.account.dropped_stale += len(stale) * self.rollouts.n

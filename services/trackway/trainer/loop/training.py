@@ -23,7 +23,7 @@ from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateResult
 from trackway.trainer.loop.colocation import Engines
 from trackway.trainer.loop.rollout_client import Rollouts
-from trackway.trainer.loop.schedule import Progress, Schedule
+from trackway.trainer.loop.schedule import OpenValidation, Progress, Schedule
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.clock import Clock
@@ -55,6 +55,7 @@ _WAITS_FOR = {
     "update_weights": "the publication of the weights after step {done}",
     "wake_up": "the engines to wake up",
     "testing": "the validation at step {done}",
+    "await_testing": "the validation of the newest published weights, which new ones would replace",
     "save_checkpoint": "the checkpoint of step {done}",
 }
 """What a run waits for in each part of a step."""
@@ -92,6 +93,8 @@ class Training:
     """Step of the newest checkpoint."""
     notice: str = ""
     """A message about the checkpoint that the run started from."""
+    _validating: asyncio.Task[Metrics] | None = None
+    """The validation `progress.validation`."""
 
     @property
     def step(self) -> int:
@@ -129,13 +132,13 @@ class Training:
 
         Also when a stop interrupted the validation of the step from which the run resumes.
         """
-        wanted = self.plan.val_before_train or not self.validated
-        return wanted and all(row.step != self.step for row in self.folder.rows())
+        wanted = self.plan.val_before_train or bool(self.progress.unvalidated)
+        return wanted and all(row.step != self.step for row in (*self.folder.rows(), *self.progress.rows))
 
     @property
     def validated(self) -> bool:
-        """Whether the validation of the newest step was not interrupted by a stop."""
-        return not self.progress.unvalidated
+        """Whether no validation was interrupted by a stop."""
+        return not self.progress.unvalidated and self.progress.validation is None
 
     @contextmanager
     def one_step(self) -> Iterator[None]:
@@ -155,6 +158,7 @@ class Training:
         with self._part("rollout", "gen") as waiting:
             waiting.progress, waiting.because = self.scheduler.progress, self.scheduler.rollouts.waits.current
             self.scheduler.submit(self.step, position, version, self._traced, self.plan.total_steps - self.step)
+            self.traces.dropped(self.scheduler.take_dropped())
             trajectories = await self._unless_stopped(self.scheduler.take(self.step, position))
         self.traces.received(trajectories)
         await self._stored(partial(write_trajectories, self._dump(f"step_{step}"), trajectories))
@@ -186,7 +190,8 @@ class Training:
         self.scheduler.used(batch.counts)
         epoch = self.progress.position.epoch
         _, after = self.prompts.take(self.progress.position)
-        self.progress = Progress(step=self.step + 1, position=after, versions=versions)
+        changes = {"step": self.step + 1, "position": after, "metrics": {}, "unvalidated": {}}
+        self.progress = self.progress.model_copy(update=changes)
         self.traces.own.note(weights_before=version, **shown_metrics(metrics))
         self.traces.own.note(**batch.counts)
         metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
@@ -194,11 +199,18 @@ class Training:
         metrics |= batch.metrics() | self.scheduler.metrics()
         return metrics | rollout_metrics(trajectories) | incident_metrics(trajectories)
 
-    async def publish(self) -> int:
+    async def publish(self, metrics: Metrics | None = None) -> int:
         """Publish the learner's weights; returns the version that rollouts must use from now on.
 
-        Raises TrackwayError(NOT_FINITE), and neither publishes nor saves them, when they are NaN or infinite.
+        First completes the validation of the weights before, since a replica holds one version; StopRequested when a
+        stop is requested meanwhile, with the newest step's `metrics` kept. Raises TrackwayError(NOT_FINITE), and
+        neither publishes nor saves the weights, when they are NaN or infinite.
         """
+        try:
+            await self.complete_validation()
+        except StopRequested:
+            await self._keep(metrics or {})
+            raise
         resumed = self.publisher.published is None
         with self._part("update_weights"):
             try:
@@ -213,15 +225,20 @@ class Training:
     async def validate(self, version: int, metrics: Metrics | None = None) -> Metrics:
         """`metrics` of the newest step, with the accuracy on the held-out rows if there are any.
 
-        Raises StopRequested when a stop is requested meanwhile; a resumed run then validates the step first.
+        Raises StopRequested when a stop is requested meanwhile; a resumed run then validates the step first. Where
+        rollouts run ahead of the learner, the validation goes on beside the training: it returns at once, and `log`
+        adds the accuracy to the row of this step later.
         """
         metrics = metrics or {}
         self.progress = self.progress.model_copy(update={"unvalidated": {}})
         if not self.validation_rows:
             return metrics
-        wanted = min(self.plan.traced_validation, len(self.validation_rows))
-        traced = frozenset(range(self.traces.budget.prompts(wanted, self.plan.validation_n)))
-        collecting = self.validation_rollouts.collect(self.validation_rows, self.step, version, traced)
+        if self.scheduler.pacing.runs_ahead:
+            self._begin_validation(OpenValidation(step=self.step, version=version))
+            return metrics
+        collecting = self.validation_rollouts.collect(
+            self.validation_rows, self.step, version, self._traced_validation()
+        )
         try:
             with self._part("testing") as waiting:
                 waiting.because = self.validation_rollouts.waits.current
@@ -230,14 +247,69 @@ class Training:
             self.progress = self.progress.model_copy(update={"unvalidated": metrics | self.clock.take()})
             raise
         self.traces.received(trajectories)
-        await self._stored(partial(write_trajectories, self._dump(f"val_step_{self.step}"), trajectories))
-        _require_one_success(trajectories, f"the validation at step {self.step}")
+        return metrics | await self._validation_metrics(trajectories, self.step)
+
+    async def resume_validation(self) -> None:
+        """Begin again the validation of an earlier step that a stop or a crash cut off; replicas have its weights."""
+        validation = self.progress.validation
+        if validation is None:
+            return
+        newest = await asyncio.to_thread(self.publisher.newest)
+        if newest == validation.version:
+            self._begin_validation(validation)
+            return
+        message = (
+            "the validation of step %d was cut off, and cannot be repeated: its weights were %s, the newest are %s"
+        )
+        logger.warning(message, validation.step, validation.version, newest)
+        self.progress = self.progress.model_copy(update={"validation": None})
+        await self._write_rows()
+
+    async def complete_validation(self) -> None:
+        """Wait for the validation that goes on beside the training, if there is one, and write the rows up to now.
+
+        Raises StopRequested when a stop is requested meanwhile; a resumed run then does the validation first.
+        """
+        if self._validating is None:
+            return
+        if not self._validating.done():
+            with self._part("await_testing") as waiting:
+                waiting.because = self.validation_rollouts.waits.current
+                await self._unless_stopped(_ended(self._validating))
+        await self._write_rows()
+
+    def _begin_validation(self, validation: OpenValidation) -> None:
+        self.progress = self.progress.model_copy(update={"validation": validation})
+        self._validating = asyncio.create_task(self._validate_beside(validation))
+
+    async def _validate_beside(self, validation: OpenValidation) -> Metrics:
+        step, clock = validation.step, Clock()
+        with (
+            self.traces.validation(step) as trace,
+            clock("testing"),
+            self.waits(f"the validation at step {step}", "its rollouts") as waiting,
+        ):
+            waiting.because = self.validation_rollouts.waits.current
+            trajectories = await self.validation_rollouts.collect(
+                self.validation_rows, step, validation.version, self._traced_validation()
+            )
+            self.traces.received(trajectories, trace)
+        return await self._validation_metrics(trajectories, step) | clock.take()
+
+    def _traced_validation(self) -> frozenset[int]:
+        wanted = min(self.plan.traced_validation, len(self.validation_rows))
+        return frozenset(range(self.traces.budget.prompts(wanted, self.plan.validation_n)))
+
+    async def _validation_metrics(self, trajectories: Sequence[Trajectory], step: int) -> Metrics:
+        await self._stored(partial(write_trajectories, self._dump(f"val_step_{step}"), trajectories))
+        _require_one_success(trajectories, f"the validation at step {step}")
         self.traces.assess_validation(trajectories)
-        return metrics | validation_metrics(trajectories, self.plan.validation_n)
+        return validation_metrics(trajectories, self.plan.validation_n)
 
     async def save(self, metrics: Metrics | None = None) -> None:
         """Write a checkpoint of the newest step, unless it exists or the run only validates."""
-        if self.saved_step == self.step or not self.plan.total_steps:
+        is_saved = self.saved_step == self.step and not self.progress.rows
+        if is_saved or not self.plan.total_steps:
             return
         if metrics is not None:
             self.progress = self.progress.model_copy(update={"metrics": metrics | derived_metrics(metrics)})
@@ -250,18 +322,68 @@ class Training:
         self.saved_step = self.step
 
     async def log(self, metrics: Metrics) -> None:
-        """Write the row of the newest step, with the timings of the clock; does nothing without metrics."""
-        if not metrics:
+        """Write the row of the newest step, with the timings of the clock; does nothing without metrics.
+
+        While a validation goes on beside the training, the rows of its step and of later ones wait for it.
+        """
+        validation = self.progress.validation
+        if not metrics and (validation is None or validation.step != self.step):
             return
         data = metrics | self.clock.take() | self.traces.metrics()
         if "timing_s/step" in data:
             data |= self.scheduler.rollouts.active.take()
         data |= derived_metrics(data, self.plan.gpus)
         row = MetricsRow(step=self.step, timestamp=time.time_ns() // 1_000_000, data=data)
-        for sink in self.sinks:
-            await self._stored(partial(sink.log, row))
-        changes = {"metrics": self.folder.info().metrics | data, "traces": self.traces.summary()}
+        self.progress = self.progress.model_copy(update={"rows": [*self.progress.rows, row]})
+        await self._write_rows()
+        await self._show(data)
+
+    async def _keep(self, metrics: Metrics) -> None:
+        """Keep the metrics of a step that a stop cut off; a resumed run validates it first if that is due."""
+        if self.validation_is_due and self.validation_rows and metrics:
+            self.progress = self.progress.model_copy(update={"unvalidated": metrics | self.clock.take()})
+        else:
+            await self.log(metrics)
+
+    async def _write_rows(self) -> None:
+        """Write the rows, unless they wait for a validation."""
+        rows, validation = self.progress.rows, self.progress.validation
+        found: Metrics = {}
+        if validation is not None:
+            if (
+                self._validating is None
+                or not self._validating.done()
+                or all(row.step != validation.step for row in rows)
+            ):
+                return
+            found = self._validating.result()
+            rows = [
+                row.model_copy(update={"data": row.data | found}) if row.step == validation.step else row
+                for row in rows
+            ]
+            self._validating = None
+        for row in rows:
+            for sink in self.sinks:
+                await self._stored(partial(sink.log, row))
+        self.progress = self.progress.model_copy(update={"rows": [], "validation": None})
+        if found:
+            await self._show(found)
+
+    async def _show(self, metrics: Metrics) -> None:
+        """Set the newest metrics on the run."""
+        changes = {
+            "metrics": self.folder.info().metrics | metrics,
+            "traces": self.traces.summary(),
+            "rollout_states": self.scheduler.account(),
+        }
         await self._stored(partial(self.folder.update, step=self.step, **changes))
+
+    async def close(self) -> None:
+        """Cancel the rollouts that are still running, those of a validation included."""
+        await self.scheduler.close()
+        if self._validating is not None:
+            self._validating.cancel()
+            await asyncio.gather(self._validating, return_exceptions=True)
 
     @contextmanager
     def _part(self, name: str, activity: str = "") -> Iterator[Waiting]:
@@ -355,6 +477,11 @@ class Training:
             for task in (working, stopped):
                 task.cancel()
             await asyncio.gather(working, stopped, return_exceptions=True)
+
+
+async def _ended(task: asyncio.Task[Metrics]) -> None:
+    """Returns when the task has ended; its own cancellation leaves the task running."""
+    await asyncio.wait([task])
 
 
 def _is_multiple(step: int, frequency: int) -> bool:

@@ -37,14 +37,18 @@ class Publisher:
         """The version that this process published last."""
         return self._published
 
+    def newest(self) -> int | None:
+        """The newest version in the store, of this run or another; None in an empty one. Blocking."""
+        latest = self._store.latest()
+        return None if latest is None else latest.version
+
     def publish(self) -> int:
         """Export, copy and announce; returns the version that rollouts must use from now on. Blocking.
 
         Raises StorageError when it cannot be written; readers stay at the previous version and no file is left.
         """
         self._claim.renew()
-        latest = self._store.latest()
-        version = 1 if latest is None else latest.version + 1
+        version = (self.newest() or 0) + 1
         shutil.rmtree(self._scratch, ignore_errors=True)
         try:
             with writing(self._scratch, f"weights version {version}"):

@@ -4,7 +4,7 @@
     services.json   URLs of the services                metrics.jsonl   one MetricsRow per line
     worker.json     the process that owns the run       heartbeat.json  its newest beat
     worker.log      its output and traceback            checkpoints/    to resume from
-    waits.json      what it waits for               trajectories/   step_<n>.parquet, val_step_<n>.parquet
+    activity.json   waits and rollouts by state     trajectories/   step_<n>.parquet, val_step_<n>.parquet
     wandb/          W&B's local files                   tensorboard/    event files
     trackio_run_id  of the run in Trackio
 
@@ -19,13 +19,13 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json
 
 from trackway.system import append_line, atomic_write, writing
@@ -43,11 +43,17 @@ Model = TypeVar("Model", bound=BaseModel)
 STATE = "state.json"
 OWNER = "worker.json"
 METRICS = "metrics.jsonl"
-WAITS = "waits.json"
-
-_WAITS = TypeAdapter(list[Wait])
+ACTIVITY = "activity.json"
 
 logger = logging.getLogger("trackway.trainer")
+
+
+class Activity(BaseModel):
+    """What a run's process does at present."""
+
+    waits: list[Wait] = Field(default_factory=list[Wait])
+    rollouts: dict[str, int] = Field(default_factory=dict)
+    """By state; empty before the first."""
 
 
 @dataclass
@@ -235,15 +241,15 @@ class RunFolder:
         except (OSError, ValidationError):
             return None
 
-    def write_waits(self, waits: Sequence[Wait]) -> None:
-        """Replace what the run waits for."""
-        self._replace(WAITS, _WAITS.dump_json(list(waits)).decode())
+    def write_activity(self, activity: Activity) -> None:
+        """Replace what the run's process does."""
+        self._replace(ACTIVITY, activity.model_dump_json())
 
-    def waits(self) -> list[Wait]:
-        """What the run's process waits for; nothing when the file cannot be read."""
+    def activity(self) -> Activity:
+        """What the run's process does; nothing when the file cannot be read."""
         with suppress(OSError, ValidationError):
-            return _WAITS.validate_json((self.path / WAITS).read_bytes())
-        return []
+            return Activity.model_validate_json((self.path / ACTIVITY).read_bytes())
+        return Activity()
 
     def disown(self) -> None:
         """Remove the owner; a process that still runs as the owner notices and exits."""

@@ -172,9 +172,11 @@ class RunRegistry:
 
 
 def _while_active(info: RunInfo, folder: RunFolder, unwritten: StorageError | None = None) -> RunInfo:
-    """An active run's status: what it waits for, and a message when its disk is full, as it may be unable to write."""
+    """An active run's status: what it does, and a message when its disk is full, as it may be unable to write."""
     if info.state in (RunState.RUNNING, RunState.STOPPING):
-        info = info.model_copy(update={"waits": folder.waits()})
+        activity = folder.activity()
+        changes = {"waits": activity.waits, "rollout_states": activity.rollouts or info.rollout_states}
+        info = info.model_copy(update=changes)
     if unwritten is not None:
         return info.model_copy(
             update={"message": f"its process has exited and its state cannot be written: {unwritten.message}"}

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trackway.tracing import Tracing
-from trackway.trainer.learner.filtering import FilteredBatch
+from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.traces.budget import TraceBudget
 from trackway.trainer.traces.feedback import Assessment, TraceFeedback, training_feedback, validation_feedback
@@ -38,16 +38,28 @@ class RunTraces:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Trace the block as the trainer's step `number`."""
-        with self.own.step(number) as root:
+        with self._root(self.own, number):
+            yield
+
+    @contextmanager
+    def validation(self, number: int) -> Iterator[StepTrace]:
+        """Trace the block as the validation of step `number`, a trace of its own beside those of later steps."""
+        trace = self.own.beside("validation")
+        with self._root(trace, number), trace.part("testing"):
+            yield trace
+
+    @contextmanager
+    def _root(self, trace: StepTrace, number: int) -> Iterator[None]:
+        with trace.step(number) as root:
             yield
         self.budget.spend(root.trace_stats.bytes)
         if root.trace_id is not None:
             self._link([Assessment(root.trace_id, root.span_id or "", {}, link=True)])
 
-    def received(self, trajectories: Sequence[Trajectory]) -> None:
-        """Count the trajectories requested in the step and the bytes of their traces."""
+    def received(self, trajectories: Sequence[Trajectory], trace: StepTrace | None = None) -> None:
+        """Count the trajectories requested in the step, or in another `trace`, and the bytes of their traces."""
         traced = [trajectory for trajectory in trajectories if trajectory.trace_id is not None]
-        self.own.received(traced)
+        (trace or self.own).received(traced)
         self.budget.spend(sum(trajectory.trace_bytes for trajectory in traced), len(traced))
         links = [
             Assessment(trajectory.trace_id or "", trajectory.span_id or "", {}, link=True) for trajectory in traced
@@ -59,6 +71,12 @@ class RunTraces:
         assessments = training_feedback(batch, advantages, step)
         for backend in self.feedback:
             backend.submit(assessments)
+
+    def dropped(self, trajectories: Sequence[Trajectory]) -> None:
+        """Record that these trajectories became too stale before a step took them; returns immediately."""
+        if trajectories:
+            self.received(trajectories)
+            self.assess(FilteredBatch(trajectories, [TrainStatus.STALE] * len(trajectories)), [], 0)
 
     def assess_validation(self, trajectories: Sequence[Trajectory]) -> None:
         """Record the rewards of a validation; returns immediately."""

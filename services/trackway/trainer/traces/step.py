@@ -2,7 +2,8 @@
 
     train step 3 > rollout | update_actor > optimizer_step 0 ... | update_weights | testing | save_checkpoint
 
-and, where engines share the learner's GPUs, `sleep` before `update_actor` and `wake_up` after `update_weights`.
+A validation beside later steps has a trace of its own, `validation 3`. Where engines share the learner's GPUs, a step
+has `sleep` before `update_actor` and `wake_up` after `update_weights`.
 
 Each trajectory has its own trace, which links to the `rollout` (or `testing`) span that requested it. An
 `optimizer_step` links to the trajectories it trained on. Without active tracing nothing is recorded, at no cost.
@@ -26,18 +27,23 @@ _SHOWN_METRICS = {"actor/lr": "lr", "actor/grad_norm": "grad_norm", "actor/pg_lo
 class StepTrace:
     """The trace of the current step; one object serves all steps in turn."""
 
-    def __init__(self, experiment_name: str, target: TraceTarget) -> None:
+    def __init__(self, experiment_name: str, target: TraceTarget, name: str = "train step") -> None:
         self._experiment_name = experiment_name
+        self._name = name
         self._target = target
         self._root: SpanHandle | None = None
         self._traced: list[Trajectory] = []
         self._optimizer_steps = 0
 
+    def beside(self, name: str) -> "StepTrace":
+        """For a trace that is open at the same time as this one."""
+        return StepTrace(self._experiment_name, self._target, name)
+
     @contextmanager
     def step(self, number: int) -> Iterator[SpanHandle]:
         """Trace the block as step `number`."""
         self._traced, self._optimizer_steps = [], 0
-        with train_step_span(number, self._experiment_name, self._target) as root:
+        with train_step_span(number, self._experiment_name, self._target, self._name) as root:
             self._root = root
             try:
                 yield root

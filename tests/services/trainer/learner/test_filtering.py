@@ -5,12 +5,13 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus, filter_trajectories
-from trackway.wire.errors import ErrorBody, ErrorCode
+from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus, filter_trajectories, train_status
+from trackway.wire.errors import ERRORS, ErrorBody, ErrorCode
 from trackway.wire.trajectory import Trajectory, WeightSpan
 
 Rollout = Callable[..., Trajectory]
 FAILED = ErrorBody(code=ErrorCode.UNAVAILABLE, message="gone", retryable=True)
+BROKEN = ErrorBody(code=ErrorCode.INTERNAL, message="a bug", retryable=False)
 
 
 def written_by(*versions: int) -> list[WeightSpan]:
@@ -42,11 +43,12 @@ def test_the_oldest_token_decides_whether_a_trajectory_is_stale(
 @pytest.mark.parametrize(
     ("changes", "status"),
     [
-        ({"error": FAILED}, TrainStatus.ERROR),
+        ({"error": FAILED}, TrainStatus.INFRASTRUCTURE),
+        ({"error": BROKEN}, TrainStatus.ERROR),
         ({"response_mask": [0] * 6}, TrainStatus.NO_MODEL_TOKEN),
         ({"response_ids": [], "response_mask": [], "response_logprobs": []}, TrainStatus.NO_MODEL_TOKEN),
         ({"reward": None}, TrainStatus.UNSCORED),
-        ({"error": FAILED, "response_mask": [0] * 6, "reward": None}, TrainStatus.ERROR),
+        ({"error": BROKEN, "response_mask": [0] * 6, "reward": None}, TrainStatus.ERROR),
         ({"response_mask": [0] * 6, "reward": None}, TrainStatus.NO_MODEL_TOKEN),
     ],
 )
@@ -65,19 +67,31 @@ def test_the_used_trajectories_keep_their_order_and_the_others_are_counted_by_re
         rollout(0, 2, weight_versions=written_by(5)),
         rollout(0, 3, reward=None),
         rollout(0, 4, weight_versions=written_by(6, 7)),
+        rollout(0, 5, error=BROKEN),
+        rollout(0, 6, response_mask=[0] * 6),
+        rollout(0, 7, error=FAILED),
     ]
 
     batch = filter_trajectories(step, 7, 1)
 
     assert [trajectory.tags.rollout_n for trajectory in batch.used] == [1, 4]
-    assert batch.counts == {"used": 2, "dropped_failed": 2, "dropped_stale": 1}
+    assert batch.counts == {
+        "used": 2,
+        "dropped_infrastructure": 2,
+        "dropped_failed": 2,
+        "dropped_filtered": 1,
+        "dropped_stale": 1,
+    }
     assert batch.metrics() == {
+        "training/dropped_infrastructure": 2.0,
         "training/dropped_failed": 2.0,
+        "training/dropped_filtered": 1.0,
         "training/dropped_stale": 1.0,
+        "training/left_out/infrastructure": 2.0,
         "training/left_out/error": 1.0,
-        "training/left_out/no_model_token": 0.0,
+        "training/left_out/no_model_token": 1.0,
         "training/left_out/unscored": 1.0,
-        "response/aborted_ratio": 0.4,
+        "response/aborted_ratio": 0.625,
     }
 
 
@@ -92,8 +106,22 @@ def test_a_batch_without_a_status_for_each_trajectory_is_refused_and_a_decision_
 def test_each_status_has_the_feedback_that_traces_show():
     assert {status.value: status.feedback for status in TrainStatus} == {
         "used": "used",
+        "infrastructure": "dropped_infrastructure",
         "error": "dropped_failed",
-        "no_model_token": "dropped_failed",
+        "no_model_token": "dropped_filtered",
         "unscored": "dropped_failed",
         "stale": "dropped_stale",
     }
+
+
+def test_each_error_is_of_the_infrastructure_or_the_rollouts_own(rollout: Rollout):
+    def status(code: ErrorCode) -> TrainStatus:
+        error = ErrorBody(code=code, message="", retryable=ERRORS[code].retryable)
+        return train_status(rollout(error=error), 7, None)
+
+    assert {code.value for code in ErrorCode if status(code) is TrainStatus.ERROR} == {
+        *("invalid_request", "unauthorized", "forbidden", "not_found", "model_not_found", "conflict"),
+        *("unknown_tool", "unknown_agent", "unknown_data_source", "instance_not_found", "payload_too_large"),
+        *("tool_failed", "tool_timeout", "checkpoint_corrupt", "not_finite", "internal"),
+    }
+    assert all(status(code) is TrainStatus.INFRASTRUCTURE for code in ErrorCode if ERRORS[code].retryable)

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.span_counts import SpanAccounts
 from trackway.trainer.traces.step import StepTrace
 from trackway.trainer.tracking import FileSink
+from trackway.wire.agent import Sample
+from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import RunState
@@ -348,3 +351,117 @@ async def test_weights_are_published_every_other_step(new_run: NewRun, agent):
     }
     assert versions == {1: 0, 3: 1}
     assert [len(rollouts) for rollouts in trained(run)] == [4] * 4
+
+
+BESIDE = (
+    *("async_training.staleness_threshold=1", "async_training.trigger_parameter_sync_step=2", "trainer.test_freq=2"),
+    *("trainer.total_training_steps=5", "trainer.save_freq=1"),
+)
+"""Weights are published after steps 2, 4 and 5, and validated."""
+
+
+def held(run: Training, step: int) -> asyncio.Event:
+    """The validation of this step ends only once the event is set."""
+    release, collect = asyncio.Event(), run.validation_rollouts.collect
+
+    async def collected(batch: Sequence[Sample], of_step: int, *given: Any) -> list[Trajectory]:
+        if of_step == step:
+            await release.wait()
+        return await collect(batch, of_step, *given)
+
+    run.validation_rollouts.collect = collected  # pyright: ignore[reportAttributeAccessIssue]
+    return release
+
+
+async def waiting_for_validation(run: Training) -> "asyncio.Task[RunState]":
+    """The run, when it can do nothing more before the validation is complete."""
+    fitting = asyncio.create_task(fit(run))
+    async with asyncio.timeout(60):
+        while not any("validation of the newest" in wait.waits_for for wait in run.waits.current()):
+            await asyncio.sleep(0.02)
+    return fitting
+
+
+def validated_versions(agent) -> dict[int, int]:
+    """Step -> version of its validation, counted from the run's first."""
+    first = agent.requests[0].min_weight_version
+    return {request.step: request.min_weight_version - first for request in agent.requests if request.validation}
+
+
+async def test_a_validation_goes_on_beside_the_training_until_other_weights_are_published(new_run: NewRun, agent):
+    whole = new_run("whole", *BESIDE)
+    assert await fit(whole) is RunState.FINISHED
+    agent.requests.clear()
+    run = new_run("run", *BESIDE)
+    release = held(run, 2)
+    fitting = await waiting_for_validation(run)
+    meanwhile = run.step, [row.step for row in run.folder.rows()], run.folder.info().step
+    release.set()
+
+    assert await fitting is RunState.FINISHED
+    assert meanwhile == (4, [0, 1], 3)  # steps 3 and 4 were trained; step 4 ends with the publication
+    assert [row.step for row in run.folder.rows()] == [0, 1, 2, 3, 4, 5]
+    assert (validated(run), validated_versions(agent)) == ([0, 2, 4, 5], {0: 0, 2: 1, 4: 2, 5: 3})
+    assert run.learner.canary() == whole.learner.canary()
+    of_steps = [row.data for row in run.folder.rows()]
+    assert ["timing_s/testing" in data for data in of_steps] == [True, False, True, False, True, True]
+    assert of_steps[4]["timing_s/await_testing"] > 0
+    assert run.folder.info().metrics[ACCURACY] == of_steps[5][ACCURACY]
+
+
+@pytest.mark.parametrize("checkpoint", [2, 3, 4])
+@pytest.mark.parametrize("killed", [True, False])
+async def test_a_validation_that_was_cut_off_beside_the_training_is_done_with_its_weights_on_resume(
+    new_run: NewRun, agent, killed: bool, checkpoint: int
+):
+    whole = new_run("whole", *BESIDE)
+    await fit(whole)
+    agent.requests.clear()
+    first = new_run("run", *BESIDE)
+    held(first, 2)
+    fitting = await waiting_for_validation(first)
+    if killed:
+        fitting.cancel()
+        await asyncio.gather(fitting, return_exceptions=True)
+    else:
+        first.stop.set()
+        assert await fitting is RunState.STOPPED
+    later = [path for path in first.folder.checkpoints.glob("global_step_*") if int(path.name[12:]) > checkpoint]
+    for path in later:
+        shutil.rmtree(path)
+
+    again = new_run("run", *BESIDE)
+    assert again.step == min(checkpoint, 3 if killed else 4)
+    assert await fit(again) is RunState.FINISHED
+
+    assert [row.step for row in again.folder.rows()] == [0, 1, 2, 3, 4, 5]
+    assert validated(again) == [0, 2, 4, 5]
+    assert all("actor/pg_loss" in row.data for row in again.folder.rows()[1:])
+    assert again.learner.canary() == whole.learner.canary()
+    assert validated_versions(agent)[2] == (2 if checkpoint == 2 else 1)  # those of step 2 are published once more
+
+
+async def test_a_validation_whose_weights_another_run_replaced_is_left_out_and_its_rows_are_written(
+    new_run: NewRun, caplog: pytest.LogCaptureFixture
+):
+    first = new_run("run", *BESIDE)
+    held(first, 2)
+    fitting = await waiting_for_validation(first)
+    fitting.cancel()
+    await asyncio.gather(fitting, return_exceptions=True)
+    new_run("other", "trainer.total_training_steps=1").publisher.publish()
+
+    again = new_run("run", *BESIDE)
+    assert await fit(again) is RunState.FINISHED
+
+    assert ([row.step for row in again.folder.rows()], validated(again)) == ([0, 1, 2, 3, 4, 5], [0, 4, 5])
+    assert "the validation of step 2 was cut off, and cannot be repeated" in caplog.text
+
+
+async def test_a_validation_that_fails_beside_the_training_fails_the_run(new_run: NewRun, agent):
+    error = ErrorBody(code=ErrorCode.ENGINE_FAILED, message="no such thing", retryable=False)
+    agent.change = lambda made: made.model_copy(update={"error": error if made.tags.validation else None})
+    run = new_run("run", *BESIDE, "trainer.val_before_train=false")
+
+    with pytest.raises(TrackwayError, match="all 2 rollouts of the validation at step 2 failed"):
+        await fit(run)

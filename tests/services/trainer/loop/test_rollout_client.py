@@ -98,10 +98,12 @@ async def test_what_stays_missing_is_recorded_as_failed_and_nothing_else(agent, 
 async def test_a_stream_that_broke_after_a_further_trajectory_is_no_failed_attempt(agent, agent_url, http, sample):
     agent.breaks = [1, 1, 1]
 
-    got = await rollouts(agent_url, http, attempts=1).collect([sample(1)], 1, 0)
+    asking = rollouts(agent_url, http, attempts=1)
+    got = await asking.collect([sample(1)], 1, 0)
 
     assert [trajectory.error for trajectory in got] == [None] * 4
     assert [request.rollouts for request in agent.requests] == [None, [1, 2, 3], [2, 3], [3]]
+    assert asking.retries == 3 + 2 + 1
 
 
 @ENDS_SOON

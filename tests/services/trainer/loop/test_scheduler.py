@@ -70,7 +70,7 @@ class Requests:
     """`Rollouts.group` records the request when it is made, not when its task first runs."""
 
     def __init__(self, generation: Generation) -> None:
-        self.n, self.group = generation.n, generation.start
+        self.n, self.group, self.retries = generation.n, generation.start, 0
 
 
 def made(name: Name, rollout_n: int, error: ErrorBody | None = None) -> Trajectory:
@@ -224,8 +224,22 @@ async def test_with_drop_a_group_that_passes_the_bound_is_cancelled_and_another_
 
     assert run.generation.cancelled == [(1, 0)]
     assert run.trained == [[(1, 1), (1, 2), (1, 3), (1, 4)], [(1, 5), (1, 6), (1, 7), (2, 8)]]
-    assert run.scheduler.metrics()["rollouts/dropped_stale"] == N
+    assert run.scheduler.account()["dropped_stale"] == N
+    assert run.scheduler.take_dropped() == []
     assert len(run.generation.requested) == 8 + 4 + 5
+
+
+async def test_a_finished_group_that_no_step_took_in_time_is_handed_over_once(begin):
+    run = begin(depth=1, bound=1, drop=True)
+    run.submit()
+    await run.generation.end(*run.generation.running)
+    run.used(await run.take())
+    run.steps = 4  # groups of step 1 may train in the first two steps only
+    run.submit()
+
+    assert names(run.scheduler.take_dropped()) == [(1, 4), (1, 5), (1, 6), (1, 7)]
+    assert run.scheduler.take_dropped() == []
+    assert run.scheduler.account()["dropped_stale"] == 4 * N
 
 
 async def test_weights_that_are_published_every_other_step_pace_two_batches_at_once(begin):
@@ -249,9 +263,13 @@ async def test_no_group_is_requested_that_no_step_would_train(begin):
         "rollouts/submitted": 40,
         "rollouts/used": 40,
         "rollouts/dropped_failed": 0,
+        "rollouts/dropped_infrastructure": 0,
+        "rollouts/dropped_filtered": 0,
         "rollouts/dropped_stale": 0,
         "rollouts/running": 0,
         "rollouts/finished": 0,
+        "rollouts/cancelled": 0,
+        "training/rollout_retries": 0,
     }
 
 
@@ -316,8 +334,8 @@ async def test_whatever_ends_first_all_prompts_train_once_in_time_and_the_accoun
             if run.generation.running:
                 await run.generation.end(chance.choice(run.generation.running))
             await asyncio.sleep(0)
-            metrics = run.scheduler.metrics()
-            assert metrics.pop("rollouts/submitted") == sum(metrics.values()) == len(run.generation.requested) * N
+            account = run.scheduler.account()
+            assert account.pop("submitted") == sum(account.values()) == len(run.generation.requested) * N
         ages = [paced.version(run.steps) - paced.version(step - 1) for step, _ in taking.result()]
         assert max(ages) <= paced.bound
         run.used(taking.result())
@@ -339,11 +357,15 @@ async def test_a_resumed_run_has_what_was_finished_and_requests_what_was_not(beg
         depth=1, bound=1, state=SchedulerState.model_validate_json(state.model_dump_json()), finished=finished
     )
     again.steps, again.position = run.steps, run.position
-    kept = again.scheduler.snapshot()
+    kept, before = again.scheduler.snapshot(), again.scheduler.account()
     again.submit()
     await again.generation.end(*again.generation.running)
 
+    stopped = run.scheduler.account()
     assert run.generation.cancelled == [(1, 1), (1, 4)]
+    assert stopped.pop("submitted") == sum(stopped.values()) == 8 * N
+    assert (stopped["used"], stopped["finished"], stopped["cancelled"]) == (4 * N, 2 * N, 2 * N)
+    assert before == stopped | {"submitted": 8 * N, "finished": N, "cancelled": 3 * N}  # the failed one is not kept
     assert kept == (state, finished)
     assert again.generation.requested == [(1, 1), (1, 4), (1, 6), *((2, index) for index in range(8, 12))]
     assert await again.take() == [(1, 1), (1, 4), (1, 6), (1, 7)]

@@ -68,7 +68,8 @@ ROW = {
     "training/trained_tokens": 14.0,
     "training/trajectories": 4.0,
     "response/aborted_ratio": 0.4444444444444444,
-    "training/left_out/error": 2.0,
+    "training/left_out/infrastructure": 2.0,
+    "training/left_out/error": 0.0,
     "training/left_out/no_model_token": 1.0,
     "training/left_out/unscored": 1.0,
     "training/rollout_probs_diff_valid": 1.0,
@@ -110,14 +111,20 @@ ROW = {
     "training/off_policy/trajectory_staleness_worst/max": 1.0,
     "training/off_policy/trajectory_staleness_worst/min": 0.0,
     "prompt_length/clip_ratio": 0.0,
-    "training/dropped_failed": 4.0,
+    "training/dropped_failed": 1.0,
+    "training/dropped_infrastructure": 2.0,
+    "training/dropped_filtered": 1.0,
     "training/dropped_stale": 1.0,
     "rollouts/submitted": 0.0,
     "rollouts/used": 4.0,
-    "rollouts/dropped_failed": 4.0,
+    "rollouts/dropped_failed": 1.0,
+    "rollouts/dropped_infrastructure": 2.0,
+    "rollouts/dropped_filtered": 1.0,
     "rollouts/dropped_stale": 1.0,
     "rollouts/running": 0.0,
     "rollouts/finished": 0.0,
+    "rollouts/cancelled": 0.0,
+    "training/rollout_retries": 0.0,
     "training/rollout_failure/failed_trajectories": 2.0,
     "tool_call_counts/mean": 0.0,
     "tool_call_counts/max": 0.0,
@@ -225,12 +232,12 @@ async def test_dropped_trajectories_change_nothing_and_each_trace_gets_its_fate(
     assert {assessment.trace_id: dict(assessment.values) for assessment in backend.given} == {
         "s2": {"reward": 1.0, "fate": "dropped_stale"},
         "g0": {"reward": 1.0, "advantage": pytest.approx(0.7071, abs=1e-4), "fate": "used"},
-        "f3": {"fate": "dropped_failed"},
+        "f3": {"fate": "dropped_infrastructure"},
         "g1": {"reward": 0.0, "advantage": pytest.approx(-0.7071, abs=1e-4), "fate": "used"},
     }
-    assert {key: metrics[key] for key in ("training/dropped_stale", "training/dropped_failed")} == {
+    assert {key: metrics[key] for key in ("training/dropped_stale", "training/dropped_infrastructure")} == {
         "training/dropped_stale": 1.0,
-        "training/dropped_failed": 1.0,
+        "training/dropped_infrastructure": 1.0,
     }
     assert (metrics["training/trajectories"], metrics["response/aborted_ratio"]) == (2.0, 0.25)
     assert (training.step, metrics["agent_loop/incidents/retried"]) == (1, 0.0)
@@ -346,7 +353,9 @@ async def test_a_step_with_no_trajectory_to_train_on_fails_with_the_counts(train
     with pytest.raises(TrackwayError) as caught:
         await training.update([*stale, rollout(0, 3, error=FAILED)], version=7)
 
-    assert caught.value.message.startswith("step 1: 0 used, 1 dropped failed, 3 dropped stale: expected a trajectory")
+    assert caught.value.message.startswith(
+        "step 1: 0 used, 1 dropped infrastructure, 0 dropped failed, 0 dropped filtered, 3 dropped stale: expected a "
+    )
     assert "<" not in caught.value.message and "got none; look" in caught.value.message
     assert (training.learner.canary(), training.step) == (before, 0)
 

@@ -58,13 +58,17 @@ async def test_a_run_that_waits_says_for_what_until_it_goes_on(runs: RunManager,
     agent.holding_at = 2
     await runs.start(request_of("waiting"))
     await until(lambda: bool(runs.registry.info("waiting").waits))
-    [wait] = runs.registry.info("waiting").waits
+    waiting = runs.registry.info("waiting")
+    [wait] = waiting.waits
     agent.released.set()
     await ended(runs, "waiting")
 
     assert (wait.who, wait.waits_for) == ("the run", "the rollouts of step 2")
     assert {(group.who[:8], group.progress) for group in wait.because} == {("group 2/", "0 of 4 rollouts have ended")}
-    assert runs.registry.info("waiting").waits == []
+    assert (waiting.rollout_states.pop("submitted"), sum(waiting.rollout_states.values())) == (16, 16)
+    assert (waiting.rollout_states["used"], waiting.rollout_states["running"]) == (8, 8)
+    after = runs.registry.info("waiting")
+    assert after.waits == [] and after.rollout_states["used"] == after.rollout_states["submitted"]
 
 
 @pytest.fixture

@@ -1,13 +1,13 @@
-"""What a run's process waits for: named while it lasts, and in its folder once it has lasted."""
+"""What a run's process waits for, named while it lasts and in its folder once it has lasted, and its rollouts."""
 
 import asyncio
 
 import pytest
 
 from trackway.system.waits import MOST, Waits
-from trackway.trainer.run_state import waits as module
-from trackway.trainer.run_state.folder import RunFolder
-from trackway.trainer.run_state.waits import reported
+from trackway.trainer.run_state import activity as module
+from trackway.trainer.run_state.activity import reported
+from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.wire.health import Wait
 
 pytestmark = pytest.mark.anyio
@@ -73,13 +73,14 @@ async def test_the_folder_has_the_waits_that_last_and_none_once_the_run_has_ende
 
     async def written(count: int) -> list[Wait]:
         async with asyncio.timeout(10):
-            while len(folder.waits()) != count:
+            while len(folder.activity().waits) != count:
                 await asyncio.sleep(0.01)
-        return folder.waits()
+        return folder.activity().waits
 
-    async with reported(folder, run):
+    async with reported(folder) as report:
+        report.waits = run
         with run("the run", "the update of step 1"):
-            before = folder.waits()
+            before = folder.activity().waits
             time.now += 60.0
             lasting = await written(1)
         await written(0)
@@ -87,11 +88,29 @@ async def test_the_folder_has_the_waits_that_last_and_none_once_the_run_has_ende
             time.now += 60.0
             await written(1)
 
-    assert (before, folder.waits()) == ([], [])
+    assert (before, folder.activity().waits) == ([], [])
     assert [(wait.waits_for, wait.since) for wait in lasting] == [("the update of step 1", 100_000)]
 
 
-def test_a_damaged_file_names_no_wait(folder: RunFolder):
-    (folder.path / "waits.json").write_text("[{")
+async def test_the_folder_has_the_rollouts_by_state_and_keeps_them_when_the_run_has_ended(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "REPORT_EVERY_S", 0.01)
+    account = {"submitted": 4, "running": 4}
 
-    assert folder.waits() == []
+    async with reported(folder) as report:
+        report.account = account.copy
+        async with asyncio.timeout(10):
+            while not folder.activity().rollouts:
+                await asyncio.sleep(0.01)
+        during = folder.activity().rollouts
+        account |= {"running": 0, "cancelled": 4}
+
+    assert during == {"submitted": 4, "running": 4}
+    assert folder.activity() == Activity(rollouts={"submitted": 4, "running": 0, "cancelled": 4})
+
+
+def test_a_damaged_file_names_no_wait_and_no_rollout(folder: RunFolder):
+    (folder.path / "activity.json").write_text("[{")
+
+    assert folder.activity() == Activity()
