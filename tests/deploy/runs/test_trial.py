@@ -15,6 +15,7 @@ from trackway.deploy.runs import trial
 from trackway.deploy.runs.trial import Tried, advantages_of
 from trackway.deploy.runs.trial_report import trial_report
 from trackway.system.user_error import UserError
+from trackway.trainer.config import resolve
 from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
@@ -75,7 +76,7 @@ def test_a_group_has_an_advantage_for_each_rollout(project: Made) -> None:
 
     assert group.row == 2 and [trajectory.tags.rollout_n for trajectory in group.trajectories] == list(range(8))
     assert {trajectory.tags.sample_index for trajectory in group.trajectories} == {1}
-    assert group.advantages == advantages_of(group.trajectories, norm_by_std=True) and None not in group.advantages
+    assert group.advantages == advantages_of(group.trajectories, resolve({})) and None not in group.advantages
 
 
 @pytest.mark.slow
@@ -226,7 +227,7 @@ def shown(*trajectories: Trajectory) -> list[str]:
         row=3,
         sample=sample,
         trajectories=[*trajectories],
-        advantages=advantages_of([*trajectories], norm_by_std=True),
+        advantages=advantages_of([*trajectories], resolve({})),
     )
     console = Console(file=StringIO(), width=120)
     console.print(trial_report(values, 64))

@@ -50,5 +50,7 @@ def learner_config(model: Path | str, **settings: Any) -> LearnerConfig:
 
 
 def _key(name: str) -> str:
+    if "." in name:
+        return name
     section = f"{ACTOR}.optim" if name in OptimConfig.model_fields else ACTOR
     return KEYS.get(name, f"{section}.{name}")

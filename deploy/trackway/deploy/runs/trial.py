@@ -20,7 +20,10 @@ from trackway.deploy.deployment.running import find_running
 from trackway.deploy.local.in_process import services_here
 from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs import project, standalone
+from trackway.serving.own_code import add_to_path
 from trackway.system.user_error import UserError
+from trackway.trainer.config import RunConfig
+from trackway.trainer.config.algorithm import OPTIMAL_BASELINES
 from trackway.trainer.data.dataset import RowLocation, Rows
 from trackway.trainer.loop.from_config import training_template
 from trackway.wire.agent import Sample
@@ -67,7 +70,7 @@ class Trial:
             row=location.number,
             sample=sample,
             trajectories=trajectories,
-            advantages=advantages_of(trajectories, self.subject.config.algorithm.norm_adv_by_std_in_grpo),
+            advantages=advantages_of(trajectories, self.subject.config),
         )
 
     async def _rollouts(self, sample: Sample, n: int, report: Report) -> list[Trajectory]:
@@ -123,14 +126,33 @@ def _row(rows: Rows, number: int) -> tuple[Sample, RowLocation]:
     raise UserError(f"--row: expected the number of a row, counted from 1, got {number}: {why}; give another")
 
 
-def advantages_of(trajectories: list[Trajectory], norm_by_std: bool) -> list[float | None]:
-    """The advantage of each trajectory within the group; None for one that a training step would leave out."""
+def advantages_of(trajectories: list[Trajectory], config: RunConfig) -> list[float | None]:
+    """The advantage of each trajectory within the group; None for one that a training step would leave out.
+
+    What an estimator takes from the batch is taken from the group. One that needs the model's distribution is replaced
+    by rloo, whose baseline is the group's mean too, and there is no KL penalty. Raises ValueError when an own estimator
+    cannot be loaded.
+    """
     import torch
 
-    from trackway.trainer.learner.algorithm import grpo_advantages
+    from trackway.trainer.learner.advantages import AdvantageInputs, estimate, per_trajectory, token_rewards
     from trackway.trainer.learner.filtering import TrainStatus, filter_trajectories
 
     batch = filter_trajectories(trajectories, version=0, max_staleness=None)
-    scores = torch.tensor([trajectory.reward.score for trajectory in batch.used if trajectory.reward is not None])
-    values = iter(grpo_advantages(scores, ["group"] * len(scores), norm_by_std).tolist())
+    rewards = [trajectory.reward for trajectory in batch.used if trajectory.reward is not None]
+    if not rewards:
+        return [None] * len(trajectories)
+    longest = max(len(trajectory.response_mask) for trajectory in batch.used)
+    mask = torch.tensor([[*t.response_mask, *[0] * (longest - len(t.response_mask))] for t in batch.used]).bool()
+    inputs = AdvantageInputs(
+        rewards=token_rewards([reward.score for reward in rewards], mask),
+        mask=mask,
+        groups=["group"] * len(rewards),
+        components=[{"score": reward.score, **reward.components} for reward in rewards],
+    )
+    algorithm = config.algorithm
+    if algorithm.adv_estimator in OPTIMAL_BASELINES:
+        algorithm = algorithm.with_values({"adv_estimator": "rloo"})
+    add_to_path(Path(config.trackway.code_path) if config.trackway.code_path else None)
+    values = iter(per_trajectory(estimate(algorithm, inputs), mask).tolist())
     return [next(values) if status is TrainStatus.USED else None for status in batch.statuses]

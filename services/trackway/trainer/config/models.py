@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
+from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
@@ -71,18 +72,6 @@ class CustomRewardFunctionConfig(Section):
         if value is None:
             return cls.model_fields[str(info.field_name)].get_default(call_default_factory=True)
         return value
-
-
-class AlgorithmConfig(Section):
-    """Computation of advantages from rewards."""
-
-    adv_estimator: Literal["grpo"] = "grpo"
-    """Group-relative advantages; verl's default is gae, which needs a critic that Trackway does not have."""
-    norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; false gives Dr.GRPO."""
-    use_kl_in_reward: Literal[False] = False
-    """A KL penalty in the reward is not implemented; `actor.use_kl_loss` puts it in the loss."""
-    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
 
 
 class AsyncTrainingConfig(Section):
@@ -289,6 +278,15 @@ class RunConfig(Section):
             raise ValueError(
                 "actor_rollout_ref.actor.policy_loss.loss_mode: expected vanilla with algorithm.rollout_correction."
                 f"bypass_mode=true, where loss_type is the loss, got {mode}; set bypass_mode=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pass_at_k_has_a_second_rollout(self) -> Self:
+        if self.algorithm.adv_estimator == "grpo_passk" and self.actor_rollout_ref.rollout.n < 2:
+            raise ValueError(
+                "actor_rollout_ref.rollout.n: expected at least 2 with algorithm.adv_estimator=grpo_passk, which "
+                f"compares the best rollout with the second, got {self.actor_rollout_ref.rollout.n}"
             )
         return self
 

@@ -131,6 +131,9 @@ class ActorConfig(Section):
     """Divisor of `seq-mean-token-sum-norm`; None takes `data.max_response_length`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    calculate_sum_pi_squared: bool = False
+    """Measure the sum of squared probabilities at each token, for own estimators; an optimal token baseline always
+    does. With `bypass_mode` it takes a pass of the policy."""
     use_kl_loss: bool = False
     """Add a KL term against the reference policy, which is the model the run started from."""
     kl_loss_coef: float = Field(default=0.001, ge=0)

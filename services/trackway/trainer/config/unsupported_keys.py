@@ -11,7 +11,8 @@ _SHARDING = "the learner is one process; nothing is sharded"
 _ACTOR_MICRO = "actor.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
 _MICRO = "rollout.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
 _REF_MICRO = "ref.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
-_NO_CRITIC = "GRPO has no critic"
+_NO_CRITIC = "no estimator here has a critic"
+_ONLY_GAE = "only gae uses it, which needs a critic"
 _REWARD = "scorers belong to the reward service's deployment"
 _TOOLS = "tools belong to the tools service's deployment"
 _DUMPS = "every step's trajectories are written to outputs/<run>/trajectories"
@@ -81,10 +82,9 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _REF_MICRO,
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _REF_MICRO,
     **{f"actor_rollout_ref.ref.fsdp_config.{name}": _SHARDING for name in _FSDP},
-    "algorithm.gamma": "the reward is one score for the whole trajectory",
-    "algorithm.lam": _NO_CRITIC,
-    "algorithm.kl_penalty": "there is no KL in the reward; use actor.use_kl_loss",
-    "algorithm.kl_ctrl.*": "there is no KL in the reward; use actor.use_kl_loss",
+    "algorithm.lam": _ONLY_GAE,
+    "algorithm.use_pf_ppo": _ONLY_GAE,
+    "algorithm.pf_ppo.*": _ONLY_GAE,
     "async_training.require_batches": "a step trains data.train_batch_size prompts",
     "async_training.partial_rollout": "the rollout service's update_mode decides: keep, wait or abort",
     "async_training.use_trainer_do_validate": "rollout replicas run the validation, beside the training",

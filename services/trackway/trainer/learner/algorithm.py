@@ -1,4 +1,4 @@
-"""The mathematics of GRPO as pure functions of tensors: advantages, clipped policy loss, KL, entropy, aggregation.
+"""Policy optimization as pure functions of tensors: group advantages, clipped policy loss, KL, entropy, aggregation.
 
 Formulas and names are verl's (verl/trainer/ppo/core_algos.py); shapes are B trajectories by T predicted tokens.
 Every sum over tokens is divided by totals of the whole mini-batch (`Aggregation`), so adding up micro-batches gives
@@ -45,6 +45,11 @@ def _group_advantages(scores: Tensor, norm_by_std: bool, eps: float) -> Tensor:
         return torch.zeros_like(scores)
     centred = scores - scores.mean()
     return centred / (scores.std() + eps) if norm_by_std else centred
+
+
+def by_token(advantages: Tensor) -> Tensor:
+    """Advantages [B, 1] or [B, T], which broadcast over tokens, of advantages [B] or [B, T]."""
+    return advantages.unsqueeze(-1) if advantages.dim() == 1 else advantages
 
 
 class Aggregation(NamedTuple):
@@ -128,13 +133,13 @@ def policy_loss(
 ) -> tuple[Tensor, PolicyStats]:
     """PPO's clipped loss with the dual clip (arXiv:1912.09729) for negative advantages.
 
-    logp, old_logp, mask: [B, T]; advantages: [B]; weights: [B, T], factors of the token losses.
+    logp, old_logp, mask: [B, T]; advantages: [B] or [B, T]; weights: [B, T], factors of the token losses.
     r = exp(clamp(logp - old_logp)); the token loss is max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)), and where
     A < 0 at most -A clip_c.
     """
     log_ratio = (logp - old_logp).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
-    gain = -advantages.unsqueeze(-1)
+    gain = -by_token(advantages)
     plain = gain * ratio
     clipped = gain * ratio.clamp(1 - clip_low, 1 + clip_high)
     upper = torch.maximum(plain, clipped)
@@ -156,9 +161,9 @@ def reinforce_loss(
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE: the aggregate of -w A logp, and the mean of old_logp - logp (k1).
 
-    logp, old_logp, mask: [B, T]; advantages: [B]; weights: [B, T] without a gradient, None for 1.
+    logp, old_logp, mask: [B, T]; advantages: [B] or [B, T]; weights: [B, T] without a gradient, None for 1.
     """
-    losses = -advantages.unsqueeze(-1) * logp
+    losses = -by_token(advantages) * logp
     if weights is not None:
         losses = losses * weights
     return aggregate(losses, mask, agg), _token_mean((old_logp - logp).detach(), mask, agg)

@@ -34,7 +34,7 @@ class TrainingBatch:
     ref_logprobs: Tensor
     """[B, T - 1]: the reference model's logprobs; zeros until they are computed."""
     advantages: Tensor
-    """[B]."""
+    """[B], or [B, T - 1] where tokens have their own."""
     lengths: Tensor
     """[B] int64: prompt and response tokens of the row."""
     rollout_is_weights: Tensor | None = None
@@ -117,6 +117,34 @@ def token_versions(trajectories: Sequence[Trajectory], width: int, default: floa
         for span in trajectory.weight_versions:
             versions[row, first + span.start : first + span.end] = span.version
     return versions
+
+
+class ResponseColumns:
+    """Converts the columns of N rows [N, T - 1] to the response tokens of their B trajectories [B, R], and back.
+
+    R is the longest response; a trajectory of several rows has their responses one after another.
+    """
+
+    def __init__(self, rows: Sequence[Trajectory], owners: Sequence[int], width: int) -> None:
+        self._shape = (len(rows), width + 1)
+        responses: list[list[int]] = [[] for _ in range(max(owners) + 1)]
+        for row, (trajectory, owner) in enumerate(zip(rows, owners, strict=True)):
+            first = row * (width + 1) + len(trajectory.prompt_ids) - 1
+            responses[owner] += range(first, first + len(trajectory.response_ids))
+        self._places = torch.full((len(responses), max(map(len, responses))), width)
+        """[B, R]: the place of each response token in rows of one more column, which pads the response."""
+        for owner, places in enumerate(responses):
+            self._places[owner, : len(places)] = torch.tensor(places)
+
+    def response(self, values: Tensor) -> Tensor:
+        """[B, R] of values [N, T - 1]; zero after the response."""
+        return torch.nn.functional.pad(values, (0, 1)).flatten()[self._places]
+
+    def columns(self, values: Tensor) -> Tensor:
+        """[N, T - 1] of values [B, R]; zero outside the responses."""
+        padded = torch.zeros(self._shape, dtype=values.dtype).flatten()
+        padded[self._places] = values
+        return padded.view(self._shape)[:, :-1]
 
 
 def _check(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> None:

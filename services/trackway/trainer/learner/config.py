@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trackway.trainer.config.models import AlgorithmConfig
+from trackway.trainer.config.algorithm import OPTIMAL_BASELINES, AlgorithmConfig
 from trackway.trainer.config.policy import ActorConfig, ModelConfig, RefConfig, RolloutConfig
 
 
@@ -88,6 +88,16 @@ class LearnerConfig:
     def recompute_old_logprobs(self) -> bool:
         """Whether the old logprobs come from a pass of the trainer instead of the sampler; hides a mismatch of both."""
         return self.proximal_logprobs == "recompute" and not self.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a KL term needs the reference policy."""
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def measures_distribution(self) -> bool:
+        """Whether the policy's squared probabilities are measured before the update."""
+        return self.actor.calculate_sum_pi_squared or self.algorithm.adv_estimator in OPTIMAL_BASELINES
 
     @property
     def uses_weights(self) -> bool:

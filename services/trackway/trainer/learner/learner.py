@@ -1,9 +1,9 @@
 """The learner: trajectories in, updated weights and verl's metrics out.
 
-One update is GRPO's: advantages per group, then for each mini-batch one clipped policy-gradient step, its gradient
-summed over micro-batches. Samples of older weights or of other arithmetic are corrected as
-`algorithm.rollout_correction` says (rollout_correction.py); a wrong mask or temperature shows in
-`training/rollout_logprob_diff_max`.
+One update: rewards of tokens, less the KL penalty if there is one; advantages (advantages.py); then for each
+mini-batch one policy-gradient step (policy_losses.py), its gradient summed over micro-batches. Samples of older weights
+or of other arithmetic are corrected as `algorithm.rollout_correction` says (rollout_correction.py); a wrong mask or
+temperature shows in `training/rollout_logprob_diff_max`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +18,30 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from trackway.trainer.learner import optimizer as adamw
-from trackway.trainer.learner.algorithm import EXACT_KL, Aggregation, grpo_advantages
-from trackway.trainer.learner.batch import TrainingBatch, rows_of, token_versions
+from trackway.trainer.learner.advantages import (
+    AdvantageInputs,
+    estimate,
+    estimator,
+    per_trajectory,
+    rewards_to_go,
+    token_rewards,
+)
+from trackway.trainer.learner.algorithm import EXACT_KL, Aggregation, by_token, kl_penalty
+from trackway.trainer.learner.batch import ResponseColumns, TrainingBatch, rows_of, token_versions
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.finite import require_finite_logprobs
-from trackway.trainer.learner.loss import MicroLoss, at_mask, micro_loss, proximal_logprobs
+from trackway.trainer.learner.loss import (
+    MicroLoss,
+    at_mask,
+    micro_loss,
+    proximal_logprobs,
+    sum_pi_squared,
+    token_logprobs,
+)
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
 from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.policy import Policy
+from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
 from trackway.trainer.learner.rollout_correction import correct, correction_metrics, loglinear_share, mean_weight
 from trackway.trainer.learner.threads import choose_threads, usable_cores
 from trackway.trainer.learner.weight_proof import (
@@ -81,12 +97,30 @@ class UpdateResult(NamedTuple):
     """Of each trajectory that was trained on, in the batch's order."""
 
 
+class Prepared(NamedTuple):
+    """B trajectories in N rows of tokens, ready for the optimizer steps of an update."""
+
+    batch: TrainingBatch
+    """The N rows."""
+    mismatch: Metrics
+    """Of recomputed old logprobs against the sampler's; empty without them."""
+    kl_metrics: Metrics
+    """Of the KL penalty in the reward; empty without it."""
+    advantages: list[float]
+    """Of each trajectory; where tokens have their own, their mean."""
+    rewards: Tensor
+    """[B]: the scores, less the KL penalty."""
+    returns: Tensor
+    """[N]: the advantages, as in verl; or [N, T - 1] where tokens have their own: their rewards to go."""
+
+
 class Learner:
     """A policy, its optimizer, and the reference model if the loss needs one. Not thread-safe."""
 
     def __init__(self, config: LearnerConfig) -> None:
         self.config = config
         model, optim, offload = config.model, config.actor.optim, config.actor.fsdp_config
+        estimator(config.algorithm.adv_estimator)  # an own one that cannot be loaded is an error before the model loads
         self.updates = 0
         self.policy = Policy(
             config.model_path,
@@ -99,7 +133,9 @@ class Learner:
         self.threads = config.threads or self._choose_threads()
         """CPU threads of torch in this process."""
         torch.set_num_threads(self.threads)
-        self.reference = _reference(config) if config.actor.use_kl_loss else None
+        self.reference = _reference(config) if config.uses_reference else None
+        self.reward_kl_coef = config.algorithm.kl_ctrl.kl_coef
+        """Coefficient of the KL penalty in the reward of the next update."""
         self.optimizer = AdamW(
             self.policy.model.parameters(),
             lr=optim.lr,
@@ -135,11 +171,10 @@ class Learner:
             raise EmptyBatchError(
                 "expected a trajectory to train on, got none; look at their errors, nothing was updated"
             )
-        advantages = self.advantages(used)
         rows, owners = rows_of(used)
-        sampled = TrainingBatch.of(rows, [advantages[owner] for owner in owners], self.policy.master_dtype)
-        batch, mismatch = self._with_references(self._with_shares(sampled, rows, version))
-        sequences = choose_sequences(rows, batch.advantages.tolist())
+        prepared = self._prepared(used, rows, owners, version)
+        batch, mismatch = prepared.batch, prepared.mismatch
+        sequences = choose_sequences(rows, by_token(batch.advantages).abs().amax(-1).tolist())
         self._before = self.policy.published_logprobs([self._canary_tokens(), *sequences])
         lr = adamw.learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
@@ -156,20 +191,15 @@ class Learner:
                     report({**steps[-1].metrics, "actor/lr": lr})
         self.updates += 1
         metrics = {
-            **batch_metrics(used, batch),
+            **batch_metrics(used, batch, prepared.rewards, prepared.returns),
             **(mismatch or self._mismatch(steps)),
+            **prepared.kl_metrics,
             **_mean([step.metrics for step in steps]),
             "actor/skipped_steps": emptied + sum(step.metrics["actor/skipped_steps"] for step in steps),
             "actor/lr": lr,
-            **({"actor/kl_coef": self.config.actor.kl_loss_coef} if self.reference is not None else {}),
+            **({"actor/kl_coef": self.config.actor.kl_loss_coef} if self.config.actor.use_kl_loss else {}),
         }
-        return UpdateResult(metrics, advantages)
-
-    def advantages(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """The advantage of each trajectory within its prompt's group. Raises ValueError for one without a reward."""
-        groups = [f"{t.tags.step}/{t.tags.sample_index}" for t in trajectories]
-        scores = torch.tensor(scores_of(trajectories), dtype=torch.float64)
-        return grpo_advantages(scores, groups, self.config.algorithm.norm_adv_by_std_in_grpo).tolist()
+        return UpdateResult(metrics, prepared.advantages)
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The current policy's logprob of each response token, 0.0 where the model did not write it."""
@@ -190,6 +220,8 @@ class Learner:
         self.policy.save(folder / "model.safetensors")
         adamw.save_optimizer(self.optimizer, self.policy.model, folder / "optim.safetensors")
         progress = {"updates": torch.tensor(self.updates), "shuffler": self._shuffler.get_state()}
+        if self.config.algorithm.kl_ctrl.type == "adaptive":
+            progress["reward_kl_coef"] = torch.tensor(self.reward_kl_coef, dtype=torch.float64)
         save_file(progress, folder / "extra_state.safetensors")
         if self.reference is not None:
             self.reference.save(folder / "reference.safetensors")
@@ -205,6 +237,8 @@ class Learner:
         progress = load_file(folder / "extra_state.safetensors")
         self.updates = int(progress["updates"])
         self._shuffler.set_state(progress["shuffler"])
+        if self.config.algorithm.kl_ctrl.type == "adaptive" and "reward_kl_coef" in progress:
+            self.reward_kl_coef = float(progress["reward_kl_coef"])
         reference = folder / "reference.safetensors"
         if self.reference is not None and reference.exists():
             self.reference.load(reference)
@@ -255,25 +289,74 @@ class Learner:
         versions = token_versions(used, batch.response_mask.shape[1], version)
         return replace(batch, loglinear_share=loglinear_share(versions, version).to(batch.old_logprobs.dtype))
 
-    def _with_references(self, batch: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """The batch with what stays fixed during the update: recomputed old logprobs, the correction, the reference's.
+    def _prepared(
+        self, used: Sequence[Trajectory], rows: Sequence[Trajectory], owners: Sequence[int], version: float | None
+    ) -> Prepared:
+        """The batch with what stays fixed during the update: old logprobs, the correction, the reference's, advantages.
 
-        With recomputed logprobs, also their metrics against the sampler's.
+        The rewards and the KL penalty cover rejected tokens too; advantages are normalised over those that are trained.
         """
-        metrics: Metrics = {}
+        sampled = TrainingBatch.of(rows, [0.0] * len(rows), self.policy.master_dtype)
+        batch, mismatch = self._with_shares(sampled, rows, version), Metrics()
+        measured = self._measured(batch)
         if self.config.recompute_old_logprobs:
-            batch, metrics = self._corrected(batch)
-        if self.reference is not None and not self._exact_kl:
+            batch, mismatch = self._corrected(batch, measured[0])
+        if self._needs_ref_logprobs:
+            assert self.reference is not None
             size, temperature = self.config.ref_micro_batch_size, self.config.rollout.temperature
-            batch = replace(batch, ref_logprobs=self.reference.logprobs(batch, temperature, size))
-        return batch, metrics
+            batch = replace(batch, ref_logprobs=self.reference.logprobs(sampled, temperature, size))
+        columns = ResponseColumns(rows, owners, sampled.response_mask.shape[1])
+        mask, kl_metrics = columns.response(sampled.response_mask), Metrics()
+        rewards = token_rewards(scores_of(used), mask)
+        if self.config.algorithm.use_kl_in_reward:
+            old = measured[0] if self.config.recompute_old_logprobs else sampled.old_logprobs
+            kl = kl_penalty(old, batch.ref_logprobs, self.config.algorithm.kl_penalty)
+            penalty, kl_metrics = self._kl_penalty(columns.response(kl), mask)
+            rewards = rewards - penalty
+        distribution = [columns.response(values) for values in measured] if len(measured) > 1 else [None, None]
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            mask=columns.response(batch.response_mask),
+            groups=[f"{t.tags.step}/{t.tags.sample_index}" for t in used],
+            components=[{"score": t.reward.score, **t.reward.components} for t in used if t.reward is not None],
+            logp=distribution[0],
+            sum_pi_squared=distribution[1],
+            weights=None if batch.rollout_is_weights is None else columns.response(batch.rollout_is_weights),
+        )
+        advantages = estimate(self.config.algorithm, inputs)
+        by_trajectory = per_trajectory(advantages, inputs.mask).tolist()
+        if advantages.dim() == 2:
+            to_go = rewards_to_go(rewards, inputs.mask, self.config.algorithm.gamma)
+            advantages, returns = columns.columns(advantages), columns.columns(to_go)
+        else:
+            advantages = returns = advantages[torch.tensor(owners)]
+        batch = replace(batch, advantages=advantages.to(self.policy.master_dtype))
+        return Prepared(batch, mismatch, kl_metrics, by_trajectory, inputs.scores, returns)
 
-    def _corrected(self, sampled: TrainingBatch) -> tuple[TrainingBatch, Metrics]:
-        """The batch with recomputed old logprobs, importance weights and only the tokens that are not rejected.
+    def _kl_penalty(self, kl: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
+        """What the KL takes off the reward of each token, all [B, R], and its metrics. Moves the coefficient on."""
+        coefficient, mean = self.reward_kl_coef, mean_kl(kl, mask)
+        self.reward_kl_coef = next_coefficient(self.config.algorithm.kl_ctrl, coefficient, mean, len(mask))
+        return coefficient * kl * mask, {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
 
-        A rejected token counts in no total of the mini-batch, and is left out of the KL and the entropy too.
+    def _measured(self, batch: TrainingBatch) -> list[Tensor]:
+        """What is measured of the policy before the update, [B, T - 1] each: logprobs, and squared probabilities."""
+        measures = (
+            *((token_logprobs,) if self.config.recompute_old_logprobs or self.config.measures_distribution else ()),
+            *((sum_pi_squared,) if self.config.measures_distribution else ()),
+        )
+        if not measures:
+            return []
+        size, temperature = self.config.log_prob_micro_batch_size, self.config.rollout.temperature
+        return self.policy.measured(batch, temperature, size, *measures)
+
+    def _corrected(self, sampled: TrainingBatch, old: Tensor) -> tuple[TrainingBatch, Metrics]:
+        """The batch with these old logprobs, importance weights and only the tokens that are not rejected.
+
+        A rejected token counts in no total of the mini-batch, and is left out of the KL and the entropy too. Also the
+        metrics of the old logprobs against the sampler's.
         """
-        old, rollout, mask = self._old_logprobs(sampled), sampled.old_logprobs, sampled.response_mask
+        rollout, mask = sampled.old_logprobs, sampled.response_mask
         weights, kept = correct(self.config.algorithm.rollout_correction, old - rollout, mask)
         batch = replace(sampled, old_logprobs=old * kept, response_mask=kept, rollout_is_weights=weights)
         drift = drift_metrics(old[mask], rollout[mask])
@@ -299,6 +382,10 @@ class Learner:
     @property
     def _exact_kl(self) -> bool:
         return self.config.actor.use_kl_loss and self.config.actor.kl_loss_type == EXACT_KL
+
+    @property
+    def _needs_ref_logprobs(self) -> bool:
+        return self.config.algorithm.use_kl_in_reward or (self.config.actor.use_kl_loss and not self._exact_kl)
 
     def _exact_reference(self) -> AbstractContextManager[None]:
         """Keeps the reference on the device for the full KL, which needs it in each micro-batch."""

@@ -9,6 +9,7 @@ from trackway.trainer.learner.algorithm import (
     EXACT_KL,
     Aggregation,
     aggregate,
+    by_token,
     entropy_from_logits,
     exact_kl,
     kl_penalty,
@@ -79,7 +80,7 @@ def _policy_loss(
     if correction.loss_type == "reinforce":
         loss, ppo_kl = reinforce_loss(logp, old_logp, micro.advantages, mask, agg, weights)
         return loss, {"ppo_kl": ppo_kl}
-    inputs = LossInputs(logp, old_logp, micro.advantages, mask, agg, weights)
+    inputs = LossInputs(logp, old_logp, by_token(micro.advantages), mask, agg, weights)
     return POLICY_LOSSES[config.actor.policy_loss.loss_mode](config, inputs)
 
 
@@ -94,6 +95,11 @@ def token_logprobs(logits: Tensor, batch: TrainingBatch) -> Tensor:
     """[N]: logprobs of the predicted tokens under the response mask, from the logits [N, V] there."""
     targets = batch.input_ids[:, 1:][batch.response_mask]
     return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+
+def sum_pi_squared(logits: Tensor, batch: TrainingBatch) -> Tensor:
+    """[N]: the sum over the vocabulary of squared probabilities, from logits [N, V]."""
+    return (2 * torch.log_softmax(logits, dim=-1)).exp().sum(-1)
 
 
 def at_mask(mask: Tensor, values: Tensor) -> Tensor:

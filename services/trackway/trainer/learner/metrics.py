@@ -5,26 +5,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from trackway.trainer.learner.algorithm import by_token
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.metrics.rollout import Metrics, spread
 from trackway.wire.trajectory import StopReason, Trajectory
 
 
-def batch_metrics(used: Sequence[Trajectory], batch: TrainingBatch) -> Metrics:
+def batch_metrics(used: Sequence[Trajectory], batch: TrainingBatch, rewards: Tensor, returns: Tensor) -> Metrics:
     """Scores, advantages, turns and counts of the trajectories trained on, and lengths of their rows, in `batch`.
 
-    Advantages weigh each trajectory by its model tokens, as in verl. `response_length/clip_ratio` is the share that
-    stopped because the response was full.
+    `rewards` [B] are the scores less the KL penalty; `returns` are by row, [N] or [N, T - 1]. Advantages and returns
+    weigh each trajectory by its trained tokens, as in verl. `response_length/clip_ratio` is the share that stopped
+    because the response was full.
     """
-    scores = scores_of(used)
-    per_token = batch.advantages.unsqueeze(-1).expand_as(batch.response_mask)[batch.response_mask].tolist()
     full = [t.stop_reason is StopReason.MAX_RESPONSE for t in used]
-    rows = [row for t in used for row in t.rows]
+    rows, mask = [row for t in used for row in t.rows], batch.response_mask
     return {
-        **spread("critic/score", scores),
-        **spread("critic/rewards", scores),
-        **spread("critic/advantages", per_token),
-        **spread("critic/returns", per_token),
+        **spread("critic/score", scores_of(used)),
+        **spread("critic/rewards", rewards.tolist()),
+        **spread("critic/advantages", by_token(batch.advantages).expand_as(mask)[mask].tolist()),
+        **spread("critic/returns", by_token(returns).expand_as(mask)[mask].tolist()),
         **spread("response_length", [len(row.response_ids) for row in rows]),
         "response_length/clip_ratio": sum(full) / len(used),
         **spread("prompt_length", [len(row.prompt_ids) for row in rows]),

@@ -8,7 +8,7 @@ Vocabulary logits are computed only where the response mask is set. Parameters a
 
 import copy
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -99,13 +99,25 @@ class Policy:
 
     def logprobs(self, batch: TrainingBatch, temperature: float, micro_batch_size: int | None) -> Tensor:
         """[B, T - 1] on the CPU, zeros outside the response mask, without a gradient."""
-        result = torch.zeros_like(batch.old_logprobs)
+        return self.measured(batch, temperature, micro_batch_size, token_logprobs)[0]
+
+    def measured(
+        self,
+        batch: TrainingBatch,
+        temperature: float,
+        micro_batch_size: int | None,
+        *measures: Callable[[Tensor, TrainingBatch], Tensor],
+    ) -> list[Tensor]:
+        """What each measure makes of logits [N, V] and their micro-batch, from one pass: as `logprobs`, [N] each."""
+        results = [torch.zeros_like(batch.old_logprobs) for _ in measures]
         with torch.no_grad(), self.cpu_offload.on_device():
             for rows, micro in batch.micro_batches(micro_batch_size):
                 on_device = micro.to(self.device)
-                logp = token_logprobs(self.logits(on_device, temperature), on_device)
-                result[rows, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, logp.cpu())
-        return result
+                logits = self.logits(on_device, temperature)
+                for result, measure in zip(results, measures, strict=True):
+                    values = measure(logits, on_device).cpu()
+                    result[rows, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, values)
+        return results
 
     @property
     def published_dtype(self) -> torch.dtype:

@@ -29,7 +29,7 @@ class LossInputs(NamedTuple):
     old_logp: Tensor
     """[B, T]."""
     advantages: Tensor
-    """[B]."""
+    """[B, 1], or [B, T] where tokens have their own."""
     mask: Tensor
     """[B, T] bool: the tokens to train on."""
     agg: Aggregation
@@ -70,7 +70,7 @@ def gspo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     PPO, usually at a few 1e-4.
     """
     low, high = config.clip_range
-    gain = -inputs.advantages.unsqueeze(-1)
+    gain = -inputs.advantages
     log_ratio = inputs.logp - inputs.old_logp
     log_s = inputs.logp - inputs.logp.detach() + inputs.over_tokens(log_ratio).detach()
     ratio = log_s.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp()
@@ -87,7 +87,7 @@ def sapo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
 
     -A (4 / tau) sigmoid(tau (r - 1)), tau = `tau_pos` for A > 0, else `tau_neg`.
     """
-    advantages, log_ratio = inputs.advantages.unsqueeze(-1), inputs.log_ratio
+    advantages, log_ratio = inputs.advantages, inputs.log_ratio
     tau_pos, tau_neg = (advantages.new_tensor(tau) for tau in (config.actor.tau_pos, config.actor.tau_neg))
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     losses = -advantages * (4 / tau) * torch.sigmoid(tau * (log_ratio.exp() - 1))
@@ -100,7 +100,7 @@ def cispo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     log_ratio = inputs.log_ratio.detach()
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - low, 1 + high)
-    return inputs.total(-clipped * inputs.advantages.unsqueeze(-1) * inputs.logp), {
+    return inputs.total(-clipped * inputs.advantages * inputs.logp), {
         "pg_clipfrac": inputs.token_mean((ratio != clipped).to(ratio.dtype)),
         "ppo_kl": inputs.token_mean(-log_ratio),
     }
@@ -109,7 +109,7 @@ def cispo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
 def gpg(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Group policy gradient (AMAP-ML/GPG): -A log p, without a ratio."""
     log_ratio = inputs.logp - inputs.old_logp
-    losses = -inputs.advantages.unsqueeze(-1) * inputs.logp
+    losses = -inputs.advantages * inputs.logp
     return inputs.total(losses), {"ppo_kl": inputs.token_mean(-log_ratio)}
 
 
@@ -117,7 +117,7 @@ def dro(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Direct reward optimization: -(A log p - `dro_beta` (log r)^2 / 2)."""
     log_ratio = inputs.logp - inputs.old_logp
     penalty = 0.5 * (config.actor.policy_loss.dro_beta or 0.0) * log_ratio.square()
-    losses = penalty - inputs.advantages.unsqueeze(-1) * inputs.logp
+    losses = penalty - inputs.advantages * inputs.logp
     return inputs.total(losses), {"ppo_kl": inputs.token_mean(-log_ratio)}
 
 
@@ -125,13 +125,14 @@ def geo_mean(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """Geometric-mean policy optimization (arXiv:2507.20673): the mean over sequences of -A exp(mean clipped log r).
 
     Log ratios are clipped to [-low, high] on the side where clipping lowers the objective; `loss_agg_mode` has no
-    effect. Importance weights enter as their geometric mean over the sequence.
+    effect. Importance weights enter as their geometric mean over the sequence, advantages of tokens as their mean.
     """
     low, high = config.clip_range
-    advantages, log_ratio = inputs.advantages.unsqueeze(-1), inputs.logp - inputs.old_logp
+    advantages, log_ratio = inputs.advantages, inputs.logp - inputs.old_logp
     clamped = log_ratio.clamp(-low, high)
     bounded = torch.where(advantages > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
-    losses = -advantages * inputs.over_tokens(bounded).exp()
+    advantage = advantages if advantages.shape[1] == 1 else inputs.over_tokens(advantages)
+    losses = -advantage * inputs.over_tokens(bounded).exp()
     if inputs.weights is not None:
         losses = losses * inputs.over_tokens((inputs.weights + SMALLEST_WEIGHT).log()).exp()
     clipped = (log_ratio != clamped).to(log_ratio.dtype)

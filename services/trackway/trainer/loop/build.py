@@ -3,9 +3,11 @@
 import asyncio
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 from trackway.clients import AgentClient, CallPolicy
 from trackway.clients.weights import WeightStore
+from trackway.serving.own_code import add_to_path
 from trackway.trainer.config import RunConfig, no_effect
 from trackway.trainer.data.dataset import Rows, load_data, prompts_of
 from trackway.trainer.data.name_check import check_names
@@ -112,7 +114,9 @@ def _training(
 def _learner(config: RunConfig, total_steps: int, threads: int | None) -> Learner:
     """`threads` is the number at the run's first start: another one would round differently."""
     settings = learner_config(config, total_steps)
+    code_path = config.trackway.code_path
     try:
+        add_to_path(Path(code_path) if code_path else None)  # of own estimators and losses
         return Learner(replace(settings, threads=threads or settings.threads))
     except (OSError, ValueError) as error:  # no such model, or not one that can be trained as asked
         model = config.actor_rollout_ref.model.path

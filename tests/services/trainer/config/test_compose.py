@@ -67,7 +67,7 @@ def test_every_key_of_the_reproduce_script_is_honoured_or_told_with_a_reason():
 
     silent = [key for key in keys if key not in known_keys() and key not in told]
     assert silent == []
-    assert told["trainer.critic_warmup"] == "GRPO has no critic"
+    assert told["trainer.critic_warmup"] == "no estimator here has a critic"
     assert told["trainer.rollout_trace.backend"] == "another spelling, read as actor_rollout_ref.rollout.trace.backend"
 
 
@@ -133,7 +133,7 @@ def test_replicas_that_take_more_gpus_than_the_run_has_are_refused():
     [
         ("data.train_batch_size=many", "data.train_batch_size: Input should be a valid integer"),
         ("actor_rollout_ref.rollout.mode=sync", "actor_rollout_ref.rollout.mode: Input should be 'async', got 'sync'"),
-        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator: Input should be 'grpo', got 'gae'"),
+        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator: gae is not implemented: there is no critic; take re"),
         ("data.train_batch_size=8", "ppo_mini_batch_size: expected at most data.train_batch_size"),
         ("data.seed", "expected key=value in Hydra's grammar, got 'data.seed'"),
         ("data.seed=${nowhere}", "the configuration does not compose"),

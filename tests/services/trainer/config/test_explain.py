@@ -37,7 +37,9 @@ from trackway.wire.errors import ErrorCode, TrackwayError
         ),
         (
             "critic.optim.lr",
-            Explanation("critic.optim.lr", "GRPO has no critic", None, "verl's, no effect here", honoured=False),
+            Explanation(
+                "critic.optim.lr", "no estimator here has a critic", None, "verl's, no effect here", honoured=False
+            ),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from trackway.trainer.learner.batch import TrainingBatch
+from trackway.trainer.learner.batch import ResponseColumns, TrainingBatch
 from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
@@ -93,3 +93,17 @@ def test_a_batch_cannot_be_changed(rollout: Rollout):
 def test_an_advantage_is_needed_for_each_trajectory(rollout: Rollout):
     with pytest.raises(ValueError, match="expected one advantage per trajectory, 1, got 2"):
         TrainingBatch.of([rollout()], [0.0, 1.0])
+
+
+def test_the_responses_of_a_trajectorys_rows_lie_one_after_another(rollout: Rollout):
+    rows = [
+        rollout(prompt_ids=[1] * prompt, response_ids=[2] * n, response_mask=[1] * n, response_logprobs=[-1.0] * n)
+        for prompt, n in ((2, 3), (1, 2), (3, 1))
+    ]
+    columns = ResponseColumns(rows, owners=[0, 1, 0], width=4)
+    values = torch.tensor([[9, 1, 2, 3], [4, 5, 9, 9], [9, 9, 6, 9]])
+
+    response = columns.response(values)
+
+    assert response.tolist() == [[1, 2, 3, 6], [4, 5, 0, 0]]
+    assert columns.columns(response).tolist() == [[0, 1, 2, 3], [4, 5, 0, 0], [0, 0, 6, 0]]

@@ -137,8 +137,7 @@ def written_out(model: Model, reference: Model, rows: list[int], mode: str, kind
     return result
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def save_model(folder: Path) -> Path:
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -152,8 +151,13 @@ def folder(tmp_path: Path) -> Path:
         initializer_range=0.7,
     )
     torch.manual_seed(3)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
-    return tmp_path
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_model(tmp_path)
 
 
 def norm_in_float64(policy: Policy) -> None:

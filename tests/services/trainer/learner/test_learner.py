@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(tiny_model:
     config = loss_config(tiny_model, kl_loss_type="kl")
     trajectories = as_sampled(Learner(config), ragged(rollout))
     model, loss, tokens = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64), torch.zeros(()), 0
-    for trajectory, advantage in zip(trajectories, Learner(config).advantages(trajectories), strict=True):
+    for trajectory, advantage in zip(trajectories, Learner(config).update(trajectories).advantages, strict=True):
         ids = trajectory.prompt_ids + trajectory.response_ids
         logp = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
         for place, by_model in enumerate(trajectory.response_mask, start=len(trajectory.prompt_ids)):
@@ -196,7 +196,7 @@ def test_advantages_are_those_of_each_prompts_group(tiny_model: Path, rollout: R
     easy = [rollout(7, n, score) for n, score in enumerate([1.0, 1.0, 1.0, 0.0])]
     hard = [rollout(8, n, score) for n, score in enumerate([0.0, 0.0, 0.0, 1.0])]
 
-    advantages = Learner(learner_config(tiny_model)).advantages([*easy, *hard])
+    advantages = Learner(learner_config(tiny_model)).update([*easy, *hard]).advantages
 
     high, low = 0.499999000002, 1.499997000006
     assert advantages == pytest.approx([high, high, high, -low, -high, -high, -high, low], abs=1e-9)
@@ -294,4 +294,4 @@ def test_prompts_of_one_index_in_two_steps_are_two_groups(tiny_model: Path, roll
 
     trajectories = [of_step(1, 0, 1.0), of_step(1, 1, 1.0), of_step(2, 0, 0.0), of_step(2, 1, 0.0)]
 
-    assert Learner(learner_config(tiny_model)).advantages(trajectories) == [0.0] * 4
+    assert Learner(learner_config(tiny_model)).update(trajectories).advantages == [0.0] * 4

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner import learner as learner_module
 from trackway.trainer.learner.batch import TrainingBatch, token_versions
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory, WeightSpan
@@ -104,7 +105,9 @@ def test_rejected_tokens_are_not_counted_as_trained(tiny_model: Path, rollout: R
     assert metrics["training/trained_tokens"] == pytest.approx((1 - share) * tokens)
 
 
-def test_a_rejected_trajectory_leaves_the_update_that_it_would_not_be_part_of(tiny_model: Path, rollout: Rollout):
+def test_a_rejected_trajectory_leaves_the_update_that_it_would_not_be_part_of(
+    tiny_model: Path, rollout: Rollout, monkeypatch: pytest.MonkeyPatch
+):
     """One row's logprobs are absurd: rejecting it is as training on its group with the advantages of the whole."""
     trajectories = sampled(rollout, groups=1, n=4)
     absurd = trajectories[1].model_copy(
@@ -112,12 +115,11 @@ def test_a_rejected_trajectory_leaves_the_update_that_it_would_not_be_part_of(ti
     )
     settings = {"bypass_mode": False, "dtype": "float64", "use_kl_loss": True, "entropy_coeff": 0.1}
     rejecting = Learner(learner_config(tiny_model, rollout_rs="seq_max_k2", rollout_rs_threshold=100.0, **settings))
-    rejecting.update([trajectories[0], absurd, *trajectories[2:]])
-    kept = [trajectories[0], *trajectories[2:]]
+    advantages = rejecting.update([trajectories[0], absurd, *trajectories[2:]]).advantages
     alone = Learner(learner_config(tiny_model, **settings))
-    all_advantages = alone.advantages(trajectories)
-    alone.advantages = lambda _: [all_advantages[0], *all_advantages[2:]]  # pyright: ignore[reportAttributeAccessIssue]
-    alone.update(kept)
+    of_the_whole = torch.tensor([advantages[0], *advantages[2:]], dtype=torch.float64)
+    monkeypatch.setattr(learner_module, "estimate", lambda config, inputs: of_the_whole)
+    alone.update([trajectories[0], *trajectories[2:]])
 
     torch.testing.assert_close(weights(rejecting), weights(alone), rtol=0, atol=1e-12)
 

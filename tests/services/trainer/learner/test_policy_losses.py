@@ -84,7 +84,7 @@ def computed(mode: str, agg_mode: str, *, weighted: bool) -> tuple[float, list[l
     inputs = LossInputs(
         logp,
         torch.tensor(OLD, dtype=torch.float64),
-        torch.tensor(A, dtype=torch.float64),
+        torch.tensor(A, dtype=torch.float64).unsqueeze(-1),
         mask,
         Aggregation.over(mask, agg_mode),
         torch.tensor(WEIGHTS, dtype=torch.float64) if weighted else None,
@@ -152,7 +152,7 @@ def test_the_geometric_mean_is_over_sequences_whatever_the_aggregation(agg_mode:
 def test_the_sequence_ratio_of_gspo_is_clamped_at_exp_10():
     config = learner_config("m", bypass_mode=False, loss_mode="gspo")
     mask, zeros = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
-    inputs = LossInputs(zeros + 50, zeros, torch.tensor([-1.0]), mask, Aggregation.over(mask, "token-mean"), None)
+    inputs = LossInputs(zeros + 50, zeros, torch.tensor([[-1.0]]), mask, Aggregation.over(mask, "token-mean"), None)
 
     loss, _ = POLICY_LOSSES["gspo"](config, inputs)
 

@@ -9,6 +9,7 @@ import pytest
 from pydantic import JsonValue
 
 from trackway.trainer.config import RunConfig, compose, resolve
+from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
 from trackway.trainer.learner.config import LearnerConfig
@@ -56,10 +57,12 @@ READ_AS_GIVEN = (
     *(f"actor.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload")),
     *(f"actor.{name}" for name in ("ppo_epochs", "shuffle", "clip_ratio_c", "loss_agg_mode", "entropy_coeff")),
     *(f"actor.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "tau_pos", "tau_neg")),
+    "actor.calculate_sum_pi_squared",
     *(f"actor.policy_loss.{name}" for name in ("loss_mode", "dro_beta")),
     "ref.fsdp_config.param_offload",
     "rollout.temperature",
-    "algorithm.norm_adv_by_std_in_grpo",
+    *(f"algorithm.{name}" for name in AlgorithmConfig.model_fields if name not in ("kl_ctrl", "rollout_correction")),
+    *(f"algorithm.kl_ctrl.{name}" for name in KlControlConfig.model_fields),
     *(f"algorithm.rollout_correction.{name}" for name in RolloutCorrectionConfig.model_fields),
 )
 """Keys that the learner reads from their sections; the properties of LearnerConfig are the others."""
@@ -113,7 +116,11 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.loss_agg_mode": ("token-sum", {"learner.actor.loss_agg_mode": "token-sum"}),
     f"{ACTOR}.loss_scale_factor": (8.0, {"learner.loss_scale_factor": 8.0}),
     f"{ACTOR}.entropy_coeff": (0.9, {"learner.actor.entropy_coeff": 0.9}),
-    f"{ACTOR}.use_kl_loss": (True, {"learner.actor.use_kl_loss": True}),
+    f"{ACTOR}.calculate_sum_pi_squared": (
+        True,
+        {"learner.actor.calculate_sum_pi_squared": True, "learner.measures_distribution": True},
+    ),
+    f"{ACTOR}.use_kl_loss": (True, {"learner.actor.use_kl_loss": True, "learner.uses_reference": True}),
     f"{ACTOR}.kl_loss_coef": (0.6, {"learner.actor.kl_loss_coef": 0.6}),
     f"{ACTOR}.kl_loss_type": ("k1", {"learner.actor.kl_loss_type": "k1"}),
     f"{REF}.log_prob_micro_batch_size_per_gpu": (9, {"learner.ref_micro_batch_size": 9}),
@@ -154,7 +161,23 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ROLLOUT}.trace.max_samples_per_step_per_worker": (17, {"plan.traced_prompts": 17}),
     f"{ROLLOUT}.free_cache_engine": (True, {"sharing.wanted": True}),
     f"{ROLLOUT}.multi_stage_wake_up": (False, {"sharing.staged": False}),
+    "algorithm.adv_estimator": (
+        "optimal_token_baseline",
+        {"learner.algorithm.adv_estimator": "optimal_token_baseline", "learner.measures_distribution": True},
+    ),
     "algorithm.norm_adv_by_std_in_grpo": (False, {"learner.algorithm.norm_adv_by_std_in_grpo": False}),
+    "algorithm.gamma": (0.5, {"learner.algorithm.gamma": 0.5}),
+    "algorithm.gdpo_reward_keys": (["acc"], {"learner.algorithm.gdpo_reward_keys": ["acc"]}),
+    "algorithm.gdpo_reward_weights": ([2.0], {"learner.algorithm.gdpo_reward_weights": [2.0]}),
+    "algorithm.use_kl_in_reward": (
+        True,
+        {"learner.algorithm.use_kl_in_reward": True, "learner.uses_reference": True},
+    ),
+    "algorithm.kl_penalty": ("k3", {"learner.algorithm.kl_penalty": "k3"}),
+    "algorithm.kl_ctrl.type": ("adaptive", {"learner.algorithm.kl_ctrl.type": "adaptive"}),
+    "algorithm.kl_ctrl.kl_coef": (0.5, {"learner.algorithm.kl_ctrl.kl_coef": 0.5}),
+    "algorithm.kl_ctrl.horizon": (7, {"learner.algorithm.kl_ctrl.horizon": 7}),
+    "algorithm.kl_ctrl.target_kl": (0.3, {"learner.algorithm.kl_ctrl.target_kl": 0.3}),
     f"{CORRECTION}.rollout_is": ("token", {f"learner.{CORRECTION}.rollout_is": "token", "learner.uses_weights": True}),
     f"{CORRECTION}.rollout_is_threshold": ("0.5_5.0", {f"learner.{CORRECTION}.rollout_is_threshold": "0.5_5.0"}),
     f"{CORRECTION}.rollout_is_batch_normalize": (True, {f"learner.{CORRECTION}.rollout_is_batch_normalize": True}),

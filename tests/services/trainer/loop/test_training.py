@@ -13,9 +13,11 @@ from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import RunConfig, compose
+from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.learner import filtering
 from trackway.trainer.learner import learner as learner_module
+from trackway.trainer.learner.advantages import AdvantageInputs
 from trackway.trainer.learner.learner import Learner, UpdateResult
 from trackway.trainer.loop.from_config import training_template, validation_template
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
@@ -270,18 +272,18 @@ async def test_a_step_decides_once_for_each_trajectory_and_computes_its_advantag
 ):
     decided: list[str] = []
     groups_seen: list[list[str]] = []
-    decide, compute = filtering.train_status, learner_module.grpo_advantages
+    decide, compute = filtering.train_status, learner_module.estimate
 
     def counted_status(trajectory: Trajectory, version: int, max_staleness: int | None) -> filtering.TrainStatus:
         decided.append(trajectory.id)
         return decide(trajectory, version, max_staleness)
 
-    def counted_advantages(scores: Tensor, groups: Sequence[str], norm_by_std: bool = True) -> Tensor:
-        groups_seen.append(list(groups))
-        return compute(scores, groups, norm_by_std)
+    def counted_advantages(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
+        groups_seen.append(list(inputs.groups))
+        return compute(config, inputs)
 
     monkeypatch.setattr(filtering, "train_status", counted_status)
-    monkeypatch.setattr(learner_module, "grpo_advantages", counted_advantages)
+    monkeypatch.setattr(learner_module, "estimate", counted_advantages)
     step = mixed_step(rollout)
 
     await training.update(step, version=7)
