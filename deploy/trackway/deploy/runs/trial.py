@@ -153,6 +153,7 @@ def advantages_of(trajectories: list[Trajectory], config: RunConfig) -> list[flo
     algorithm = config.algorithm
     if algorithm.adv_estimator in OPTIMAL_BASELINES:
         algorithm = algorithm.with_values({"adv_estimator": "rloo"})
-    add_to_path(Path(config.trackway.code_path) if config.trackway.code_path else None)
+    if ":" in algorithm.adv_estimator and config.trackway.code_path:
+        add_to_path(Path(config.trackway.code_path))
     values = iter(per_trajectory(estimate(algorithm, inputs), mask).tolist())
     return [next(values) if status is TrainStatus.USED else None for status in batch.statuses]

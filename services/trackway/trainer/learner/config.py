@@ -42,6 +42,11 @@ class LearnerConfig:
         return self.model.path or ""
 
     @property
+    def loss_mode(self) -> str:
+        """Name of the policy loss."""
+        return self.actor.policy_loss.loss_mode
+
+    @property
     def lr_warmup_steps(self) -> int:
         """Updates over which the rate rises; the first one trains at lr / steps."""
         optim = self.actor.optim

@@ -116,7 +116,8 @@ def _learner(config: RunConfig, total_steps: int, threads: int | None) -> Learne
     settings = learner_config(config, total_steps)
     code_path = config.trackway.code_path
     try:
-        add_to_path(Path(code_path) if code_path else None)  # of own estimators and losses
+        if code_path and any(":" in name for name in (settings.algorithm.adv_estimator, settings.loss_mode)):
+            add_to_path(Path(code_path))
         return Learner(replace(settings, threads=threads or settings.threads))
     except (OSError, ValueError) as error:  # no such model, or not one that can be trained as asked
         model = config.actor_rollout_ref.model.path

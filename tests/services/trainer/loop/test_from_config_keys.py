@@ -247,7 +247,10 @@ TOGETHER: list[tuple[Keys, Fields]] = [
         {"learner.mini_batch_size": 6, **passes(6), "plan.rollouts": 2, "training.n": 2},
     ),
     ({"trainer.val_before_train": False, "trainer.val_only": True}, {"plan.total_steps": 0}),
-    ({f"{ACTOR}.policy_loss.loss_mode": "gspo"}, {"learner.actor.policy_loss.loss_mode": "gspo"}),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+        {"learner.actor.policy_loss.loss_mode": "gspo", "learner.loss_mode": "gspo"},
+    ),
     (
         {f"{CORRECTION}.rollout_rs": "token_k2", f"{CORRECTION}.rollout_rs_threshold": 3.0},
         {f"learner.{CORRECTION}.rollout_rs": "token_k2", f"learner.{CORRECTION}.rollout_rs_threshold": 3.0},
