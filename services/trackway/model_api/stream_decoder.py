@@ -27,6 +27,8 @@ class Delta:
     finish_reason: WholeEnd | None
     spans: list[WeightSpan] = field(default_factory=list)
     """The tokens' weight spans, with indexes into the whole choice."""
+    stop: str | None = None
+    """The stop string that ended the choice; in the last."""
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
@@ -41,6 +43,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         offsets=[offset for delta in deltas for offset in delta.offsets],
         finish_reason=deltas[-1].finish_reason,
         spans=spans,
+        stop=deltas[-1].stop,
     )
 
 
@@ -99,16 +102,17 @@ class Reader:
             offsets.append(self._characters)
             text += self._stops.push(self._text(batch))
             count += len(batch)
-            if self._stops.found:
+            if self._stops.found is not None:
                 break
-        if finish_reason is not None and not self._stops.found:
+        if finish_reason is not None and self._stops.found is None:
             text += self._stops.push(self._detokenizer.rest()) + self._stops.rest()
         return Delta(
             text=text,
             token_ids=list(token_ids[:count]),
             logprobs=list(logprobs[:count]),
             offsets=offsets if self._with_offsets else [],
-            finish_reason="stop" if self._stops.found else finish_reason,
+            finish_reason="stop" if self._stops.found is not None else finish_reason,
+            stop=self._stops.found,
         )
 
     def _text(self, batch: Sequence[int]) -> str:

@@ -69,7 +69,7 @@ def create_app(
     return service_app(
         "rollout",
         settings,
-        routers=[routes(service), model_routes(service, text), control_routes(service)],
+        routers=[routes(service), *model_routes(service, text), control_routes(service)],
         lifespan=lifespan,
         ready=service.ready,
         tracing=tracing,

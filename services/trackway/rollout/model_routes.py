@@ -1,4 +1,4 @@
-"""The routes of model APIs: OpenAI's."""
+"""The routes of model APIs: OpenAI's and Anthropic's."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -6,11 +6,14 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import JsonValue
 
+from trackway.model_api.anthropic import message_input
+from trackway.model_api.anthropic.errors import AnthropicRoute
+from trackway.model_api.anthropic.messages import MessagesResponseBuilder
 from trackway.model_api.choices import jobs_of
+from trackway.model_api.openai import response_input
 from trackway.model_api.openai.chat import ChatResponseBuilder
 from trackway.model_api.openai.completions import CompletionResponseBuilder
 from trackway.model_api.openai.errors import OpenAIRoute
-from trackway.model_api.openai.response_input import chat_of
 from trackway.model_api.openai.responses import ResponsesBuilder
 from trackway.model_api.prompts import chat_prompt, completion_prompts, most_tokens
 from trackway.model_api.respond import respond
@@ -18,6 +21,8 @@ from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.tokenizer import Tokenizer
 from trackway.rollout.service import RolloutService
 from trackway.rollout.tokenizer import TokenText
+from trackway.wire.anthropic.replies import CountTokensReply, MessagesReply
+from trackway.wire.anthropic.requests import CountTokensRequest, MessagesRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.replies import ChatCompletion, Completion
 from trackway.wire.openai.requests import ChatRequest, CompletionRequest
@@ -33,12 +38,18 @@ CONVERSATION: dict[str, JsonValue] = {
 }
 INPUT: dict[str, JsonValue] = {"model": "policy", "input": "What are two and two?", "max_output_tokens": 64}
 
+MESSAGES_ALONE: dict[str, JsonValue] = {
+    "model": "policy",
+    "messages": [{"role": "user", "content": "What are two and two?"}],
+}
+MESSAGES: dict[str, JsonValue] = {**MESSAGES_ALONE, "max_tokens": 64}
+
 BuilderOf = Callable[[Tokenizer, list[int]], ResponseBuilder]
 """The builder of the response to a prompt."""
 
 
-def model_routes(service: RolloutService, text: TokenText) -> APIRouter:
-    """The routes under `/v1`, compatible with OpenAI's clients."""
+def model_routes(service: RolloutService, text: TokenText) -> list[APIRouter]:
+    """The routes under `/v1`, compatible with OpenAI's and Anthropic's clients."""
     router = APIRouter(tags=["openai"], route_class=OpenAIRoute)
 
     async def converse(request: Request, chat: ChatRequest, builder_of: BuilderOf) -> Response:
@@ -79,10 +90,26 @@ def model_routes(service: RolloutService, text: TokenText) -> APIRouter:
                 "response; send the whole input, or use a session of the agent service"
             )
             raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="previous_response_id")
-        chat = chat_of(body)
+        chat = response_input.chat_of(body)
         return await converse(request, chat, lambda _, prompt: ResponsesBuilder(body, chat, prompt))
 
-    return router
+    anthropic = APIRouter(tags=["anthropic"], route_class=AnthropicRoute)
+
+    @anthropic.post("/v1/messages", response_model=None, responses=_either(MessagesReply))
+    async def messages(body: Annotated[MessagesRequest, Body(examples=[MESSAGES])], request: Request) -> Response:
+        """The next message of a conversation, for Anthropic's clients."""
+        chat = message_input.chat_of(body)
+        return await converse(request, chat, lambda _, prompt: MessagesResponseBuilder(body, chat, prompt))
+
+    @anthropic.post("/v1/messages/count_tokens")
+    async def count_tokens(body: Annotated[CountTokensRequest, Body(examples=[MESSAGES_ALONE])]) -> CountTokensReply:
+        """The number of tokens of a conversation."""
+        chat = message_input.chat_of(body)
+        card = service.served(chat.model)
+        prompt = await chat_prompt(await _tokenizer(text), chat, card.max_model_len - 1)
+        return CountTokensReply(input_tokens=len(prompt))
+
+    return [router, anthropic]
 
 
 async def _tokenizer(text: TokenText) -> Tokenizer:

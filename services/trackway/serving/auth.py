@@ -1,4 +1,4 @@
-"""Authentication: a bearer token, or, for a service without tokens, a caller on this machine.
+"""Authentication: a bearer token or `x-api-key`, or, for a service without tokens, a caller on this machine.
 
 If tokens are configured, a request without one always gets the same 401, whatever its path and method, and only its
 headers are read. `GET /health` and `GET /ready` alone also answer callers on this machine, as probes.
@@ -108,11 +108,14 @@ def show_tokens_in_docs(app: FastAPI) -> None:
 
 
 def _bearer(headers: RawHeaders) -> bytes | None:
-    """The presented token; None for none, several, or another scheme."""
-    credentials = [value for name, value in headers if name == b"authorization"]
+    """The presented token, as a bearer or as Anthropic's `x-api-key`; None for none, several, or another scheme."""
+    credentials = [(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")]
     if len(credentials) != 1:
         return None
-    scheme, _, secret = credentials[0].partition(b" ")
+    name, value = credentials[0]
+    if name == b"x-api-key":
+        return value.strip()
+    scheme, _, secret = value.partition(b" ")
     return secret.strip() if scheme.lower() == b"bearer" else None
 
 

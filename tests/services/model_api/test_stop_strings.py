@@ -4,7 +4,7 @@ from trackway.model_api.stop_strings import StopStrings
 
 
 def passed(stops: StopStrings, *pieces: str) -> list[str]:
-    return [*(stops.push(piece) for piece in pieces if not stops.found), stops.rest()]
+    return [*(stops.push(piece) for piece in pieces if stops.found is None), stops.rest()]
 
 
 def test_a_stop_in_one_piece_cuts_there() -> None:
@@ -18,7 +18,7 @@ def test_what_may_be_the_beginning_of_a_stop_waits_until_it_is_not() -> None:
 def test_a_stop_over_three_pieces_is_found_and_nothing_of_it_passes() -> None:
     stops = StopStrings(["END"], False)
     assert passed(stops, "oneE", "N", "D two", "never read") == ["one", "", "", ""]
-    assert stops.found
+    assert stops.found == "END"
 
 
 def test_the_first_of_several_stops_in_the_text_counts() -> None:

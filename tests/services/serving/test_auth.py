@@ -66,6 +66,17 @@ async def test_no_other_word_opens(authorization: list[str], address: str) -> No
     assert sorted(answer.headers.raw) == REFUSED_HEADERS
 
 
+async def test_a_token_may_come_as_anthropics_api_key_but_not_twice() -> None:
+    async with client_from("10.1.2.3", app_with({"tokens": TOKENS})) as client:
+        for headers, status in (
+            ({"x-api-key": AGENT}, 200),
+            ({"x-api-key": f"{AGENT}x"}, 401),
+            ({"x-api-key": f"Bearer {AGENT}"}, 401),
+            ({"x-api-key": AGENT, **bearer(AGENT)}, 401),
+        ):
+            assert (await client.post("/work", headers=headers)).status_code == status
+
+
 async def test_a_body_is_refused_unread() -> None:
     async def body():
         raise AssertionError("read")

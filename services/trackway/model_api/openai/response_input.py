@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
-from trackway.serving.error_responses import body_problems
+from trackway.model_api.conversations import chat_request
 from trackway.wire.chat import FunctionCall, ToolCall
 from trackway.wire.openai.requests import ChatMessage, ChatRequest
 from trackway.wire.openai.response_requests import (
@@ -20,6 +19,20 @@ from trackway.wire.openai.response_requests import (
     ResponseToolChoice,
 )
 
+_SAME = {
+    "model",
+    "parallel_tool_calls",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "stream",
+    "return_token_ids",
+    "min_weight_version",
+    "chat_template_kwargs",
+}
+"""Fields of the same name and meaning."""
+
 
 def chat_of(request: ResponsesRequest, earlier: Sequence[ChatMessage] = ()) -> ChatRequest:
     """The request as a chat; `earlier` are the messages of `previous_response_id`, for services that keep them.
@@ -28,31 +41,14 @@ def chat_of(request: ResponsesRequest, earlier: Sequence[ChatMessage] = ()) -> C
     """
     choice = request.tool_choice
     fields: dict[str, object] = {
-        "model": request.model,
-        "messages": _one_system_message([*_instructions(request), *earlier, *_messages(request.input)]),
+        **request.model_dump(include=_SAME),
         "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],
         "tool_choice": {"type": "function", "function": {"name": choice.name}}
         if isinstance(choice, ResponseToolChoice)
         else choice,
         "max_completion_tokens": request.max_output_tokens,
-        **request.model_dump(
-            include={
-                "parallel_tool_calls",
-                "temperature",
-                "top_p",
-                "top_k",
-                "seed",
-                "stream",
-                "return_token_ids",
-                "min_weight_version",
-                "chat_template_kwargs",
-            }
-        ),
     }
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        raise RequestValidationError(body_problems(error)) from error
+    return chat_request(fields, [*_instructions(request), *earlier, *_messages(request.input)])
 
 
 def _instructions(request: ResponsesRequest) -> list[ChatMessage]:
@@ -107,13 +103,3 @@ def _extend(turn: ChatMessage, item: InputItem) -> None:
 
 def _text(content: str | Sequence[ResponseTextPart], between: str = "\n") -> str:
     return content if isinstance(content, str) else between.join(part.text for part in content)
-
-
-def _one_system_message(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The messages with the instructions at their beginning as one message: chat templates take no second one."""
-    count = next((place for place, item in enumerate(messages) if item.role not in ("system", "developer")), None)
-    system = messages[:count]
-    if len(system) < 2:
-        return list(messages)
-    content = "\n\n".join(str(message.content) for message in system)
-    return [ChatMessage(role="system", content=content), *messages[len(system) :]]

@@ -82,3 +82,12 @@ def test_reasoning_that_is_text_is_passed_to_the_template_and_encrypted_reasonin
     for item, expected in ((thought, "hm"), (hidden, None)):
         request = ResponsesRequest.model_validate({"model": "m", "input": [USER, item, CALL]})
         assert [message.reasoning_content for message in chat_of(request).messages] == [None, expected]
+
+
+def test_a_result_ends_the_turn() -> None:
+    assert shown(USER, said("x"), CALL, RESULT, said("y")) == [
+        ("user", "a\nb"),
+        ("assistant", ("x", ["c1"])),
+        ("tool", "2"),
+        ("assistant", ("y", [])),
+    ]

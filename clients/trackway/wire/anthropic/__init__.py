@@ -1,0 +1,1 @@
+"""Anthropic's messages, with vLLM's names for additional fields."""

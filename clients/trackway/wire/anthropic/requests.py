@@ -1,0 +1,167 @@
+"""Requests of Anthropic's Messages API, with vLLM's names for additional fields."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
+
+from trackway.wire.base import NON_FINITE, Float, Int, WireRequest
+from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS
+from trackway.wire.openai.requests import OpenAIRequest
+
+
+class EchoedBlock(WireRequest):
+    """A content block; clients add fields such as `cache_control`, which have no effect."""
+
+    model_config = ConfigDict(extra="ignore", ser_json_inf_nan=NON_FINITE)
+
+
+class TextBlockParam(EchoedBlock):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlockParam(EchoedBlock):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, JsonValue]
+
+
+class ToolResultBlockParam(EchoedBlock):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Annotated[list[TextBlockParam], Field(fail_fast=True)] = ""
+    is_error: bool = False
+
+
+class ThinkingBlockParam(EchoedBlock):
+    """The model's reasoning, which is passed to the chat template."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlockParam(EchoedBlock):
+    """Encrypted reasoning of another model; no effect."""
+
+    type: Literal["redacted_thinking"]
+
+
+ContentBlockParam = Annotated[
+    TextBlockParam | ToolUseBlockParam | ToolResultBlockParam | ThinkingBlockParam | RedactedThinkingBlockParam,
+    Discriminator("type"),
+]
+"""Other blocks (images, documents, server tools) are refused."""
+
+
+class MessageParam(WireRequest):
+    """One message of the conversation so far."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[ContentBlockParam], Field(fail_fast=True)]
+
+    @model_validator(mode="after")
+    def _blocks_of_the_role(self) -> "MessageParam":
+        of_model = ("tool_use", "thinking", "redacted_thinking")
+        for block in self.content if not isinstance(self.content, str) else []:
+            fits = (
+                block.type == "text"
+                or (self.role == "assistant" and block.type in of_model)
+                or (self.role == "user" and block.type == "tool_result")
+            )
+            if not fits:
+                got = {"role": self.role, "kind": block.type}
+                raise PydanticCustomError("block", "expected no {kind} in a message of role {role}", got)
+        return self
+
+
+class MessagesTool(EchoedBlock):
+    """A tool that the model may call; Anthropic's server tools are refused."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, JsonValue]
+
+
+class MessagesToolChoice(WireRequest):
+    """Whether the model calls a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    """The tool, with `type: tool`."""
+    disable_parallel_tool_use: bool = False
+    """Keeps only the first call."""
+
+
+class OutputConfig(OpenAIRequest):
+    """Options of the output."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {"format": []}
+
+
+class CountTokensRequest(OpenAIRequest):
+    """A conversation."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {
+            "betas",
+            "cache_control",
+            "context_management",
+            "diagnostics",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "speed",
+            "thinking",
+            "user_profile_id",
+            "workspace_id",
+        }
+    )
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {"container": [], "mcp_servers": [[]]}
+
+    model: str
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Annotated[list[TextBlockParam], Field(max_length=1024, fail_fast=True)] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
+        default_factory=list[MessagesTool]
+    )
+    tool_choice: MessagesToolChoice = Field(default_factory=lambda: MessagesToolChoice(type="auto"))
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _choice_among_the_tools(self) -> "CountTokensRequest":
+        names, choice = [tool.name for tool in self.tools], self.tool_choice
+        if (choice.type == "tool" and choice.name not in names) or (choice.type == "any" and not names):
+            got = {"param": "tool_choice", "names": str(names), "wanted": choice.name or choice.type}
+            raise PydanticCustomError("tool", "{param}: expected one of the tools {names}, got {wanted}", got)
+        return self
+
+
+class MessagesRequest(CountTokensRequest):
+    """The next message of a conversation."""
+
+    max_tokens: Int = Field(ge=1)
+    """More than the model's context has room for is the same as all of it."""
+    stop_sequences: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        Field(max_length=256, fail_fast=True),
+    ] = Field(default_factory=list[str])
+    temperature: Float = Field(default=1.0, ge=0.0)
+    top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: Int = Field(default=-1, ge=-1)
+    seed: Int | None = None
+    stream: bool = False
+    return_token_ids: bool = False
+    """Also return the token ids of prompt and output, and the weight versions that generated them."""
+    min_weight_version: Int = Field(default=0, ge=0)
+    """Oldest weight version that may answer."""

@@ -1,0 +1,1 @@
+"""Anthropic's formats: messages, whole and streamed, and their errors."""

@@ -1,0 +1,140 @@
+"""Responses of `/v1/messages`: content blocks, whole or as events."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+
+from trackway.model_api.anthropic.errors import anthropic_error
+from trackway.model_api.message_reader import MessageReader
+from trackway.model_api.response_builder import ResponseBuilder
+from trackway.model_api.sse import event
+from trackway.model_api.stream_decoder import Delta, joined
+from trackway.wire.anthropic.replies import (
+    ContentBlock,
+    ContentBlockDeltaEvent,
+    ContentBlockStartEvent,
+    ContentBlockStopEvent,
+    InputJsonDelta,
+    MessageDeltaEvent,
+    MessageEnd,
+    MessagesEvent,
+    MessagesReply,
+    MessageStartEvent,
+    MessageStopEvent,
+    MessagesUsage,
+    PingEvent,
+    StopReason,
+    TextBlock,
+    TextDelta,
+    ToolUseBlock,
+)
+from trackway.wire.anthropic.requests import MessagesRequest
+from trackway.wire.chat import ToolCall
+from trackway.wire.errors import TrackwayError
+from trackway.wire.openai.requests import ChatRequest
+
+_IDS = {"prompt_token_ids", "token_ids", "weight_versions"}
+
+
+class MessagesResponseBuilder(ResponseBuilder):
+    """Builds the one message of a request, which `chat` is in the form of a chat."""
+
+    prefix = "msg_"
+
+    def __init__(self, request: MessagesRequest, chat: ChatRequest, prompt: list[int]) -> None:
+        super().__init__([prompt], [MessageReader(chat)])
+        self._request = request
+        self._content: list[ContentBlock] = []
+        self._in_text = False
+        """The last block is text to which more may be added."""
+        self._deltas: list[Delta] = []
+
+    def whole(self, deltas: Sequence[Delta]) -> str:
+        """The message."""
+        for _ in self._events(0, deltas[0]):
+            pass  # the events build the blocks
+        end = self._delta_event()
+        reply = self._reply(end.usage, self._content)
+        reply.stop_reason, reply.stop_sequence = end.delta.stop_reason, end.delta.stop_sequence
+        reply.prompt_token_ids, reply.token_ids = end.prompt_token_ids, end.token_ids
+        reply.weight_versions = end.weight_versions
+        return reply.model_dump_json(exclude=self._unwanted())
+
+    def failed(self, error: TrackwayError) -> str:
+        """The event `error`."""
+        return self._event(anthropic_error(error))
+
+    def _begin(self) -> Iterable[str]:
+        usage = MessagesUsage(input_tokens=len(self.prompts[0]), output_tokens=0)
+        yield self._event(MessageStartEvent(message=self._reply(usage, [])))
+        yield self._event(PingEvent())
+
+    def _events(self, index: int, delta: Delta) -> Iterable[str]:
+        self._deltas.append(delta)
+        parts = self._readers[index].read(delta)
+        for part in parts.in_order:
+            yield from self._call(part) if isinstance(part, ToolCall) else self._text(part)
+        if delta.finish_reason is not None:
+            yield from self._close()
+
+    def _end(self) -> Iterable[str]:
+        yield self._event(self._delta_event())
+        yield self._event(MessageStopEvent())
+
+    def _text(self, text: str) -> Iterator[str]:
+        if not self._in_text:
+            self._in_text = True
+            yield from self._start(TextBlock(text=""))
+        block = self._content[-1]
+        assert isinstance(block, TextBlock)
+        block.text += text
+        yield self._event(ContentBlockDeltaEvent(index=len(self._content) - 1, delta=TextDelta(text=text)))
+
+    def _call(self, call: ToolCall) -> Iterator[str]:
+        yield from self._close()
+        block = ToolUseBlock(id=call.id, name=call.function.name, input={})
+        yield from self._start(block)
+        block.input = json.loads(call.function.arguments)
+        index, delta = len(self._content) - 1, InputJsonDelta(partial_json=call.function.arguments)
+        yield self._event(ContentBlockDeltaEvent(index=index, delta=delta))
+        yield self._event(ContentBlockStopEvent(index=index))
+
+    def _start(self, block: ContentBlock) -> Iterator[str]:
+        self._content.append(block)
+        yield self._event(ContentBlockStartEvent(index=len(self._content) - 1, content_block=block))
+
+    def _close(self) -> Iterator[str]:
+        """End the text block."""
+        if self._in_text:
+            self._in_text = False
+            yield self._event(ContentBlockStopEvent(index=len(self._content) - 1))
+
+    def _event(self, item: MessagesEvent) -> str:
+        exclude: object = self._unwanted()
+        if isinstance(item, MessageStartEvent):
+            exclude = {"message": _IDS}
+        return event(item.model_dump_json(exclude=exclude), item.type)  # pyright: ignore[reportArgumentType]
+
+    def _delta_event(self) -> MessageDeltaEvent:
+        delta = joined(self._deltas)
+        usage = MessagesUsage(input_tokens=len(self.prompts[0]), output_tokens=len(delta.token_ids))
+        end = MessageEnd(stop_reason=self._stop_reason(delta), stop_sequence=delta.stop)
+        return MessageDeltaEvent(
+            delta=end,
+            usage=usage,
+            prompt_token_ids=self.prompts[0],
+            token_ids=delta.token_ids,
+            weight_versions=delta.spans,
+        )
+
+    def _stop_reason(self, delta: Delta) -> StopReason:
+        if delta.finish_reason == "length":
+            return "max_tokens"
+        if self._readers[0].message.tool_calls:
+            return "tool_use"
+        return "end_turn" if delta.stop is None else "stop_sequence"
+
+    def _reply(self, usage: MessagesUsage, content: list[ContentBlock]) -> MessagesReply:
+        return MessagesReply(id=self.id, model=self._request.model, content=content, stop_reason=None, usage=usage)
+
+    def _unwanted(self) -> set[str]:
+        return set() if self._request.return_token_ids else _IDS
