@@ -27,7 +27,8 @@ _FOLDER = pytest.StashKey[Path]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FOLDER] = Path(tempfile.mkdtemp(prefix="trackway-programs-"))
     installed = os.environ.setdefault(_INSTALLED_PATH, os.environ["PATH"])
-    os.environ["PATH"] = path_without(PACKAGES, installed, config.stash[_FOLDER])
+    if not hasattr(config, "workerinput"):
+        os.environ["PATH"] = path_without(PACKAGES, installed, config.stash[_FOLDER])
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
