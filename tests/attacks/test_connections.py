@@ -22,7 +22,7 @@ from trackway.serving import ServiceSettings, service_app
 from trackway.serving.connections import MAX_HEADER_BYTES
 from trackway.serving.settings import ConnectionSettings
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 PARTIAL = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-slow: "
 WHOLE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -9,6 +9,8 @@ from pydantic import JsonValue
 from tests.attacks.costs import Meter
 from tests.attacks.service_process import service_process
 
+pytestmark = pytest.mark.slow
+
 CPU_S, HEALTH_S = 2.0, 1.0
 REPEATED = "a" * 40 + "!"
 

@@ -16,6 +16,8 @@ from tests.chaos.fault_targets import running, send, stopped, title_of, workers
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
 
+pytestmark = pytest.mark.slow
+
 TITLES = [
     "ray::ServeController.listen_for_change",
     "ray::ServeReplica:rollout:rollout",

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ACTOR = """
 import signal, threading, time
 signal.signal(signal.SIGTERM, lambda *_: print("Ray's handler", flush=True))

@@ -1,8 +1,11 @@
 """The processes of a deployment: which there are, and which go first."""
 
 import psutil
+import pytest
 
 from trackway.deploy.deployment.record import Deployment
+
+pytestmark = pytest.mark.slow
 
 SERVICES = {"rollout", "tools", "reward", "agent", "trainer"}
 DISPENSABLE = ("log_monitor", "autoscaler/_private/monitor", "util.client.server", "ray-dashboard-NodeHead")

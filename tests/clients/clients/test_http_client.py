@@ -7,7 +7,7 @@ import pytest
 
 from trackway.clients import close_shared_http, shared_http
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 async def test_certificates_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:

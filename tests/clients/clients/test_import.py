@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ALL_NAMES = "from trackway.clients import *"
 
 

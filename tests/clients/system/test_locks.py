@@ -11,6 +11,8 @@ import pytest
 
 from trackway.system import LockTaken, acquire_lock, locked
 
+pytestmark = pytest.mark.slow
+
 HOLD = """
 import sys
 from pathlib import Path

@@ -24,6 +24,8 @@ from trackway.wire.agent import RewardModel, Sample
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
 
+pytestmark = pytest.mark.slow
+
 CHECKOUT = Path(__file__).parents[3]
 MODEL = TINY_MODEL
 R = "actor_rollout_ref.rollout"

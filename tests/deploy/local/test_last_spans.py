@@ -15,6 +15,8 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.local import last_spans
 from trackway.deploy.local.up import take_down
 
+pytestmark = pytest.mark.slow
+
 REPLICA = """
 import json, sys
 import uvicorn

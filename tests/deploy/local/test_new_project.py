@@ -11,6 +11,8 @@ from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.trainer.data.parquet import read_rows
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_templates_are_those_of_the_documentation() -> None:
     assert templates() == ["calculator", "gsm8k-tool", "python", "search"]

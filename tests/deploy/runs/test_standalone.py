@@ -21,6 +21,8 @@ from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trainer import RunState
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CONFIG = EXAMPLES / "sglang_multiturn" / "config"
 R = "actor_rollout_ref.rollout"

@@ -21,6 +21,8 @@ from trackway.wire.chat import FunctionCall, Message, ToolCall
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, ToolCallRecord, Trajectory, Turn
 
+pytestmark = pytest.mark.slow
+
 Made = Callable[..., Path]
 
 

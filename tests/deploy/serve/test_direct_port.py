@@ -20,7 +20,7 @@ from trackway.wire.headers import IDEMPOTENCY_KEY
 from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
 from trackway.wire.tools import ExecuteRequest, OneShotRequest
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("collector")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("collector")]
 
 OK = ExecuteRequest(arguments={"mode": "ok"})
 KEYED = {"content-type": "application/json", IDEMPOTENCY_KEY: "one"}

@@ -21,7 +21,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("collector")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("collector")]
 
 REQUEST = GenerateRequest(token_ids=[5, 6, 7], sampling_params=SamplingParams(max_tokens=20))
 

@@ -18,7 +18,7 @@ from trackway.tools.settings import ToolsSettings
 from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
 from trackway.wire.tools import OneShotRequest
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("collector")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("collector")]
 
 TOKEN = "agent-0123456789abcdef"
 SUM = OneShotRequest(arguments={"expression": "1+1"})

@@ -18,7 +18,7 @@ from trackway.serving import ServiceSettings, service_app
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.rollout import MemoryPart, SleepReply
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 OPERATOR, AGENT = "operator-0123456789abcdef", "agent-0123456789abcdef"
 SLEEPY = RolloutSettings(engine="sim", enable_sleep=True)

@@ -20,7 +20,7 @@ from trackway.serving import AuthSettings
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.health import Ready
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("collector")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("collector")]
 
 READY, PAUSED = Ready(ready=True), Ready(ready=False, reason="the engine is paused")
 TOKENS = AuthSettings.model_validate({"tokens": {"trainer": {"secret": "0123456789abcdef0123456789abcdef"}}})

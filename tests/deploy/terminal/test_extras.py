@@ -9,6 +9,8 @@ import pytest
 
 from trackway.deploy.terminal.extras import missing_extra
 
+pytestmark = pytest.mark.slow
+
 HEAVY = (
     "aiohttp datasets fastapi httpx hydra mlflow opentelemetry psutil pydantic_settings ray torch transformers "
     "trackway.wire.rollout uvicorn yaml"

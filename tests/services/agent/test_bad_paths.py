@@ -16,6 +16,8 @@ from trackway.agent.settings import AgentSettings
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Trajectory
 
+pytestmark = pytest.mark.slow
+
 
 async def run(services: AgentServices, path: BadPath, trace: bool) -> Trajectory:
     path.prepare(services)

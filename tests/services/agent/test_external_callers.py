@@ -12,7 +12,7 @@ from tests.services.agent.agent_services import AgentServices, group
 from tests.services.agent.replaceable import Replaceable
 from tests.services.agent.scripted_model import END
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 ANSWER = "#### 18" + END
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from trackway.serving.stand_ins import STAND_INS
+
+pytestmark = pytest.mark.slow
 
 OFFER = "from trackway.serving.stand_ins import offer_stand_ins\noffer_stand_ins()\noffer_stand_ins()\n"
 

@@ -14,6 +14,8 @@ import pytest
 from trackway.tracing import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from trackway.tracing.verl import config
 
+pytestmark = pytest.mark.slow
+
 TRAJECTORIES = 60
 CALLS = 10
 PAUSE_S = 0.02

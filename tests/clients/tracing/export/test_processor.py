@@ -17,6 +17,8 @@ from trackway.tracing.active import activated
 from trackway.wire.tracing import TraceBackend, TraceTarget
 from trackway.wire.trajectory import Tags
 
+pytestmark = pytest.mark.slow
+
 EVERYWHERE = TraceTarget(backends=tuple(TraceBackend), mlflow_experiment_id="7", weave_project="team/gsm8k")
 
 TAGS = Tags(experiment_name="e", step=1, sample_index=2, rollout_n=0)

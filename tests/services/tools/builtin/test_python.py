@@ -10,7 +10,7 @@ from tests.time_limits import ENDS_SOON
 from trackway.clients.base import Deadline
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
 
 def without_carets(text: str) -> list[str]:

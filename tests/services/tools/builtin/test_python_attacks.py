@@ -13,7 +13,7 @@ import trackway.tools.core.server
 from tests.services.tools.python_server import LOST, Run, Session, processes_with, served
 from tests.services.tools.tool_harness import eventually
 
-pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
 
 @asynccontextmanager

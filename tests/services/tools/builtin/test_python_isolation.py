@@ -9,7 +9,7 @@ from tests.services.tools.python_server import LOST, Run, processes_with, served
 from tests.services.tools.tool_harness import eventually
 from trackway.tools.sandbox import SandboxUnavailableError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 @pytest.fixture

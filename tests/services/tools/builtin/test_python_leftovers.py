@@ -17,7 +17,7 @@ from tests.time_limits import ENDS_SOON
 from trackway.tools.sandbox.process import SandboxedProcess
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
 
 async def test_they_end_with_the_instance(running: Run) -> None:

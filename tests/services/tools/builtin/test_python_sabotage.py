@@ -7,7 +7,7 @@ import pytest
 
 from tests.services.tools.python_server import LOST, Run, served
 
-pytestmark = [pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.program("bwrap"), pytest.mark.usefixtures("isolation")]
 
 FORGED = "import os\nfor fd in range(3, 4096):\n    try: os.write(fd, {!r})\n    except OSError: pass"
 

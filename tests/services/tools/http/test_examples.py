@@ -18,7 +18,7 @@ from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import TrackwayError
 from trackway.wire.tools import ExecuteRequest, OneShotRequest
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 Running = Callable[[FastAPI], AbstractAsyncContextManager[httpx.AsyncClient]]
 

@@ -30,7 +30,7 @@ from trackway.tracing import Tracing, TracingSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import ExecuteRequest
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 Mode = Literal["auto", "legacy"]
 TRUTH: RequestParamsMeta = {"trackway/create_kwargs": {"ground_truth": "72"}}  # pyright: ignore[reportAssignmentType]

@@ -18,7 +18,7 @@ from trackway.tools.loading import load_tools
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import CreateInstance, ExecuteRequest, OneShotRequest
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 class Started:

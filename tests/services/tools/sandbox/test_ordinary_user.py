@@ -9,6 +9,8 @@ import pytest
 
 from tests.services.tools.python_server import leaving, processes_with
 
+pytestmark = pytest.mark.slow
+
 NOBODY = 65534
 SERVICE = """
 import asyncio, json, sys

@@ -22,7 +22,7 @@ from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tools import ToolResult
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 GONE = "the state of faulty in this session was idle for too long and is gone; the next call makes a new one"
 

@@ -18,6 +18,8 @@ from trackway.trainer.delivery.jobs import Later
 from trackway.trainer.delivery.weave_feedback import WeaveFeedback, weave_summary
 from trackway.wire.trainer import BackendSummary
 
+pytestmark = pytest.mark.slow
+
 
 class TraceServer:
     """The two routes of Weave's trace server that feedback needs; a row is kept as often as it is posted."""

@@ -28,7 +28,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import MemoryPart, SleepReplies, SleepReply
 from trackway.wire.trainer import RunState
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 KEY = "actor_rollout_ref.rollout.free_cache_engine"
 HANGS = TrackwayError(ErrorCode.DEADLINE_EXCEEDED, "failed on 1 of 2 rollout replicas: b: hangs")

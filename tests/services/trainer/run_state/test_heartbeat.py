@@ -17,6 +17,8 @@ from trackway.trainer.run_state.ownership import Beat, Machine, OutputsLock, Own
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
 
+pytestmark = pytest.mark.slow
+
 ELSEWHERE = this_machine().model_copy(update={"host": "another-pod"})
 BEATING = """
 import sys, time

@@ -14,7 +14,7 @@ from trackway.trainer.app import create_app
 from trackway.trainer.settings import HANDED_OVER, TrainerSettings
 from trackway.trainer.supervisor.standby import Standby
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 SECRETS = dict.fromkeys(HANDED_OVER, "s3cret")
 

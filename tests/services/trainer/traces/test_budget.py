@@ -11,6 +11,8 @@ import pytest
 from trackway.trainer.traces import budget as budget_module
 from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget, affordable
 
+pytestmark = pytest.mark.slow
+
 DAY = date(2026, 11, 21)
 
 

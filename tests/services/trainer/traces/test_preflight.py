@@ -10,7 +10,7 @@ from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.traces.preflight import check_backends
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_http")]
+pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.usefixtures("shared_http")]
 
 NOTHING = TracingSettings(mlflow_uri=None, weave_api_key=None, otlp_endpoint=None)
 MLFLOW = TracingSettings(mlflow_uri="http://127.0.0.1:9", weave_api_key=None, otlp_endpoint=None)

@@ -16,7 +16,7 @@ from trackway.rollout.engines.remote.server_process import SideProcess
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"

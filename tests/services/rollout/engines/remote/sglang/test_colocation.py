@@ -13,7 +13,7 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.system import free_port
 from trackway.trainer.loop.colocation import Engines, Sharing
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 ENDLESS = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 900, "ignore_eos": True}}
 LOOKED_AT = {"/release_memory_occupation", "/resume_memory_occupation", "/update_weights_from_disk", "/generate"}

@@ -21,7 +21,7 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 Folder = Callable[[int], Path]
 Starts = Callable[..., AbstractAsyncContextManager[SglangEngine]]
 
