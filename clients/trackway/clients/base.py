@@ -27,6 +27,7 @@ from trackway.clients.failures import ForeignServerError, error_of, incident_of,
 from trackway.clients.http_client import shared_http
 from trackway.clients.retry import RetryState
 from trackway.clients.token import authorization, resolve_token
+from trackway.system.waits import note_problem
 from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.batch import BatchRequest, ReplyT, RequestT
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -276,6 +277,7 @@ class ServiceClient:
     def _record_incident(self, url: str, state: RetryCallState) -> None:
         """Record attempts 1, 2, 4, 8, ... only, so that a call with many retries does not fill its span."""
         error = state.outcome.exception() if state.outcome else None
+        note_problem(reason_of(error))
         if state.attempt_number.bit_count() == 1:
             add_incident(incident_of(error), url=url, attempt=state.attempt_number, reason=reason_of(error))
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from trackway.clients.deadline import Deadline
 from trackway.clients.failures import incident_of, reason_of
+from trackway.system.waits import Waiting, note_problem, noted_in, waits_of_call
 from trackway.tracing import add_incident, current_trace_stats, inject
 from trackway.wire.batch import MAX_BATCH, BatchEntry, BatchRequest, BatchResult, ReplyT, RequestT
 from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
@@ -37,6 +38,7 @@ class _Waiting(Generic[RequestT, ReplyT]):
     entry: BatchEntry[RequestT]
     deadline: Deadline
     size: int
+    waits: tuple[Waiting, ...] = field(default_factory=waits_of_call)
     result: "asyncio.Future[BatchResult[ReplyT] | Exception | None]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -108,6 +110,7 @@ class Batches(Generic[RequestT, ReplyT]):
                 raise error
             result = error
         if result is not None:
+            note_problem(reason_of(result))
             add_incident(incident_of(result), url=self._url, attempt=1, reason=reason_of(result))
         return None
 
@@ -130,11 +133,12 @@ class Batches(Generic[RequestT, ReplyT]):
         deadline = max((waiting.deadline for waiting in batch), key=lambda deadline: deadline.at)
         failure: Exception | None = None
         try:
-            async with self._open_batch(request, group, deadline) as lines:
-                async for line in lines:
-                    result = self._result_type.model_validate_json(line)
-                    if not batch[result.index].result.done():
-                        batch[result.index].result.set_result(result)
+            with noted_in([wait for waiting in batch for wait in waiting.waits]):
+                async with self._open_batch(request, group, deadline) as lines:
+                    async for line in lines:
+                        result = self._result_type.model_validate_json(line)
+                        if not batch[result.index].result.done():
+                            batch[result.index].result.set_result(result)
         except (TrackwayError, ValidationError, IndexError) as error:
             self._supported = not (isinstance(error, TrackwayError) and error.code in _NO_SUCH_ROUTE)
             cause = error.__cause__

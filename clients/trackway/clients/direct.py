@@ -27,6 +27,7 @@ from pydantic import SecretStr
 
 from trackway.clients.failures import unsent
 from trackway.clients.token import authorization
+from trackway.system.waits import note_replica
 from trackway.tracing import add_event
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import REPLICA, SESSION_ID
@@ -117,6 +118,7 @@ class DirectRoutes:
                 self.spilled += 1
                 add_event("replica_full", url=str(full.url))
                 await full.aclose()
+            note_replica(address.replica)
             try:
                 response = await send(address.url, _with_pass(headers, address))
             except httpx.TransportError as error:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from trackway.wire.health import Wait
@@ -24,6 +25,10 @@ class Waiting:
     timeout_s: float | None = None
     progress: Callable[[], str] = lambda: ""
     because: Callable[[], Sequence[Wait]] = lambda: ()
+    replica: str = ""
+    """The replica that was asked last; empty when it is not known."""
+    problem: str = ""
+    """Why it was asked again."""
 
     def wait(self) -> Wait:
         """The wait as it is now."""
@@ -34,9 +39,14 @@ class Waiting:
             waits_for=self.waits_for,
             since=_ms(self.since_s),
             until=until,
-            progress=self.progress(),
+            progress="; ".join(filter(None, self._progress())),
             because=because,
         )
+
+    def _progress(self) -> Iterator[str]:
+        yield self.progress()
+        yield f"replica {self.replica}" if self.replica else ""
+        yield f"asked again after: {self.problem}" if self.problem else ""
 
 
 @dataclass
@@ -60,6 +70,36 @@ class Waits:
         """Those that have lasted so long."""
         before = self.now() - patience_s
         return [waiting.wait() for waiting in self._waiting if waiting.since_s <= before]
+
+
+_current: ContextVar[tuple[Waiting, ...]] = ContextVar("current_waits", default=())
+
+
+@contextmanager
+def noted_in(waits: Sequence[Waiting]) -> Iterator[None]:
+    """Service calls within the block note in these waits which replica they ask, and why they ask again."""
+    token = _current.set(tuple(waits))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def waits_of_call() -> tuple[Waiting, ...]:
+    """The waits in which a service call notes how it fares."""
+    return _current.get()
+
+
+def note_replica(name: str) -> None:
+    """A service call goes to this replica."""
+    for waiting in _current.get():
+        waiting.replica = name
+
+
+def note_problem(reason: str) -> None:
+    """A service call is repeated for this reason."""
+    for waiting in _current.get():
+        waiting.problem = reason
 
 
 def _ms(seconds: float) -> int:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from trackway.clients import Deadline
-from trackway.system.waits import Waits
+from trackway.system.waits import Waits, noted_in
 from trackway.wire.health import Wait
 from trackway.wire.trajectory import Tags
 
@@ -20,7 +20,8 @@ class RolloutWaits:
     @contextmanager
     def __call__(self, waits_for: str, deadline: Deadline | None = None) -> Iterator[None]:
         """A wait of the rollout, for the duration of the block."""
-        with self._waits(self._name, waits_for, None if deadline is None else deadline.remaining):
+        timeout_s = None if deadline is None else deadline.remaining
+        with self._waits(self._name, waits_for, timeout_s) as waiting, noted_in([waiting]):
             yield
 
     def current(self) -> list[Wait]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from trackway.clients import run
 from trackway.system import StorageError, escape_log_records, remove_drafts
 from trackway.system.storage import FULL, error_number, storage_error
+from trackway.system.waits import Waits
 from trackway.trainer.assignment import receive
 from trackway.trainer.run_state.activity import reported
 from trackway.trainer.run_state.exit_status import EXIT_FAILED, EXIT_STORAGE
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from trackway.trainer.loop.training import Training
     from trackway.trainer.tracking import Tracking
 
-Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool], Awaitable[tuple["Training", "Tracking"]]]
+Build: TypeAlias = Callable[[RunFolder, asyncio.Event, bool, Waits], Awaitable[tuple["Training", "Tracking"]]]
 Fit: TypeAlias = Callable[["Training"], Awaitable[RunState]]
 
 ORPHAN_GRACE_S = 30.0
@@ -113,21 +114,29 @@ async def _work(folder: RunFolder, lifeline: bool, skip_damaged: bool) -> None:
 async def _train(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool) -> tuple[RunState, int]:
     # Importing torch and transformers takes seconds, so the signal handlers are installed before.
     build, fit = await asyncio.to_thread(_heavy_imports)
-    training, tracking = await build(folder, stop, skip_damaged)
+    async with reported(folder) as report:
+        training, tracking = await build(folder, stop, skip_damaged, report.waits)
+        report.account = training.scheduler.account
+        return await _trained(folder, stop, training, tracking, fit)
+
+
+async def _trained(
+    folder: RunFolder, stop: asyncio.Event, training: "Training", tracking: "Tracking", fit: Fit
+) -> tuple[RunState, int]:
     if not stop.is_set():
         folder.move(RunState.RUNNING, training.notice)
     status = "FAILED"
     try:
-        async with reported(folder) as report:
-            report.waits, report.account = training.waits, training.scheduler.account
-            state = await fit(training)
+        state = await fit(training)
         status = "FINISHED" if state is RunState.FINISHED else "KILLED"
     finally:
         if training.engines is not None:
             await training.engines.close()
         training.publisher.close()
-        summaries = await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
-        traces = await training.traces.close(TRACES_DEADLINE_S)
+        with training.waits("the run", "its last metrics and feedback to be delivered", TRACKING_DEADLINE_S):
+            summaries = await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
+        with training.waits("the run", "its last spans to be delivered", TRACES_DEADLINE_S):
+            traces = await training.traces.close(TRACES_DEADLINE_S)
         try:
             account = training.scheduler.account()
             folder.update(traces=traces, tracking=summaries, rollout_states=account, **tracking.ids)

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from tests.time_limits import ENDS_SOON
 from trackway.clients import CallPolicy, Deadline, RolloutClient
 from trackway.clients.batches import MAX_BATCH_SIZE
+from trackway.system.waits import Waits, noted_in
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
 from trackway.tracing.active import activated
 from trackway.wire.batch import MAX_BATCH, BatchRequest, BatchResult
@@ -141,6 +142,21 @@ async def test_generations_of_a_session_at_the_same_moment_are_one_request() -> 
     assert together == [["r0", "r2", "r4", "r6"], ["r1", "r3", "r5", "r7"]]
     assert [headers["x-session-id"] for headers in server.headers] == ["group 0", "group 1", "group 0"]
     assert ["idempotency-key" in headers for headers in server.headers] == [False, False, True]
+
+
+async def test_the_waits_of_all_calls_in_a_batch_say_why_they_are_asked_again() -> None:
+    server = Server(then=broken, results=lambda batch: [])
+    client, waits = server.client(), Waits()
+
+    async def waiting_generate(token: int) -> str:
+        with waits(f"rollout {token}", "the rollout service") as waiting, noted_in([waiting]):
+            await generate(client, token)
+            return waiting.wait().progress
+
+    assert (
+        await asyncio.gather(*(waiting_generate(token) for token in range(2)))
+        == ["asked again after: ReadError: the connection broke"] * 2
+    )
 
 
 async def test_generations_without_a_session_are_requested_alone() -> None:

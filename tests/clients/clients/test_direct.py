@@ -8,6 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from trackway.clients.direct import Address, DirectRoutes
+from trackway.system.waits import Waits, noted_in
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.headers import REPLICA, SESSION_ID
 from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
@@ -256,6 +257,17 @@ async def test_a_groups_own_order_of_the_replicas_stays_when_one_comes_and_one_g
     moved = [group for group in groups if after[group][0] != before[group][0]]
     assert all(before[group][0] == "a" or after[group][0] == "d" for group in moved)
     assert 130 <= len(moved) <= 200  # a third loses its replica, and a third of the rest finds a new one
+
+
+async def test_a_wait_names_the_replica_that_was_asked_last() -> None:
+    directory, waits = ReplicaDirectory("abc"), Waits()
+    first, second, _ = await order(directory, "s")
+    calls = Calls(directory, **{first: answer(429, first), second: answer(200, second)})
+    with waits("rollout 1/7/0", "the rollout service") as waiting:
+        assert waiting.wait().progress == ""
+        with noted_in([waiting]):
+            await calls.made("s")
+        assert waiting.wait().progress == f"replica {second}"
 
 
 async def test_a_full_replica_passes_a_session_on_in_its_own_order_and_this_is_counted() -> None:

@@ -77,9 +77,13 @@ async def test_a_run_without_room_for_its_checkpoint_waits_says_so_and_trains_ea
     agent.released.set()
     await until(lambda: told(runs, "waits").message.startswith("waits up to "))
     waiting, left = told(runs, "waits"), temporary(folder.path)
+    await until(lambda: any("its disk" in wait.waits_for for wait in runs.registry.info("waits").waits))
+    named = [wait for wait in runs.registry.info("waits").waits if "its disk" in wait.waits_for]
     filler.unlink()
     info = await ended(runs, "waits")
 
+    assert [(wait.until or 0) - wait.since for wait in named] == [600_000]
+    assert named[0].waits_for.startswith("its disk: expected to write the checkpoint of step 2 to ")
     assert (waiting.state, waiting.restarts) == (RunState.RUNNING, 0)
     assert f"bytes free on the disk at {small_disk}; free space there" in waiting.message
     assert "for its disk: expected to write the checkpoint of step 2 to " in waiting.message

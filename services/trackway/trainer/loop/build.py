@@ -8,6 +8,7 @@ from pathlib import Path
 from trackway.clients import AgentClient, CallPolicy
 from trackway.clients.weights import WeightStore
 from trackway.serving.own_code import add_to_path
+from trackway.system.waits import Waits
 from trackway.trainer.config import RunConfig, no_effect
 from trackway.trainer.data.dataset import Rows, load_data, prompts_of
 from trackway.trainer.data.name_check import check_names
@@ -28,7 +29,7 @@ from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler
 from trackway.trainer.loop.training import Training
-from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
@@ -37,24 +38,37 @@ from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.tracking import ConsoleSink, FileSink, Sink, Tracking, open_tracking
 from trackway.wire.errors import ErrorCode, TrackwayError
 
+RUN = "the run"
+
 logger = logging.getLogger("trackway.trainer")
 
 
-async def build(folder: RunFolder, stop: asyncio.Event, skip_damaged: bool = False) -> tuple[Training, Tracking]:
-    """Everything that `fit` needs, at the newest checkpoint when there is one. Raises TrackwayError."""
+async def build(
+    folder: RunFolder, stop: asyncio.Event, skip_damaged: bool = False, waits: Waits | None = None
+) -> tuple[Training, Tracking]:
+    """Everything that `fit` needs, at the newest checkpoint when there is one. Raises TrackwayError.
+
+    `waits` gets what the run waits for meanwhile, and from then on.
+    """
+    waits = waits or Waits()
     config, services, settings = folder.config(), folder.services(), taken_over()
     for key, reason in no_effect(config.trackway.ignored_keys):
         logger.info("%s has no effect here: %s", key, reason)
-    keep = await prompt_filter(config, services.tools_url)
-    rows, held_out = await asyncio.to_thread(load_data, config, keep)
-    await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
-    engines = await open_engines(sharing(config), services.rollout_url)
-    tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri, settings.redact)
+    with waits(RUN, "its rows to be read"):
+        keep = await prompt_filter(config, services.tools_url)
+        rows, held_out = await asyncio.to_thread(load_data, config, keep)
+    with waits(RUN, "the services to say which agent loops, tools and scorers they have"):
+        await check_names(config, {"data.train_files": rows, "data.val_files": held_out}, services)
+    with waits(RUN, "the rollout service to say whether its engines can sleep"):
+        engines = await open_engines(sharing(config), services.rollout_url)
+    with waits(RUN, "MLflow's id of the run, and the other loggers"):
+        tracking = await asyncio.to_thread(open_tracking, folder, config, settings.mlflow_uri, settings.redact)
     target = await asyncio.to_thread(run_target, config, tracking.run)
     traces = open_traces(folder, config, target, settings, tracking)
-    await traces.open()
+    with waits(RUN, "the services to say how many spans they have"):
+        await traces.open()
     training = await asyncio.to_thread(
-        _training, folder, config, services, stop, rows, held_out, tracking, traces, skip_damaged
+        _training, folder, config, services, stop, rows, held_out, tracking, traces, skip_damaged, waits
     )
     training.engines = engines
     folder.update(total_steps=training.plan.total_steps, step=training.step)
@@ -71,15 +85,20 @@ def _training(
     tracking: Tracking,
     traces: RunTraces,
     skip_damaged: bool,
+    waits: Waits,
 ) -> Training:
     own = config.trackway
     prompts = prompts_of(config, rows)
     schedule = plan(config, prompts.steps_per_epoch)
-    learner = _learner(config, schedule.total_steps, folder.info().threads)
+    with waits(RUN, "its model to be loaded"):
+        learner = _learner(config, schedule.total_steps, folder.info().threads)
     folder.update(threads=learner.threads)
-    beginning = begin(folder, config, learner, skip_damaged)
+    with waits(RUN, "its checkpoint to be loaded"):
+        beginning = begin(folder, config, learner, skip_damaged)
     tracking.catch_up(folder.rows())
-    store = WeightStore(services.weights_url)
+    store, uid = WeightStore(services.weights_url), folder.info().uid
+    with waits(RUN, f"the lock of the weight store {services.weights_url}", CLAIM_WAIT_S):
+        publisher = Publisher(store, learner, folder.name, uid, folder.path / "export", own.keep_weights)
     agents = _agent_client(config, services)
 
     active = ActiveTime()
@@ -101,11 +120,12 @@ def _training(
         validation_rows=held_out.samples,
         validation_rollouts=rollouts(validation_template(config, folder.name, traces.target)),
         learner=learner,
-        publisher=Publisher(store, learner, folder.name, folder.info().uid, folder.path / "export", own.keep_weights),
+        publisher=publisher,
         sinks=_sinks(config, folder, tracking),
         traces=traces,
         progress=beginning.progress,
         stop=stop,
+        waits=waits,
         saved_step=beginning.saved_step,
         notice=beginning.notice,
     )

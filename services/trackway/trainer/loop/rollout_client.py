@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from trackway.clients import AgentClient, Deadline
 from trackway.system import Backoff
-from trackway.system.waits import Waiting, Waits
+from trackway.system.waits import Waiting, Waits, noted_in
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -124,7 +124,8 @@ class Rollouts:
         async with self._slots:
             request = self._template.group(sample, step, min_weight_version, trace)
             timeout_s = self._retry_policy.timeout_s
-            with self.active(), self.waits(f"group {step}/{sample.index}", "the agent service", timeout_s) as waiting:
+            name = f"group {step}/{sample.index}"
+            with self.active(), self.waits(name, "the agent service", timeout_s) as waiting, noted_in([waiting]):
                 return await self._group(request, waiting)
 
     async def _group(self, request: GroupRequest, waiting: Waiting) -> list[Trajectory]:

@@ -212,7 +212,8 @@ class Training:
             await self._keep(metrics or {})
             raise
         resumed = self.publisher.published is None
-        with self._part("update_weights"):
+        with self._part("update_weights") as waiting:
+            waiting.progress = self.publisher.progress
             try:
                 version = await self._stored(self.publisher.publish)
             except NotFiniteError as error:
@@ -408,21 +409,25 @@ class Training:
         """
         end: float | None = None
         is_said = False
-        while True:
-            try:
-                result = await asyncio.to_thread(write)
-            except StorageError as error:
-                end = end or time.monotonic() + self.plan.storage_wait_s
-                left = end - time.monotonic()
-                if self.stop.is_set() or left <= 0:
-                    raise
-                is_said = is_said or self._say(f"waits up to {left:.0f} s for its disk: {error.message}")
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.stop.wait(), min(left, STORAGE_RETRY_S))
-            else:
-                if end is not None:
-                    self._say(self.notice)
-                return result
+        with contextlib.ExitStack() as waiting:
+            while True:
+                try:
+                    result = await asyncio.to_thread(write)
+                except StorageError as error:
+                    if end is None:
+                        end = time.monotonic() + self.plan.storage_wait_s
+                        waits_for = f"its disk: {error.message}"
+                        waiting.enter_context(self.waits("the run", waits_for, self.plan.storage_wait_s))
+                    left = end - time.monotonic()
+                    if self.stop.is_set() or left <= 0:
+                        raise
+                    is_said = is_said or self._say(f"waits up to {left:.0f} s for its disk: {error.message}")
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self.stop.wait(), min(left, STORAGE_RETRY_S))
+                else:
+                    if end is not None:
+                        self._say(self.notice)
+                    return result
 
     def _say(self, message: str) -> bool:
         """Logs the message and sets it on the run; returns whether the disk had room for it."""

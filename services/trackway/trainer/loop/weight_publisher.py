@@ -30,12 +30,17 @@ class Publisher:
         self._scratch = scratch
         self._keep = keep
         self._published: int | None = None
+        self._doing = ""
         self._claim = _claim(store, f"run {run} ({uid[:8]})")
 
     @property
     def published(self) -> int | None:
         """The version that this process published last."""
         return self._published
+
+    def progress(self) -> str:
+        """What `publish` does at present."""
+        return self._doing
 
     def newest(self) -> int | None:
         """The newest version in the store, of this run or another; None in an empty one. Blocking."""
@@ -47,14 +52,17 @@ class Publisher:
 
         Raises StorageError when it cannot be written; readers stay at the previous version and no file is left.
         """
+        self._doing = f"asks the weight store {self._store.url}"
         self._claim.renew()
         version = (self.newest() or 0) + 1
         shutil.rmtree(self._scratch, ignore_errors=True)
         try:
             with writing(self._scratch, f"weights version {version}"):
                 self._scratch.mkdir(parents=True)
+                self._doing = f"exports version {version} to {self._scratch}"
                 self._learner.export(self._scratch)
             proof = self._learner.proof(self._scratch, self._published)
+            self._doing = f"copies version {version} to the weight store {self._store.url}"
             self._store.publish(version, self._run, self._scratch, self._learner.canary(), proof)
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)

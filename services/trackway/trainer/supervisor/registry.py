@@ -173,7 +173,7 @@ class RunRegistry:
 
 def _while_active(info: RunInfo, folder: RunFolder, unwritten: StorageError | None = None) -> RunInfo:
     """An active run's status: what it does, and a message when its disk is full, as it may be unable to write."""
-    if info.state in (RunState.RUNNING, RunState.STOPPING):
+    if info.state not in ENDED:
         activity = folder.activity()
         changes = {"waits": activity.waits, "rollout_states": activity.rollouts or info.rollout_states}
         info = info.model_copy(update=changes)
