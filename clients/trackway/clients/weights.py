@@ -20,8 +20,7 @@ from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLo
 from trackway.system import atomic_write, digests, find_difference, new_folder, remove_drafts
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.files import FileDigest
-from trackway.wire.weights import Canary, LatestWeights, WeightManifest, WeightProof
+from trackway.wire.weights import Canary, FileDigest, LatestWeights, WeightManifest, WeightProof
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"

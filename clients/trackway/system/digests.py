@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from trackway.wire.files import FileDigest
+from trackway.wire.weights import FileDigest
 
 
 class Difference(NamedTuple):

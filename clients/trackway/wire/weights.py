@@ -5,7 +5,16 @@ from enum import StrEnum
 from pydantic import Field
 
 from trackway.wire.base import WireReply
-from trackway.wire.files import FileDigest
+
+
+class FileDigest(WireReply):
+    """One file and its expected digest."""
+
+    name: str
+    """Path relative to the folder of its manifest."""
+    size: int
+    """Bytes."""
+    sha256: str
 
 
 class Canary(WireReply):

@@ -2,7 +2,7 @@ import hashlib
 from pathlib import Path
 
 from trackway.system import Difference, digests, find_difference
-from trackway.wire.files import FileDigest
+from trackway.wire.weights import FileDigest
 
 
 def sha256(data: bytes) -> str:

@@ -33,8 +33,8 @@ from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.base import NON_FINITE
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.files import FileDigest
 from trackway.wire.trajectory import Trajectory
+from trackway.wire.weights import FileDigest
 
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
