@@ -19,6 +19,8 @@ from jsonschema import Draft7Validator
 from tenacity import retry, retry_if_exception_type, retry_if_result, stop_after_delay, wait_fixed
 
 from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.deployment.attach import attach
+from trackway.deploy.deployment.status import service_statuses
 from trackway.deploy.local.single_service import app_of
 from trackway.system import free_port
 
@@ -130,12 +132,19 @@ def test_the_five_services_of_the_file_train_together(tmp_path: Path) -> None:
         for port in ports.values():
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
                 ready(client)
+        own = [f"{name}=http://127.0.0.1:{port}" for name, port in zip(SERVICES, ports.values(), strict=True)]
+        there = attach(None, own, None, None, tmp_path / "here", 10.0, lambda *_: None)
+        statuses = service_statuses(there)
         with httpx.Client(base_url=f"http://127.0.0.1:{ports['8005']}", trust_env=False, timeout=60) as trainer:
             trainer.post("/runs", json={"config": config}).raise_for_status()
             run = ended(trainer)
 
     assert (run["state"], run["step"], run["message"]) == ("finished", 1, "")
     assert run["metrics"]["training/global_step"] == 1.0
+    assert (run["threads"], run["engine_threads"]) == (1, 1)
+    assert {status.service: [replica.ready.ready for replica in status.replicas] for status in statuses} == {
+        service: [True] for service in SERVICES
+    }
     assert (tmp_path / "outputs/first/trajectories/step_1.parquet").is_file()
 
 

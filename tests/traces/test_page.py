@@ -108,6 +108,7 @@ def test_a_group_stands_side_by_side() -> None:
     source = written(ExampleTrace(rollout_n=0), ExampleTrace(rollout_n=1, answer="#### 48"), shorter)
     assert "<title>3 trajectories compared</title>" in source and 'style="--count: 3; ' in source
     assert '<th scope="row">rollout_n</th><td>0</td><td>1</td><td>2</td>' in source
+    assert re.search(r'>reward</th><td>([^<]+)</td><td class="as-first">\1</td><td>0</td>', source)
     assert "<pre>#### <del>54</del></pre>" in source and "<pre>#### <ins>48</ins></pre>" in source
     assert source.count("no such turn") == 1 and source.count('<span class="letter B">C</span>') == 5
 

@@ -53,12 +53,12 @@ def test_a_row_whose_index_is_text_is_found_by_it(index: str) -> None:
     shelf = MemoryStore(FIRST, example)
 
     assert resolve(shelf, f"s3/i{index}/n2").trace_id == example.trace_id
-    assert Choice(sample_index=index, steps="3,4").pair(None, None) == (f"s3/i{index}/n0", f"s4/i{index}/n0")
+    assert Choice(sample_index=index, steps="3,4").references([]) == [f"s3/i{index}/n0", f"s4/i{index}/n0"]
 
 
 def test_an_index_that_is_none_is_refused() -> None:
     with pytest.raises(UserError, match="--sample-index: expected a whole number or 1 to 128 printable characters"):
-        Choice(sample_index="", steps="3,4").pair(None, None)
+        Choice(sample_index="", steps="3,4").references([])
 
 
 def test_a_name_that_two_runs_share_asks_for_the_run() -> None:
@@ -76,40 +76,50 @@ def test_a_step_that_was_done_again_means_its_newest_trace() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "given", "pair"),
+    ("choice", "given", "references"),
     [
-        (Choice(), ("x", "y"), ("x", "y")),
-        (Choice(sample_index=7, steps="1,10"), (None, None), ("s1/i7/n0", "s10/i7/n0")),
-        (Choice(sample_index=7, steps="1, 10", rollout_n=2), (None, None), ("s1/i7/n2", "s10/i7/n2")),
-        (Choice(sample_index=7, step=3, rollouts="0,2"), (None, None), ("s3/i7/n0", "s3/i7/n2")),
-        (Choice(sample_index=0, steps="0,30", validate=True), (None, None), ("val0/i0/n0", "val30/i0/n0")),
+        (Choice(), ["x", "y"], ["x", "y"]),
+        (Choice(), ["x", "y", "z"], ["x", "y", "z"]),
+        (Choice(sample_index=7, steps="1,10"), [], ["s1/i7/n0", "s10/i7/n0"]),
+        (Choice(sample_index=7, steps="1, 10", rollout_n=2), [], ["s1/i7/n2", "s10/i7/n2"]),
+        (Choice(sample_index=7, steps="1-2,10,2"), [], ["s1/i7/n0", "s2/i7/n0", "s10/i7/n0"]),
+        (Choice(sample_index=7, step=3, rollouts="0-7"), [], [f"s3/i7/n{n}" for n in range(8)]),
+        (Choice(sample_index=0, steps="0,30", validate=True), [], ["val0/i0/n0", "val30/i0/n0"]),
     ],
 )
-def test_two_trajectories_can_be_chosen_by_id_or_by_place(
-    choice: Choice, given: tuple[str | None, str | None], pair: tuple[str, str]
-) -> None:
-    assert choice.pair(*given) == pair
+def test_trajectories_are_chosen_by_id_or_by_place(choice: Choice, given: list[str], references: list[str]) -> None:
+    assert choice.references(given) == references
 
 
 @pytest.mark.parametrize(
     ("choice", "given"),
     [
-        (Choice(), (None, None)),
-        (Choice(), ("x", None)),
-        (Choice(sample_index=7), (None, None)),
-        (Choice(sample_index=7), ("x", "y")),
-        (Choice(steps="1,2"), ("x", "y")),
-        (Choice(steps="1,2"), (None, None)),
-        (Choice(sample_index=7, step=3), (None, None)),
-        (Choice(sample_index=7, step=3, steps="1,2", rollouts="0,1"), (None, None)),
+        (Choice(), []),
+        (Choice(), ["x"]),
+        (Choice(sample_index=7), []),
+        (Choice(sample_index=7), ["x", "y"]),
+        (Choice(steps="1,2"), ["x", "y"]),
+        (Choice(steps="1,2"), []),
+        (Choice(sample_index=7, step=3), []),
+        (Choice(sample_index=7, step=3, steps="1,2", rollouts="0,1"), []),
     ],
 )
-def test_any_other_choice_says_how_to_choose(choice: Choice, given: tuple[str | None, str | None]) -> None:
-    with pytest.raises(UserError, match=r"expected two traces \(A B\), or --sample-index 7 --steps 1,10"):
-        choice.pair(*given)
+def test_any_other_choice_says_how_to_choose(choice: Choice, given: list[str]) -> None:
+    with pytest.raises(UserError, match=r"expected two traces or more, or --sample-index 7 --steps 1,10"):
+        choice.references(given)
 
 
-@pytest.mark.parametrize("steps", ["1", "1,2,3", "1,x"])
-def test_a_choice_of_steps_is_two_numbers(steps: str) -> None:
-    with pytest.raises(UserError, match="--steps: expected two numbers such as 1,10"):
-        Choice(sample_index=7, steps=steps).pair(None, None)
+@pytest.mark.parametrize("steps", ["1,x", "1-", "-3", "a-b", ""])
+def test_steps_are_numbers_and_ranges(steps: str) -> None:
+    with pytest.raises(UserError, match=f"--steps: expected numbers such as 1,10 or 0-7, got '{steps}'"):
+        Choice(sample_index=7, steps=steps).references([])
+
+
+@pytest.mark.parametrize(
+    ("steps", "got"), [("1", "1"), ("1,1", "1"), ("0-16", "more than"), ("0-999999999999", "more")]
+)
+def test_a_page_has_two_to_sixteen_trajectories(steps: str, got: str) -> None:
+    with pytest.raises(UserError, match=f"expected 2 to 16 trajectories to compare, got {got}"):
+        Choice(sample_index=7, steps=steps).references([])
+    with pytest.raises(UserError, match="expected 2 to 16 trajectories to compare, got more than 16; name others"):
+        Choice().references(["x"] * 17)

@@ -58,6 +58,8 @@ class Health(Installation):
     spans: SpanCounts = Field(default_factory=SpanCounts)
     code: OwnCode | None = None
     """None when it has none."""
+    threads: int | None = None
+    """CPU threads that torch computes with in this process; None without torch."""
 
 
 class Ready(WireReply):

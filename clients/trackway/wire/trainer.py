@@ -134,6 +134,8 @@ class RunInfo(WireReply):
     """MLflow's id of this run."""
     threads: int | None = None
     """CPU threads of the learner, kept when the run is resumed; None until it has loaded its model."""
+    engine_threads: int | None = None
+    """CPU threads of the rollout engine when the run was started or resumed; None without torch there."""
     metrics: dict[str, MetricValue] = Field(default_factory=dict)
     """The newest value of each metric."""
     traces: TraceSummary | None = None

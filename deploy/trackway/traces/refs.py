@@ -1,7 +1,9 @@
 """Resolves references to traces: an id, its first digits, or a name such as `s3/i17/n2`."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from trackway.system.user_error import UserError
 from trackway.traces.store import TraceFilter, TraceStore
@@ -11,6 +13,9 @@ from trackway.wire.sample_index import sample_index
 _ID = re.compile(r"(?:tr-)?([0-9a-f]{6,32})")
 _NAME = re.compile(r"(s|val)(\d+)/i(.+)/n(\d+)")
 _SHOWN = 5
+MOST_COMPARED = 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,31 +47,29 @@ class Place:
 
 @dataclass(frozen=True)
 class Choice:
-    """The options that select two trajectories to compare."""
+    """The options that select trajectories to compare."""
 
     sample_index: int | str | None = None
     steps: str | None = None
-    """Two steps: `1,10`."""
+    """Steps of one rollout: `1,10` or `1-5`."""
     step: int | None = None
     rollouts: str | None = None
-    """Two rollouts of one group: `0,2`."""
+    """Rollouts of one group: `0,2` or `0-7`."""
     rollout_n: int = 0
     validate: bool = False
 
-    def pair(self, a: str | None, b: str | None) -> tuple[str, str]:
-        """The two references. Raises UserError unless the options select exactly two trajectories."""
+    def references(self, traces: Sequence[str]) -> list[str]:
+        """The references, in the order given. Raises UserError unless the options select 2 to 16 trajectories."""
         by_place = self.steps is not None or self.rollouts is not None or self.step is not None
-        if a is not None and b is not None and not by_place and self.sample_index is None:
-            return a, b
-        if a is None and b is None and self.sample_index is not None:
+        if len(traces) > 1 and not by_place and self.sample_index is None:
+            return _bounded([*traces])
+        if not traces and self.sample_index is not None:
             if self.steps is not None and self.step is None and self.rollouts is None:
-                first, second = _two("--steps", self.steps)
-                return self._place(first, self.rollout_n), self._place(second, self.rollout_n)
+                return [self._place(step, self.rollout_n) for step in _numbers("--steps", self.steps)]
             if self.rollouts is not None and self.step is not None and self.steps is None:
-                first, second = _two("--rollouts", self.rollouts)
-                return self._place(self.step, first), self._place(self.step, second)
+                return [self._place(self.step, rollout_n) for rollout_n in _numbers("--rollouts", self.rollouts)]
         raise UserError(
-            "expected two traces (A B), or --sample-index 7 --steps 1,10, or --step 3 --sample-index 7 --rollouts 0,2"
+            "expected two traces or more, or --sample-index 7 --steps 1,10, or --step 3 --sample-index 7 --rollouts 0-7"
         )
 
     def _place(self, step: int, rollout_n: int) -> str:
@@ -80,11 +83,21 @@ def _index(value: int | str | None) -> int | str:
         raise UserError(f"--sample-index: {error}") from error
 
 
-def _two(option: str, text: str) -> tuple[int, int]:
-    numbers = [number.strip() for number in text.split(",")]
-    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-        raise UserError(f"{option}: expected two numbers such as 1,10, got {text!r}")
-    return int(numbers[0]), int(numbers[1])
+def _numbers(option: str, text: str) -> list[int]:
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UserError(f"{option}: expected numbers such as 1,10 or 0-7, got {text!r}")
+        numbers += range(int(first), min(int(last or first), int(first) + MOST_COMPARED) + 1)
+    return _bounded(list(dict.fromkeys(numbers)))
+
+
+def _bounded(found: list[T]) -> list[T]:
+    if not 2 <= len(found) <= MOST_COMPARED:
+        got = f"more than {MOST_COMPARED}" if len(found) > MOST_COMPARED else str(len(found))
+        raise UserError(f"expected 2 to {MOST_COMPARED} trajectories to compare, got {got}; name others")
+    return found
 
 
 def resolve(store: TraceStore, ref: str, experiment_name: str | None = None) -> TraceTree:

@@ -50,8 +50,9 @@ class RolloutSettings(ServiceSettings):
     """`auto` is CUDA if available."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """`auto` is float32 on the CPU (bfloat16 is four times slower there) and bfloat16 on CUDA."""
-    threads: int = Field(default=1, ge=1)
-    """Torch threads; more than there are idle cores makes every step many times slower."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the torch engine. None chooses when the replica starts: one for a model below 2 million parameters
+    and on a GPU, else all cores. Several replicas on one machine share its cores: give a number there."""
     max_num_seqs: int = Field(default=64, ge=1)
     """Maximum requests in a batch, which is also the number of KV slots."""
     max_queue: int = Field(default=1024, ge=0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from importlib.metadata import version
@@ -138,7 +139,8 @@ def _common_routes(
 
 
 def process_health(service: str, replica: str, tracing: Tracing | None = None) -> Health:
-    """The installation of this process, and its span counts."""
+    """The installation of this process, its span counts and torch's threads."""
+    torch = sys.modules.get("torch")  # imported by some services only
     return Health(
         service=service,
         replica=replica,
@@ -146,6 +148,7 @@ def process_health(service: str, replica: str, tracing: Tracing | None = None) -
         **installation().model_dump(),
         trace_backends=[backend.value for backend in tracing.settings.usable] if tracing else [],
         spans=span_counts(tracing.stats()) if tracing else SpanCounts(),
+        threads=torch.get_num_threads() if torch else None,
     )
 
 

@@ -114,12 +114,11 @@ def traces_show(
 
 @app.command("compare")
 def traces_compare(
-    a: Annotated[str | None, typer.Argument(help="First trace, as in `show`.")] = None,
-    b: Annotated[str | None, typer.Argument(help="Second trace.")] = None,
-    sample_index: Annotated[str | None, typer.Option(help="Row of the dataset, in place of A and B.")] = None,
-    steps: Annotated[str | None, typer.Option(help="Two steps of the sample: 1,10.")] = None,
+    traces: Annotated[list[str] | None, typer.Argument(help="Two traces or more, as in `show`.")] = None,
+    sample_index: Annotated[str | None, typer.Option(help="Row of the dataset, in place of traces.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Steps of the sample: 1,10 or 1-5.")] = None,
     step: Annotated[int | None, typer.Option(help="Step of the sample, with --rollouts.")] = None,
-    rollouts: Annotated[str | None, typer.Option(help="Two rollouts of the group: 0,2.")] = None,
+    rollouts: Annotated[str | None, typer.Option(help="Rollouts of the group: 0,2 or 0-7.")] = None,
     rollout_n: Annotated[int, typer.Option(help="Rollout of the sample, with --steps.")] = 0,
     validate: Validate = None,
     experiment_name: Experiment = None,
@@ -131,14 +130,14 @@ def traces_compare(
     width: Width = None,
     as_json: Annotated[bool, json_of("the trajectories and their differences")] = False,
 ) -> None:
-    """Show two trajectories side by side: facts, and with --html texts and tool calls.
+    """Show trajectories side by side: facts, and with --html texts and tool calls.
 
-    Example: trackway traces compare --sample-index 7 --steps 1,10 --html compare.html
+    Example: trackway traces compare --step 1 --sample-index 7 --rollouts 0-7 --html compare.html
     """
     choice = refs.Choice(sample_index, steps, step, rollouts, rollout_n, bool(validate))
-    pair = choice.pair(a, b)
+    references = choice.references(traces or [])
     store = open_store(backend, outputs, project, mlflow_uri)
-    comparison = compare([refs.resolve(store, reference, experiment_name) for reference in pair])
+    comparison = compare([refs.resolve(store, reference, experiment_name) for reference in references])
     if html is not None:
         from trackway.traces import page
 

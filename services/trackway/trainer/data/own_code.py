@@ -4,7 +4,7 @@ A run whose scorer or modules are not loaded would train on another reward.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -21,8 +21,10 @@ SERVICES = ("agent", "tools", "reward")
 REMEDY = "start the services with it: `trackway up` in the project's folder, or the same settings in their Serve config"
 
 
-async def loaded_code(urls: Mapping[str, str], token: SecretStr | None = None) -> dict[str, OwnCode | None]:
-    """The own code of each of these services (name -> URL) that answers; None for a service without any."""
+async def health_of(
+    services: Sequence[str], urls: Mapping[str, str], token: SecretStr | None = None
+) -> dict[str, Health]:
+    """`/health` of each of these services that has an URL and answers."""
 
     async def ask(service: str) -> Health | None:
         client = ServiceClient(urls[service], policy=_HEALTH_POLICY, token=token)
@@ -31,9 +33,14 @@ async def loaded_code(urls: Mapping[str, str], token: SecretStr | None = None) -
         except TrackwayError:
             return None
 
-    services = [name for name in SERVICES if urls.get(name)]
-    answers = await asyncio.gather(*(ask(service) for service in services))
-    return {name: answer.code for name, answer in zip(services, answers, strict=True) if answer is not None}
+    asked = [name for name in services if urls.get(name)]
+    answers = await asyncio.gather(*map(ask, asked))
+    return {name: answer for name, answer in zip(asked, answers, strict=True) if answer is not None}
+
+
+async def loaded_code(urls: Mapping[str, str], token: SecretStr | None = None) -> dict[str, OwnCode | None]:
+    """The own code of each of these services (name -> URL) that answers; None for a service without any."""
+    return {name: health.code for name, health in (await health_of(SERVICES, urls, token)).items()}
 
 
 def not_loaded(config: RunConfig, code: Mapping[str, OwnCode | None]) -> list[str]:

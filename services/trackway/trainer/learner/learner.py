@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import AdamW
 
+from trackway.system.cpu_threads import choose_threads, usable_cores
 from trackway.trainer.learner import optimizer as adamw
 from trackway.trainer.learner.advantages import (
     AdvantageInputs,
@@ -43,7 +44,6 @@ from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.policy import Policy
 from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
 from trackway.trainer.learner.rollout_correction import correct, correction_metrics, loglinear_share, mean_weight
-from trackway.trainer.learner.threads import choose_threads, usable_cores
 from trackway.trainer.learner.weight_proof import (
     ScoredSequence,
     choose_sequences,

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from trackway.tracing import TracingSettings
 from trackway.trainer.config import RunConfig, resolve
-from trackway.trainer.data.own_code import loaded_code, not_loaded
+from trackway.trainer.data.own_code import health_of, loaded_code, not_loaded
 from trackway.trainer.run_state.checkpoint import named_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
@@ -71,12 +71,13 @@ class RunManager:
         named_checkpoint(config)
         await self._check_tracking(config)
         code = await self._loaded_code(config)
+        engine_threads = await self._engine_threads()
         folder = self.registry.folder(request.run or config.trainer.experiment_name)
         async with self._lock:
             with self.registry.outputs_lock.held():
                 self._require_idle()
                 folder.create(config, self.services)
-                folder.update(code=code)
+                folder.update(code=code, engine_threads=engine_threads)
                 await self._supervise(folder, config)
                 self._supersede(folder.name)
         return self.registry.info(folder.name)
@@ -91,6 +92,7 @@ class RunManager:
         config = folder.config()
         await self._check_tracking(config)
         code = await self._loaded_code(config)
+        engine_threads = await self._engine_threads()
         async with self._lock:
             await self._gone(folder)
             with self.registry.outputs_lock.held():
@@ -108,7 +110,9 @@ class RunManager:
                     raise TrackwayError(ErrorCode.CONFLICT, message, run=name)
                 folder.write_owner(Owner.of(os.getpid()))
                 restarts = before.restarts + 1 if by_itself else 0
-                folder.move(RunState.STARTING, restarts=restarts, interrupted=False, code=code)
+                folder.move(
+                    RunState.STARTING, restarts=restarts, interrupted=False, code=code, engine_threads=engine_threads
+                )
                 await self._supervise(folder, config, before.interrupted, skip_damaged or by_itself)
                 if not by_itself:
                     self._supersede(name)
@@ -175,6 +179,10 @@ class RunManager:
         if problems:
             raise TrackwayError(ErrorCode.CONFLICT, "; ".join(problems))
         return {service: own for service, own in code.items() if own is not None}
+
+    async def _engine_threads(self) -> int | None:
+        health = await health_of(["rollout"], self.services.traced, self._token)
+        return health["rollout"].threads if "rollout" in health else None
 
     async def _supervise(
         self, folder: RunFolder, config: RunConfig, interrupted: bool = False, skip_damaged: bool = False

@@ -1,6 +1,5 @@
-"""How many CPU threads a learner computes with."""
+"""A learner and an embedded engine compute with as many CPU threads as their model is worth."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.trainer.learner_settings import learner_config
+from trackway.system.cpu_threads import usable_cores
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.threads import choose_threads, usable_cores
-
-BOUND = len(os.sched_getaffinity(0))
 
 
 @pytest.fixture(autouse=True)
@@ -22,33 +19,6 @@ def same_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "cores", "engine_threads", "threads"),
-    [
-        (1_999_999, 8, 0, 1),
-        (2_000_000, 8, 0, 8),
-        (2_000_000, 8, 1, 7),
-        (2_000_000, 2, 1, 1),
-        (2_000_000, 1, 1, 1),
-    ],
-)
-def test_a_large_model_takes_the_cores_that_the_engine_leaves(
-    parameters: int, cores: int, engine_threads: int, threads: int
-):
-    assert choose_threads(parameters, cores, engine_threads) == threads
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores"),
-    [("max 100000", BOUND), (f"{(BOUND + 1) * 100000} 100000", BOUND), ("150000 100000", 1), ("50000 100000", 1)],
-)
-def test_a_containers_limit_counts_in_whole_cores(tmp_path: Path, quota: str, cores: int):
-    file = tmp_path / "cpu.max"
-    file.write_text(f"{quota}\n")
-    assert usable_cores(file) == cores
-    assert usable_cores(tmp_path / "none") == BOUND
 
 
 def test_a_learner_computes_with_as_many_threads_as_its_model_is_worth(tiny_model: Path, tmp_path: Path):

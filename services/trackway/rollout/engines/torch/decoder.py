@@ -44,6 +44,12 @@ class DecoderWeights:
     norm: Tensor
     lm_head: Tensor
 
+    def parameters(self) -> int:
+        """The number of parameters; a tied `lm_head` counts once."""
+        in_layers = (value for layer in self.layers for value in vars(layer).values() if isinstance(value, Tensor))
+        tensors = {id(tensor): tensor for tensor in (self.embed, self.norm, self.lm_head, *in_layers)}
+        return sum(tensor.numel() for tensor in tensors.values())
+
 
 class KVCache:
     """Keys and values, [layer, 2, slot, kv_head, position, head_dim]; positions grow by doubling up to a limit.

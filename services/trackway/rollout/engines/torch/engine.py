@@ -18,13 +18,14 @@ from trackway.rollout.engines.admission import check_prompt, overloaded, paused
 from trackway.rollout.engines.backpressure import RetryAfterEstimator
 from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.engines.torch.core import EngineCore, FinishedSequence
-from trackway.rollout.engines.torch.decoder import Decoder
+from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
 from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, prove
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.rollout.engines.torch.scheduler import Sequence
 from trackway.rollout.engines.torch.thread import EngineThread
 from trackway.rollout.engines.weight_proof import Judgement, require_accepted
 from trackway.rollout.settings import RolloutSettings
+from trackway.system.cpu_threads import choose_threads, usable_cores
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import WeightProof
@@ -41,7 +42,6 @@ class TorchEngine:
     capabilities = frozenset({Capability.WAIT, Capability.ABORT, Capability.KEEP, Capability.SPANS, Capability.CANARY})
 
     def __init__(self, settings: RolloutSettings) -> None:
-        torch.set_num_threads(settings.threads)
         self._settings = settings
         self._config = DecoderConfig.read(settings.model_path)
         self._max_len = settings.max_model_len or min(self._config.max_positions, _DEFAULT_MAX_LEN)
@@ -76,8 +76,13 @@ class TorchEngine:
     async def start(self) -> None:
         """Load the base weights and start the thread."""
         weights = await asyncio.to_thread(load, self._decoder, self._settings.model_path)
+        torch.set_num_threads(self._settings.threads or self._choose_threads(weights))
         self._core = EngineCore(self._decoder, weights, 0, self._settings.max_num_seqs)
         self._thread = EngineThread(self._core, self._resolve, self._fail)
+
+    def _choose_threads(self, weights: DecoderWeights) -> int:
+        on_cpu = self._decoder.device.type == "cpu"
+        return choose_threads(weights.parameters(), usable_cores()) if on_cpu else 1
 
     async def stop(self) -> None:
         """Abort requests in flight and stop the thread."""

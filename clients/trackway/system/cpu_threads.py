@@ -1,4 +1,4 @@
-"""The number of CPU threads that a learner computes with."""
+"""The number of CPU threads that a model computes with, in the learner and in the embedded engine."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 def usable_cores(quota_file: Path = _QUOTA) -> int:
     """The cores that this process may use: those it is bound to, or fewer by a container's CPU limit."""
-    bound = len(os.sched_getaffinity(0))
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = quota_file.read_text().split()
     except (OSError, ValueError):
@@ -19,6 +19,6 @@ def usable_cores(quota_file: Path = _QUOTA) -> int:
     return bound if quota == "max" else max(1, min(bound, int(quota) // int(period)))
 
 
-def choose_threads(parameters: int, cores: int, engine_threads: int) -> int:
-    """One thread for a small model, else all cores but those of an engine that computes at the same time."""
-    return max(1, cores - engine_threads) if parameters >= LARGE_MODEL else 1
+def choose_threads(parameters: int, cores: int, taken: int = 0) -> int:
+    """One thread for a small model, else all cores but those `taken` by another that computes at the same time."""
+    return max(1, cores - taken) if parameters >= LARGE_MODEL else 1
