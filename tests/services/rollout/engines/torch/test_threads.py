@@ -30,8 +30,16 @@ def same_threads() -> Iterator[None]:
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """2.6 million parameters in an embedding that the output layer shares; 2.7 million in all."""
     folder = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    tied = Qwen3Config(vocab_size=20_000, intermediate_size=128, head_dim=64, tie_word_embeddings=True, **shape)
+    tied = Qwen3Config(
+        vocab_size=20_000,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
     Qwen3ForCausalLM(tied).save_pretrained(folder)
     return folder
 
