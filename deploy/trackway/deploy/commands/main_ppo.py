@@ -20,7 +20,7 @@ ConfigPath = Annotated[
 ]
 ConfigName = Annotated[
     str,
-    typer.Option("--config-name", "-cn", help="Name of the configuration: default, ppo_trainer, tiny_demo, or a file."),
+    typer.Option("--config-name", "-cn", help="A preset, such as ppo_trainer or fully_async_ppo_trainer, or a file."),
 ]
 
 

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, JsonValue, ValidationError
 from pydantic_core import ErrorDetails
 
+from trackway.trainer.config.asynchronous import translate
 from trackway.trainer.config.models import RunConfig
 from trackway.trainer.config.rollout_correction import BOUND_KEYS, RolloutCorrectionConfig
 from trackway.trainer.config.rollout_correction import PRESETS as PRESETS_OF_CORRECTION
@@ -126,6 +127,7 @@ def resolve(tree: Tree) -> RunConfig:
     kept = {key: value for key, value in given.items() if key not in ignored and key not in unknown}
     if kept.get(TRACE_BACKEND) in ("dummy", ["dummy"]):
         kept |= {TRACE_BACKEND: None, **NO_TRACES}
+    kept = _noted(problems, translate, kept) or kept
     notes = [*_earlier_notes(kept), *sorted(moved), *ignored, *_other_loggers(kept)]
     kept["trackway.ignored_keys"] = list[JsonValue](dict.fromkeys(notes))
     config = _noted(problems, _validated, kept)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from trackway.trainer.config.algorithm import AlgorithmConfig
+from trackway.trainer.config.asynchronous import AsyncTrainingConfig, RolloutSectionConfig, V1Config
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
@@ -74,22 +75,6 @@ class CustomRewardFunctionConfig(Section):
         return value
 
 
-class AsyncTrainingConfig(Section):
-    """Generation that goes on while the learner computes.
-
-    Keys of verl's `verl/experimental/fully_async_policy`, where a version's rollouts are `trigger_parameter_sync_step`
-    batches; a batch is `data.train_batch_size` prompts here.
-    """
-
-    staleness_threshold: float = Field(default=0.0, ge=0)
-    """How far generation runs ahead of the learner, in versions of the weights; fractions are allowed. 0: the learner
-    and the rollout engines take turns; 1: each step trains on rollouts of the version before. Most of the speed comes
-    with 0.3 to 1. `trackway.max_staleness` is the bound that holds for every rollout; without it this key, rounded up,
-    is the bound."""
-    trigger_parameter_sync_step: int = Field(default=1, ge=1)
-    """Steps between two publications of the weights (verl's default is 4)."""
-
-
 class TrainerConfig(Section):
     """Length of the training, frequency of validation and checkpoints, and the run's name."""
 
@@ -119,6 +104,7 @@ class TrainerConfig(Section):
     from `resume_from_path`."""
     resume_from_path: str | None = None
     """A checkpoint, `.../global_step_<n>`, of this or another run."""
+    v1: V1Config = Field(default_factory=V1Config)
     n_gpus_per_node: int | None = Field(default=None, ge=0)
     """GPUs per machine for rollout replicas; null leaves it to the deployment."""
     nnodes: int | None = Field(default=None, ge=1)
@@ -219,6 +205,7 @@ class RunConfig(Section):
     custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
+    rollout: RolloutSectionConfig = Field(default_factory=RolloutSectionConfig)
     trackway: TrackwayConfig = Field(default_factory=TrackwayConfig)
 
     @model_validator(mode="after")
