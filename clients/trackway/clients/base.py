@@ -112,6 +112,11 @@ class ServiceClient:
         """Calls that a full replica passed on to the next one, since the start."""
         return self._routes.spilled if self._routes else 0
 
+    async def address_of(self, replica: str) -> Address | None:
+        """The direct address of one replica of the service; None when it cannot be reached at one."""
+        addresses = await self._routes.addresses(None, replica) if self._routes is not None else []
+        return addresses[0] if addresses else None
+
     async def call(
         self,
         method: str,

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
 import httpx
 from fastapi import FastAPI
@@ -12,8 +13,11 @@ from prometheus_client.registry import Collector
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
+from trackway.agent.sessions.passing_on import PassingOn
+from trackway.agent.sessions.routes import guest, session_routes
 from trackway.agent.settings import AgentSettings
 from trackway.agent.verl.loading import load_loops
+from trackway.clients import AgentClient
 from trackway.serving import ServiceRouter, service_app
 from trackway.serving.ndjson import NdjsonStream
 from trackway.tracing import Tracing
@@ -38,6 +42,7 @@ def create_app(
     load_loops(settings)
     context = AgentContext.connect(settings, http)
     groups = Groups(context)
+    own = AgentClient(settings.url("agent"), http, token=settings.token, direct=settings.direct and http is None)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -46,14 +51,17 @@ def create_app(
         finally:
             await groups.close()
 
-    return service_app(
+    app = service_app(
         "agent",
         settings,
-        routers=[_routes(groups)],
+        routers=[_routes(groups), *session_routes(context, groups)],
         lifespan=lifespan,
         tracing=tracing,
         collectors=[groups.metrics, _SpilledCalls(context)],
+        guests=partial(guest, context.sessions),
     )
+    app.state.passing_on = PassingOn(context.sessions, own)
+    return app
 
 
 def _routes(groups: Groups) -> ServiceRouter:

@@ -7,6 +7,7 @@ import httpx
 
 from trackway.agent.catalog import ToolCatalog
 from trackway.agent.parser import ToolParser, tool_parser
+from trackway.agent.sessions.store import Sessions
 from trackway.agent.settings import AgentSettings
 from trackway.clients import RewardClient, RolloutClient, ToolsClient
 
@@ -25,6 +26,7 @@ class AgentContext:
     catalog: ToolCatalog
     tokens: "ChatTokens"
     parser: ToolParser
+    sessions: Sessions
 
     @classmethod
     def connect(cls, settings: AgentSettings, http: httpx.AsyncClient | None = None) -> "AgentContext":
@@ -44,4 +46,5 @@ class AgentContext:
             catalog=ToolCatalog(tools, settings.tools_refresh_s),
             tokens=ChatTokens.load(settings.model_path, settings.chat_template_kwargs),
             parser=tool_parser(settings.tool_parser),
+            sessions=Sessions(settings),
         )

@@ -18,6 +18,7 @@ from trackway.wire.trajectory import (
     StopReason,
     Tags,
     Timings,
+    TokenRow,
     Trajectory,
     Turn,
     WeightSpan,
@@ -42,6 +43,8 @@ class Episode:
     response_logprobs: list[float] = field(default_factory=list)
     weight_versions: list[WeightSpan] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    further_rows: list[TokenRow] = field(default_factory=list)
+    """Rows of a session beside this one."""
     user_turns: int = 0
     """Turns of observations so far."""
     shown: int = 0
@@ -95,7 +98,7 @@ class Episode:
     @property
     def num_turns(self) -> int:
         """Turns as verl counts them: a plain answer is 2, one tool round is 4."""
-        return self.user_turns + len(self.turns) + 1
+        return self.user_turns + len(self.turns) + sum(len(row.turns) for row in self.further_rows) + 1
 
     def add_prompt(self, ids: Sequence[int]) -> None:
         """Start with the rendered prompt, truncated to its limit if allowed.
@@ -155,8 +158,9 @@ class Episode:
         self.response_logprobs.extend(logprobs)
 
     def written(self) -> list[list[int]]:
-        """The generated ids of each turn."""
-        return [self.response_ids[turn.response_start : turn.response_end] for turn in self.turns]
+        """The generated ids of each turn, in the order of the rows."""
+        rows = [(self.response_ids, self.turns), *((row.response_ids, row.turns) for row in self.further_rows)]
+        return [ids[turn.response_start : turn.response_end] for ids, turns in rows for turn in turns]
 
     def set_reward(self, score: float) -> None:
         """Score the trajectory, so that the reward service is not asked. `not_finite` for another number."""
@@ -188,6 +192,7 @@ class Episode:
             weight_versions=self.weight_versions,
             prompt_messages=self.sample.prompt if self.prompt_ids or self._is_short() else [],
             turns=self.turns,
+            further_rows=self.further_rows,
             reward=self.reward,
             tool_rewards=self.tool_rewards,
             num_turns=self.num_turns,

@@ -1,7 +1,7 @@
 """Groups of rollouts: run concurrently, returned as each ends."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from prometheus_client import Counter, Gauge
 
@@ -14,6 +14,8 @@ from trackway.wire.agent import GroupRequest, GroupWaits
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 
+MakeLoop = Callable[[AgentContext], AgentLoop]
+"""An agent loop's class, or a function that makes one."""
 _SLACK_S = 1.0
 """Time allowed for the work around a release."""
 
@@ -80,6 +82,13 @@ class Groups:
             if any(not task.done() for task in tasks):
                 await asyncio.wait(tasks)
 
+    def launch(self, loop: MakeLoop, request: GroupRequest) -> asyncio.Task[Trajectory]:
+        """Run the one rollout of a request with this loop, in a task of its own; raises TrackwayError as `start`."""
+        if self._closed:
+            raise stopping()
+        [rollout_n] = checked_rollouts(request)
+        return self._spawn(loop, request, rollout_n, RolloutWaits(request.tags(rollout_n)))
+
     async def close(self) -> None:
         """Abort all rollouts and reject new ones; tool instances are released within their time limit."""
         self._closed = True
@@ -89,16 +98,14 @@ class Groups:
             await asyncio.wait(self._tasks, timeout=self._services.settings.release_timeout_s + _SLACK_S)
 
     def _spawn(
-        self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int, waits: RolloutWaits
+        self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits
     ) -> asyncio.Task[Trajectory]:
         task = asyncio.create_task(self._one(loop, request, rollout_n, waits))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _one(
-        self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int, waits: RolloutWaits
-    ) -> Trajectory:
+    async def _one(self, loop: MakeLoop, request: GroupRequest, rollout_n: int, waits: RolloutWaits) -> Trajectory:
         outcome = "aborted"
         current_rollout.set(waits)
         try:
@@ -114,7 +121,7 @@ class Groups:
         finally:
             self._ended.labels("validation" if request.validation else "training", outcome).inc()
 
-    async def _lived(self, loop: type[AgentLoop], request: GroupRequest, rollout_n: int) -> Trajectory:
+    async def _lived(self, loop: MakeLoop, request: GroupRequest, rollout_n: int) -> Trajectory:
         return await loop(self._services).run(request, rollout_n)
 
 

@@ -28,6 +28,10 @@ class AgentSettings(OwnCodeSettings):
     """Seconds for which the tool server's schemas are cached."""
     release_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for releasing a trajectory's tool instances; the tool server expires the rest."""
+    max_sessions: int = Field(default=1024, ge=1)
+    """Sessions of this replica at once, ended ones that were not deleted included; one more is answered 429."""
+    session_keep_s: float = Field(default=600.0, ge=0)
+    """Seconds for which an ended session and its trajectory can still be read."""
     rollout_policy: CallPolicy = CallPolicy(
         read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
     )

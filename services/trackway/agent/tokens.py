@@ -12,6 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from cachetools import LRUCache, cached
+from jinja2 import TemplateError
 from pydantic import JsonValue
 
 from trackway.chat.encoding import chars_per_token, check_chars, encode_within
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _CACHE_CHARS = 16 * 1024 * 1024
 """Cache size in characters, for prompts and for observations; an id counts as four."""
+_NO_ANSWER = '[{"role": "tool", "content": ""}]'
 _STAND_IN = "trackway stands here for what the model wrote"
 
 
@@ -92,7 +94,26 @@ class ChatTokens:
 
         The end of the turn is left out if `written` ends with it, as it does unless the turn was truncated.
         """
-        ids = (await offload(sum(map(len, texts)), self._behind, tuple(texts))).ids
+        return await self.following([{"role": "tool", "content": text} for text in texts], written)
+
+    async def following(
+        self,
+        messages: Sequence[Mapping[str, JsonValue]],
+        written: Sequence[int],
+        template_kwargs: Mapping[str, JsonValue] | None = None,
+    ) -> list[int]:
+        """The same for messages of any role, in the form of chat templates; `template_kwargs` replace the tokenizer's.
+
+        Raises:
+            TrackwayError: `invalid_request` when the chat template rejects them.
+        """
+        shown = json.dumps([*messages])
+        kwargs = json.dumps({**(self._template_kwargs if template_kwargs is None else template_kwargs)})
+        try:
+            ids = (await offload(len(shown), self._behind, shown, kwargs)).ids
+        except (TemplateError, TypeError) as error:
+            message = f"messages: the model's chat template rejects them: {error}; send messages that it supports"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
         return list(ids[1:] if written and written[-1] == ids[0] else ids)
 
     async def places(self, text: str) -> list[tuple[int, int]]:
@@ -109,7 +130,8 @@ class ChatTokens:
 
     async def turn_text(self, ids: Sequence[int]) -> str:
         """The text of an assistant turn, with special tokens except the end-of-turn token."""
-        ended = bool(ids) and ids[-1] in (self._tokenizer.eos_token_id, self._behind(("",)).ids[0])
+        end_of_turn = self._behind(_NO_ANSWER, json.dumps(self._template_kwargs)).ids[0]
+        ended = bool(ids) and ids[-1] in (self._tokenizer.eos_token_id, end_of_turn)
         return await self.text(ids[:-1] if ended else ids)
 
     async def plain_text(self, ids: Sequence[int]) -> str:
@@ -130,29 +152,31 @@ class ChatTokens:
         return [(start, end) for start, end in encoded["offset_mapping"]]
 
     def _render_prompt(self, conversation: str, tools: str, max_tokens: int) -> _Rendered:
-        text = self._render(json.loads(conversation), json.loads(tools) or None)
+        text = self._render(json.loads(conversation), json.loads(tools) or None, self._template_kwargs)
         ids = encode_within(max_tokens, text, self._encode, self._most_chars)
         return _Rendered(tuple(ids), len(conversation) + len(tools))
 
-    def _render_behind(self, texts: tuple[str, ...]) -> _Rendered:
+    def _render_behind(self, messages: str, template_kwargs: str) -> _Rendered:
         conversation = [
             {"role": "user", "content": "question"},
             {"role": "assistant", "content": _STAND_IN},
-            *({"role": "tool", "content": text} for text in texts),
+            *json.loads(messages),
         ]
-        _, stand_in, behind = self._render(conversation, None).partition(_STAND_IN)
+        _, stand_in, behind = self._render(conversation, None, json.loads(template_kwargs)).partition(_STAND_IN)
         ids = self._encode(behind)
         if not stand_in or not ids:
             raise ValueError("the chat template does not show the assistant's content; use one that does")
-        return _Rendered(ids, sum(map(len, texts)))
+        return _Rendered(ids, len(messages))
 
-    def _render(self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    def _render(
+        self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]] | None, template_kwargs: dict[str, Any]
+    ) -> str:
         rendered = self._tokenizer.apply_chat_template(
             conversation,
             tools=tools,  # pyright: ignore[reportArgumentType]  invariance of list in transformers' signature
             add_generation_prompt=True,
             tokenize=False,
-            **self._template_kwargs,
+            **template_kwargs,
         )
         return str(rendered)
 

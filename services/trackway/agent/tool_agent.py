@@ -49,7 +49,7 @@ class ToolAgent(AgentLoop):
         episode.turns.append(
             Turn(
                 index=index,
-                messages=[_assistant_message(parsed, index)],
+                messages=[assistant_message(parsed, index)],
                 response_start=start,
                 response_end=len(episode.response_ids),
                 finish_reason=finish_reason,
@@ -134,7 +134,8 @@ def _with_ids(parsed: Parsed, turn: int) -> dict[str, ParsedCall]:
     return {f"call_{turn}_{place}": call for place, call in enumerate(parsed.calls)}
 
 
-def _assistant_message(parsed: Parsed, turn: int) -> Message:
+def assistant_message(parsed: Parsed, turn: int) -> Message:
+    """The message of a turn, its calls numbered."""
     calls = [
         ToolCall(id=call_id, function=FunctionCall(name=call.name, arguments=call.raw))
         for call_id, call in _with_ids(parsed, turn).items()

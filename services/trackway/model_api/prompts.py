@@ -77,7 +77,7 @@ def _rendered(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> li
     tools = [_template_tool(tool) for tool in request.tools] if request.tool_choice != "none" else []
     try:
         text = tokenizer.apply_chat_template(
-            [_template_message(message) for message in request.messages],
+            [template_form(message) for message in request.messages],
             tools or None,
             add_generation_prompt=True,
             tokenize=False,
@@ -106,7 +106,7 @@ def _template_tool(tool: ChatTool) -> dict[str, JsonValue]:
     return {"type": tool.type, "function": {name: value for name, value in tool.function.items() if name != "strict"}}
 
 
-def _template_message(message: ChatMessage) -> dict[str, JsonValue]:
+def template_form(message: ChatMessage) -> dict[str, JsonValue]:
     """A message in the form of chat templates: plain text, arguments as objects, and a known role."""
     content = message.content
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)

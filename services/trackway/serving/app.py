@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Receive, Scope, Send
 
 from trackway.clients import close_shared_http
-from trackway.serving.auth import Authentication, show_tokens_in_docs
+from trackway.serving.auth import Authentication, Guests, show_tokens_in_docs
 from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bound_server
 from trackway.serving.docs_page import serve_docs
@@ -46,8 +46,11 @@ def service_app(
     tracing: Tracing | None = None,
     gauges: Sequence[Gauge] = (),
     collectors: Sequence[Collector] = (),
+    guests: Guests = lambda path, headers: None,
 ) -> FastAPI:
     """The app of a service: its routers, `/health`, `/ready`, `/metrics`, `/docs`, and the shared middleware.
+
+    `guests` admits callers by keys of the service's own, to the paths of those keys.
 
     Raises ValueError if the tokens file cannot be used.
     """
@@ -84,7 +87,7 @@ def service_app(
     app.add_middleware(TraceContext, tracing=tracing)
     app.add_middleware(CatchAllErrors)
     app.add_middleware(ReplicaName, replica=settings.replica)
-    app.add_middleware(Authentication, tokens=tokens, trust_loopback=settings.auth.trust_loopback)
+    app.add_middleware(Authentication, tokens=tokens, trust_loopback=settings.auth.trust_loopback, guests=guests)
     app.add_middleware(RequestMetrics, metrics=metrics)
     return app
 

@@ -7,7 +7,7 @@ headers are read. `GET /health` and `GET /ready` alone also answer callers on th
 no browser page of another host, by its `Origin` or by a host name that it resolves to this machine.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 from urllib.parse import urlsplit
@@ -20,6 +20,8 @@ from trackway.serving.tokens import AuthScope, Caller, TokenTable, digest_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
+Guests = Callable[[str, RawHeaders], Caller | None]
+"""The caller of a path by a key of the service's own, which opens nothing else; None for anyone else."""
 
 CALLER = "trackway.caller"
 """Key of the ASGI scope: the Caller."""
@@ -40,8 +42,11 @@ _NO_TOKENS = (
 class Authentication:
     """Outermost ASGI middleware; `tokens` is None when none are configured."""
 
-    def __init__(self, app: ASGIApp, tokens: TokenTable | None, trust_loopback: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, tokens: TokenTable | None, trust_loopback: bool, guests: Guests = lambda path, headers: None
+    ) -> None:
         self.app = app
+        self._guests = guests
         self._tokens = tokens
         self._trust_loopback = trust_loopback
         self._refusal = TrackwayError(ErrorCode.UNAUTHORIZED, _NEEDS_TOKEN if tokens else _NO_TOKENS)
@@ -60,6 +65,9 @@ class Authentication:
     def _caller_of(self, scope: Scope) -> Caller | None:
         if scope.get(CALLER) is _INSIDE:  # by identity: no request from outside can contain this object
             return _INSIDE
+        return self._known(scope) or self._guests(_path(scope), scope["headers"])
+
+    def _known(self, scope: Scope) -> Caller | None:
         if self._tokens is None:
             return _LOCAL if self._is_local(scope) else None
         secret = _bearer(scope["headers"])
@@ -119,9 +127,18 @@ def _bearer(headers: RawHeaders) -> bytes | None:
     return secret.strip() if scheme.lower() == b"bearer" else None
 
 
+def presented_key(headers: RawHeaders) -> str | None:
+    """The token, or the key of a model's API, that the request carries."""
+    secret = _bearer(headers)
+    return None if secret is None else secret.decode("latin-1")
+
+
+def _path(scope: Scope) -> str:
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
 def _is_probe(scope: Scope) -> bool:
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    return scope.get("method") == "GET" and path in PROBES
+    return scope.get("method") == "GET" and _path(scope) in PROBES
 
 
 def _on_this_machine(scope: Scope) -> bool:

@@ -150,12 +150,16 @@ async def test_a_token_that_the_tokenizer_puts_before_every_text_stays_away(toke
 @pytest.mark.anyio
 async def test_ids_that_are_kept_count_four_characters_each_beside_their_text(tokens: ChatTokens) -> None:
     conversation, tools = json.dumps([{"role": "user", "content": "9+9?"}]), json.dumps([ADD.model_dump(mode="json")])
+    messages = json.dumps([{"role": "tool", "content": text} for text in ("18", "x")])
 
     prompt = await tokens.prompt([QUESTION], [ADD], 4096)
     behind = await tokens.observation(["18", "x"], [])
 
     kept: list[Any] = [tokens._prompt.cache, tokens._behind.cache]
-    assert [cache.currsize for cache in kept] == [4 * len(prompt) + len(conversation) + len(tools), 4 * len(behind) + 3]
+    assert [cache.currsize for cache in kept] == [
+        4 * len(prompt) + len(conversation) + len(tools),
+        4 * len(behind) + len(messages),
+    ]
     assert [cache.maxsize for cache in kept] == [16 * 1024 * 1024] * 2
 
 

@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from trackway.agent.sessions.messages import Meaning, canonical, meaning, prefix_digests, without_reasoning
 from trackway.wire.openai.requests import ChatMessage, ChatTool
-from trackway.wire.session import GraphNode, NodeKind, RootReason
+from trackway.wire.sessions.graph import GraphNode, NodeKind, RootReason
 from trackway.wire.trajectory import WeightSpan
 
 
@@ -136,11 +136,15 @@ class TokenGraph:
                 delivered=False,
             )
         )
-        if not auxiliary:
-            whole = Conversation((*conversation.said, choice.said), conversation.options)
+        self.also(node, conversation, choice.said)
+        return node
+
+    def also(self, node: GraphNode, conversation: Conversation, said: Meaning) -> None:
+        """Let calls continue a sampled node whose message the client was given as `said`."""
+        if node.kind is NodeKind.SAMPLED:
+            whole = Conversation((*conversation.said, said), conversation.options)
             self._conversations[node.id] = whole
             self._by_key[prefix_digests(whole.options, whole.said)[-1]] = node.id
-        return node
 
     def beside(self, kind: NodeKind, call: int, repeats: int | None = None) -> GraphNode:
         """Add a node without tokens: a retry of an earlier call, or an auxiliary call."""

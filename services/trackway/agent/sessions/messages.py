@@ -7,17 +7,20 @@ Clients serialise arguments again, strip text, reorder items, and flatten calls 
 import ast
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
 from trackway.wire.chat import ToolCall
-from trackway.wire.openai.requests import ChatMessage
+from trackway.wire.openai.requests import ChatMessage, ChatRequest
 
 _FLATTENED = "Calling tools:"
 _MAX_FLATTENED = 65_536
 """Characters of a flattened call that are parsed."""
+_TITLE = re.compile(r"\btitle generator\b|\bgenerate an? [^.\n]{0,80}\btitle\b", re.IGNORECASE)
+"""What the instructions of a call say that names a conversation, as opencode and Claude Code make beside the task."""
 
 
 class CallMeaning(NamedTuple):
@@ -66,6 +69,18 @@ def text_of(message: ChatMessage) -> str:
     """The text of a message, its parts joined by newlines."""
     content = message.content
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def is_auxiliary(chat: ChatRequest) -> bool:
+    """Whether the call is beside the task: its first message asks for a title, and it offers no tools."""
+    first = chat.messages[0]
+    is_first_call = all(message.role != "assistant" for message in chat.messages)
+    return (
+        is_first_call
+        and not chat.tools
+        and first.role in ("system", "developer")
+        and bool(_TITLE.search(text_of(first)))
+    )
 
 
 def without_reasoning(said: Meaning) -> Meaning:

@@ -7,7 +7,7 @@ and so are answers that reached no client, unless a later call continues them.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trackway.wire.session import GraphNode, NodeKind
+from trackway.wire.sessions.graph import GraphNode, NodeKind
 from trackway.wire.trajectory import WeightSpan
 
 

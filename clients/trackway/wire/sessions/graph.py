@@ -1,4 +1,4 @@
-"""Sessions of the agent service: the graph of what one agent's calls of the model added, token by token."""
+"""The graph of what the calls of one session added, token by token."""
 
 from enum import StrEnum
 

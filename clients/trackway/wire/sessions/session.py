@@ -1,0 +1,77 @@
+"""Opening, rewarding and reading a session."""
+
+from pydantic import Field
+
+from trackway.wire.agent import GroupRequest, Limits, Sample
+from trackway.wire.base import Float, Int, WireReply, WireRequest
+from trackway.wire.names import Label, RunName
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.sessions.graph import GraphNode
+from trackway.wire.tracing import TraceTarget
+from trackway.wire.trajectory import Trajectory
+
+
+class SessionBounds(WireRequest):
+    """Bounds of one session beside its `limits`, which bound its time and each row of its tokens."""
+
+    max_calls: Int = Field(default=256, ge=1)
+    """Most calls of the model, retries not counted; the session then ends with `max_turns`."""
+    max_tokens: Int | None = Field(default=None, ge=1)
+    """Most tokens that the model writes in all calls together, those in progress not counted; the session then ends
+    with `max_response`."""
+
+
+class SessionRequest(WireRequest):
+    """A session for one rollout of a sample; the tags are those of the trajectory that it becomes."""
+
+    sample: Sample
+    run: RunName = "sessions"
+    experiment_name: Label = "sessions"
+    step: Int = 0
+    rollout_n: Int = Field(default=0, ge=0)
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    """The sampling of every call, whatever the agent asks for; an agent may ask for fewer tokens."""
+    limits: Limits = Field(default_factory=Limits)
+    bounds: SessionBounds = Field(default_factory=SessionBounds)
+    min_weight_version: Int = Field(default=0, ge=0)
+    trace: bool | None = None
+    """As in GroupRequest."""
+    trace_target: TraceTarget = Field(default_factory=TraceTarget)
+
+    def group(self) -> GroupRequest:
+        """The request of this one rollout."""
+        fields = {name: getattr(self, name) for name in SessionRequest.model_fields}
+        del fields["bounds"], fields["rollout_n"]
+        return GroupRequest(**fields, n=self.rollout_n + 1, rollouts=[self.rollout_n])
+
+
+class SessionAccess(WireReply):
+    """How an agent calls the model in its session: by the URL or by the key."""
+
+    session_id: str
+    base_url: str
+    """OpenAI's base URL; Anthropic's is the same without `/v1`."""
+    api_key: str
+    """A key for this session only, which also identifies it at `/agent/v1`."""
+    traceparent: str | None = None
+    """The session's root span, for the agent's own spans; None when the session is not traced."""
+
+
+class SessionReward(WireRequest):
+    """The session's score, which replaces that of the reward service."""
+
+    score: Float
+    components: dict[str, Float] = Field(default_factory=dict)
+
+
+class SessionState(WireReply):
+    """A session so far, and its trajectory once it has ended."""
+
+    session_id: str
+    ended: bool
+    calls: int
+    """Calls of the model, retries and auxiliary ones included."""
+    attributes: dict[str, str]
+    """Session and conversation ids that the agent's own headers named; never used for routing."""
+    nodes: list[GraphNode]
+    trajectory: Trajectory | None = None

@@ -1,0 +1,104 @@
+"""Agent loops whose agent calls the model through a session: the session's rows become the trajectory."""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Callable
+
+from trackway.agent.context import AgentContext
+from trackway.agent.episode import Episode
+from trackway.agent.loop import AgentLoop
+from trackway.agent.sessions.rows import GraphRow, training_rows
+from trackway.agent.sessions.session import Session
+from trackway.agent.tool_agent import assistant_message
+from trackway.agent.toolbox import Toolbox
+from trackway.wire.chat import Message
+from trackway.wire.sessions.graph import NodeKind
+from trackway.wire.sessions.session import SessionBounds
+from trackway.wire.trajectory import StopReason, TokenRow, Turn
+
+
+class SessionAgent(AgentLoop):
+    """Opens a session, waits for its agent, and takes over the rows of its graph."""
+
+    bounds = SessionBounds()
+
+    @abstractmethod
+    async def attend(self, session: Session) -> None:
+        """Wait until the agent has ended. An exception fails the trajectory, unless a bound was reached."""
+
+    async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
+        """The session's life."""
+        sessions = self.services.sessions
+        session = Session(self, episode, self.bounds, sessions.replica)
+        sessions.add(session)
+        try:
+            await self.attend(session)
+        except Exception:
+            if session.limit is None:
+                raise
+        finally:
+            session.close()
+            sessions.ended(session)
+            await self._take(session, episode)
+        return session.limit or StopReason.ANSWERED
+
+    async def _take(self, session: Session, episode: Episode) -> None:
+        rows = [await self._row(row) for row in training_rows(session.graph.nodes)]
+        if rows:
+            first, *episode.further_rows = rows
+            episode.prompt_ids, episode.turns = first.prompt_ids, first.turns
+            episode.response_ids, episode.response_mask = first.response_ids, first.response_mask
+            episode.response_logprobs, episode.weight_versions = first.response_logprobs, first.weight_versions
+            episode.user_turns = sum(node.kind is NodeKind.OBSERVATION for node in session.graph.nodes)
+
+    async def _row(self, row: GraphRow) -> TokenRow:
+        return TokenRow(
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            response_mask=row.response_mask,
+            response_logprobs=row.response_logprobs,
+            weight_versions=row.weight_versions,
+            turns=await self._turns(row),
+        )
+
+    async def _turns(self, row: GraphRow) -> list[Turn]:
+        """The model's messages in a row, with the text between them as what answered them."""
+        tokens, turns = self.services.tokens, list[Turn]()
+        for place, (node, start, end) in enumerate(row.turns):
+            parsed = self.services.parser.parse(await tokens.turn_text(node.ids))
+            behind = row.turns[place + 1].start if place + 1 < len(row.turns) else end
+            answer = await tokens.text(row.response_ids[end:behind])
+            messages = [assistant_message(parsed, node.call)]
+            messages += [Message(role="tool", content=answer)] if answer else []
+            turns.append(
+                Turn(
+                    index=node.call,
+                    messages=messages,
+                    response_start=start,
+                    response_end=end,
+                    finish_reason=node.finish_reason or "stop",
+                )
+            )
+        return turns
+
+
+class OpenSession(SessionAgent):
+    """A session that its own client ends."""
+
+    agent_name = "session"
+
+    def __init__(self, services: AgentContext, bounds: SessionBounds, opened: Callable[[Session], None]) -> None:
+        super().__init__(services)
+        self.bounds = bounds
+        self._opened = opened
+
+    async def attend(self, session: Session) -> None:
+        """Until the session is ended."""
+        self._opened(session)
+        await session.ended.wait()
+
+
+async def opened(task: "asyncio.Task[object]", session: "asyncio.Future[Session]", within_s: float) -> Session | None:
+    """The session once its task has opened it; None when the task ended before, or the time has passed."""
+    await asyncio.wait({task, session}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    return session.result() if session.done() else None

@@ -1,0 +1,191 @@
+"""The routes of sessions: opening, rewarding and ending one, and the model that its agent calls."""
+
+import asyncio
+import re
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Request, Response
+
+from trackway.agent.context import AgentContext
+from trackway.agent.groups import Groups
+from trackway.agent.sessions.loop import OpenSession, opened
+from trackway.agent.sessions.passing_on import PassedOnRoute, session_of_request
+from trackway.agent.sessions.session import Session
+from trackway.agent.sessions.store import Sessions
+from trackway.model_api.openai.chat import ChatResponseBuilder
+from trackway.model_api.openai.errors import OpenAIRoute
+from trackway.serving import ServiceRouter
+from trackway.serving.auth import RawHeaders, presented_key
+from trackway.serving.tokens import Caller
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.openai.replies import ChatCompletion
+from trackway.wire.openai.requests import ChatRequest
+from trackway.wire.rollout import ModelCard, ModelList
+from trackway.wire.sessions.session import SessionAccess, SessionRequest, SessionReward, SessionState
+from trackway.wire.trajectory import Reward, Trajectory
+
+MODEL = "policy"
+"""Name of the model in a session; any other name is accepted too."""
+_MODEL_PATH = re.compile(r"(/sessions/[^/]+)?/v1/")
+_OPEN_S = 30.0
+"""Longest wait for a slot of the replica."""
+
+
+class OpenAISessionRoute(OpenAIRoute, PassedOnRoute):
+    """A route of a session whose errors have OpenAI's format."""
+
+
+class RunningSessions:
+    """The sessions that were opened over HTTP, each with the task of its trajectory."""
+
+    def __init__(self, services: AgentContext, groups: Groups) -> None:
+        self._services, self._groups = services, groups
+        self._tasks: dict[str, asyncio.Task[Trajectory]] = {}
+
+    async def open(self, request: SessionRequest) -> SessionAccess:
+        """Begin a session; raises OVERLOADED when the replica is full."""
+        sessions = self._services.sessions
+        sessions.check_room()
+        self._tasks = {name: task for name, task in self._tasks.items() if name in sessions}
+        ready: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
+        task = self._groups.launch(
+            lambda services: OpenSession(services, request.bounds, ready.set_result), request.group()
+        )
+        session = await opened(task, ready, _OPEN_S)
+        if session is None:
+            task.cancel()
+            message = f"expected a free slot within {_OPEN_S:g} s (max_concurrent_trajectories), got none; try again"
+            raise TrackwayError(ErrorCode.OVERLOADED, message)
+        self._tasks[session.id] = task
+        return sessions.access(session)
+
+    async def end(self, session: Session) -> Trajectory:
+        """End the session and wait for its score. Raises CONFLICT for one that belongs to a group."""
+        task = self._tasks.get(session.id)
+        if task is None:
+            message = "expected a session that was opened by POST /sessions, got one of a group, which its runner ends"
+            raise TrackwayError(ErrorCode.CONFLICT, message)
+        session.ended.set()
+        return await asyncio.shield(task)
+
+    def state(self, session: Session) -> SessionState:
+        """The session so far."""
+        task = self._tasks.get(session.id)
+        return SessionState(
+            session_id=session.id,
+            ended=session.ended.is_set(),
+            calls=session.graph.calls,
+            attributes=session.attributes,
+            nodes=session.graph.nodes,
+            trajectory=task.result() if task is not None and task.done() and not task.cancelled() else None,
+        )
+
+    async def delete(self, session: Session) -> None:
+        """Abort the session and forget it."""
+        task = self._tasks.pop(session.id, None)
+        session.close()
+        self._services.sessions.forget(session)
+        if task is not None:
+            task.cancel("the session was deleted")
+            await asyncio.wait({task})
+
+
+def _called(request: Request) -> Session:
+    """The session of a call."""
+    sessions: Sessions = request.app.state.passing_on.sessions
+    session = sessions.find(session_of_request(request.url.path, request.headers.raw) or "")
+    session.note_headers(request.headers)
+    return session
+
+
+Called = Annotated[Session, Depends(_called)]
+
+
+def session_routes(services: AgentContext, groups: Groups) -> list[APIRouter]:
+    """`/sessions`, and the model at `/sessions/{id}/v1` and, by the session's key alone, at `/v1`."""
+    sessions, running = services.sessions, RunningSessions(services, groups)
+    return [
+        _opening(running),
+        _session(sessions, running),
+        *(_model(at) for at in ("/sessions/{session_id}", "")),
+    ]
+
+
+def _opening(running: RunningSessions) -> ServiceRouter:
+    router = ServiceRouter(tags=["sessions"])
+
+    @router.post("/sessions")
+    async def open_session(request: SessionRequest) -> SessionAccess:
+        """Open a session: an agent that calls the model at its `base_url`, or with its `api_key`, is recorded."""
+        return await running.open(request)
+
+    return router
+
+
+def _session(sessions: Sessions, running: RunningSessions) -> APIRouter:
+    router = APIRouter(prefix="/sessions/{session_id}", tags=["sessions"], route_class=PassedOnRoute)
+
+    @router.post("/reward")
+    async def reward(session_id: str, reward: SessionReward) -> None:
+        """Score the session; otherwise the reward service is asked when it ends."""
+        session = sessions.find(session_id)
+        session.episode.reward = Reward(score=reward.score, components=reward.components)
+
+    @router.post("/end")
+    async def end(session_id: str) -> Trajectory:
+        """End the session; returns its trajectory, scored."""
+        return await running.end(sessions.find(session_id))
+
+    @router.get("/trajectory")
+    async def trajectory(session_id: str) -> SessionState:
+        """The token graph so far, and the trajectory once the session has ended."""
+        return running.state(sessions.find(session_id))
+
+    @router.delete("")
+    async def delete(session_id: str) -> None:
+        """Abort the session; it leaves no trajectory."""
+        await running.delete(sessions.find(session_id))
+
+    return router
+
+
+def _model(at: str) -> APIRouter:
+    """The model of a session."""
+    router = APIRouter(prefix=at, tags=["model of a session"], route_class=OpenAISessionRoute)
+
+    @router.get("/v1/models")
+    async def models(session: Called) -> ModelList:
+        """The session's model."""
+        limits = session.episode.limits
+        longest = limits.max_prompt_length + limits.max_response_length
+        return ModelList(data=[ModelCard(id=MODEL, created=int(time.time()), max_model_len=longest)])
+
+    @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
+    async def chat(body: Annotated[ChatRequest, Body()], session: Called, request: Request) -> Response:
+        """The next message of a conversation, with the run's sampling."""
+        said = body.model_dump(mode="json", exclude={"stream", "stream_options"})
+        return await session.answer(request, body, ChatResponseBuilder, ["chat", said], stream=body.stream)
+
+    return router
+
+
+def _either(whole: Any) -> dict[int | str, dict[str, Any]]:
+    return {200: {"model": whole, "content": {"text/event-stream": {}}, "description": "whole, or chunks of a stream"}}
+
+
+def guest(sessions: Sessions, path: str, headers: RawHeaders) -> Caller | None:
+    """The caller of a session's model by its key; None for another path or key: an agent does not score itself.
+
+    A key for another replica's session is passed on there unread, with nothing but this call.
+    """
+    if _MODEL_PATH.match(path) is None:
+        return None
+    session_id, key = session_of_request(path, headers), presented_key(headers)
+    if session_id is None or key is None or not key.startswith(f"sk-{session_id}-"):
+        return None
+    caller = Caller(f"session {session_id}", frozenset())
+    try:
+        return caller if sessions.find(session_id).owns(key) else None
+    except TrackwayError:
+        return caller if sessions.is_elsewhere(session_id) else None

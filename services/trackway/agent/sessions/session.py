@@ -1,0 +1,392 @@
+"""One session: its calls of the model, each placed in the token graph, generated under its root span, and recorded.
+
+The same body again is a retry and is answered from the record, `stream` aside: clients keep no count across their own
+retries. Sampling is the run's. A call beyond a bound is refused, and the session ends with the bound's name.
+"""
+
+import asyncio
+import contextvars
+import hashlib
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from fastapi import Request, Response
+from opentelemetry import trace
+from pydantic import JsonValue
+from starlette.types import Message as AsgiMessage
+from starlette.types import Receive, Scope, Send
+
+from trackway.agent.episode import Episode
+from trackway.agent.sessions.graph import Conversation, Place, Sampled, TokenGraph
+from trackway.agent.sessions.messages import canonical, is_auxiliary, joined_turns, meaning
+from trackway.model_api.choices import jobs_of
+from trackway.model_api.generator import FinishReason
+from trackway.model_api.prompts import chat_prompt, forced_prefix, template_form
+from trackway.model_api.respond import respond, respond_again
+from trackway.model_api.response_builder import ResponseBuilder
+from trackway.model_api.stream_decoder import Delta
+from trackway.model_api.tokenizer import Tokenizer
+from trackway.tracing import inject, turn_span
+from trackway.wire.chat import Message
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.openai.requests import ChatMessage, ChatRequest
+from trackway.wire.rollout import (
+    ChoiceLogprobs,
+    GenerateChoice,
+    GenerateReply,
+    GenerateRequest,
+    TokenLogprob,
+    Usage,
+)
+from trackway.wire.sessions.graph import GraphNode, NodeKind
+from trackway.wire.sessions.session import SessionBounds
+from trackway.wire.trajectory import StopReason
+
+if TYPE_CHECKING:
+    from trackway.agent.loop import AgentLoop
+
+Build = Callable[[ChatRequest, Tokenizer, list[int]], ResponseBuilder]
+"""Makes the builder of a response in the format of the route, for a prompt of these ids."""
+
+_FOREIGN_IDS = ("session-id", "session_id", "session-affinity", "thread-id", "conversation-id", "user-agent")
+"""Endings of headers that are recorded as attributes."""
+_MAX_ATTRIBUTES = 32
+_MAX_ATTRIBUTE_CHARS = 256
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one weight version, as model_api streams them."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    version: int
+    finish_reason: FinishReason | None
+
+
+class Recorded(NamedTuple):
+    """An answered call."""
+
+    number: int
+    conversation: Conversation
+    deltas: list[Delta]
+    nodes: list[GraphNode]
+
+
+class Session:
+    """The calls of one agent; `loop` generates for `episode`, which is the trajectory that the calls become.
+
+    Created in the task of the trajectory: calls arrive in tasks of their own and run in a copy of its context, under
+    its root span.
+    """
+
+    def __init__(self, loop: "AgentLoop", episode: Episode, bounds: SessionBounds, replica: str) -> None:
+        self.id = f"s-{replica}-{secrets.token_hex(16)}"
+        self.key = f"sk-{self.id}-{secrets.token_hex(16)}"
+        self.episode = episode
+        self.graph = TokenGraph()
+        self.attributes: dict[str, str] = {}
+        self.limit: StopReason | None = None
+        """The bound that was reached."""
+        self.ended = asyncio.Event()
+        """Set when the agent has ended; no call is taken then."""
+        self._loop = loop
+        self._bounds = bounds
+        self._context = contextvars.copy_context()
+        self._root = trace.get_current_span().get_span_context()
+        self._answers: dict[str, asyncio.Future[Recorded | None]] = {}
+        """By the body of the call: its record, or None when its client left before the end."""
+        self._turns = itertools.count()
+        self._generating: set[asyncio.Task[Any]] = set()
+        self._sampled_tokens = 0
+        self._calls = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return cast(Tokenizer, self._loop.services.tokens.tokenizer)
+
+    @property
+    def traceparent(self) -> str | None:
+        """The root span as a header; None when the session is not traced."""
+        carried: dict[str, str] = {}
+        self._context.copy().run(inject, carried)
+        return carried.get("traceparent") if self._root.trace_flags.sampled else None
+
+    def owns(self, key: str) -> bool:
+        """Whether this is the session's key."""
+        return secrets.compare_digest(key.encode(), self.key.encode())
+
+    def close(self) -> None:
+        """Take no further call and abort those that generate."""
+        self.ended.set()
+        for task in self._generating:
+            task.cancel()
+
+    def note_headers(self, headers: Mapping[str, str]) -> None:
+        """Record ids of the agent's own, at most 32."""
+        for name, value in headers.items():
+            known = name in self.attributes or len(self.attributes) < _MAX_ATTRIBUTES
+            if known and name.lower().endswith(_FOREIGN_IDS):
+                self.attributes[name.lower()] = value[:_MAX_ATTRIBUTE_CHARS]
+
+    def auxiliary(self) -> None:
+        """Record a call that generates nothing, such as a token count."""
+        self.graph.beside(NodeKind.AUXILIARY, self._number())
+
+    async def answer(
+        self, request: Request, chat: ChatRequest, build: Build, body: JsonValue, *, stream: bool
+    ) -> Response:
+        """The response to one call.
+
+        Args:
+            request: the HTTP request.
+            chat: the call as messages.
+            build: makes the response in the route's format.
+            body: what a retry repeats: the body without `stream`, and the route.
+            stream: whether to send it as events.
+
+        Raises:
+            TrackwayError: `invalid_request` when the session has ended, or the call is beyond a bound or misfits the
+                template; the errors of generation.
+        """
+        key = hashlib.sha256(canonical(body).encode()).hexdigest()
+        while (answered := self._answers.get(key)) is not None:
+            if (recorded := await asyncio.shield(answered)) is not None:
+                return await self._again(recorded, chat, build, stream=stream)
+        self._admit()
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+
+        def left() -> None:
+            if not answer.done():
+                del self._answers[key]
+                answer.set_result(None)
+
+        try:
+            return _Delivered(await self._first(request, chat, build, answer, stream=stream), answer, left)
+        except BaseException:
+            left()
+            raise
+
+    def _admit(self) -> None:
+        """Raise INVALID_REQUEST when no further call is taken."""
+        if self.ended.is_set():
+            raise self._over("the session has ended")
+        if self._calls >= self._bounds.max_calls:
+            raise self._reached(StopReason.MAX_TURNS, f"at most {self._bounds.max_calls} calls (bounds.max_calls)")
+        self._calls += 1
+
+    async def _first(
+        self, request: Request, chat: ChatRequest, build: Build, answer: "asyncio.Future[Recorded | None]", stream: bool
+    ) -> Response:
+        chat = self._forced(chat)
+        tools = chat.tools if chat.tool_choice != "none" else []
+        conversation = Conversation.of(chat.messages, tools, chat.chat_template_kwargs)
+        number, auxiliary = self._number(), is_auxiliary(chat)
+        place = self.graph.place(conversation)
+        if auxiliary:
+            place = Place(None, 0, None, place.key)
+        before = self.graph.ids(place.parent)
+        new = await self._rendered(place, chat)
+        prompt = before + new
+        max_tokens = self._room(place, prompt, chat)
+        context = self.graph.context(place, number, new, auxiliary)
+        builder = build(chat, self.tokenizer, prompt)
+
+        def record(deltas: list[Delta]) -> None:
+            nodes = [
+                self.graph.sampled(context, number, conversation, _sampled(delta, message))
+                for delta, message in zip(deltas, builder.messages, strict=True)
+            ]
+            answer.set_result(Recorded(number, conversation, deltas, nodes))
+
+        jobs = jobs_of(builder.id, [prompt], chat, max_tokens, self.tokenizer)
+        model = SessionModel(self, len(before))
+        return await respond(request, model, builder, jobs, stream=stream, record=record)
+
+    async def _again(self, recorded: Recorded, chat: ChatRequest, build: Build, *, stream: bool) -> Response:
+        """The recorded answer; its new ids of tool calls continue the same nodes."""
+        self.graph.beside(NodeKind.RETRY, self._number(), repeats=recorded.number)
+        builder = build(self._forced(chat), self.tokenizer, self.graph.ids(recorded.nodes[0].parent))
+        answer: asyncio.Future[Recorded | None] = asyncio.get_running_loop().create_future()
+        answer.set_result(recorded)
+
+        def renamed() -> None:
+            for node, message in zip(recorded.nodes, builder.messages, strict=True):
+                self.graph.also(node, recorded.conversation, meaning(_echo(message)))
+
+        response = await respond_again(builder, recorded.deltas, stream=stream)
+        return _Delivered(response, answer, lambda: None, before_send=renamed)
+
+    async def _rendered(self, place: Place, chat: ChatRequest) -> list[int]:
+        """The ids that the call adds behind its parent, or the whole prompt."""
+        limits = self.episode.limits
+        if place.parent is None:
+            return await chat_prompt(self.tokenizer, chat, limits.max_prompt_length)
+        tokens, written = self._loop.services.tokens, self.graph.nodes[place.parent].ids
+        messages = [template_form(message) for message in chat.messages[place.known :]]
+        ids = await tokens.following(messages, written, chat.chat_template_kwargs)
+        prefix = forced_prefix(chat)
+        return [*ids, *(self.tokenizer.encode(prefix, add_special_tokens=False) if prefix else [])]
+
+    def _room(self, place: Place, prompt: list[int], chat: ChatRequest) -> int:
+        """Tokens that each choice may have; raises INVALID_REQUEST when none is left."""
+        limits, params = self.episode.limits, self.episode.request.sampling_params
+        begun = len(prompt) if place.parent is None else len(self.graph.path(place.parent)[0].ids)
+        room = limits.max_response_length - (len(prompt) - begun)
+        if room < 1:
+            bound = f"a conversation of at most {limits.max_response_length} tokens behind its prompt"
+            raise self._reached(StopReason.MAX_RESPONSE, f"{bound} (max_response_length), got {len(prompt) - begun}")
+        if self._bounds.max_tokens is not None:
+            room = min(room, (self._bounds.max_tokens - self._sampled_tokens) // chat.n)
+            if room < 1:
+                bound = f"at most {self._bounds.max_tokens} tokens of the model (bounds.max_tokens)"
+                raise self._reached(StopReason.MAX_RESPONSE, bound)
+        asked = chat.max_completion_tokens or chat.max_tokens or params.max_tokens
+        return min(room, asked, params.max_tokens)
+
+    def _forced(self, chat: ChatRequest) -> ChatRequest:
+        """The call with the run's sampling and the service's template variables."""
+        params, template = self.episode.request.sampling_params, self._loop.services.tokens.template_kwargs
+        return chat.model_copy(
+            update={
+                "messages": joined_turns(chat.messages),
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "seed": params.seed,
+                "ignore_eos": params.ignore_eos,
+                "stop_token_ids": sorted({*params.stop_token_ids, *chat.stop_token_ids}),
+                "min_weight_version": self.episode.request.min_weight_version,
+                "chat_template_kwargs": {**template, **chat.chat_template_kwargs},
+            }
+        )
+
+    def _number(self) -> int:
+        self.graph.calls += 1
+        return self.graph.calls - 1
+
+    def _reached(self, limit: StopReason, bound: str) -> TrackwayError:
+        self.limit = self.limit or limit
+        return self._over(f"expected {bound}")
+
+    def _over(self, why: str) -> TrackwayError:
+        return TrackwayError(ErrorCode.INVALID_REQUEST, f"{why}; end the agent, or raise the session's bounds")
+
+    async def generate(self, request: GenerateRequest, shown: int) -> GenerateReply:
+        """One generation in a task of the session's context; closing the session aborts it."""
+        caller = trace.get_current_span().get_span_context()
+        task = asyncio.create_task(self._generated(request, shown, caller), context=self._context.copy())
+        self._generating.add(task)
+        task.add_done_callback(self._generating.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if self.ended.is_set() and current is not None and not current.cancelling():
+                raise self._over("the session ended during the call") from None
+            raise
+
+    async def _generated(self, request: GenerateRequest, shown: int, caller: trace.SpanContext) -> GenerateReply:
+        asked = request.sampling_params
+        params = self.episode.request.sampling_params.model_copy(
+            update={"max_tokens": asked.max_tokens, "stop_token_ids": asked.stop_token_ids}
+        )
+        turn = next(self._turns)
+        part = self.episode.branch(turn, request.token_ids, params)
+        part.shown = shown
+        with self._below(caller), turn_span(turn) as span:
+            reason = await self._loop.generate(part)
+            self._sampled_tokens += len(part.response_ids)
+            span.usage(len(part.prompt_ids), len(part.response_ids))
+            span.weight_versions(part.weight_versions)
+            span.outputs({"finish_reason": reason, "calls": self.graph.calls, **self.attributes})
+        return _reply(request, part, reason)
+
+    def _below(self, caller: trace.SpanContext) -> AbstractContextManager[object]:
+        """The caller's own span as the parent, if it is of the session's trace; else the root."""
+        if caller.is_valid and caller.trace_id == self._root.trace_id:
+            return trace.use_span(trace.NonRecordingSpan(caller), end_on_exit=False)
+        return nullcontext()
+
+
+class SessionModel:
+    """The model of a session, as model_api generates with it; `shown` prompt tokens were shown before."""
+
+    def __init__(self, session: Session, shown: int) -> None:
+        self._session = session
+        self._shown = shown
+
+    async def generate(self, request: GenerateRequest) -> GenerateReply:
+        """The whole continuation."""
+        return await self._session.generate(request, self._shown)
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        """The whole continuation once it is complete, one item for each weight version."""
+        [choice] = (await self.generate(request)).choices
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        for span in choice.weight_versions:
+            place = slice(span.start, span.end)
+            yield Chunk(choice.token_ids[place], logprobs[place], span.version, None)
+        yield Chunk([], [], choice.weight_versions[-1].version if choice.weight_versions else 0, choice.finish_reason)
+
+
+class _Delivered(Response):
+    """Sends a response, and marks its nodes as delivered when the client was sent the end."""
+
+    def __init__(
+        self,
+        response: Response,
+        answer: "asyncio.Future[Recorded | None]",
+        left: Callable[[], None],
+        before_send: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__()
+        self._response, self._answer, self._left, self._before_send = response, answer, left, before_send
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watched(message: AsgiMessage) -> None:
+            if message["type"] == "http.response.body":
+                self._before_send()
+                if not message.get("more_body", False):
+                    self._deliver()
+            await send(message)
+
+        try:
+            await self._response(scope, receive, watched)
+        finally:
+            self._left()
+
+    def _deliver(self) -> None:
+        recorded = self._answer.result() if self._answer.done() else None
+        for node in recorded.nodes if recorded is not None else []:
+            node.delivered = True
+
+
+def _reply(request: GenerateRequest, part: Episode, reason: str) -> GenerateReply:
+    pairs = zip(part.response_ids, part.response_logprobs, strict=True)
+    choice = GenerateChoice.model_validate(
+        {
+            "finish_reason": reason,
+            "token_ids": part.response_ids,
+            "logprobs": ChoiceLogprobs(content=[TokenLogprob(token_id=token, logprob=value) for token, value in pairs]),
+            "weight_versions": part.weight_versions,
+        }
+    )
+    prompt, written = len(part.prompt_ids), len(part.response_ids)
+    usage = Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
+    return GenerateReply(request_id=request.request_id or "", model="", created=0, usage=usage, choices=[choice])
+
+
+def _sampled(delta: Delta, message: Message) -> Sampled:
+    reason = delta.finish_reason or "stop"
+    return Sampled(delta.token_ids, delta.logprobs, delta.spans, reason, meaning(_echo(message)))
+
+
+def _echo(message: Message) -> ChatMessage:
+    """The message as a client that changes nothing sends it back."""
+    return ChatMessage(role="assistant", content=message.content, tool_calls=message.tool_calls or [])

@@ -1,0 +1,89 @@
+"""The sessions of one agent replica, by their ids; an id names its replica."""
+
+import re
+import time
+from dataclasses import dataclass
+
+from trackway.agent.sessions.session import Session
+from trackway.agent.settings import AgentSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.sessions.session import SessionAccess
+
+_ID = re.compile(r"s-([0-9a-z]{4,32})-[0-9a-f]{32}")
+_KEY = re.compile(rf"sk-({_ID.pattern})-[0-9a-f]{{32}}")
+
+
+def replica_of(session_id: str) -> str | None:
+    """The replica that a session lives in; None for text that is no session id."""
+    match = _ID.fullmatch(session_id)
+    return match.group(1) if match else None
+
+
+def session_of(key: str) -> str | None:
+    """The session that a key is for; None for text that is no session's key."""
+    match = _KEY.fullmatch(key)
+    return match.group(1) if match else None
+
+
+@dataclass
+class _Entry:
+    session: Session
+    ended_at: float | None = None
+
+
+class Sessions:
+    """Every session of this replica; at most `max_sessions`, ended ones for `session_keep_s`."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self.replica = settings.replica
+        self._base_url = settings.url("agent")
+        self._max, self._keep_s = settings.max_sessions, settings.session_keep_s
+        self._entries: dict[str, _Entry] = {}
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._entries
+
+    def is_elsewhere(self, session_id: str) -> bool:
+        """Whether the id names another replica."""
+        return replica_of(session_id) not in (None, self.replica)
+
+    def check_room(self) -> None:
+        """Raise OVERLOADED when no further session can begin."""
+        now = time.monotonic()
+        for session_id, entry in list(self._entries.items()):
+            if entry.ended_at is not None and now - entry.ended_at >= self._keep_s:
+                del self._entries[session_id]
+        if len(self._entries) >= self._max:
+            message = f"expected fewer than {self._max} sessions on this replica (max_sessions), got as many; end some"
+            raise TrackwayError(ErrorCode.OVERLOADED, message)
+
+    def add(self, session: Session) -> None:
+        """Let calls find the session. Raises OVERLOADED."""
+        self.check_room()
+        self._entries[session.id] = _Entry(session)
+
+    def ended(self, session: Session) -> None:
+        """The session has ended: it is kept for a while."""
+        if (entry := self._entries.get(session.id)) is not None:
+            entry.ended_at = time.monotonic()
+
+    def forget(self, session: Session) -> None:
+        """Drop the session."""
+        self._entries.pop(session.id, None)
+
+    def find(self, session_id: str) -> Session:
+        """The session. Raises NOT_FOUND when this replica does not have it."""
+        entry = self._entries.get(session_id)
+        if entry is None:
+            message = (
+                f"expected a session of this replica, got {session_id[:80]!r}: it was deleted, or never opened here"
+            )
+            raise TrackwayError(ErrorCode.NOT_FOUND, f"{message}; open another one")
+        return entry.session
+
+    def access(self, session: Session) -> SessionAccess:
+        """How the agent calls the model."""
+        base_url = f"{self._base_url}/sessions/{session.id}/v1"
+        return SessionAccess(
+            session_id=session.id, base_url=base_url, api_key=session.key, traceparent=session.traceparent
+        )

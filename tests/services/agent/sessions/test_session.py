@@ -1,0 +1,292 @@
+"""A session over HTTP: its calls against a scripted model and the real rollout and reward services."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.services.agent.agent_services import AgentServices, call
+from tests.services.agent.scripted_model import END
+from trackway.wire.sessions.graph import NodeKind, RootReason
+from trackway.wire.sessions.session import SessionAccess, SessionState
+from trackway.wire.trajectory import StopReason, Trajectory, WeightSpan
+
+pytestmark = pytest.mark.anyio
+
+SAMPLE = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "9+9?"}],
+    "reward_model": {"ground_truth": "18"},
+    "extra_info": {"index": 7},
+}
+QUESTION = [{"role": "user", "content": "9+9?"}]
+TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {}}}]
+ARGUMENTS = '{"expression": "9+9"}'
+COUNT, ANSWER = "I will count.\n" + call("calculator", ARGUMENTS) + END, "#### 18" + END
+
+
+async def opened(services: AgentServices, *script: str, **changes: Any) -> SessionAccess:
+    services.model.scripts[0] = list(script)
+    limits = {"max_prompt_length": 2048, "max_response_length": 4096}
+    body = {"sample": SAMPLE, "sampling_params": {"max_tokens": 512}, "limits": limits, **changes}
+    response = await services.client.post("/sessions", json=body)
+    assert response.status_code == 200, response.text
+    return SessionAccess.model_validate_json(response.text)
+
+
+async def chat(
+    services: AgentServices, access: SessionAccess, messages: list[dict[str, Any]], **fields: Any
+) -> httpx.Response:
+    body = {"model": "any", "messages": messages, **fields}
+    return await services.client.post(f"/sessions/{access.session_id}/v1/chat/completions", json=body)
+
+
+def message_of(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]
+
+
+async def ended(services: AgentServices, access: SessionAccess) -> Trajectory:
+    response = await services.client.post(f"/sessions/{access.session_id}/end")
+    assert response.status_code == 200, response.text
+    return Trajectory.model_validate_json(response.text)
+
+
+async def state(services: AgentServices, access: SessionAccess) -> SessionState:
+    response = await services.client.get(f"/sessions/{access.session_id}/trajectory")
+    return SessionState.model_validate_json(response.text)
+
+
+def rewritten(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as a client writes it down again: arguments serialised, text with other white space."""
+    calls = json.loads(json.dumps(message["tool_calls"]))
+    for tool_call in calls:
+        tool_call["function"]["arguments"] = json.dumps(
+            json.loads(tool_call["function"]["arguments"]), separators=(",", ":")
+        )
+    return {"role": "assistant", "content": f"  {message['content']} \n", "tool_calls": calls}
+
+
+async def two_turns(services: AgentServices, access: SessionAccess, **fields: Any) -> None:
+    """A call with a tool, and the answer, as a client that writes messages down again."""
+    first = message_of(await chat(services, access, QUESTION, tools=TOOLS, **fields))
+    assert first["tool_calls"][0]["function"] == {"name": "calculator", "arguments": ARGUMENTS}
+    result = {"role": "tool", "content": "18", "tool_call_id": first["tool_calls"][0]["id"]}
+    second = await chat(services, access, [*QUESTION, rewritten(first), result], tools=TOOLS, **fields)
+    assert message_of(second)["content"] == "#### 18"
+
+
+async def test_two_calls_become_the_row_of_the_tool_agent(services: AgentServices) -> None:
+    access = await opened(services, COUNT, ANSWER)
+    await two_turns(services, access)
+
+    trajectory = await ended(services, access)
+
+    encode = services.model.encode
+    prompt = (
+        "<|im_start|>system\nTools: calculator<|im_end|>\n<|im_start|>user\n9+9?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    observation = encode("\n<|im_start|>tool\n18<|im_end|>\n<|im_start|>assistant\n")
+    first, answer = encode(COUNT), encode(ANSWER)
+    assert trajectory.error is None and trajectory.further_rows == []
+    assert trajectory.prompt_ids == encode(prompt)
+    assert trajectory.response_ids == first + observation + answer
+    assert trajectory.response_mask == [1] * len(first) + [0] * len(observation) + [1] * len(answer)
+    assert trajectory.response_logprobs[: len(first)] == [-(place + 1) / 8 for place in range(len(first))]
+    assert trajectory.weight_versions == [
+        WeightSpan(version=3, start=0, end=len(first)),
+        WeightSpan(version=4, start=len(first) + len(observation), end=len(trajectory.response_ids)),
+    ]
+    assert (trajectory.stop_reason, trajectory.num_turns) == (StopReason.ANSWERED, 4)
+    assert trajectory.reward is not None and trajectory.reward.score == 1.0
+    assert [seen.token_ids for seen in services.model.seen()] == [
+        trajectory.prompt_ids,
+        trajectory.prompt_ids + first + observation,
+    ]
+
+
+async def test_a_stream_gives_the_same_and_continues_the_same_way(services: AgentServices) -> None:
+    access = await opened(services, COUNT, ANSWER)
+    response = await chat(services, access, QUESTION, tools=TOOLS, stream=True)
+    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    [tool_call] = [tool_call for delta in deltas for tool_call in delta.get("tool_calls", [])]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    result = {"role": "tool", "content": "18", "tool_call_id": tool_call["id"]}
+    message = {"role": "assistant", "content": text, "tool_calls": [tool_call]}
+
+    await chat(services, access, [*QUESTION, message, result], tools=TOOLS, stream=True)
+
+    trajectory = await ended(services, access)
+    assert response.text.endswith("data: [DONE]\n\n")
+    assert trajectory.further_rows == [] and len(trajectory.turns) == 2
+
+
+async def test_the_same_body_again_is_answered_from_the_record_streamed_or_not(services: AgentServices) -> None:
+    access = await opened(services, COUNT, ANSWER)
+    first = message_of(await chat(services, access, QUESTION, tools=TOOLS, stream=False))
+    again = message_of(await chat(services, access, QUESTION, tools=TOOLS))
+    streamed = await chat(services, access, QUESTION, tools=TOOLS, stream=True)
+    result = {"role": "tool", "content": "18", "tool_call_id": again["tool_calls"][0]["id"]}
+    await chat(services, access, [*QUESTION, again, result], tools=TOOLS)
+
+    assert again["content"] == first["content"] and "I will count." in streamed.text
+    seen = await state(services, access)
+    kinds = [NodeKind.PROMPT, NodeKind.SAMPLED, NodeKind.RETRY, NodeKind.RETRY, NodeKind.OBSERVATION, NodeKind.SAMPLED]
+    assert [node.kind for node in seen.nodes] == kinds
+    assert len(services.model.requests) == 2
+    assert (await ended(services, access)).further_rows == []
+
+
+async def test_compaction_gives_a_second_row_and_one_reward(services: AgentServices) -> None:
+    access = await opened(services, COUNT, "18+0" + END, ANSWER)
+    await chat(services, access, QUESTION)
+    await chat(services, access, [{"role": "user", "content": "So far: 18. Go on."}])
+    await chat(services, access, [{"role": "user", "content": "Say it."}])
+
+    trajectory = await ended(services, access)
+
+    encode = services.model.encode
+    assert [row.response_ids for row in trajectory.rows] == [encode(COUNT), encode("18+0" + END), encode(ANSWER)]
+    assert all(set(row.response_mask) == {1} for row in trajectory.rows)
+    assert trajectory.reward is not None and trajectory.reward.score == 1.0
+    reasons = [node.reason for node in (await state(services, access)).nodes if node.parent is None]
+    assert reasons == [RootReason.FIRST_CALL, RootReason.OTHER_CONVERSATION, RootReason.OTHER_CONVERSATION]
+
+
+async def test_sampling_is_the_runs_whatever_the_agent_asks_for(services: AgentServices) -> None:
+    sampling = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 64}
+    access = await opened(services, ANSWER, sampling_params=sampling)
+    await chat(services, access, QUESTION, temperature=0.0, top_p=0.1, max_tokens=32, seed=3)
+
+    [seen] = services.model.seen()
+    params = seen.sampling_params
+    assert (params.temperature, params.top_p, params.max_tokens, params.seed) == (0.7, 0.9, 32, None)
+
+
+async def test_a_call_beyond_the_bound_is_refused_and_names_the_end(services: AgentServices) -> None:
+    access = await opened(services, COUNT, bounds={"max_calls": 1})
+    await chat(services, access, QUESTION)
+    refused = await chat(services, access, [{"role": "user", "content": "8+8?"}])
+
+    assert refused.status_code == 400 and "at most 1 calls" in refused.json()["error"]["message"]
+    assert refused.headers["x-should-retry"] == "false"
+    assert (await ended(services, access)).stop_reason is StopReason.MAX_TURNS
+
+
+async def test_tokens_of_all_calls_are_bounded(services: AgentServices) -> None:
+    length = len(services.model.encode(ANSWER))
+    access = await opened(services, ANSWER, ANSWER, bounds={"max_tokens": length + 2})
+    await chat(services, access, QUESTION)
+    cut = await chat(services, access, [{"role": "user", "content": "8+8?"}])
+    refused = await chat(services, access, [{"role": "user", "content": "7+7?"}])
+
+    assert cut.json()["choices"][0]["finish_reason"] == "length" and cut.json()["usage"]["completion_tokens"] == 2
+    assert refused.status_code == 400
+    assert (await ended(services, access)).stop_reason is StopReason.MAX_RESPONSE
+
+
+async def test_a_session_ends_by_its_time_with_what_was_written(services: AgentServices) -> None:
+    limits = {"max_prompt_length": 2048, "max_response_length": 4096, "timeout_s": 0.3}
+    access = await opened(services, ANSWER, limits=limits)
+    await chat(services, access, QUESTION)
+
+    trajectory = await _ended_by_itself(services, access)
+
+    assert trajectory.error is not None and trajectory.error.code == "deadline_exceeded"
+    assert trajectory.response_ids == services.model.encode(ANSWER)
+    refused = await chat(services, access, [{"role": "user", "content": "8+8?"}])
+    assert refused.status_code == 400 and "the session has ended" in refused.json()["error"]["message"]
+
+
+async def _ended_by_itself(services: AgentServices, access: SessionAccess) -> Trajectory:
+    async with asyncio.timeout(10):
+        while (seen := await state(services, access)).trajectory is None:
+            await asyncio.sleep(0.005)
+    return seen.trajectory
+
+
+async def test_a_posted_reward_replaces_the_reward_services(services: AgentServices) -> None:
+    access = await opened(services, "I do not know" + END)
+    await chat(services, access, QUESTION)
+    body = {"score": 0.25, "components": {"style": 1.0}}
+    await services.client.post(f"/sessions/{access.session_id}/reward", json=body)
+
+    reward = (await ended(services, access)).reward
+
+    assert reward is not None and (reward.score, reward.components) == (0.25, {"style": 1.0})
+
+
+async def test_a_title_is_answered_and_left_out_of_the_rows(services: AgentServices) -> None:
+    access = await opened(services, "A sum" + END, ANSWER)
+    title = [{"role": "system", "content": "You are a title generator."}, *QUESTION]
+    assert message_of(await chat(services, access, title))["content"] == "A sum"
+    await chat(services, access, QUESTION)
+
+    trajectory = await ended(services, access)
+
+    assert [row.response_ids for row in trajectory.rows] == [services.model.encode(ANSWER)]
+
+
+async def test_foreign_session_headers_are_recorded_only(services: AgentServices) -> None:
+    access = await opened(services, ANSWER)
+    await services.client.post(
+        f"/sessions/{access.session_id}/v1/chat/completions",
+        json={"model": "any", "messages": QUESTION},
+        headers={"x-claude-code-session-id": "abc", "user-agent": "Agents/Python"},
+    )
+
+    assert (await state(services, access)).attributes == {
+        "x-claude-code-session-id": "abc",
+        "user-agent": "Agents/Python",
+    }
+
+
+async def test_each_call_is_a_turn_below_the_sessions_root(services: AgentServices) -> None:
+    access = await opened(services, COUNT, ANSWER, trace=True)
+    await two_turns(services, access)
+    trajectory = await ended(services, access)
+
+    spans = services.spans()
+    [root] = [span for span in spans if span.name == "trajectory"]
+    turns = [span for span in spans if span.name.startswith("turn ")]
+    assert trajectory.trace_id == format(root.context.trace_id, "032x")
+    assert access.traceparent is not None
+    assert access.traceparent.startswith(f"00-{trajectory.trace_id}-{trajectory.span_id}-")
+    assert root.context is not None
+    assert [turn.parent.span_id for turn in turns] == [root.context.span_id] * 2
+    written = [(turn.attributes or {})["gen_ai.usage.output_tokens"] for turn in turns]
+    assert written == [len(services.model.encode(text)) for text in (COUNT, ANSWER)]
+    assert sorted(span.name for span in spans if span.name.startswith("chat ")) == ["chat tiny"] * 2
+
+
+async def test_a_call_with_a_span_of_the_sessions_trace_joins_it(services: AgentServices) -> None:
+    access = await opened(services, ANSWER, trace=True)
+    assert access.traceparent is not None
+    own = f"{access.traceparent[:36]}00f067aa0ba902b7-01"
+    await services.client.post(
+        f"/sessions/{access.session_id}/v1/chat/completions",
+        json={"model": "any", "messages": QUESTION},
+        headers={"traceparent": own},
+    )
+    await ended(services, access)
+
+    [turn] = [span for span in services.spans() if span.name == "turn 0"]
+    assert format(turn.parent.span_id, "016x") == "00f067aa0ba902b7"
+
+
+async def test_a_deleted_session_is_unknown(services: AgentServices) -> None:
+    access = await opened(services)
+    assert (await services.client.delete(f"/sessions/{access.session_id}")).status_code == 200
+
+    assert (await chat(services, access, QUESTION)).status_code == 404
+
+
+async def test_the_models_list_names_the_context_length(services: AgentServices) -> None:
+    access = await opened(services)
+
+    response = await services.client.get(f"/sessions/{access.session_id}/v1/models")
+
+    assert [(model["id"], model["max_model_len"]) for model in response.json()["data"]] == [("policy", 6144)]
