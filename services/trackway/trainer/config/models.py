@@ -260,11 +260,19 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _bypass_has_its_own_loss(self) -> Self:
-        mode = self.actor_rollout_ref.actor.policy_loss.loss_mode
-        if mode != "vanilla" and self.algorithm.rollout_correction.bypass_mode:
+        mode, is_bypass = (
+            self.actor_rollout_ref.actor.policy_loss.loss_mode,
+            self.algorithm.rollout_correction.bypass_mode,
+        )
+        if is_bypass and mode not in ("vanilla", "bypass_mode"):
             raise ValueError(
                 "actor_rollout_ref.actor.policy_loss.loss_mode: expected vanilla with algorithm.rollout_correction."
                 f"bypass_mode=true, where loss_type is the loss, got {mode}; set bypass_mode=false"
+            )
+        if mode == "bypass_mode" and not is_bypass:
+            raise ValueError(
+                "actor_rollout_ref.actor.policy_loss.loss_mode: expected another loss without algorithm."
+                "rollout_correction.bypass_mode, got bypass_mode; set algorithm.rollout_correction.bypass_mode=true"
             )
         return self
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from trackway.trainer.config.algorithm import known_function
 from trackway.trainer.config.section import Section
 from trackway.wire.names import Label
 from trackway.wire.tracing import TraceBackend
@@ -65,14 +66,38 @@ class OptimConfig(Section):
     """Bound on the gradient's norm; None takes `actor.grad_clip`."""
 
 
+LOSSES = (
+    *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "cispo", "gpg", "dro", "clip_cov", "kl_cov", "geo_mean"),
+    "bypass_mode",
+)
+"""Names of `loss_mode`; each is a function of that name in `trackway.trainer.learner.policy_losses`."""
+
+
 class PolicyLossConfig(Section):
     """The policy loss."""
 
-    loss_mode: Literal["vanilla", "gspo", "sapo", "cispo", "gpg", "dro", "geo_mean"] = "vanilla"
-    """`vanilla` is PPO's clipped loss with dual clip. gspo and sapo aggregate as seq-mean-token-mean and geo_mean over
-    sequences, whatever `loss_agg_mode` is."""
+    loss_mode: str = "vanilla"
+    """vanilla (PPO's clipped loss with dual clip), dppo_tv, dppo_kl, gspo, sapo, cispo, gpg, dro, clip_cov, kl_cov,
+    geo_mean, bypass_mode (what `algorithm.rollout_correction.bypass_mode` sets), or an own function as
+    `module:function`. gspo and sapo aggregate as seq-mean-token-mean and geo_mean over sequences, whatever
+    `loss_agg_mode` is. The clip ranges of dppo_tv and dppo_kl are differences of probability, and KL."""
+    clip_cov_ratio: float = Field(default=0.0002, gt=0, le=1)
+    """Share of tokens that `clip_cov` leaves out, at least one."""
+    clip_cov_lb: float = 1.0
+    """Lower bound of the covariance of tokens that `clip_cov` may leave out."""
+    clip_cov_ub: float = 5.0
+    """Upper bound of it."""
+    kl_cov_ratio: float = Field(default=0.0002, gt=0, le=1)
+    """Share of tokens, those of the highest covariance, that `kl_cov` penalises; at least one."""
+    ppo_kl_coef: float = Field(default=0.1, ge=0)
+    """Weight of that penalty, the absolute log ratio."""
     dro_beta: float | None = Field(default=None, gt=0)
     """Weight of the squared log ratio in `dro`, which needs it."""
+
+    @field_validator("loss_mode")
+    @classmethod
+    def _loss_is_known(cls, name: str) -> str:
+        return known_function(name, LOSSES)
 
     @model_validator(mode="after")
     def _dro_has_its_weight(self) -> Self:

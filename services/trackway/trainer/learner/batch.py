@@ -43,6 +43,9 @@ class TrainingBatch:
     """[B, T - 1]: the trained policy's share in the estimated old logprobs, which `old_logprobs`, then the sampler's,
     have the rest of; None to take `old_logprobs` as they are."""
 
+    selected: Tensor | None = None
+    """[B, T - 1] bool: tokens of the mini-batch that `clip_cov` or `kl_cov` treats apart; None for other losses."""
+
     @classmethod
     def of(
         cls, trajectories: Sequence[Trajectory], advantages: Sequence[float], dtype: torch.dtype = torch.float32

@@ -44,7 +44,8 @@ class LearnerConfig:
     @property
     def loss_mode(self) -> str:
         """Name of the policy loss."""
-        return self.actor.policy_loss.loss_mode
+        is_bypass = self.algorithm.rollout_correction.bypass_mode
+        return "bypass_mode" if is_bypass else self.actor.policy_loss.loss_mode
 
     @property
     def lr_warmup_steps(self) -> int:

@@ -42,6 +42,7 @@ from trackway.trainer.learner.loss import (
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
 from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.policy import Policy
+from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
 from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
 from trackway.trainer.learner.rollout_correction import correct, correction_metrics, loglinear_share, mean_weight
 from trackway.trainer.learner.weight_proof import (
@@ -120,7 +121,9 @@ class Learner:
     def __init__(self, config: LearnerConfig) -> None:
         self.config = config
         model, optim, offload = config.model, config.actor.optim, config.actor.fsdp_config
-        estimator(config.algorithm.adv_estimator)  # an own one that cannot be loaded is an error before the model loads
+        # Own ones that cannot be loaded are errors before the model loads.
+        estimator(config.algorithm.adv_estimator)
+        policy_loss_of(config.loss_mode)
         self.updates = 0
         self.policy = Policy(
             config.model_path,
@@ -410,7 +413,7 @@ class Learner:
 
     def _step(self, mini: TrainingBatch) -> StepOutcome:
         agg = Aggregation.over(mini.response_mask, self.config.actor.loss_agg_mode, self.config.loss_scale_factor)
-        weights_mean = self._weights_mean(mini)
+        weights_mean, mini = self._weights_mean(mini), self._with_selection(mini, agg)
         parts: list[MicroLoss] = []
         places: list[tuple[Tensor, Tensor]] = []
         for index, rows in mini.micro_batches(self.config.micro_batch_size):
@@ -425,6 +428,19 @@ class Learner:
         for (index, mask), values in zip(places, sampled, strict=True):
             logp[index, : mask.shape[1]] = at_mask(mask, values).to(logp.dtype)
         return StepOutcome(metrics, mini, logp)
+
+    def _with_selection(self, mini: TrainingBatch, agg: Aggregation) -> TrainingBatch:
+        """The mini-batch with the tokens that its loss treats apart; it takes a pass of the current weights.
+
+        verl selects in each micro-batch instead.
+        """
+        select = SELECTIONS.get(self.config.loss_mode)
+        if select is None:
+            return mini
+        logp = self._old_logprobs(mini)
+        old_logp, advantages = proximal_logprobs(mini, logp), by_token(mini.advantages)
+        inputs = LossInputs(logp, old_logp, advantages, mini.response_mask, agg, None)
+        return replace(mini, selected=select(self.config, inputs, self._shuffler))
 
     def _weights_mean(self, mini: TrainingBatch) -> float | None:
         """The mean of the importance weights of a mini-batch whose loss computes and normalises them, else None.

@@ -13,11 +13,10 @@ from trackway.trainer.learner.algorithm import (
     entropy_from_logits,
     exact_kl,
     kl_penalty,
-    reinforce_loss,
 )
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.policy_losses import POLICY_LOSSES, LossInputs
+from trackway.trainer.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.trainer.learner.rollout_correction import correct, loglinear_logprobs
 
 
@@ -77,11 +76,8 @@ def _policy_loss(
             weights, mask = correct(correction, now - micro.old_logprobs, mask, weights_mean)
     if not config.uses_weights:
         weights = None
-    if correction.loss_type == "reinforce":
-        loss, ppo_kl = reinforce_loss(logp, old_logp, micro.advantages, mask, agg, weights)
-        return loss, {"ppo_kl": ppo_kl}
-    inputs = LossInputs(logp, old_logp, by_token(micro.advantages), mask, agg, weights)
-    return POLICY_LOSSES[config.actor.policy_loss.loss_mode](config, inputs)
+    inputs = LossInputs(logp, old_logp, by_token(micro.advantages), mask, agg, weights, micro.selected)
+    return policy_loss_of(config.loss_mode)(config, inputs)
 
 
 def proximal_logprobs(batch: TrainingBatch, logp: Tensor) -> Tensor:

@@ -1,20 +1,25 @@
-"""Policy losses by the name of `actor.policy_loss.loss_mode`; a new one is a function and a line of POLICY_LOSSES.
+"""Policy losses by the name of `actor.policy_loss.loss_mode`.
 
-Formulas, clamps and aggregations are verl's (verl/trainer/ppo/core_algos.py). Each loss is a sum over tokens or
+A new one is a function here and its name in `config.policy.LOSSES`; a user's own is named `module:function`. Formulas,
+clamps and aggregations are verl's (verl/trainer/ppo/core_algos.py, release 0.9.1). Each loss is a sum over tokens or
 sequences divided by the totals of the mini-batch, so that it does not depend on micro-batches.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from trackway.trainer.learner.algorithm import LOG_RATIO_BOUND, Aggregation, aggregate, policy_loss
+from trackway.trainer.config.policy import LOSSES
+from trackway.trainer.learner.algorithm import LOG_RATIO_BOUND, Aggregation, aggregate, policy_loss, reinforce_loss
 from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.own_functions import own_function
 
 SEQUENCE_LOG_RATIO_BOUND = 10.0
 """GSPO's log ratio is clamped from above."""
+SMALLEST_PROBABILITY = 1e-8
+"""Added to the probabilities of all other tokens in the KL of `dppo_kl`."""
 SMALLEST_WEIGHT = 1e-10
 """Added to importance weights before their geometric mean."""
 
@@ -35,6 +40,8 @@ class LossInputs(NamedTuple):
     agg: Aggregation
     weights: Tensor | None
     """[B, T]: factor of each token's loss; None for 1."""
+    selected: Tensor | None = None
+    """[B, T] bool: the tokens that the loss treats apart; None unless SELECTIONS has the loss."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -57,7 +64,7 @@ class LossInputs(NamedTuple):
 
 def vanilla(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     """PPO's clipped loss with the dual clip."""
-    logp, old_logp, advantages, mask, agg, weights = inputs
+    logp, old_logp, advantages, mask, agg, weights, _ = inputs
     low, high = config.clip_range
     loss, stats = policy_loss(logp, old_logp, advantages, mask, low, high, config.actor.clip_ratio_c, agg, weights)
     return loss, stats._asdict()
@@ -143,12 +150,118 @@ def geo_mean(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     }
 
 
-POLICY_LOSSES: dict[str, Callable[[LearnerConfig, LossInputs], LossAndStats]] = {
-    "vanilla": vanilla,
-    "gspo": gspo,
-    "sapo": sapo,
-    "cispo": cispo,
-    "gpg": gpg,
-    "dro": dro,
-    "geo_mean": geo_mean,
+def dppo_tv(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
+    """Divergence PPO by total variation (arXiv:2602.04879): -A min(r, clip_ratio_c) log p; r has no gradient.
+
+    Zero where the probability has moved by more than the clip range in the direction of the advantage.
+    """
+    low, high = config.clip_range
+    change = inputs.logp.detach().exp() - inputs.old_logp.exp()
+    return _divergence_ppo(config, inputs, torch.where(inputs.advantages > 0, change <= high, change >= -low))
+
+
+def dppo_kl(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
+    """Divergence PPO by the KL of the token against all others (arXiv:2602.04879); as `dppo_tv` otherwise."""
+    low, high = config.clip_range
+    logp = inputs.logp.detach()
+    prob, old_prob = logp.exp(), inputs.old_logp.exp()
+    others = ((1 - old_prob + SMALLEST_PROBABILITY) / (1 - prob + SMALLEST_PROBABILITY)).log()
+    kl = old_prob * (inputs.old_logp - logp) + (1 - old_prob) * others
+    above, below = (kl <= high) | (prob <= old_prob), (kl <= low) | (prob >= old_prob)
+    return _divergence_ppo(config, inputs, torch.where(inputs.advantages > 0, above, below))
+
+
+def _divergence_ppo(config: LearnerConfig, inputs: LossInputs, trusted: Tensor) -> LossAndStats:
+    """The loss of the tokens that are `trusted` [B, T]."""
+    log_ratio, bound = inputs.log_ratio.detach(), config.actor.clip_ratio_c
+    ratio = log_ratio.exp()
+    losses = -inputs.advantages * ratio.clamp(max=bound) * inputs.logp * trusted
+    return inputs.total(losses), {
+        "pg_clipfrac": inputs.token_mean((~trusted).to(ratio.dtype)),
+        "pg_clipfrac_lower": inputs.token_mean(((ratio > bound) & trusted).to(ratio.dtype)),
+        "ppo_kl": inputs.token_mean(-log_ratio),
+    }
+
+
+def clip_cov(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
+    """Clip-Cov (arXiv:2505.22617): PPO's clipped loss without the tokens that `select_clip_cov` chose."""
+    low, high = config.clip_range
+    ratio, left_out = inputs.log_ratio.exp(), _selected(inputs)
+    losses = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * ratio.clamp(1 - low, 1 + high))
+    return inputs.total(losses.masked_fill(left_out, 0.0)), {
+        "pg_clipfrac": inputs.token_mean(left_out.to(ratio.dtype)),
+        "ppo_kl": inputs.token_mean(-inputs.log_ratio),
+    }
+
+
+def kl_cov(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
+    """KL-Cov (arXiv:2505.22617): -A r, plus `ppo_kl_coef` |log r| of the tokens that `select_kl_cov` chose.
+
+    `ppo_kl` is the mean of |log r| here.
+    """
+    log_ratio = inputs.log_ratio
+    penalty = config.actor.policy_loss.ppo_kl_coef * log_ratio.abs() * _selected(inputs)
+    return inputs.total(-inputs.advantages * log_ratio.exp() + penalty), {"ppo_kl": inputs.token_mean(log_ratio.abs())}
+
+
+def bypass_mode(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
+    """The loss of `rollout_correction.bypass_mode` against the sampler's logprobs: `vanilla`, or REINFORCE."""
+    if config.algorithm.rollout_correction.loss_type == "ppo_clip":
+        return vanilla(config, inputs)
+    logp, old_logp, advantages, mask, agg, weights, _ = inputs
+    loss, ppo_kl = reinforce_loss(logp, old_logp, advantages, mask, agg, weights)
+    return loss, {"ppo_kl": ppo_kl}
+
+
+def select_clip_cov(config: LearnerConfig, inputs: LossInputs, draw: torch.Generator) -> Tensor:
+    """[B, T] bool: a random share of the unclipped tokens of a mini-batch whose covariance is within the bounds."""
+    settings, (low, high) = config.actor.policy_loss, config.clip_range
+    gain, ratio, covariance = -inputs.advantages, inputs.log_ratio.exp(), _covariance(inputs)
+    clipped = gain * ratio.clamp(1 - low, 1 + high) > gain * ratio
+    eligible = (covariance > settings.clip_cov_lb) & (covariance < settings.clip_cov_ub) & inputs.mask & ~clipped
+    places = eligible.nonzero()
+    wanted = max(1, int(settings.clip_cov_ratio * int(inputs.mask.sum())))
+    chosen = places[torch.randperm(len(places), generator=draw)[:wanted]]
+    selected = torch.zeros_like(inputs.mask)
+    selected[chosen[:, 0], chosen[:, 1]] = True
+    return selected
+
+
+def select_kl_cov(config: LearnerConfig, inputs: LossInputs, draw: torch.Generator) -> Tensor:
+    """[B, T] bool: the share of the tokens of a mini-batch that have the highest covariance."""
+    covariance = _covariance(inputs)[inputs.mask]
+    wanted = max(1, int(config.actor.policy_loss.kl_cov_ratio * len(covariance)))
+    among_tokens = torch.zeros(len(covariance), dtype=torch.bool)
+    among_tokens[covariance.topk(wanted).indices] = True
+    return torch.zeros_like(inputs.mask).masked_scatter(inputs.mask, among_tokens)
+
+
+def _covariance(inputs: LossInputs) -> Tensor:
+    """[B, T]: the advantage less its mean over tokens, times the logprob less its mean."""
+    advantages = inputs.advantages.expand(inputs.mask.shape)
+    return (advantages - advantages[inputs.mask].mean()) * (inputs.logp - inputs.logp[inputs.mask].mean())
+
+
+def _selected(inputs: LossInputs) -> Tensor:
+    if inputs.selected is None:
+        raise ValueError("expected the tokens that the loss treats apart, got none; select them in the mini-batch")
+    return inputs.selected
+
+
+PolicyLoss: TypeAlias = Callable[[LearnerConfig, LossInputs], LossAndStats]
+"""Returns a loss that adds up over micro-batches, and statistics without a gradient, which become `actor/<name>`."""
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {name: globals()[name] for name in LOSSES}
+
+SELECTIONS: dict[str, Callable[[LearnerConfig, LossInputs, torch.Generator], Tensor]] = {
+    "clip_cov": select_clip_cov,
+    "kl_cov": select_kl_cov,
 }
+"""By loss: the choice of tokens in a mini-batch, from its logprobs under the current weights."""
+
+
+def policy_loss_of(name: str) -> PolicyLoss:
+    """The loss of a name. Raises ValueError when an own one, `module:function`, cannot be loaded."""
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[name]
+    return cast(PolicyLoss, own_function("actor_rollout_ref.actor.policy_loss.loss_mode", name))

@@ -134,22 +134,13 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_learner(folder: Path, algorithm: dict[str, object], **settings: object) -> Learner:
+    ours = {
+        **{"dtype": "float64", "lr": LR, "betas": (BETA1, BETA2), "weight_decay": DECAY, "clip_grad": CLIP_NORM},
+        **{"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "clip_ratio_c": DUAL, "temperature": TEMPERATURE},
+        **{"mini_batch_size": 4, "micro_batch_size": 2, "ppo_epochs": 2, "bypass_mode": False},
+    }
     config = learner_config(
-        folder,
-        dtype="float64",
-        lr=LR,
-        betas=(BETA1, BETA2),
-        weight_decay=DECAY,
-        clip_grad=CLIP_NORM,
-        clip_ratio_low=LOW,
-        clip_ratio_high=HIGH,
-        clip_ratio_c=DUAL,
-        temperature=TEMPERATURE,
-        mini_batch_size=4,
-        micro_batch_size=2,
-        ppo_epochs=2,
-        **{"bypass_mode": False, **settings},
-        **{f"algorithm.{key}": value for key, value in algorithm.items()},
+        folder, **ours | settings, **{f"algorithm.{key}": value for key, value in algorithm.items()}
     )
     learner = Learner(config)
     for policy in (learner.policy, learner.reference):

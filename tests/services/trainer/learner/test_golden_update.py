@@ -45,6 +45,7 @@ class Model:
     first: dict[str, Array] = field(default_factory=dict)
     second: dict[str, Array] = field(default_factory=dict)
     steps: int = 0
+    learning_rate: float = LR
 
     def forward(self, token: int) -> tuple[Array, Array, float]:
         """Tempered log-probabilities after a token, the normed state, and its root mean square before."""
@@ -73,7 +74,9 @@ class Model:
             self.first[name] = BETA1 * self.first.get(name, 0.0) + (1 - BETA1) * clipped
             self.second[name] = BETA2 * self.second.get(name, 0.0) + (1 - BETA2) * clipped**2
             mean, square = self.first[name] / (1 - BETA1**self.steps), self.second[name] / (1 - BETA2**self.steps)
-            self.weights[name] = self.weights[name] * (1 - LR * DECAY) - LR * mean / (np.sqrt(square) + ADAM_EPS)
+            self.weights[name] = self.weights[name] * (1 - self.learning_rate * DECAY) - self.learning_rate * mean / (
+                np.sqrt(square) + ADAM_EPS
+            )
         return norm
 
 

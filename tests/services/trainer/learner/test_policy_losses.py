@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import get_args
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ import torch
 from tests.services.trainer.learner.test_off_policy_update import sampled, weights
 from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.config import resolve
-from trackway.trainer.config.policy import PolicyLossConfig
 from trackway.trainer.learner.algorithm import Aggregation
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.policy_losses import POLICY_LOSSES, LossInputs
+from trackway.trainer.learner.policy_losses import POLICY_LOSSES, SELECTIONS, LossInputs
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trajectory import Trajectory
 
@@ -27,6 +25,9 @@ LOGP = [[-1.0, -0.5, 9.0, -2.0], [7.0, -0.25, -1.5, 3.0], [-0.75, 5.0, 1.0, -3.0
 OLD = [[-1.1, -0.4, 1.0, -2.5], [2.0, -0.5, -0.25, 8.0], [-0.875, 1.0, 4.0, -4.0]]
 """Log ratios 0.1, -0.1, 0.5 | 0.25, -1.25 | 0.125, 1; what the mask hides is absurd on purpose."""
 A = [0.5, -2.0, 1.5]
+DUAL, KL_COEF = 1.5, 0.25
+SELECTED = [[0, 1, 1, 1], [0, 0, 1, 0], [0, 0, 0, 0]]
+"""What clip_cov and kl_cov treat apart; a place that the mask hides is among them."""
 WEIGHTS = [[0.5, 2.0, 3.0, 1.5], [9.0, 0.25, 1.25, 9.0], [0.75, 9.0, 9.0, 1.0]]
 
 Token = tuple[float, float, float]
@@ -63,6 +64,33 @@ def dro(a: float, logs: list[float], logp: list[float]) -> list[Token]:
     return [(-(a * p - BETA / 2 * d**2), -(a - BETA * d), 0.0) for p, d in zip(logp, logs, strict=True)]
 
 
+def truncated(a: float, d: float, p: float, *, trusted: bool) -> Token:
+    ratio = min(math.exp(d), DUAL)
+    return (-a * ratio * p, -a * ratio, 0.0) if trusted else (0.0, 0.0, 1.0)
+
+
+def dppo_tv(a: float, logs: list[float], logp: list[float]) -> list[Token]:
+    tokens = []
+    for d, p in zip(logs, logp, strict=True):
+        change = math.exp(p) - math.exp(p - d)
+        tokens.append(truncated(a, d, p, trusted=change <= HIGH / 4 if a > 0 else change >= -LOW / 4))
+    return tokens
+
+
+def dppo_kl(a: float, logs: list[float], logp: list[float]) -> list[Token]:
+    tokens = []
+    for d, p in zip(logs, logp, strict=True):
+        new, old = math.exp(p), math.exp(p - d)
+        kl = old * math.log(old / new) + (1 - old) * math.log((1 - old + 1e-8) / (1 - new + 1e-8))
+        moves_as_wished = new > old if a > 0 else new < old
+        tokens.append(truncated(a, d, p, trusted=not (moves_as_wished and kl > (HIGH if a > 0 else LOW) / 20)))
+    return tokens
+
+
+RANGE = {"dppo_tv": (LOW / 4, HIGH / 4), "dppo_kl": (LOW / 20, HIGH / 20)}
+"""Clip ranges of losses whose unit is not the ratio; each leaves some tokens out."""
+
+
 def rows() -> list[tuple[float, list[float], list[float], list[float], list[int]]]:
     """Of each trajectory: advantage, log ratios, logprobs and weights of its model tokens, and their columns."""
     result = []
@@ -74,10 +102,11 @@ def rows() -> list[tuple[float, list[float], list[float], list[float], list[int]
 
 
 def computed(mode: str, agg_mode: str, *, weighted: bool) -> tuple[float, list[list[float]], dict[str, float]]:
+    low, high = RANGE.get(mode, (LOW, HIGH))
     config = learner_config(
         "m",
         **{"bypass_mode": False, "loss_mode": mode, "dro_beta": BETA, "tau_pos": TAU_POS, "tau_neg": TAU_NEG},
-        **{"clip_ratio_low": LOW, "clip_ratio_high": HIGH},
+        **{"clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": DUAL, "ppo_kl_coef": KL_COEF},
     )
     mask = torch.tensor(MASK, dtype=torch.bool)
     logp = torch.tensor(LOGP, dtype=torch.float64, requires_grad=True)
@@ -88,6 +117,7 @@ def computed(mode: str, agg_mode: str, *, weighted: bool) -> tuple[float, list[l
         mask,
         Aggregation.over(mask, agg_mode),
         torch.tensor(WEIGHTS, dtype=torch.float64) if weighted else None,
+        torch.tensor(SELECTED, dtype=torch.bool) if mode in SELECTIONS else None,
     )
     loss, stats = POLICY_LOSSES[mode](config, inputs)
     (gradient,) = torch.autograd.grad(loss, logp)
@@ -100,7 +130,10 @@ def nested(values: list[list[float]]) -> list[object]:
 
 
 KL = -fmean(d for _, logs, *_ in rows() for d in logs)
-BY_TOKEN = {"gspo": gspo, "sapo": sapo, "cispo": cispo, "gpg": gpg, "dro": dro}
+BY_TOKEN = {
+    **{"gspo": gspo, "sapo": sapo, "cispo": cispo, "gpg": gpg, "dro": dro},
+    **{"dppo_tv": dppo_tv, "dppo_kl": dppo_kl},
+}
 PER_SEQUENCE = ("gspo", "sapo")
 
 
@@ -159,15 +192,121 @@ def test_the_sequence_ratio_of_gspo_is_clamped_at_exp_10():
     assert float(loss) == pytest.approx(math.exp(10))
 
 
-def test_every_name_of_the_key_has_a_loss():
-    assert tuple(POLICY_LOSSES) == get_args(PolicyLossConfig.model_fields["loss_mode"].annotation)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("mode", ["clip_cov", "kl_cov"])
+def test_a_loss_that_treats_selected_tokens_apart(mode: str, weighted: bool):
+    loss, gradient, stats = computed(mode, "token-mean", weighted=weighted)
+
+    expected, slopes, left_out, moved = 0.0, [[0.0] * 4 for _ in MASK], [], []
+    for row, (a, logs, _, factors, columns) in enumerate(rows()):
+        for d, factor, column in zip(logs, factors, columns, strict=True):
+            is_selected, ratio = bool(SELECTED[row][column]), math.exp(d)
+            if mode == "clip_cov":
+                value, slope, _ = ppo_like(a, ratio)
+                value, slope = (0.0, 0.0) if is_selected else (value, slope)
+            else:
+                value = -a * ratio + KL_COEF * abs(d) * is_selected
+                slope = -a * ratio + KL_COEF * math.copysign(1, d) * is_selected
+            scale = (factor if weighted else 1.0) / 7
+            expected += scale * value
+            slopes[row][column] = scale * slope
+            left_out.append(is_selected)
+            moved.append(abs(d))
+    assert loss == pytest.approx(expected, rel=1e-12)
+    assert gradient == nested(slopes)
+    means = {"ppo_kl": KL, "pg_clipfrac": fmean(left_out)} if mode == "clip_cov" else {"ppo_kl": fmean(moved)}
+    assert stats == pytest.approx(means)
+
+
+def test_a_ratio_above_the_bound_counts_where_the_token_is_trusted():
+    _, _, stats = computed("dppo_tv", "token-mean", weighted=False)
+
+    # Ratios above 1.5 are exp(0.5) of the first row and exp(1) of the last; only the second keeps its probability.
+    assert stats["pg_clipfrac_lower"] == pytest.approx(2 / 7)
+
+
+def selection(mode: str, **keys: float) -> list[list[int]]:
+    config = learner_config("m", bypass_mode=False, loss_mode=mode, clip_ratio=LOW, **keys)
+    mask = torch.tensor(MASK, dtype=torch.bool)
+    logp, old, a = (torch.tensor(values, dtype=torch.float64) for values in (LOGP, OLD, A))
+    inputs = LossInputs(logp, old, a.unsqueeze(-1), mask, Aggregation.over(mask, "token-mean"), None)
+    return SELECTIONS[mode](config, inputs, torch.Generator().manual_seed(0)).int().tolist()
+
+
+# Over the 7 tokens the mean advantage is (3 x 0.5 - 2 x 2 + 2 x 1.5) / 7 = 1/14, the mean logprob -9/7. Covariances:
+# 0.12, 0.34, -0.31 | -2.15, 0.44 | 0.77, -2.45; clipped are the tokens 0.5 and 1 above with A > 0 and -1.25 with A < 0.
+@pytest.mark.parametrize(
+    ("mode", "keys", "expected"),
+    [
+        ("kl_cov", {"kl_cov_ratio": 0.0002}, [[0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]),
+        ("kl_cov", {"kl_cov_ratio": 0.43}, [[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]]),
+        (
+            "clip_cov",
+            {"clip_cov_ratio": 1, "clip_cov_lb": 0.2, "clip_cov_ub": 9},
+            [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]],
+        ),
+        ("clip_cov", {"clip_cov_ratio": 1, "clip_cov_lb": 0.2, "clip_cov_ub": 0.5}, [[0, 1, 0, 0], [0] * 4, [0] * 4]),
+        ("clip_cov", {"clip_cov_ratio": 1}, [[0] * 4] * 3),
+    ],
+)
+def test_tokens_are_selected_by_the_covariance_of_advantage_and_logprob(
+    mode: str, keys: dict[str, float], expected: list[list[int]]
+):
+    assert selection(mode, **keys) == expected
+
+
+def test_a_share_of_the_eligible_tokens_is_drawn_and_at_least_one():
+    all_eligible = {"clip_cov_lb": -9.0, "clip_cov_ub": 9.0}
+
+    # Four tokens are not clipped, of seven.
+    assert sum(map(sum, selection("clip_cov", clip_cov_ratio=1.0, **all_eligible))) == 4
+    assert sum(map(sum, selection("clip_cov", clip_cov_ratio=0.43, **all_eligible))) == 3
+    assert sum(map(sum, selection("clip_cov", clip_cov_ratio=0.0002, **all_eligible))) == 1
+
+
+def test_bypass_mode_is_the_loss_of_its_loss_type():
+    mask = torch.tensor(MASK, dtype=torch.bool)
+    logp, old, a, weights = (torch.tensor(values, dtype=torch.float64) for values in (LOGP, OLD, A, WEIGHTS))
+    inputs = LossInputs(logp, old, a.unsqueeze(-1), mask, Aggregation.over(mask, "token-mean"), weights)
+
+    clipped, _ = POLICY_LOSSES["bypass_mode"](learner_config("m"), inputs)
+    reinforced, stats = POLICY_LOSSES["bypass_mode"](learner_config("m", loss_type="reinforce"), inputs)
+
+    expected = sum(-a * f * p for a, _, logp, factors, _ in rows() for p, f in zip(logp, factors, strict=True)) / 7
+    assert float(reinforced) == pytest.approx(expected)
+    assert float(stats["ppo_kl"]) == pytest.approx(KL)
+    assert float(clipped) == float(POLICY_LOSSES["vanilla"](learner_config("m"), inputs)[0])
+
+
+OWN = """
+def squared(config, inputs):
+    squares = (inputs.logp - inputs.old_logp) ** 2
+    return inputs.total(config.actor.kl_loss_coef * squares), {"mine": inputs.token_mean(inputs.logp)}
+"""
+
+
+def test_an_own_function_is_a_loss(tmp_path: Path, tiny_model: Path, rollout: Rollout, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own_losses.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    learner = Learner(learner_config(tiny_model, bypass_mode=False, loss_mode="own_losses:squared", kl_loss_coef=2.0))
+
+    metrics = learner.update(sampled(rollout)).metrics
+
+    assert metrics["actor/pg_loss"] == 0.0
+    assert metrics["actor/mine"] < 0
+
+
+def test_an_own_loss_that_cannot_be_loaded_is_an_error_before_the_model_loads():
+    with pytest.raises(ValueError, match=r"loss_mode=no_such_module:f: .*No module named 'no_such_module'"):
+        Learner(learner_config("no_such_model", bypass_mode=False, loss_mode="no_such_module:f"))
 
 
 @pytest.mark.parametrize("mode", POLICY_LOSSES)
 def test_an_update_does_not_depend_on_the_micro_batch_size(tiny_model: Path, rollout: Rollout, mode: str):
     outcomes = []
     for size in (1, 6):
-        keys = {"loss_mode": mode, "dro_beta": BETA, "rollout_is": "token", "bypass_mode": False, "lr": 1e-3}
+        keys = {"loss_mode": mode, "dro_beta": BETA, "rollout_is": "token", "lr": 1e-3, "ppo_epochs": 2}
+        keys |= {"bypass_mode": mode == "bypass_mode", "kl_cov_ratio": 0.2, "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}
         learner = Learner(learner_config(tiny_model, dtype="float64", micro_batch_size=size, **keys))
         metrics = learner.update(sampled(rollout)).metrics
         outcomes.append((metrics["actor/pg_loss"], weights(learner)))
@@ -180,6 +319,14 @@ def test_an_update_does_not_depend_on_the_micro_batch_size(tiny_model: Path, rol
     ("keys", "problem"),
     [
         ({"actor_rollout_ref.actor.policy_loss.loss_mode": "dro"}, "dro_beta: expected a positive number with loss_mo"),
+        (
+            {"actor_rollout_ref.actor.policy_loss.loss_mode": "vanila"},
+            "loss_mode: expected one of vanilla, dppo_tv",
+        ),
+        (
+            {"actor_rollout_ref.actor.policy_loss.loss_mode": "bypass_mode"},
+            "loss_mode: expected another loss without algorithm.rollout_correction.bypass_mode, got bypass_mode",
+        ),
         (
             {
                 "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",

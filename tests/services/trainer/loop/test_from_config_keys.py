@@ -10,6 +10,7 @@ from pydantic import JsonValue
 
 from trackway.trainer.config import RunConfig, compose, resolve
 from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
+from trackway.trainer.config.policy import PolicyLossConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
 from trackway.trainer.learner.config import LearnerConfig
@@ -50,6 +51,13 @@ def passes(size: int) -> Fields:
 CORRECTED: Fields = {f"learner.{CORRECTION}.rollout_is": "token", "learner.uses_weights": True}
 """What a run sets whose rollouts may be of older weights."""
 
+BYPASSED: Fields = {
+    "learner.recompute_old_logprobs": False,
+    "learner.loss_mode": "bypass_mode",
+    f"learner.{CORRECTION}.bypass_mode": True,
+}
+"""What `bypass_mode` changes."""
+
 READ_AS_GIVEN = (
     "model.use_remove_padding",
     "model.enable_gradient_checkpointing",
@@ -58,7 +66,7 @@ READ_AS_GIVEN = (
     *(f"actor.{name}" for name in ("ppo_epochs", "shuffle", "clip_ratio_c", "loss_agg_mode", "entropy_coeff")),
     *(f"actor.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "tau_pos", "tau_neg")),
     "actor.calculate_sum_pi_squared",
-    *(f"actor.policy_loss.{name}" for name in ("loss_mode", "dro_beta")),
+    *(f"actor.policy_loss.{name}" for name in PolicyLossConfig.model_fields),
     "ref.fsdp_config.param_offload",
     "rollout.temperature",
     *(f"algorithm.{name}" for name in AlgorithmConfig.model_fields if name not in ("kl_ctrl", "rollout_correction")),
@@ -111,6 +119,13 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.clip_ratio_high": (0.4, {"learner.clip_range": (0.2, 0.4)}),
     f"{ACTOR}.clip_ratio_c": (7.0, {"learner.actor.clip_ratio_c": 7.0}),
     f"{ACTOR}.policy_loss.dro_beta": (0.4, {"learner.actor.policy_loss.dro_beta": 0.4}),
+    **{
+        f"{ACTOR}.policy_loss.{name}": (value, {f"learner.actor.policy_loss.{name}": value})
+        for name, value in (
+            *(("clip_cov_ratio", 0.5), ("clip_cov_lb", 0.25), ("clip_cov_ub", 7.0)),
+            *(("kl_cov_ratio", 0.75), ("ppo_kl_coef", 0.3)),
+        )
+    },
     f"{ACTOR}.tau_pos": (1.5, {"learner.actor.tau_pos": 1.5}),
     f"{ACTOR}.tau_neg": (2.5, {"learner.actor.tau_neg": 2.5}),
     f"{ACTOR}.loss_agg_mode": ("token-sum", {"learner.actor.loss_agg_mode": "token-sum"}),
@@ -184,7 +199,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{CORRECTION}.rollout_rs_threshold": ("0.9_2.0", {f"learner.{CORRECTION}.rollout_rs_threshold": "0.9_2.0"}),
     f"{CORRECTION}.bypass_mode": (
         True,
-        {"learner.recompute_old_logprobs": False, f"learner.{CORRECTION}.bypass_mode": True},
+        {**BYPASSED},
     ),
     "trainer.project_name": ("me/runs", {"trace.weave_project": "me/runs"}),
     "trainer.experiment_name": ("mine", asks(experiment_name="mine")),
@@ -262,9 +277,8 @@ TOGETHER: list[tuple[Keys, Fields]] = [
             f"{CORRECTION}.rollout_is": "token",
         },
         {
-            "learner.recompute_old_logprobs": False,
+            **BYPASSED,
             "learner.uses_weights": True,
-            f"learner.{CORRECTION}.bypass_mode": True,
             f"learner.{CORRECTION}.loss_type": "reinforce",
             f"learner.{CORRECTION}.rollout_is": "token",
         },
@@ -272,16 +286,14 @@ TOGETHER: list[tuple[Keys, Fields]] = [
     (
         {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "reinforce"},
         {
-            "learner.recompute_old_logprobs": False,
-            f"learner.{CORRECTION}.bypass_mode": True,
+            **BYPASSED,
             f"learner.{CORRECTION}.loss_type": "reinforce",
         },
     ),
     (
         {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
         {
-            "learner.recompute_old_logprobs": False,
-            f"learner.{CORRECTION}.bypass_mode": True,
+            **BYPASSED,
             f"learner.{CORRECTION}.rollout_is": "token",
         },
     ),
