@@ -32,9 +32,10 @@ def jobs_of(
     name: str, prompts: Sequence[list[int]], request: SampledRequest, max_tokens: int, tokenizer: Tokenizer
 ) -> list[Job]:
     """`n` choices per prompt, numbered consecutively; their request ids derive from the response's id."""
+    greedy = request.top_p == 0  # no engine takes 0: it would keep no token
     params = SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
+        temperature=0.0 if greedy else request.temperature,
+        top_p=1.0 if greedy else request.top_p,
         top_k=request.top_k,
         max_tokens=max_tokens,
         stop_token_ids=request.stop_token_ids,
@@ -83,8 +84,12 @@ async def _whole(generator: Generates, job: Job) -> Delta:
     return joined([delta async for delta in _deltas(generator, job)])
 
 
-async def as_they_come(generator: Generates, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta]]:
-    """The deltas of all choices with their indexes; closing the iterator aborts the generations.
+async def as_they_come(
+    generator: Generates, jobs: Sequence[Job], keep_alive_s: float
+) -> AsyncGenerator[tuple[int, Delta] | None]:
+    """The deltas of all choices with their indexes, and None after each `keep_alive_s` seconds without one.
+
+    Closing the iterator aborts the generations.
 
     Each choice has its own task: a span must be closed in the task that opened it.
     """
@@ -102,7 +107,12 @@ async def as_they_come(generator: Generates, jobs: Sequence[Job]) -> AsyncGenera
     try:
         running = len(tasks)
         while running:
-            item = await arrived.get()
+            try:
+                async with asyncio.timeout(keep_alive_s):
+                    item = await arrived.get()
+            except TimeoutError:
+                yield None
+                continue
             if isinstance(item, Exception):
                 raise item
             running -= item[1].finish_reason is not None

@@ -81,12 +81,18 @@ def _rendered(tokenizer: Tokenizer, request: ChatRequest, max_tokens: int) -> li
             tools or None,
             add_generation_prompt=True,
             tokenize=False,
-            **request.chat_template_kwargs,
+            **template_variables(request),
         )
     except (TemplateError, TypeError, ValueError, RecursionError) as error:
         message = f"messages: the model's chat template rejects them: {error}; send messages that it supports"
         raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="messages") from error
     return _encode(tokenizer, text + forced_prefix(request), False, max_tokens)
+
+
+def template_variables(request: ChatRequest) -> dict[str, JsonValue]:
+    """Variables of the chat template; a template uses those that it knows."""
+    effort = request.reasoning_effort
+    return {**({} if effort is None else {"reasoning_effort": effort}), **request.chat_template_kwargs}
 
 
 def _encode(tokenizer: Tokenizer, text: str, special: bool, max_tokens: int) -> list[int]:

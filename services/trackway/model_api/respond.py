@@ -10,6 +10,9 @@ from trackway.model_api.response_builder import Record, ResponseBuilder
 from trackway.model_api.sse import EventStream
 from trackway.model_api.stream_decoder import Delta
 
+KEEP_ALIVE_S = 15.0
+"""Seconds without an event after which a stream sends one that means nothing; proxies close idle connections at 60."""
+
 
 async def respond(
     request: Request,
@@ -19,15 +22,19 @@ async def respond(
     *,
     stream: bool,
     record: Record | None = None,
+    keep_alive_s: float = KEEP_ALIVE_S,
 ) -> Response:
-    """The response of `builder`; a client that disconnects aborts the generations, and then nothing is recorded."""
+    """The response of `builder`; a client that disconnects aborts the generations, and then nothing is recorded.
+
+    An error before the first token, or before `keep_alive_s` have passed without one, sets the status of a stream.
+    """
     if not stream:
         deltas = await while_connected(request, wholes(generator, jobs))
         body = builder.whole(deltas)
         if record is not None:
             record(deltas)
         return Response(body, media_type="application/json")
-    events = builder.events(as_they_come(generator, jobs), record)
+    events = builder.events(as_they_come(generator, jobs, keep_alive_s), record)
     return EventStream(await while_connected(request, _first(events)), events, builder.failed)
 
 
@@ -39,7 +46,7 @@ async def respond_again(builder: ResponseBuilder, deltas: Sequence[Delta], *, st
     return EventStream(await _first(events), events, builder.failed)
 
 
-async def _replayed(deltas: Sequence[Delta]) -> AsyncGenerator[tuple[int, Delta]]:
+async def _replayed(deltas: Sequence[Delta]) -> AsyncGenerator[tuple[int, Delta] | None]:
     for item in enumerate(deltas):
         yield item
 

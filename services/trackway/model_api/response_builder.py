@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import ClassVar
 
 from trackway.model_api.message_reader import MessageReader
+from trackway.model_api.sse import comment
 from trackway.model_api.stream_decoder import Delta, joined
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
@@ -53,14 +54,25 @@ class ResponseBuilder(ABC):
     def _end(self) -> Iterable[str]:
         """The events after those of the last delta."""
 
+    def _alive(self) -> str:
+        """The event that keeps a connection open."""
+        return comment("keep-alive")
+
     async def events(
-        self, arriving: AsyncGenerator[tuple[int, Delta]], record: Record | None = None
+        self, arriving: AsyncGenerator[tuple[int, Delta] | None], record: Record | None = None
     ) -> AsyncGenerator[str]:
-        """The response as events, each with its blank line; the first comes with the first delta."""
+        """The response as events, each with its blank line; the first comes with the first delta.
+
+        None instead of a delta makes an event that keeps the connection open.
+        """
         deltas: list[list[Delta]] = [[] for _ in self._readers]
         running, begun = len(self._readers), False
         async with aclosing(arriving):
-            async for index, delta in arriving:
+            async for item in arriving:
+                if item is None:
+                    yield self._alive() if begun else comment("keep-alive")
+                    continue
+                index, delta = item
                 new = [*([] if begun else self._begin()), *self._events(index, delta)]
                 begun = True
                 deltas[index].append(delta)

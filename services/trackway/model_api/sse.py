@@ -34,6 +34,11 @@ def event(data: str, name: str | None = None) -> str:
     return f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"
 
 
+def comment(text: str) -> str:
+    """A comment, which every client skips."""
+    return f": {text}\n\n"
+
+
 async def _lines(first: str, others: AsyncGenerator[str], failed: Failed) -> AsyncGenerator[str]:
     yield first
     try:

@@ -1,19 +1,25 @@
 """One request answered by something that generates, recorded, and answered again from the record."""
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 from transformers import PreTrainedTokenizerBase
 
-from tests.services.model_api.scripted_model import ScriptedModel
+from tests.services.model_api.scripted_model import ScriptedModel, Tokens
+from trackway.model_api.anthropic import message_input
+from trackway.model_api.anthropic.messages import MessagesResponseBuilder
 from trackway.model_api.choices import jobs_of
 from trackway.model_api.openai.chat import ChatResponseBuilder
 from trackway.model_api.respond import respond, respond_again
+from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.stream_decoder import Delta
+from trackway.wire.anthropic.requests import MessagesRequest
 from trackway.wire.openai.requests import ChatRequest
+from trackway.wire.rollout import GenerateRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -96,3 +102,50 @@ async def test_an_answer_is_recorded_before_the_client_can_see_its_end(tokenizer
     await answered(handle, True)
     assert [recorded for is_end, recorded in seen if is_end] == [True]
     assert not seen[0][1]
+
+
+class SlowModel(ScriptedModel):
+    """Says each token once it is told to."""
+
+    def __init__(self, says: list[int]) -> None:
+        super().__init__(says)
+        self.told: asyncio.Queue[None] = asyncio.Queue()
+
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Tokens]:
+        async for tokens in super().stream(request):
+            await self.told.get()
+            yield tokens
+
+
+MESSAGES = {"model": "tiny", "messages": BODY["messages"], "max_tokens": 9, "stream": True}
+COMMENT = ": keep-alive\n\n"
+PING = 'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+@pytest.mark.parametrize(("is_anthropic", "later"), [(False, COMMENT), (True, PING)])
+async def test_a_stream_that_waits_sends_what_keeps_its_connection_open(
+    tokenizer: PreTrainedTokenizerBase, is_anthropic: bool, later: str
+) -> None:
+    model = SlowModel(tokenizer.encode("ok<|im_end|>", add_special_tokens=False))
+    body = MessagesRequest.model_validate(MESSAGES)
+    chat = message_input.chat_of(body)
+    lines: list[str] = []
+
+    async def handle(http: Request) -> Response:
+        builder: ResponseBuilder = ChatResponseBuilder(chat, tokenizer, [7])  # pyright: ignore[reportArgumentType]
+        if is_anthropic:
+            builder = MessagesResponseBuilder(body, chat, [7])
+        jobs = jobs_of("name", [[7]], chat, 99, tokenizer)  # pyright: ignore[reportArgumentType]
+        response = await respond(http, model, builder, jobs, stream=True, keep_alive_s=0.01)
+        async for line in response.body_iterator:  # pyright: ignore[reportAttributeAccessIssue]
+            waits = line in (COMMENT, later) and lines[-1:] == [line]
+            lines.append(line)
+            if waits:  # the second in a row
+                model.told.put_nowait(None)
+        return Response("{}", media_type="application/json")
+
+    await answered(handle, True)
+    assert lines[:2] == [COMMENT, COMMENT]
+    assert later in lines[2:]
+    said = "".join(line for line in lines if line not in (COMMENT, PING))
+    assert ('"text":"ok"' if is_anthropic else '"content":"ok"') in said

@@ -104,8 +104,11 @@ class MessagesToolChoice(WireRequest):
 class OutputConfig(OpenAIRequest):
     """Options of the output."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"effort", "task_budget"})
+    without_effect: ClassVar[frozenset[str]] = frozenset({"task_budget"})
     neutral: ClassVar[dict[str, list[JsonValue]]] = {"format": []}
+
+    effort: str | None = Field(default=None, max_length=64)
+    """Passed to the chat template as `reasoning_effort`."""
 
 
 class CountTokensRequest(OpenAIRequest):
@@ -157,7 +160,7 @@ class MessagesRequest(CountTokensRequest):
         Field(max_length=256, fail_fast=True),
     ] = Field(default_factory=list[str])
     temperature: Float = Field(default=1.0, ge=0.0)
-    top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: Float = Field(default=1.0, ge=0.0, le=1.0)
     top_k: Int = Field(default=-1, ge=-1)
     seed: Int | None = None
     stream: bool = False

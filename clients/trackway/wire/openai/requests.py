@@ -10,9 +10,19 @@ from pydantic_core import PydanticCustomError
 
 from trackway.wire.base import NON_FINITE, Float, Int, TokenId, WireRequest
 from trackway.wire.chat import MAX_MESSAGES, MAX_TOOLS, ToolCall
+from trackway.wire.errors import shortened
 
 WITHOUT_EFFECT = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "verbosity",
+    }
 )
 """Fields without influence on the answer, accepted with any value."""
 
@@ -36,8 +46,6 @@ NEUTRAL: dict[str, list[JsonValue]] = {
     "refusal": [],
     "annotations": [[]],
     "prediction": [],
-    "reasoning_effort": [],
-    "verbosity": [],
     "web_search_options": [],
     "use_beam_search": [False],
     "chat_template": [],
@@ -47,6 +55,14 @@ NEUTRAL: dict[str, list[JsonValue]] = {
     "spaces_between_special_tokens": [True],
 }
 """Unsupported fields with their neutral values; any other value is refused."""
+
+_NO_GRAMMAR = "no engine guides its sampling; describe the format in the prompt, and check the text"
+REASONS: dict[str, str] = {
+    "format": _NO_GRAMMAR,
+    "response_format": _NO_GRAMMAR,
+    "top_logprobs": "only the logprob of the sampled token is known; leave it out",
+}
+"""Why some of them are refused, and the remedy."""
 
 
 def _as_list(value: object) -> object:
@@ -75,8 +91,9 @@ class OpenAIRequest(WireRequest):
         for name in fields.keys() & cls.neutral.keys():
             if fields[name] is not None and fields[name] not in cls.neutral[name]:
                 neutral = " or ".join(["nothing", *map(repr, cls.neutral[name])])
-                got = {"param": name, "neutral": neutral, "value": repr(fields[name])}
-                raise PydanticCustomError("unsupported", "{param}: expected {neutral}, got {value}: unsupported", got)
+                why = REASONS.get(name, "unsupported")
+                got = {"param": name, "neutral": neutral, "value": shortened(repr(fields[name]), 80), "why": why}
+                raise PydanticCustomError("unsupported", "{param}: expected {neutral}, got {value}: {why}", got)
         dropped = cls.without_effect | cls.neutral.keys()
         return {name: value for name, value in fields.items() if name not in dropped and value is not None}
 
@@ -96,7 +113,8 @@ class SampledRequest(OpenAIRequest):
     model: str
     n: Int = Field(default=1, ge=1, le=128)
     temperature: Float = Field(default=1.0, ge=0.0)
-    top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: Float = Field(default=1.0, ge=0.0, le=1.0)
+    """0 decodes greedily, as temperature 0."""
     top_k: Int = Field(default=-1, ge=-1)
     seed: Int | None = None
     """Choice i of a prompt samples with `seed + i`."""
@@ -228,6 +246,8 @@ class ChatRequest(SampledRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     """False keeps only the first call."""
+    reasoning_effort: str | None = Field(default=None, max_length=64)
+    """Passed to the chat template as a variable of this name; most templates have none."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
 
     @model_validator(mode="after")

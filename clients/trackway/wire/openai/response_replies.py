@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, JsonValue
 
 from trackway.wire.base import WireReply
-from trackway.wire.openai.response_requests import ResponseTool, ResponseToolChoice, TextOptions
+from trackway.wire.openai.response_requests import ReasoningOptions, ResponseTool, ResponseToolChoice
 from trackway.wire.trajectory import WeightSpan
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -73,6 +73,18 @@ class IncompleteDetails(WireReply):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
+class TextFormat(WireReply):
+    """The only format."""
+
+    type: Literal["text"] = "text"
+
+
+class ResponseText(WireReply):
+    """Options of the text."""
+
+    format: TextFormat
+
+
 class ResponsesReply(WireReply):
     """One response; null fields are sent, as by OpenAI."""
 
@@ -90,8 +102,9 @@ class ResponsesReply(WireReply):
     parallel_tool_calls: bool
     previous_response_id: str | None
     store: bool = False
+    reasoning: ReasoningOptions | None
     temperature: float
-    text: TextOptions | None
+    text: ResponseText
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice
     tools: list[ResponseTool]
     top_p: float

@@ -93,19 +93,18 @@ class ResponseToolChoice(WireRequest):
     name: str
 
 
-class TextFormat(WireRequest):
-    """The format of the text."""
+class ReasoningOptions(EchoedItem):
+    """How much the model is to reason."""
 
-    type: Literal["text"]
+    effort: str | None = Field(default=None, max_length=64)
+    """Passed to the chat template as `reasoning_effort`."""
 
 
 class TextOptions(OpenAIRequest):
     """Options of the text."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"verbosity"})
-    neutral: ClassVar[dict[str, list[JsonValue]]] = {}
-
-    format: TextFormat | None = None
+    neutral: ClassVar[dict[str, list[JsonValue]]] = {"format": [{"type": "text"}]}
 
 
 class ResponsesRequest(OpenAIRequest):
@@ -119,7 +118,6 @@ class ResponsesRequest(OpenAIRequest):
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
-            "reasoning",
             "safety_identifier",
             "service_tier",
             "store",
@@ -154,9 +152,10 @@ class ResponsesRequest(OpenAIRequest):
     """False keeps only the first call."""
     max_output_tokens: Int | None = Field(default=None, ge=1)
     temperature: Float = Field(default=1.0, ge=0.0)
-    top_p: Float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: Float = Field(default=1.0, ge=0.0, le=1.0)
     top_k: Int = Field(default=-1, ge=-1)
     seed: Int | None = None
+    reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], Field(max_length=64, fail_fast=True)] = Field(default_factory=list[str])
     """No effect; logprobs are refused, as only chat completions have them."""

@@ -41,6 +41,7 @@ def chat_of(request: CountTokensRequest) -> ChatRequest:
         **request.model_dump(include=_SAME),
         "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],
         "tool_choice": _choice(request.tool_choice),
+        "reasoning_effort": None if request.output_config is None else request.output_config.effort,
         "parallel_tool_calls": not request.tool_choice.disable_parallel_tool_use,
     }
     if isinstance(request, MessagesRequest):

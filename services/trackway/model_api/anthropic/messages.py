@@ -68,6 +68,9 @@ class MessagesResponseBuilder(ResponseBuilder):
         yield self._event(MessageStartEvent(message=self._reply(usage, [])))
         yield self._event(PingEvent())
 
+    def _alive(self) -> str:
+        return self._event(PingEvent())
+
     def _events(self, index: int, delta: Delta) -> Iterable[str]:
         self._deltas.append(delta)
         parts = self._readers[index].read(delta)

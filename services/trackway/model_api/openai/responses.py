@@ -204,7 +204,8 @@ class ResponsesBuilder(ResponseBuilder):
                 "created_at": self._created_at,
                 "status": status,
                 "output": list(self._output),
-                "text": request.text,
+                "reasoning": request.reasoning,
+                "text": {"format": {"type": "text"}},
                 "tool_choice": request.tool_choice,
                 "tools": request.tools,
             }

@@ -143,7 +143,7 @@ def test_logprobs_name_tokens_by_text_or_by_id_and_say_where_they_begin(client: 
 
 def test_sampling_parameters_reach_the_engine(client: OpenAI) -> None:
     greedy = client.completions.create(model="tiny", prompt="1 + 2 =", temperature=0, max_tokens=30).choices[0].text
-    narrow: list[dict[str, Any]] = [{"top_p": 0.0001}, {"extra_body": {"top_k": 1}}]
+    narrow: list[dict[str, Any]] = [{"top_p": 0.0001}, {"top_p": 0}, {"extra_body": {"top_k": 1}}]
     for one_candidate in narrow:
         answer = client.completions.create(model="tiny", prompt="1 + 2 =", seed=5, max_tokens=30, **one_candidate)
         assert answer.choices[0].text == greedy

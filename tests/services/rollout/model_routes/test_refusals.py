@@ -30,9 +30,12 @@ def _speaks(engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase) -> None:
         ("presence_penalty", 0.5, "presence_penalty: expected nothing or 0, got 0.5: unsupported"),
         ("frequency_penalty", 1, "unsupported"),
         ("logit_bias", {"17": 3}, "unsupported"),
-        ("response_format", {"type": "json_object"}, "unsupported"),
-        ("top_logprobs", 2, "unsupported"),
-        ("reasoning_effort", "low", "unsupported"),
+        (
+            "response_format",
+            {"type": "json_object"},
+            "no engine guides its sampling; describe the format in the prompt",
+        ),
+        ("top_logprobs", 2, "got 2: only the logprob of the sampled token is known; leave it out"),
         ("tempereture", 1, "Extra inputs are not permitted"),
         ("n", 129, "less than or equal to 128"),
         ("temperature", -1, "greater than or equal to 0"),
@@ -101,7 +104,8 @@ def test_fields_that_change_nothing_are_accepted(scripted: OpenAI) -> None:
         store=True,
         stop=None,
         seed=None,
-        reasoning_effort=None,
+        reasoning_effort="low",
+        verbosity="low",
     )
     assert answer.choices[0].message.content == "ok"
 

@@ -118,6 +118,12 @@ def test_a_response_cut_by_the_length_is_incomplete(scripted: OpenAI, says: Scri
     assert kinds[-1] == "response.incomplete"
 
 
+def test_top_p_0_decodes_greedily(scripted: OpenAI, says: ScriptedEngine) -> None:
+    scripted.responses.create(model="tiny", input=QUESTION, top_p=0, temperature=0.5)
+    scripted.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "1"}], top_p=0)
+    assert [(call.temperature, call.top_p) for call in says.calls] == [(0.0, 1.0), (0.0, 1.0)]
+
+
 def test_ids_are_sent_only_when_asked_for(scripted: OpenAI, says: ScriptedEngine) -> None:
     for wanted in (True, False):
         body = {"return_token_ids": wanted}
@@ -138,6 +144,7 @@ def test_ids_are_sent_only_when_asked_for(scripted: OpenAI, says: ScriptedEngine
         ({"include": ["message.output_text.logprobs"]}, "include", "only /v1/chat/completions has"),
         ({"background": True}, "background", "expected nothing or False, got True: unsupported"),
         ({"truncation": "auto"}, "truncation", "unsupported"),
+        ({"text": {"format": {"type": "json_schema"}}}, "format", "no engine guides its sampling"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "expected tags: 'message', 'function_call'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "content"),
