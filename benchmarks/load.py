@@ -183,7 +183,7 @@ async def roll_out(deployment: Deployment, args: argparse.Namespace, step: int) 
         default_agent="tool_agent",
         trace_target=TraceTarget(backends=(TraceBackend("otlp"),)),
     )
-    retries = RetryPolicy(attempts=40, timeout_s=args.timeout_s, max_inflight=args.in_flight // GROUP)
+    retries = RetryPolicy(attempts=40, timeout_s=args.timeout_s, max_inflight=max(1, args.in_flight // GROUP))
     rollouts = Rollouts(client, template, retries)
     samples = make_tiny_rows("train", args.count // GROUP, seed=step)
     every = round(1 / args.traced) if args.traced else 0
