@@ -3,8 +3,11 @@
     .venv/bin/python benchmarks/overlap.py halves   generation and training of equal length: seconds a step
     .venv/bin/python benchmarks/overlap.py tools    four turns with slow tools: trajectories a second
 
+With `--replicas 1 2 4` the services run under Ray Serve, and each part is repeated with so many rollout replicas of
+`--slots` sequences each; without it, agent, tools, reward and one rollout service are a process each.
+
 The learner is simulated too: it takes `--train-s` seconds in which it needs no core, as one on a GPU does. Agent, tools
-and reward are the real services, one process each. Each part runs the synchronous loop first, then the asynchronous.
+and reward are the real services. Each part runs the synchronous loop first, then the asynchronous.
 """
 
 import argparse
@@ -14,17 +17,22 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import yaml
 from rollout import services
 from transformers import AutoTokenizer
 
 from trackway.clients import AgentClient, CallPolicy, run
-from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.bundled import CPU_CONFIG, TINY_MODEL
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.status import scale
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.local.up import bring_up, take_down
 from trackway.system import free_port
 from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.data.tiny import make_tiny_rows
@@ -93,7 +101,7 @@ async def train(agent_url: str, pacing: Pacing, steps: int, train_s: float, run_
         if failed:
             raise SystemExit(f"expected no failed trajectory, got {failed}: {trajectories[0].error}")
         await asyncio.sleep(train_s)
-        scheduler.used({"used": len(trajectories), "dropped_failed": 0, "dropped_stale": 0})
+        scheduler.used({"used": len(trajectories)})
         _, position = prompts.take(position)
     measured = steps - WARM_STEPS
     step_s = (time.perf_counter() - began) / measured
@@ -101,21 +109,66 @@ async def train(agent_url: str, pacing: Pacing, steps: int, train_s: float, run_
     return Pace(step_s, BATCH * GROUP / step_s, waited / measured)
 
 
-@contextlib.contextmanager
-def agent(turns: list[str], step_s: float, slots: int, tool: str = "") -> Iterator[str]:
-    """The URL of an agent service whose model says these turns."""
+def script(turns: list[str], step_s: float) -> dict[str, object]:
+    """Settings of the simulated engine that says these turns."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    script = [tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
-    sim = {"script": script, "step_s": step_s, "step_slope_s": 0.0, "prefill_tokens_per_s": 100_000}
+    tokens = [tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
+    return {"script": tokens, "step_s": step_s, "step_slope_s": 0.0, "prefill_tokens_per_s": 100_000}
+
+
+@contextlib.contextmanager
+def agent(sim: dict[str, object], slots: int, tool: str = "") -> Iterator[str]:
+    """The URL of an agent service with one rollout service behind it."""
     names = ["rollout", "tools", "reward", "agent"]
     settings = {f"{name}_url": f"http://127.0.0.1:{free_port()}" for name in names}
     settings |= {"engine": "sim", "sim": json.dumps(sim), "model_path": str(TINY_MODEL), "max_num_seqs": str(slots)}
     with tempfile.TemporaryDirectory() as folder:
         if tool:
-            (Path(folder) / "lookup.py").write_text(tool)
-            settings["function_tool_path"] = str(Path(folder) / "lookup.py")
+            settings["function_tool_path"] = str(written(tool, folder))
         with services(names, settings):
             yield settings["agent_url"]
+
+
+@contextlib.contextmanager
+def deployed(sim: dict[str, object], slots: int, tool: str = "") -> Iterator[Deployment]:
+    """A deployment whose rollout replicas have so many slots each; the learner's part is this process."""
+    serve_config = yaml.safe_load(CPU_CONFIG.read_text())
+    applications = {application["name"]: application for application in serve_config["applications"]}
+    del applications["trainer"]
+    applications["rollout"]["args"] = {"engine": "sim", "sim": sim, "max_num_seqs": slots}
+    applications["rollout"]["deployments"][0]["ray_actor_options"] = {"num_cpus": 0.1}
+    with tempfile.TemporaryDirectory() as folder:
+        if tool:
+            applications["tools"]["args"] |= {"function_tool_path": str(written(tool, folder))}
+        config = Path(folder) / "overlap.yaml"
+        config.write_text(yaml.safe_dump(serve_config | {"applications": list(applications.values())}))
+        outputs, away = Path(folder) / "outputs", "http://127.0.0.1:9"
+        settings = UpSettings(config=config, outputs=outputs, mlflow_uri=away, port=0, dashboard_port=0, ray_port=0)
+        deployment = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True))
+        try:
+            yield deployment
+        finally:
+            take_down(deployment)
+
+
+def written(tool: str, folder: str) -> Path:
+    """The tool's file."""
+    path = Path(folder) / "lookup.py"
+    path.write_text(tool)
+    return path
+
+
+def each_setup(sim: dict[str, object], slots: int, replicas: Sequence[int], tool: str = "") -> Iterator[str]:
+    """The agent's URL, for each number of rollout replicas in turn; once without Ray when there is none."""
+    if not replicas:
+        with agent(sim, BATCH * GROUP * 4, tool) as url:
+            yield url
+        return
+    with deployed(sim, slots, tool) as deployment:
+        for count in replicas:
+            scale(deployment, "rollout", count)
+            print(f"{count} rollout replicas of {slots} slots", flush=True)
+            yield f"{deployment.base_url}/agent"
 
 
 def compare(agent_url: str, depth: float, steps: int, train_s: float) -> tuple[Pace, Pace]:
@@ -128,27 +181,27 @@ def compare(agent_url: str, depth: float, steps: int, train_s: float) -> tuple[P
     return taking_turns, overlapped
 
 
-def measure_halves(depth: float, steps: int, train_s: float) -> None:
-    """One turn, generated in about `train_s`."""
+def measure_halves(args: argparse.Namespace) -> None:
+    """One turn, generated in about `--train-s` where each rollout has a slot."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     turns = [THOUGHT * 3 + ANSWER]
     tokens = len(tokenizer.encode(turns[0], add_special_tokens=False))
-    with agent(turns, train_s / tokens, slots=BATCH * GROUP * 4) as url:
-        taking_turns, overlapped = compare(url, depth, steps, train_s)
-    longer = max(train_s, taking_turns.step_s - train_s)
-    print(
-        f"generation {taking_turns.step_s - train_s:.2f} s, training {train_s:.2f} s: a step is "
-        f"{taking_turns.step_s / longer:.2f}x the longer in turns, {overlapped.step_s / longer:.2f}x with overlap"
-    )
+    for url in each_setup(script(turns, args.train_s / tokens), args.slots, args.replicas):
+        taking_turns, overlapped = compare(url, args.staleness_threshold, args.steps, args.train_s)
+        longer = max(args.train_s, taking_turns.step_s - args.train_s)
+        print(
+            f"generation {taking_turns.step_s - args.train_s:.2f} s, training {args.train_s:.2f} s: a step is "
+            f"{taking_turns.step_s / longer:.2f}x the longer in turns, {overlapped.step_s / longer:.2f}x with overlap"
+        )
 
 
-def measure_tools(depth: float, steps: int, train_s: float, median: float, sigma: float, cap: float) -> None:
+def measure_tools(args: argparse.Namespace) -> None:
     """Three tool calls and an answer, with latencies of a log-normal distribution."""
     turns = [f"{THOUGHT} {number}. {CALL}" for number in ("One", "Two", "Three")] + [f"{THOUGHT}{ANSWER}"]
-    tool = SLOW_TOOL.format(median=median, sigma=sigma, cap=cap)
-    with agent(turns, 0.005, slots=BATCH * GROUP * 4, tool=tool) as url:
-        taking_turns, overlapped = compare(url, depth, steps, train_s)
-    print(f"{overlapped.trajectories_per_s / taking_turns.trajectories_per_s:.2f}x the trajectories a second")
+    tool = SLOW_TOOL.format(median=args.tool_median_s, sigma=args.tool_sigma, cap=args.tool_cap_s)
+    for url in each_setup(script(turns, 0.005), args.slots, args.replicas, tool):
+        taking_turns, overlapped = compare(url, args.staleness_threshold, args.steps, args.train_s)
+        print(f"{overlapped.trajectories_per_s / taking_turns.trajectories_per_s:.2f}x the trajectories a second")
 
 
 def main() -> None:
@@ -161,12 +214,11 @@ def main() -> None:
     parser.add_argument("--tool-median-s", type=float, default=1.0)
     parser.add_argument("--tool-sigma", type=float, default=1.2)
     parser.add_argument("--tool-cap-s", type=float, default=30.0)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[], help="rollout replicas under Ray Serve")
+    parser.add_argument("--slots", type=int, default=BATCH * GROUP, help="sequences that a replica generates at once")
     args = parser.parse_args()
-    if args.part == "halves":
-        measure_halves(args.staleness_threshold, args.steps, args.train_s)
-    else:
-        latency = (args.tool_median_s, args.tool_sigma, args.tool_cap_s)
-        measure_tools(args.staleness_threshold, args.steps, args.train_s, *latency)
+    measure = measure_halves if args.part == "halves" else measure_tools
+    measure(args)
 
 
 if __name__ == "__main__":
