@@ -64,6 +64,7 @@ def test_sampling_and_tools_keep_their_meaning() -> None:
         "top_k": 3,
         "seed": 4,
         "stop_sequences": ["x"],
+        "output_config": {"effort": "low"},
         "tools": [{"name": "add", "input_schema": {"type": "object"}}],
         "tool_choice": {"type": "tool", "name": "add", "disable_parallel_tool_use": True},
     }
@@ -76,6 +77,7 @@ def test_sampling_and_tools_keep_their_meaning() -> None:
         4,
         ["x"],
     )
+    assert chat.reasoning_effort == "low"
     assert chat.model_dump(include={"tools", "tool_choice", "parallel_tool_calls"}) == {
         "tools": [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
         "tool_choice": {"type": "function", "function": {"name": "add"}},

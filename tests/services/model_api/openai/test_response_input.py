@@ -91,3 +91,9 @@ def test_a_result_ends_the_turn() -> None:
         ("tool", "2"),
         ("assistant", ("y", [])),
     ]
+
+
+def test_the_effort_of_reasoning_is_that_of_a_chat() -> None:
+    for reasoning, effort in (({"effort": "low", "summary": "auto"}, "low"), ({}, None), (None, None)):
+        request = ResponsesRequest.model_validate({"model": "m", "input": "hi", "reasoning": reasoning})
+        assert chat_of(request).reasoning_effort == effort
