@@ -302,7 +302,10 @@ def test_the_demo_preset_is_the_measured_recipe():
 
 
 def test_an_unknown_preset_names_the_ones_there_are():
-    names = ["default", "fully_async_ppo_trainer", "one_step_off_ppo_trainer", "ppo_trainer", "tiny_demo"]
+    names = [
+        *("dapo", "default", "dr_grpo", "fully_async_ppo_trainer", "grpo", "gspo", "one_step_off_ppo_trainer"),
+        *("ppo_trainer", "reinforce_plus_plus", "rloo", "tiny_demo"),
+    ]
     with pytest.raises(TrackwayError, match=f"found: {', '.join(names)}"):
         compose([], config_name="huge_demo")
     assert sorted(path.stem for path in PRESETS.glob("*.yaml")) == names
