@@ -88,3 +88,17 @@ def test_every_folder_with_modules_is_a_package() -> None:
 
     folders = {path.parent for path in modules if PROJECTS not in path.parents}
     assert {relative(folder) for folder in folders if not (folder / "__init__.py").exists()} == set()
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for folder in ("clients", "services", "deploy"):
+        for path in (ROOT / folder).glob("trackway/**/*.py"):
+            if PROJECTS in path.parents:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(relative(path))
+
+    homes.pop("BaseTool")  # ours, and the one that verl's tools extend
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}

@@ -23,7 +23,7 @@ from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import load_running
 from trackway.deploy.deployment.serve_api import ServeApi
 from trackway.deploy.runs import demo, launch
-from trackway.deploy.runs.demo import Clock
+from trackway.deploy.runs.demo import PhaseTimes
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.wire.trainer import RunInfo, RunState
@@ -148,7 +148,7 @@ def test_the_demo_runs_there_as_a_jobs_command(deployment: Deployment, attached:
     newest, free = demo.newest_of(7, demo.runs(deployment))
     assert newest is not None and (newest.run, free, newest.uid) == ("seed7", "seed7-2", info.uid)  # it went on
     hidden = newest.model_copy(update={"folder": "/nowhere/seed7"})
-    summary, [note] = demo.summarise(there, hidden, Clock(0.0))
+    summary, [note] = demo.summarise(there, hidden, PhaseTimes(0.0))
     assert "/nowhere/seed7 cannot be read from here" in note
     assert (summary.trajectories, summary.traced, summary.complete_traces) == (32, 24, None)
     assert (summary.accuracy_before, summary.accuracy_after) == (told["accuracy_before"], told["accuracy_after"])

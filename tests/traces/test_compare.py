@@ -2,7 +2,7 @@
 
 from tests.traces.example_trace import CALL, ExampleTrace, chat, span
 from trackway.traces.compare import NO_TEXT, compare, milliseconds, pretty, summary
-from trackway.traces.diff import Piece, diff
+from trackway.traces.diff import DiffPiece, diff
 from trackway.traces.tree import SpanEvent
 
 
@@ -58,7 +58,7 @@ def test_a_call_that_only_one_side_made_stands_beside_nothing() -> None:
     other_example = ExampleTrace()
     other_example.drop("x0")
     [call] = compare([ExampleTrace().tree(), other_example.tree()]).turns[0].calls
-    assert call.name.sides == [[Piece("calculator", True)], None]
+    assert call.name.sides == [[DiffPiece("calculator", True)], None]
     assert call.ms[1] is None
 
 
@@ -75,7 +75,7 @@ def test_a_failed_call_shows_its_error() -> None:
     failed = ExampleTrace()
     failed["x0"].status, failed["x0"].error, failed["x0"].outputs = "ERROR", "out of memory", None
     [turn, _] = compare([ExampleTrace().tree(), failed.tree()]).turns
-    assert turn.calls[0].observation.sides[1] == [Piece("ERROR out of memory", True)]
+    assert turn.calls[0].observation.sides[1] == [DiffPiece("ERROR out of memory", True)]
     assert turn.facts[1] == ["weights 3", "30 → 8 tokens", "245 ms", "execute_tool calculator: out of memory"]
 
 

@@ -4,15 +4,15 @@ import time
 
 import pytest
 
-from trackway.traces.diff import Diff, Piece, diff
+from trackway.traces.diff import Diff, DiffPiece, diff
 
 
-def same(text: str) -> Piece:
-    return Piece(text, False)
+def same(text: str) -> DiffPiece:
+    return DiffPiece(text, False)
 
 
-def only(text: str) -> Piece:
-    return Piece(text, True)
+def only(text: str) -> DiffPiece:
+    return DiffPiece(text, True)
 
 
 def test_the_same_text_is_one_piece() -> None:

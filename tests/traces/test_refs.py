@@ -4,7 +4,7 @@ import pytest
 
 from tests.traces.example_trace import ExampleTrace, MemoryStore
 from trackway.system.user_error import UserError
-from trackway.traces.refs import Choice, resolve
+from trackway.traces.refs import CompareOptions, resolve
 
 FIRST = ExampleTrace(rollout_n=0, trace_id="tr-" + "abcdef01" * 4)
 SECOND = ExampleTrace(rollout_n=1, trace_id="tr-" + "abcdef02" * 4)
@@ -53,12 +53,12 @@ def test_a_row_whose_index_is_text_is_found_by_it(index: str) -> None:
     shelf = MemoryStore(FIRST, example)
 
     assert resolve(shelf, f"s3/i{index}/n2").trace_id == example.trace_id
-    assert Choice(sample_index=index, steps="3,4").references([]) == [f"s3/i{index}/n0", f"s4/i{index}/n0"]
+    assert CompareOptions(sample_index=index, steps="3,4").references([]) == [f"s3/i{index}/n0", f"s4/i{index}/n0"]
 
 
 def test_an_index_that_is_none_is_refused() -> None:
     with pytest.raises(UserError, match="--sample-index: expected a whole number or 1 to 128 printable characters"):
-        Choice(sample_index="", steps="3,4").references([])
+        CompareOptions(sample_index="", steps="3,4").references([])
 
 
 def test_a_name_that_two_runs_share_asks_for_the_run() -> None:
@@ -78,33 +78,35 @@ def test_a_step_that_was_done_again_means_its_newest_trace() -> None:
 @pytest.mark.parametrize(
     ("choice", "given", "references"),
     [
-        (Choice(), ["x", "y"], ["x", "y"]),
-        (Choice(), ["x", "y", "z"], ["x", "y", "z"]),
-        (Choice(sample_index=7, steps="1,10"), [], ["s1/i7/n0", "s10/i7/n0"]),
-        (Choice(sample_index=7, steps="1, 10", rollout_n=2), [], ["s1/i7/n2", "s10/i7/n2"]),
-        (Choice(sample_index=7, steps="1-2,10,2"), [], ["s1/i7/n0", "s2/i7/n0", "s10/i7/n0"]),
-        (Choice(sample_index=7, step=3, rollouts="0-7"), [], [f"s3/i7/n{n}" for n in range(8)]),
-        (Choice(sample_index=0, steps="0,30", validate=True), [], ["val0/i0/n0", "val30/i0/n0"]),
+        (CompareOptions(), ["x", "y"], ["x", "y"]),
+        (CompareOptions(), ["x", "y", "z"], ["x", "y", "z"]),
+        (CompareOptions(sample_index=7, steps="1,10"), [], ["s1/i7/n0", "s10/i7/n0"]),
+        (CompareOptions(sample_index=7, steps="1, 10", rollout_n=2), [], ["s1/i7/n2", "s10/i7/n2"]),
+        (CompareOptions(sample_index=7, steps="1-2,10,2"), [], ["s1/i7/n0", "s2/i7/n0", "s10/i7/n0"]),
+        (CompareOptions(sample_index=7, step=3, rollouts="0-7"), [], [f"s3/i7/n{n}" for n in range(8)]),
+        (CompareOptions(sample_index=0, steps="0,30", validate=True), [], ["val0/i0/n0", "val30/i0/n0"]),
     ],
 )
-def test_trajectories_are_chosen_by_id_or_by_place(choice: Choice, given: list[str], references: list[str]) -> None:
+def test_trajectories_are_chosen_by_id_or_by_place(
+    choice: CompareOptions, given: list[str], references: list[str]
+) -> None:
     assert choice.references(given) == references
 
 
 @pytest.mark.parametrize(
     ("choice", "given"),
     [
-        (Choice(), []),
-        (Choice(), ["x"]),
-        (Choice(sample_index=7), []),
-        (Choice(sample_index=7), ["x", "y"]),
-        (Choice(steps="1,2"), ["x", "y"]),
-        (Choice(steps="1,2"), []),
-        (Choice(sample_index=7, step=3), []),
-        (Choice(sample_index=7, step=3, steps="1,2", rollouts="0,1"), []),
+        (CompareOptions(), []),
+        (CompareOptions(), ["x"]),
+        (CompareOptions(sample_index=7), []),
+        (CompareOptions(sample_index=7), ["x", "y"]),
+        (CompareOptions(steps="1,2"), ["x", "y"]),
+        (CompareOptions(steps="1,2"), []),
+        (CompareOptions(sample_index=7, step=3), []),
+        (CompareOptions(sample_index=7, step=3, steps="1,2", rollouts="0,1"), []),
     ],
 )
-def test_any_other_choice_says_how_to_choose(choice: Choice, given: list[str]) -> None:
+def test_any_other_choice_says_how_to_choose(choice: CompareOptions, given: list[str]) -> None:
     with pytest.raises(UserError, match=r"expected two traces or more, or --sample-index 7 --steps 1,10"):
         choice.references(given)
 
@@ -112,7 +114,7 @@ def test_any_other_choice_says_how_to_choose(choice: Choice, given: list[str]) -
 @pytest.mark.parametrize("steps", ["1,x", "1-", "-3", "a-b", ""])
 def test_steps_are_numbers_and_ranges(steps: str) -> None:
     with pytest.raises(UserError, match=f"--steps: expected numbers such as 1,10 or 0-7, got '{steps}'"):
-        Choice(sample_index=7, steps=steps).references([])
+        CompareOptions(sample_index=7, steps=steps).references([])
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,6 @@ def test_steps_are_numbers_and_ranges(steps: str) -> None:
 )
 def test_a_page_has_two_to_sixteen_trajectories(steps: str, got: str) -> None:
     with pytest.raises(UserError, match=f"expected 2 to 16 trajectories to compare, got {got}"):
-        Choice(sample_index=7, steps=steps).references([])
+        CompareOptions(sample_index=7, steps=steps).references([])
     with pytest.raises(UserError, match="expected 2 to 16 trajectories to compare, got more than 16; name others"):
-        Choice().references(["x"] * 17)
+        CompareOptions().references(["x"] * 17)

@@ -9,7 +9,7 @@ from trackway.traces import render, tables
 from trackway.traces.compare import compare
 from trackway.traces.rows import row
 from trackway.traces.tree import SpanEvent, SpanLink
-from trackway.traces.verify import Gap, Verification, Waiting
+from trackway.traces.verify import Gap, Verification, WaitingSpans
 
 
 def printed(what: RenderableType, width: int = 120) -> str:
@@ -181,7 +181,7 @@ def test_a_narrow_list_has_names_and_numbers_whole_and_the_answer_gives_way(widt
 def test_a_verification_lists_gaps_and_what_waits_on_disk() -> None:
     gap = Gap(trajectory="tiny/3/17/2", trace_id="ab" * 16, name="s3/i17/n2", reasons=["the trace is absent", "[x]"])
     found = Verification(
-        run="tiny", dumps=1, trajectories=8, traced=4, complete=3, gaps=[gap], waiting=Waiting(files=2, bytes=999)
+        run="tiny", dumps=1, trajectories=8, traced=4, complete=3, gaps=[gap], waiting=WaitingSpans(files=2, bytes=999)
     )
     assert printed(tables.verification(found)).splitlines() == [
         "trajectory  trace                             what is wrong",
@@ -194,7 +194,7 @@ def test_a_verification_lists_gaps_and_what_waits_on_disk() -> None:
 
 def test_of_many_gaps_the_first_are_listed() -> None:
     gaps = [Gap(trajectory="t", trace_id=f"{n:032x}", name=f"s3/i17/n{n}", reasons=["lost"]) for n in range(70)]
-    nothing = Waiting(files=0, bytes=0)
+    nothing = WaitingSpans(files=0, bytes=0)
     found = Verification(run="tiny", dumps=1, trajectories=70, traced=70, complete=0, gaps=gaps, waiting=nothing)
     lines = printed(tables.verification(found)).splitlines()
     assert (len(lines), lines[-2]) == (1 + 50 + 2, "and 20 more, which --json lists")

@@ -10,7 +10,7 @@ from tests.traces.example_trace import ExampleTrace, MemoryStore
 from trackway.system.user_error import UserError
 from trackway.traces.store import Steps
 from trackway.traces.tree import TraceTree
-from trackway.traces.verify import Gap, Waiting, dumps, find_run, settle, verify, waiting
+from trackway.traces.verify import Gap, WaitingSpans, dumps, find_run, settle, verify, waiting
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.wire.trainer import RunInfo, RunState
@@ -111,13 +111,13 @@ def test_a_large_step_is_asked_for_in_parts_and_its_progress_is_told(tmp_path: P
 
 
 def test_spans_that_wait_on_disk_are_counted(tmp_path: Path) -> None:
-    assert waiting(tmp_path) == Waiting(files=0, bytes=0)
+    assert waiting(tmp_path) == WaitingSpans(files=0, bytes=0)
     folder = tmp_path / "spool" / "mlflow" / "agent-1-aa"
     folder.mkdir(parents=True)
     (folder / "lock").touch()
     (folder / "00000001-512.otlp").write_bytes(b"x" * 700)
     (folder / "00000002-9.otlp").write_bytes(b"x" * 30)
-    assert waiting(tmp_path) == Waiting(files=2, bytes=730)
+    assert waiting(tmp_path) == WaitingSpans(files=2, bytes=730)
 
 
 def test_the_newest_run_is_taken_unless_one_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ _MOST_COMPARISONS = 4_000_000
 """Limit of word comparisons, the product of both lengths; longer passages differ as a whole."""
 
 
-class Piece(NamedTuple):
+class DiffPiece(NamedTuple):
     """A piece of one text."""
 
     text: str
@@ -25,7 +25,7 @@ class Piece(NamedTuple):
 class Diff(BaseModel):
     """The diff of several texts; None for a side that does not exist."""
 
-    sides: list[list[Piece] | None]
+    sides: list[list[DiffPiece] | None]
 
     @property
     def equal(self) -> bool:
@@ -49,8 +49,8 @@ def diff(*texts: str | None) -> Diff:
     return Diff(sides=[_union(firsts) if firsts else _whole(first), *sides])
 
 
-def _pair(left: str, right: str) -> tuple[list[Piece], list[Piece]]:
-    sides: tuple[list[Piece], list[Piece]] = ([], [])
+def _pair(left: str, right: str) -> tuple[list[DiffPiece], list[DiffPiece]]:
+    sides: tuple[list[DiffPiece], list[DiffPiece]] = ([], [])
     lines = left.splitlines(keepends=True), right.splitlines(keepends=True)
     for same, here, there in _blocks(*lines):
         pair = ("".join(here), "".join(there))
@@ -61,7 +61,7 @@ def _pair(left: str, right: str) -> tuple[list[Piece], list[Piece]]:
     return _merged(sides[0]), _merged(sides[1])
 
 
-def _union(versions: Sequence[Sequence[Piece]]) -> list[Piece]:
+def _union(versions: Sequence[Sequence[DiffPiece]]) -> list[DiffPiece]:
     """One text from its comparisons with several others: changed where any of them says so."""
     text = "".join(piece.text for piece in versions[0])
     changed = [False] * len(text)
@@ -73,14 +73,14 @@ def _union(versions: Sequence[Sequence[Piece]]) -> list[Piece]:
                 changed[start:end] = [True] * len(piece.text)
             start = end
     runs = groupby(range(len(text)), key=changed.__getitem__)
-    return [Piece("".join(text[place] for place in places), flag) for flag, places in runs]
+    return [DiffPiece("".join(text[place] for place in places), flag) for flag, places in runs]
 
 
-def _whole(text: str | None) -> list[Piece] | None:
-    return None if text is None else _merged([Piece(text, True)])
+def _whole(text: str | None) -> list[DiffPiece] | None:
+    return None if text is None else _merged([DiffPiece(text, True)])
 
 
-def _append_words(sides: tuple[list[Piece], list[Piece]], left: str, right: str) -> None:
+def _append_words(sides: tuple[list[DiffPiece], list[DiffPiece]], left: str, right: str) -> None:
     words = _WORD.findall(left), _WORD.findall(right)
     if len(words[0]) * len(words[1]) > _MOST_COMPARISONS:
         _append(sides, (left, right), changed=True)
@@ -95,17 +95,17 @@ def _blocks(left: Sequence[str], right: Sequence[str]) -> list[tuple[bool, Seque
     return [(tag == "equal", left[a:b], right[c:d]) for tag, a, b, c, d in codes]
 
 
-def _append(sides: tuple[list[Piece], list[Piece]], pair: tuple[str, str], changed: bool) -> None:
+def _append(sides: tuple[list[DiffPiece], list[DiffPiece]], pair: tuple[str, str], changed: bool) -> None:
     for side, text in zip(sides, pair, strict=True):
-        side.append(Piece(text, changed))
+        side.append(DiffPiece(text, changed))
 
 
-def _merged(pieces: Sequence[Piece]) -> list[Piece]:
+def _merged(pieces: Sequence[DiffPiece]) -> list[DiffPiece]:
     """Merge adjacent pieces of the same kind and drop empty ones."""
-    merged: list[Piece] = []
+    merged: list[DiffPiece] = []
     for piece in pieces:
         if piece.text and merged and merged[-1].changed == piece.changed:
-            merged[-1] = Piece(merged[-1].text + piece.text, piece.changed)
+            merged[-1] = DiffPiece(merged[-1].text + piece.text, piece.changed)
         elif piece.text:
             merged.append(piece)
     return merged

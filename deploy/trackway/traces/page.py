@@ -8,7 +8,7 @@ from jinja2 import Environment, StrictUndefined
 from trackway.system import StorageError, atomic_write
 from trackway.system.user_error import UserError
 from trackway.traces.compare import Comparison, milliseconds, summary
-from trackway.traces.diff import Piece
+from trackway.traces.diff import DiffPiece
 from trackway.traces.render import extent
 from trackway.traces.text import visible
 from trackway.traces.tree import SpanNode, TraceTree
@@ -40,7 +40,7 @@ def letter(index: int) -> str:
     return chr(ord("A") + index) if index < 26 else str(index + 1)
 
 
-def shown(piece: Piece) -> str:
+def shown(piece: DiffPiece) -> str:
     """A piece's text, with a sign for a line break that only one side has."""
     text = visible(piece.text)
     return text.replace("\n", "↵\n") if piece.changed else text

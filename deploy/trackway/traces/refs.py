@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class TrajectoryRef:
     """A trajectory by its tags."""
 
     step: int
@@ -46,7 +46,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Choice:
+class CompareOptions:
     """The options that select trajectories to compare."""
 
     sample_index: int | str | None = None
@@ -73,7 +73,7 @@ class Choice:
         )
 
     def _place(self, step: int, rollout_n: int) -> str:
-        return Place(step, _index(self.sample_index), rollout_n, self.validate).name
+        return TrajectoryRef(step, _index(self.sample_index), rollout_n, self.validate).name
 
 
 def _index(value: int | str | None) -> int | str:
@@ -110,29 +110,26 @@ def resolve(store: TraceStore, ref: str, experiment_name: str | None = None) -> 
         return _by_id(store, match[1])
     if match := _NAME.fullmatch(ref):
         kind, step, index, rollout_n = match.groups()
-        place = Place(int(step), _index(index), int(rollout_n), kind == "val", experiment_name)
-        return at(store, place)
+        return at(store, TrajectoryRef(int(step), _index(index), int(rollout_n), kind == "val", experiment_name))
     raise UserError(
         f"expected a trace id (tr-... or at least 6 of its hex digits) or a name such as s3/i17/n2 or val3/i17/n0, "
         f"got {ref!r}; `trackway traces list` shows both"
     )
 
 
-def at(store: TraceStore, place: Place) -> TraceTree:
+def at(store: TraceStore, ref: TrajectoryRef) -> TraceTree:
     """The newest trace of a trajectory, since a resumed run repeats steps.
 
     Raises:
         UserError: there is none, or runs of several names have one.
     """
-    trees = list(store.search(TraceFilter(tags=place.tags)))
+    trees = list(store.search(TraceFilter(tags=ref.tags)))
     runs = sorted({tree.tags.get("experiment_name", "") for tree in trees})
     if len(runs) > 1:
-        raise UserError(f"{place.name} exists in several runs: {', '.join(runs)}; add --experiment-name")
+        raise UserError(f"{ref.name} exists in several runs: {', '.join(runs)}; add --experiment-name")
     if not trees:
-        where = f" of run {place.experiment_name!r}" if place.experiment_name else ""
-        raise UserError(
-            f"no trace of {place.name}{where}; `trackway traces list --step {place.step}` shows what is there"
-        )
+        where = f" of run {ref.experiment_name!r}" if ref.experiment_name else ""
+        raise UserError(f"no trace of {ref.name}{where}; `trackway traces list --step {ref.step}` shows what is there")
     return trees[0]
 
 

@@ -36,7 +36,7 @@ class Gap(BaseModel):
     reasons: list[str]
 
 
-class Waiting(BaseModel):
+class WaitingSpans(BaseModel):
     """Spans waiting on disk for their backend."""
 
     files: int
@@ -53,7 +53,7 @@ class Verification(BaseModel):
     traced: int
     complete: int
     gaps: list[Gap]
-    waiting: Waiting
+    waiting: WaitingSpans
 
 
 class Meter(Protocol):
@@ -162,10 +162,10 @@ def look(
     return reasons_by_id
 
 
-def waiting(outputs: Path) -> Waiting:
+def waiting(outputs: Path) -> WaitingSpans:
     """Files and bytes in the spool of an outputs folder."""
     sizes = [size for path in (outputs / SPOOL_FOLDER).rglob("*.otlp") if (size := _size(path)) is not None]
-    return Waiting(files=len(sizes), bytes=sum(sizes))
+    return WaitingSpans(files=len(sizes), bytes=sum(sizes))
 
 
 def _size(path: Path) -> int | None:

@@ -8,7 +8,7 @@ import pytest
 from trackway.deploy.deployment.attach import runs_folder
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import demo, launch
-from trackway.deploy.runs.demo import Clock, Demo, newest_of, summarise
+from trackway.deploy.runs.demo import Demo, PhaseTimes, newest_of, summarise
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
@@ -140,7 +140,7 @@ def made_run(folder: RunFolder) -> RunInfo:
 def test_the_summary_counts_what_the_volume_or_else_the_trainer_shows(
     elsewhere, there: Deployment, folder: RunFolder
 ) -> None:
-    info, clock = made_run(folder), Clock(time.monotonic())
+    info, clock = made_run(folder), PhaseTimes(time.monotonic())
 
     near, [no_mlflow] = summarise(there, info, clock)
     far, [not_here] = summarise(there, info.model_copy(update={"folder": "/nowhere"}), clock)
@@ -163,6 +163,6 @@ def test_the_summary_counts_what_the_volume_or_else_the_trainer_shows(
 def test_an_mlflow_that_does_not_answer_costs_the_count_only(there: Deployment, folder: RunFolder, monkeypatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     info = made_run(folder).model_copy(update={"experiment_id": "1", "mlflow_uri": "http://127.0.0.1:1"})
-    summary, [note] = summarise(there, info, Clock(time.monotonic()))
+    summary, [note] = summarise(there, info, PhaseTimes(time.monotonic()))
     assert summary.complete_traces is None
     assert note.startswith("traces were not checked: MLflow at http://127.0.0.1:1 refused, or did not answer")

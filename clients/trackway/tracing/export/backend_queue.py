@@ -14,7 +14,7 @@ from pathlib import Path
 from trackway.system import Backoff
 from trackway.tracing.export.batch import Batch
 from trackway.tracing.export.disk_queue import DiskQueue
-from trackway.tracing.export.otlp_http import Answer, Endpoint, Verdict
+from trackway.tracing.export.otlp_http import Answer, Endpoint, SendOutcome
 
 logger = logging.getLogger("trackway.tracing")
 
@@ -140,7 +140,7 @@ class BackendQueue:
         pause, failures = 0.0, 0
         while self._wait_for_work(pause):
             answer = self._send_next()
-            if answer is not None and answer.verdict is Verdict.LATER:
+            if answer is not None and answer.verdict is SendOutcome.LATER:
                 failures += 1
                 pause = max(answer.retry_after_s, BACKOFF.pause_s(failures))
             else:
@@ -176,20 +176,20 @@ class BackendQueue:
         answer = self._judged(self._endpoint.post(batch))
         with self._changed:
             still_ours, self._sending = self._sending is batch, None
-            if answer.verdict is Verdict.LATER and still_ours:
+            if answer.verdict is SendOutcome.LATER and still_ours:
                 self._memory.appendleft(batch)
             self._settle(batch, answer)
         return answer
 
     def _judged(self, answer: Answer) -> Answer:
         """The answer with DOUBTFUL resolved: LATER at first, REFUSED after `REFUSED_AFTER` in a row."""
-        if answer.verdict is not Verdict.DOUBTFUL:
+        if answer.verdict is not SendOutcome.DOUBTFUL:
             self._doubts = 0
             return answer
         self._doubts += 1
         certain = self._doubts >= REFUSED_AFTER
         self._doubts = 0 if certain else self._doubts
-        return replace(answer, verdict=Verdict.REFUSED if certain else Verdict.LATER)
+        return replace(answer, verdict=SendOutcome.REFUSED if certain else SendOutcome.LATER)
 
     def _settle_stored(self, path: Path, batch: Batch, answer: Answer) -> None:
         with self._changed:
@@ -198,7 +198,7 @@ class BackendQueue:
             self._settle(batch, answer)
 
     def _settle_file(self, disk_queue: DiskQueue, path: Path, answer: Answer) -> None:
-        if answer.verdict is not Verdict.LATER:
+        if answer.verdict is not SendOutcome.LATER:
             self._put_off = 0
             disk_queue.remove(path)
         elif answer.answered:
@@ -208,7 +208,7 @@ class BackendQueue:
                 disk_queue.postpone(path)
 
     def _settle(self, batch: Batch, answer: Answer) -> None:
-        if answer.verdict is Verdict.LATER:
+        if answer.verdict is SendOutcome.LATER:
             if not self._down:
                 logger.warning("traces for %s are delayed: %s", self.name, answer.reason)
             self._down = True
@@ -217,7 +217,7 @@ class BackendQueue:
             if self._down:
                 logger.warning("traces for %s are being sent again", self.name)
             self._down = False
-            refused = batch.spans if answer.verdict is Verdict.REFUSED else answer.refused_spans
+            refused = batch.spans if answer.verdict is SendOutcome.REFUSED else answer.refused_spans
             if refused and not self._refused:
                 logger.warning(
                     "%s refused %d spans: %s; later refusals are only counted", self.name, refused, answer.reason

@@ -14,7 +14,7 @@ import httpx
 
 from trackway.tracing import attributes as names
 from trackway.tracing.export.batch import Batch
-from trackway.tracing.export.otlp_http import Answer, Endpoint, Verdict, answer_of
+from trackway.tracing.export.otlp_http import Answer, Endpoint, SendOutcome, answer_of
 from trackway.tracing.local_mlflow import client as local_mlflow
 from trackway.tracing.settings import TracingSettings
 from trackway.wire.tracing import TraceBackend
@@ -69,7 +69,7 @@ class MlflowEndpoint(Endpoint):
         except Exception as error:
             # Any error, including a server that does not start, must not end the sending thread.
             answered = isinstance(error, DeletedExperiment)
-            return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=answered)
+            return Answer(SendOutcome.LATER, reason=f"{type(error).__name__}: {error}", answered=answered)
         addressed = {**batch.headers, names.MLFLOW_EXPERIMENT_HEADER: self._experiments[wanted]}
         return super().post(replace(batch, headers=addressed))
 

@@ -16,7 +16,7 @@ from trackway.wire.tracing import TraceBackend
 LONGEST_RETRY_AFTER_S = 60.0
 
 
-class Verdict(Enum):
+class SendOutcome(Enum):
     """The outcome of sending a batch."""
 
     TAKEN = auto()
@@ -32,7 +32,7 @@ class Verdict(Enum):
 class Answer:
     """A backend's answer to one batch."""
 
-    verdict: Verdict
+    verdict: SendOutcome
     refused_spans: int = 0
     """Spans refused from a batch that was accepted."""
     reason: str = ""
@@ -54,10 +54,11 @@ class Endpoint:
         try:
             response = self._http.post(self._url(), content=batch.payload, headers={**self._headers, **batch.headers})
         except (httpx.LocalProtocolError, UnicodeEncodeError) as error:
-            return Answer(Verdict.REFUSED, reason=f"{type(error).__name__}: {error}")  # headers that HTTP cannot carry
+            # Headers that HTTP cannot carry.
+            return Answer(SendOutcome.REFUSED, reason=f"{type(error).__name__}: {error}")
         except Exception as error:
             # Any error, including a bad URL or a server that does not start, must not end the sending thread.
-            return Answer(Verdict.LATER, reason=f"{type(error).__name__}: {error}", answered=False)
+            return Answer(SendOutcome.LATER, reason=f"{type(error).__name__}: {error}", answered=False)
         return answer_of(response, batch.spans)
 
     def close(self) -> None:
@@ -82,8 +83,8 @@ def answer_of(response: httpx.Response, spans: int) -> Answer:
         return _taken(response.content, spans)
     reason = f"HTTP {response.status_code}: {response.text[:200]}"
     if response.status_code in (408, 429) or response.status_code >= 500:
-        return Answer(Verdict.LATER, reason=reason, retry_after_s=_retry_after(response))
-    return Answer(Verdict.DOUBTFUL if response.status_code == 422 else Verdict.REFUSED, reason=reason)
+        return Answer(SendOutcome.LATER, reason=reason, retry_after_s=_retry_after(response))
+    return Answer(SendOutcome.DOUBTFUL if response.status_code == 422 else SendOutcome.REFUSED, reason=reason)
 
 
 def _taken(body: bytes, spans: int) -> Answer:
@@ -92,9 +93,9 @@ def _taken(body: bytes, spans: int) -> Answer:
     try:
         reply.ParseFromString(body)
     except DecodeError:
-        return Answer(Verdict.TAKEN)  # some receivers answer in JSON or plain text
+        return Answer(SendOutcome.TAKEN)  # some receivers answer in JSON or plain text
     refused = min(spans, reply.partial_success.rejected_spans)
-    return Answer(Verdict.TAKEN, refused, reply.partial_success.error_message)
+    return Answer(SendOutcome.TAKEN, refused, reply.partial_success.error_message)
 
 
 def _retry_after(response: httpx.Response) -> float:

@@ -14,7 +14,7 @@ from trackway.system.user_error import UserError
 
 if TYPE_CHECKING:
     from trackway.deploy.deployment.record import Deployment
-    from trackway.deploy.runs.demo import Clock, Demo, Summary
+    from trackway.deploy.runs.demo import Demo, PhaseTimes, Summary
 
 app = typer.Typer()
 
@@ -60,12 +60,12 @@ def demo(
 
 def _train_here(seed: int, outputs: Path, overrides: list[str], keep: bool, as_json: bool) -> None:
     from trackway.deploy.local.up import bring_up, take_down
-    from trackway.deploy.runs.demo import Clock, Demo
+    from trackway.deploy.runs.demo import Demo, PhaseTimes
     from trackway.deploy.runs.launch import check_backends_here
     from trackway.trainer.config import compose
 
     check_backends_here(compose(overrides, config_name="tiny_demo"))
-    clock = Clock(time.monotonic())
+    clock = PhaseTimes(time.monotonic())
     _set_aside(outputs)
     settings = up_settings(outputs=outputs, min_memory_gb=DEMO_MEMORY_GB)
     settings.mlflow_uri = None  # the demo starts its own MLflow and ignores MLFLOW_TRACKING_URI
@@ -97,16 +97,16 @@ def _train_attached(
     as_json: bool,
 ) -> None:
     from trackway.deploy.deployment.attach import wait_for
-    from trackway.deploy.runs.demo import Clock, Demo
+    from trackway.deploy.runs.demo import Demo, PhaseTimes
     from trackway.wire.health import Ready
 
-    clock = Clock(time.monotonic())
+    clock = PhaseTimes(time.monotonic())
     with board(as_json) as shown:
         wait_for(deployment, wait, shown.report, "/ready", Ready)
     _train(Demo(deployment, seed, data_dir, model_path, overrides), clock, "repeat this command or run:", as_json)
 
 
-def _train(demo: "Demo", clock: "Clock", to_resume: str, as_json: bool) -> None:
+def _train(demo: "Demo", clock: "PhaseTimes", to_resume: str, as_json: bool) -> None:
     """Start or resume the run, follow it, and print its summary."""
     from trackway.deploy.runs.demo import summarise
 

@@ -134,7 +134,7 @@ def traces_compare(
 
     Example: trackway traces compare --step 1 --sample-index 7 --rollouts 0-7 --html compare.html
     """
-    choice = refs.Choice(sample_index, steps, step, rollouts, rollout_n, bool(validate))
+    choice = refs.CompareOptions(sample_index, steps, step, rollouts, rollout_n, bool(validate))
     references = choice.references(traces or [])
     store = open_store(backend, outputs, project, mlflow_uri)
     comparison = compare([refs.resolve(store, reference, experiment_name) for reference in references])

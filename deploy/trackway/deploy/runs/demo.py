@@ -67,7 +67,7 @@ class Summary(BaseModel):
 
 
 @dataclass
-class Clock:
+class PhaseTimes:
     """Times (time.monotonic) at which the demo's phases ended."""
 
     started: float
@@ -93,7 +93,7 @@ class RunOutput:
         """The trajectories that have a trace."""
         return [trajectory for trajectory in self.trajectories if trajectory.trace_id]
 
-    def summary(self, info: RunInfo, clock: Clock, mlflow_uri: str, complete_traces: int | None) -> Summary:
+    def summary(self, info: RunInfo, clock: PhaseTimes, mlflow_uri: str, complete_traces: int | None) -> Summary:
         """Counts, accuracies and seconds."""
         accuracies = [value for row in self.rows for key, value in row.data.items() if plot.is_accuracy(key)]
         return Summary(
@@ -212,7 +212,7 @@ def _name(seed: int) -> str:
     return f"seed{seed}"
 
 
-def summarise(deployment: Deployment, info: RunInfo, clock: Clock) -> tuple[Summary, list[str]]:
+def summarise(deployment: Deployment, info: RunInfo, clock: PhaseTimes) -> tuple[Summary, list[str]]:
     """The summary of the run, and notes on what could not be read from here.
 
     Checks every trace in MLflow. Writes `summary.json`, and `reward.png` if matplotlib is installed. Raises UserError

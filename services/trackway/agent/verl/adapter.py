@@ -31,7 +31,7 @@ _NAMES = {"max_new_tokens": "max_tokens"}
 
 
 @dataclass(frozen=True)
-class Generation:
+class RecordedGeneration:
     """One call of `server_manager.generate`."""
 
     token_ids: list[int]
@@ -68,7 +68,7 @@ class VerlAgentLoop(AgentLoop):
         full = len(episode.response_ids) >= episode.limits.max_response_length
         return StopReason.MAX_RESPONSE if full else StopReason.ANSWERED
 
-    async def _take(self, output: AgentLoopOutput, generations: Sequence[Generation], episode: Episode) -> None:
+    async def _take(self, output: AgentLoopOutput, generations: Sequence[RecordedGeneration], episode: Episode) -> None:
         ids, mask = output.response_ids, output.response_mask
         limit = episode.limits.max_response_length
         if len(ids) != len(mask) or len(ids) > limit:
@@ -90,7 +90,7 @@ class VerlAgentLoop(AgentLoop):
         if output.reward_score is not None:
             episode.set_reward(output.reward_score)
 
-    async def _add_turn(self, generation: Generation, start: int, episode: Episode) -> None:
+    async def _add_turn(self, generation: RecordedGeneration, start: int, episode: Episode) -> None:
         end = min(start + len(generation.token_ids), len(episode.response_ids))
         episode.response_logprobs[start:end] = generation.logprobs[: end - start]
         episode.weight_versions += [
@@ -118,7 +118,7 @@ class Model:
     """
 
     def __init__(self, loop: AgentLoop, episode: Episode, turns: ExitStack) -> None:
-        self.generations: list[Generation] = []
+        self.generations: list[RecordedGeneration] = []
         self._loop = loop
         self._episode = episode
         self._turns = turns
@@ -155,7 +155,7 @@ class Model:
         seconds = time.perf_counter() - started
         self._shown = part.context
         self.generations.append(
-            Generation(part.response_ids, part.response_logprobs, part.weight_versions, finish_reason, seconds)
+            RecordedGeneration(part.response_ids, part.response_logprobs, part.weight_versions, finish_reason, seconds)
         )
         version = part.weight_versions[-1].version if part.weight_versions else None
         return TokenOutput(
@@ -199,12 +199,14 @@ def adapted(loop_class: Callable[..., Any], arguments: Mapping[str, Any] | None 
     return type(loop_class.__name__, (VerlAgentLoop,), attributes)
 
 
-def _placed(generations: Sequence[Generation], ids: Sequence[int], mask: Sequence[int]) -> list[tuple[Generation, int]]:
+def _placed(
+    generations: Sequence[RecordedGeneration], ids: Sequence[int], mask: Sequence[int]
+) -> list[tuple[RecordedGeneration, int]]:
     """The generations in the response, each with its first position; those that the loop discarded are left out.
 
     TrackwayError when a token with mask 1 is of none of them.
     """
-    placed: list[tuple[Generation, int]] = []
+    placed: list[tuple[RecordedGeneration, int]] = []
     position = 0
     for generation in generations:
         start = next((place for place in range(position, len(ids)) if mask[place]), len(ids))

@@ -21,7 +21,7 @@ BOUND_KEYS = ("algorithm.rollout_correction.rollout_is_threshold", "algorithm.ro
 """Keys whose value may be `lo_hi`."""
 
 
-class Bounds(NamedTuple):
+class RatioBounds(NamedTuple):
     """Bounds of a ratio or a divergence; without `low` there is only the upper one."""
 
     low: float | None
@@ -95,7 +95,7 @@ class RolloutCorrectionConfig(Section):
         return self
 
     @property
-    def is_bounds(self) -> Bounds:
+    def is_bounds(self) -> RatioBounds:
         """Bounds of the importance weights; a lower one means IcePop."""
         return _bounds("rollout_is_threshold", str(self.rollout_is_threshold))
 
@@ -129,7 +129,7 @@ class RolloutCorrectionConfig(Section):
 def describe(correction: RolloutCorrectionConfig) -> str:
     """The correction in words."""
     parts: list[str] = []
-    low, high = correction.is_bounds if correction.weight_level else Bounds(None, 0.0)
+    low, high = correction.is_bounds if correction.weight_level else RatioBounds(None, 0.0)
     if correction.weight_level is not None:
         bounds = f"at most {high:g}" if low is None else f"zero outside {low:g} to {high:g}"
         parts.append(f"{correction.weight_level} importance weights, {bounds}")
@@ -144,7 +144,7 @@ def _parts(value: float | str | None) -> list[str]:
     return [part.strip() for part in ("" if value is None else str(value)).split(",") if part.strip()]
 
 
-def _bounds(key: str, text: str) -> Bounds:
+def _bounds(key: str, text: str) -> RatioBounds:
     """The bounds that `hi` or `lo_hi` names. Raises ValueError."""
     low, separator, high = text.strip().partition("_")
     try:
@@ -155,7 +155,7 @@ def _bounds(key: str, text: str) -> Bounds:
         raise ValueError(f"{key}: expected a positive number, or two as 'lo_hi', got {text!r}")
     if numbers[0] > numbers[-1]:
         raise ValueError(f"{key}: expected lo <= hi in 'lo_hi', got {text!r}")
-    return Bounds(numbers[0] if len(numbers) == 2 else None, numbers[-1])
+    return RatioBounds(numbers[0] if len(numbers) == 2 else None, numbers[-1])
 
 
 def _rejection(name: str, text: str) -> Rejection:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trackway.trainer.config.rollout_correction import Bounds, Rejection, RolloutCorrectionConfig
+from trackway.trainer.config.rollout_correction import RatioBounds, Rejection, RolloutCorrectionConfig
 from trackway.trainer.learner.algorithm import LOG_RATIO_BOUND
 from trackway.trainer.metrics.rollout import Metrics
 
@@ -58,7 +58,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() * mask
 
 
-def bounded(weights: Tensor, bounds: Bounds) -> Tensor:
+def bounded(weights: Tensor, bounds: RatioBounds) -> Tensor:
     """Weights truncated to `high`, or zero outside [low, high] (IcePop); the shape of `weights`.
 
     Truncation: https://fengyao.notion.site/off-policy-rl.

@@ -13,7 +13,7 @@ from trackway.tracing import Tracing, TracingSettings, rollout_trace_attr
 from trackway.tracing.active import activated
 from trackway.tracing.export.batch import Batch, encoded
 from trackway.tracing.export.mlflow import MlflowEndpoint, experiment_by_name
-from trackway.tracing.export.otlp_http import Verdict
+from trackway.tracing.export.otlp_http import SendOutcome
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def test_many_workers_that_name_a_new_experiment_at_once_make_one(mlflow_server:
         answers = list(threads.map(MlflowEndpoint.post, workers, [batch(name) for _ in workers]))
     for worker in workers:
         worker.close()
-    assert [answer.verdict for answer in answers] == [Verdict.TAKEN] * 16, answers
+    assert [answer.verdict for answer in answers] == [SendOutcome.TAKEN] * 16, answers
     found = MlflowClient(mlflow_server).search_experiments(filter_string=f"name = '{name}'")
     assert len(found) == 1
 
@@ -53,7 +53,7 @@ def test_a_collector_before_mlflow_is_told_the_id_of_an_experiment_that_was_name
     with running_sink() as collector:
         changes = {"mlflow_uri": mlflow_server, "otlp_endpoint": collector.url, "collected": ["mlflow"]}
         endpoint = MlflowEndpoint(TracingSettings.model_validate(changes))
-        assert endpoint.post(batch(name)).verdict is Verdict.TAKEN
+        assert endpoint.post(batch(name)).verdict is SendOutcome.TAKEN
         endpoint.close()
     [request] = collector.arrived
     experiment = MlflowClient(mlflow_server).get_experiment_by_name(name)
@@ -63,10 +63,10 @@ def test_a_collector_before_mlflow_is_told_the_id_of_an_experiment_that_was_name
 def test_an_experiment_that_is_gone_is_looked_up_again(endpoint: MlflowEndpoint) -> None:
     """As when somebody deleted the database and a new server stands at the old address."""
     name = f"gone-{uuid.uuid4().hex}"
-    assert endpoint.post(batch(name)).verdict is Verdict.TAKEN
+    assert endpoint.post(batch(name)).verdict is SendOutcome.TAKEN
     endpoint._experiments = dict.fromkeys(endpoint._experiments, "987654321")
     answer = endpoint.post(batch(name))
-    assert answer.verdict is Verdict.TAKEN, answer
+    assert answer.verdict is SendOutcome.TAKEN, answer
 
 
 def test_spans_for_a_deleted_experiment_wait_until_it_is_restored(endpoint: MlflowEndpoint, mlflow_server: str) -> None:
@@ -75,6 +75,6 @@ def test_spans_for_a_deleted_experiment_wait_until_it_is_restored(endpoint: Mlfl
     experiment = client.create_experiment(name)
     client.delete_experiment(experiment)
     answer = endpoint.post(batch(name))
-    assert (answer.verdict, "DeletedExperiment" in answer.reason) == (Verdict.LATER, True)
+    assert (answer.verdict, "DeletedExperiment" in answer.reason) == (SendOutcome.LATER, True)
     client.restore_experiment(experiment)
-    assert endpoint.post(batch(name)).verdict is Verdict.TAKEN
+    assert endpoint.post(batch(name)).verdict is SendOutcome.TAKEN

@@ -15,7 +15,7 @@ from trackway.wire.rollout import SamplingParams
 _BLOCK = 64
 
 
-class Sampled(NamedTuple):
+class SampledTokens(NamedTuple):
     """One token and its logprob per row."""
 
     token_ids: list[int]
@@ -33,7 +33,7 @@ def uniforms(seed: int | None) -> Iterator[float]:
         yield from torch.rand(_BLOCK, generator=generator).tolist()
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> Sampled:
+def sample(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[float]) -> SampledTokens:
     """Sample one token per row of `logits` [rows, vocab] (float32) with the row's uniform number.
 
     Temperature 0 takes the most likely token, with its logprob at temperature 1 and without top_k or top_p.
@@ -43,7 +43,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], uniform: Sequence[f
     tokens = _invert(logprobs, uniform)
     if any(greedy):
         tokens = logits.argmax(-1).where(_column(greedy, logits)[:, 0], tokens)
-    return Sampled(tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist())
+    return SampledTokens(tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist())
 
 
 def _scaled(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
