@@ -10,6 +10,7 @@ from pydantic import BaseModel, JsonValue
 
 from tests.time_limits import ENDS_SOON
 from trackway.clients import CallPolicy, Deadline, ServiceClient
+from trackway.system.waits import Waits, noted_in
 from trackway.tracing import Tracing, TracingSettings, collect_trace_stats, trajectory_span
 from trackway.tracing.active import activated
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -260,6 +261,33 @@ async def test_a_retry_is_an_incident_that_says_why_on_the_span_that_waited(
     [event] = exporter.get_finished_spans()[0].events
     assert (event.name, root.trace_stats.incidents) == (incident.value, {incident})
     assert event.attributes == {"url": "http://s/x/y", "attempt": 1, "reason": reason}
+
+
+@pytest.mark.parametrize(
+    ("failure", "problem"),
+    [
+        (error_answer(ErrorCode.WEIGHTS_BEHIND), "weights_behind: why"),  # no replica has loaded the version
+        (error_answer(ErrorCode.OVERLOADED, retry_after_s=0.001), "overloaded: why"),  # its queue is full
+        (error_answer(ErrorCode.PAUSED), "paused: why"),
+        (httpx.ConnectError("refused"), "ConnectError: refused"),  # a dead service
+        (httpx.Response(503, text="no replica"), "HTTP 503: no replica"),  # a dead replica behind Serve
+    ],
+)
+async def test_the_wait_of_a_call_says_why_it_is_asked_again(failure: httpx.Response | Exception, problem: str) -> None:
+    waits, seen = Waits(), list[str]()
+    answers = [failure, OK]
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(waits.current()[0].progress)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with waits("rollout 1/7/0", "the rollout service, turn 0") as waiting, noted_in([waiting]):
+        await client_of(handler).call("POST", "/generate", reply=Answer)
+
+    assert seen == ["", f"asked again after: {problem}"]
 
 
 async def test_each_further_try_is_an_event_and_the_last_failure_is_the_error() -> None:
