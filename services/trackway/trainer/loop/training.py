@@ -190,8 +190,10 @@ class Training:
         self.scheduler.used(batch.counts)
         epoch = self.progress.position.epoch
         _, after = self.prompts.take(self.progress.position)
-        changes = {"step": self.step + 1, "position": after, "metrics": {}, "unvalidated": {}}
-        self.progress = self.progress.model_copy(update=changes)
+        before = self.progress
+        self.progress = Progress(
+            step=self.step + 1, position=after, versions=versions, validation=before.validation, rows=before.rows
+        )
         self.traces.own.note(weights_before=version, **shown_metrics(metrics))
         self.traces.own.note(**batch.counts)
         metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
