@@ -44,6 +44,7 @@ class ErrorCode(StrEnum):
     PAUSED = "paused"
     TOOL_FAILED = "tool_failed"
     TOOL_TIMEOUT = "tool_timeout"
+    AGENT_FAILED = "agent_failed"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     ENGINE_FAILED = "engine_failed"
     WEIGHTS_CORRUPT = "weights_corrupt"
@@ -121,6 +122,7 @@ ERRORS: dict[ErrorCode, ErrorSpec] = {
         "The tool, or its remote server, took longer than its limit, such as `call_timeout_s`.",
         ModelSees.YES,
     ),
+    ErrorCode.AGENT_FAILED: ErrorSpec(500, False, "The program or function of an external agent failed."),
     ErrorCode.DEADLINE_EXCEEDED: ErrorSpec(
         504, False, "The caller's deadline, or the time limit of a score or a trajectory, has passed."
     ),

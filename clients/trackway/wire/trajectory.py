@@ -155,6 +155,8 @@ class Trajectory(WireReply):
     tool_rewards: list[float] = Field(default_factory=list[float])
     num_turns: int = 0
     """verl's count: user turns + assistant turns + 1 (a plain answer is 2, one tool round is 4)."""
+    log: str = ""
+    """The end of an external agent's output."""
     stop_reason: StopReason
     timings: Timings = Field(default_factory=Timings)
     trace_id: str | None = None

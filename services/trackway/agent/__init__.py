@@ -7,6 +7,7 @@ from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import AgentLoop, register
 from trackway.agent.parser import ToolParser, register_parser
+from trackway.agent.sessions.external import ExternalAgent
 from trackway.agent.single_turn import SingleTurnAgent
 from trackway.agent.tool_agent import ToolAgent
 from trackway.agent.toolbox import Toolbox
@@ -15,6 +16,7 @@ __all__ = [
     "AgentContext",
     "AgentLoop",
     "Episode",
+    "ExternalAgent",
     "SingleTurnAgent",
     "ToolAgent",
     "ToolParser",

@@ -54,6 +54,8 @@ class Episode:
     """A score that the loop sets itself is kept; otherwise the reward service is asked."""
     first_turn: int = 0
     """Number of the first turn, of which seeds and request ids depend."""
+    log: str = ""
+    """The end of an external agent's output."""
     stop_reason: StopReason = StopReason.ERROR
     error: ErrorBody | None = None
     timings: Timings = field(default_factory=Timings)
@@ -196,6 +198,7 @@ class Episode:
             reward=self.reward,
             tool_rewards=self.tool_rewards,
             num_turns=self.num_turns,
+            log=self.log,
             stop_reason=self.stop_reason,
             timings=self.timings,
             error=self.error,

@@ -1,14 +1,46 @@
 """Settings of the agent service: tokenizer, agent loops, concurrency, clients of the other services."""
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from trackway.clients import CallPolicy
 from trackway.serving.own_code import OwnCodeSettings
+from trackway.wire.sessions.session import SessionBounds
 
 _OUTAGE_S = 120.0
 """Retries outlast a restart of Ray Serve's proxy or of a service, which takes up to a minute."""
+
+
+class ExternalSettings(BaseModel):
+    """The program or function that `agent_name: external` runs for each rollout."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    command: list[str] = Field(default_factory=list)
+    """Program and arguments; it calls the model at OPENAI_BASE_URL with OPENAI_API_KEY and reads the row from its
+    standard input."""
+    function: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    """Instead of a command: `module:name` of a function of the session's access and the row; it may return a score."""
+    folder: Path | None = None
+    """Working folder of the program."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further variables of the program."""
+    bounds: SessionBounds = Field(default_factory=SessionBounds)
+    """Bounds of each rollout's session."""
+    max_running: int = Field(default=64, ge=1)
+    """Programs or functions at once on this replica; other rollouts wait."""
+    max_memory_bytes: int | None = Field(default=None, ge=1024)
+    """Address space of the program, and of each process that it starts."""
+    max_output_bytes: int = Field(default=65_536, ge=1)
+    """Bytes of its output that the trajectory keeps, from the end."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if bool(self.command) == (self.function is not None):
+            raise ValueError("external: expected either command or function")
+        return self
 
 
 class AgentSettings(OwnCodeSettings):
@@ -32,6 +64,8 @@ class AgentSettings(OwnCodeSettings):
     """Sessions of this replica at once, ended ones that were not deleted included; one more is answered 429."""
     session_keep_s: float = Field(default=600.0, ge=0)
     """Seconds for which an ended session and its trajectory can still be read."""
+    external: ExternalSettings | None = None
+    """The agent of `agent_name: external`, which calls the model through a session."""
     rollout_policy: CallPolicy = CallPolicy(
         read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
     )

@@ -1,5 +1,6 @@
 """The sessions of one agent replica, by their ids; an id names its replica."""
 
+import asyncio
 import re
 import time
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Sessions:
         self._base_url = settings.url("agent")
         self._max, self._keep_s = settings.max_sessions, settings.session_keep_s
         self._entries: dict[str, _Entry] = {}
+        self.programs = asyncio.Semaphore(settings.external.max_running if settings.external is not None else 1)
+        """Slots of the agents that this replica runs itself."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries

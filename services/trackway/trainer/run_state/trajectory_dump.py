@@ -38,6 +38,7 @@ _SCHEMA = pa.schema(
         ("data_source", pa.string()),
         ("stop_reason", pa.string()),
         ("num_turns", pa.int64()),
+        ("log", pa.string()),
         ("trace_id", pa.string()),
         ("span_id", pa.string()),
         ("trace_bytes", pa.int64()),

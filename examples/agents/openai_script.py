@@ -1,0 +1,36 @@
+r"""An agent that only knows OpenAI's SDK: answers a question with a calculator.
+
+    export TRACKWAY_EXTERNAL__COMMAND='["python", "examples/agents/openai_script.py"]' && trackway up
+    trackway train --config-name tiny_demo actor_rollout_ref.rollout.multi_turn.enable=false \
+        actor_rollout_ref.rollout.agent.default_agent_loop=external
+"""
+
+import json
+import sys
+from typing import Any
+
+from openai import OpenAI
+
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "calculator", "parameters": PARAMETERS}}]
+
+
+def calculate(expression: str) -> str:
+    if "**" in expression or set(expression) - set("0123456789+-*/(). "):
+        return "expected numbers and + - * / ( )"
+    try:
+        return str(eval(expression))
+    except (SyntaxError, ArithmeticError, TypeError) as error:
+        return str(error)
+
+
+client, messages = OpenAI(), json.load(sys.stdin)["prompt"]  # OPENAI_BASE_URL and OPENAI_API_KEY are the session's
+for _ in range(4):
+    message = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
+    messages.append(message.model_dump(exclude_none=True))
+    if not message.tool_calls:
+        break
+    for call in message.tool_calls:
+        assert call.type == "function"
+        result = calculate(json.loads(call.function.arguments).get("expression", ""))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

@@ -1,0 +1,172 @@
+"""Agents of the user's own, started for each rollout: what they are given, how they are bounded, what is trained."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from tests.services.agent.agent_services import AgentServices, group, open_services, until
+from tests.services.agent.scripted_model import END
+from tests.services.agent.sessions.test_session import ANSWER, COUNT
+from tests.services.trainer.learner_settings import learner_config
+from trackway.agent.settings import AgentSettings, ExternalSettings
+from trackway.clients import shared_http
+from trackway.system.ports import free_port
+from trackway.trainer.learner.filtering import filter_trajectories
+from trackway.trainer.learner.learner import Learner
+from trackway.wire.errors import ErrorCode
+from trackway.wire.sessions.session import SessionBounds
+from trackway.wire.trajectory import StopReason
+
+pytestmark = pytest.mark.anyio
+
+SCRIPT = Path(__file__).parents[4] / "examples" / "agents" / "openai_script.py"
+
+Serve = Callable[[ExternalSettings | None], AbstractAsyncContextManager[AgentServices]]
+
+
+@pytest.fixture
+def serving(settings: AgentSettings, tokenizer: PreTrainedTokenizerFast) -> Serve:
+    """Starts the services with an external agent, which reaches them at a port."""
+
+    @asynccontextmanager
+    async def serve(external: ExternalSettings | None) -> AsyncIterator[AgentServices]:
+        port = free_port()
+        own = settings.model_copy(update={"agent_url": f"http://127.0.0.1:{port}", "external": external})
+        async with open_services(own, tokenizer) as services:
+            server = uvicorn.Server(uvicorn.Config(services.agent, port=port, log_level="warning", lifespan="off"))
+            running = asyncio.create_task(server.serve())
+            await until(lambda: server.started)
+            try:
+                yield services
+            finally:
+                server.should_exit = True
+                await running
+                await shared_http().aclose()
+
+    return serve
+
+
+def python(code: str, **settings: object) -> ExternalSettings:
+    """An agent that runs this Python code."""
+    return ExternalSettings.model_validate({"command": [sys.executable, "-c", code], **settings})
+
+
+async def test_the_example_script_becomes_the_row_of_the_tool_agent(serving: Serve) -> None:
+    async with serving(ExternalSettings(command=[sys.executable, str(SCRIPT)])) as services:
+        trajectory = await services.say(COUNT, ANSWER, agent_name="external")
+
+        encode = services.model.encode
+        observation = encode("\n<|im_start|>tool\n18<|im_end|>\n<|im_start|>assistant\n")
+        assert (trajectory.error, trajectory.log, trajectory.further_rows) == (None, "", [])
+        assert trajectory.response_ids == encode(COUNT) + observation + encode(ANSWER)
+        assert sum(trajectory.response_mask) == len(encode(COUNT)) + len(encode(ANSWER))
+        assert trajectory.agent_name == "external" and trajectory.reward is not None
+        assert (trajectory.stop_reason, trajectory.num_turns, trajectory.reward.score) == (StopReason.ANSWERED, 4, 1.0)
+
+
+async def test_the_learner_trains_on_the_rollouts_of_the_example_script(
+    serving: Serve, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    async with serving(ExternalSettings(command=[sys.executable, str(SCRIPT)])) as services:
+        services.model.scripts = {0: [COUNT, ANSWER], 1: [COUNT, "#### 17" + END]}
+        trajectories = await services.run(group("external", n=2))
+        sampled = len(services.model.encode(COUNT)) + len(services.model.encode(ANSWER))
+
+    result = Learner(learner_config(tmp_path)).update(filter_trajectories(trajectories, 3, None).used)
+
+    assert result.advantages == pytest.approx([0.7071, -0.7071], abs=1e-4)
+    assert result.metrics["training/trained_tokens"] == 2 * sampled
+
+
+async def test_a_program_gets_the_row_and_none_of_the_services_secrets(
+    serving: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret-of-the-service")
+    code = "import json, os, sys; print(json.load(sys.stdin)['prompt'][0]['content'], os.environ)"
+    async with serving(python(code, environment={"MODE": "fast"})) as services:
+        trajectory = await services.say(agent_name="external", trace=True)
+
+    log = trajectory.log
+    assert log.startswith("9+9? ") and "'MODE': 'fast'" in log and "secret-of-the-service" not in log
+    assert f"00-{trajectory.trace_id}-{trajectory.span_id}" in log
+    assert "'OPENAI_AGENTS_DISABLE_TRACING': '1'" in log
+    assert "/sessions/s-" in log and "'ANTHROPIC_API_KEY': 'sk-s-" in log
+
+
+async def test_a_program_that_fails_leaves_its_trajectory_out_and_says_why(serving: Serve) -> None:
+    async with serving(python("import sys; sys.exit('no such model')")) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert "got 1; it said last: no such model" in trajectory.error.message
+
+
+async def test_a_program_is_ended_with_all_its_processes_at_the_time_limit(serving: Serve, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    code = (
+        "import os, subprocess, sys, time;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}'); time.sleep(60)"
+    )
+    async with serving(python(code)) as services:
+        trajectory = await services.say(agent_name="external", limits__timeout_s=3.0)
+        numbers = pids.read_text().split()
+        await until(lambda: not any(_runs(int(number)) for number in numbers))
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.DEADLINE_EXCEEDED
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+async def test_output_is_kept_from_its_end_and_memory_is_bounded(serving: Serve) -> None:
+    code = "print('x' * 100000 + 'end')\ntry:\n    bytearray(1 << 31)\nexcept MemoryError:\n    print('no memory')"
+    async with serving(python(code, max_output_bytes=20, max_memory_bytes=1 << 30)) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.log == ("x" * 1000 + "end\nno memory\n")[-20:]
+
+
+async def test_a_bound_of_the_session_names_the_end_though_the_program_fails_of_it(serving: Serve) -> None:
+    bounds = SessionBounds(max_calls=1)
+    async with serving(ExternalSettings(command=[sys.executable, str(SCRIPT)], bounds=bounds)) as services:
+        trajectory = await services.say(COUNT, ANSWER, agent_name="external")
+
+    assert (trajectory.error, trajectory.stop_reason) == (None, StopReason.MAX_TURNS)
+    assert len(trajectory.turns) == 1 and "at most 1 calls" in trajectory.log
+
+
+async def test_without_the_setting_no_request_starts_a_program(serving: Serve) -> None:
+    async with serving(None) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.INVALID_REQUEST
+    assert "external.command" in trajectory.error.message
+
+
+async def test_a_function_runs_in_the_process_and_may_score(serving: Serve) -> None:
+    async with serving(ExternalSettings(function="tests.services.agent.sessions.own_function:answer")) as services:
+        trajectory = await services.say("I do not know" + END, agent_name="external")
+
+    assert trajectory.error is None and trajectory.reward is not None and trajectory.reward.score == 0.5
+    assert len(trajectory.turns) == 1
