@@ -125,10 +125,10 @@ def test_rollouts_are_generated_while_the_learner_updates(deployment: Deployment
 
 
 def all_steps(found: list[Trace]) -> dict[str, Trace] | None:
-    """Trajectories by id and the trainer's steps by name, once all are there."""
+    """Trajectories by id and the trainer's steps by name, once all are there, with the validation beside them."""
     named = {trace.info.tags["mlflow.traceName"]: trace for trace in found}
     steps = {name: trace for name, trace in named.items() if name.startswith("train step")}
-    is_whole = len(steps) == STEPS and len(found) == STEPS + ROLLOUTS
+    is_whole = len(steps) == STEPS and f"validation {STEPS}" in named and len(found) == STEPS + 1 + ROLLOUTS
     return {trace.info.trace_id: trace for trace in found} | steps if is_whole else None
 
 
