@@ -79,7 +79,7 @@ class PolicyLossConfig(Section):
     loss_mode: str = "vanilla"
     """vanilla (PPO's clipped loss with dual clip), dppo_tv, dppo_kl, gspo, sapo, cispo, gpg, dro, clip_cov, kl_cov,
     geo_mean, bypass_mode (what `algorithm.rollout_correction.bypass_mode` sets), or an own function as
-    `module:function`. gspo and sapo aggregate as seq-mean-token-mean and geo_mean over sequences, whatever
+    `module:function`. sapo aggregates as seq-mean-token-mean and geo_mean over sequences, whatever
     `loss_agg_mode` is. The clip ranges of dppo_tv and dppo_kl are differences of probability, and KL."""
     clip_cov_ratio: float = Field(default=0.0002, gt=0, le=1)
     """Share of tokens that `clip_cov` leaves out, at least one."""

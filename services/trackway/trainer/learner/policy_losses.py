@@ -71,7 +71,7 @@ def vanilla(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
 
 
 def gspo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
-    """Group sequence policy optimization (arXiv:2507.18071), as seq-mean-token-mean.
+    """Group sequence policy optimization (arXiv:2507.18071), in the paper with seq-mean-token-mean.
 
     The ratio is s = exp(mean log r) of the sequence, with the gradient of each token's own logprob; it is clipped as in
     PPO, usually at a few 1e-4.
@@ -82,7 +82,7 @@ def gspo(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     log_s = inputs.logp - inputs.logp.detach() + inputs.over_tokens(log_ratio).detach()
     ratio = log_s.clamp(max=SEQUENCE_LOG_RATIO_BOUND).exp()
     plain, clipped = gain * ratio, gain * ratio.clamp(1 - low, 1 + high)
-    loss = inputs.total(torch.maximum(plain, clipped), "seq-mean-token-mean")
+    loss = inputs.total(torch.maximum(plain, clipped))
     return loss, {
         "pg_clipfrac": inputs.token_mean((clipped > plain).to(gain.dtype)),
         "ppo_kl": inputs.token_mean(-log_ratio),

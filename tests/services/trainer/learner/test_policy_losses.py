@@ -134,7 +134,7 @@ BY_TOKEN = {
     **{"gspo": gspo, "sapo": sapo, "cispo": cispo, "gpg": gpg, "dro": dro},
     **{"dppo_tv": dppo_tv, "dppo_kl": dppo_kl},
 }
-PER_SEQUENCE = ("gspo", "sapo")
+PER_SEQUENCE = ("sapo",)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
