@@ -6,6 +6,7 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
+from pydantic import BaseModel, JsonValue
 
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
@@ -13,14 +14,24 @@ from trackway.agent.sessions.loop import OpenSession, opened
 from trackway.agent.sessions.passing_on import PassedOnRoute, session_of_request
 from trackway.agent.sessions.session import Session
 from trackway.agent.sessions.store import Sessions
+from trackway.model_api.anthropic import message_input
+from trackway.model_api.anthropic.errors import AnthropicRoute
+from trackway.model_api.anthropic.messages import MessagesResponseBuilder
+from trackway.model_api.openai import response_input
 from trackway.model_api.openai.chat import ChatResponseBuilder
 from trackway.model_api.openai.errors import OpenAIRoute
+from trackway.model_api.openai.responses import ResponsesBuilder
+from trackway.model_api.tokenizer import Tokenizer
 from trackway.serving import ServiceRouter
 from trackway.serving.auth import RawHeaders, presented_key
 from trackway.serving.tokens import Caller
+from trackway.wire.anthropic.replies import CountTokensReply, MessagesReply
+from trackway.wire.anthropic.requests import CountTokensRequest, MessagesRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.replies import ChatCompletion
 from trackway.wire.openai.requests import ChatRequest
+from trackway.wire.openai.response_replies import ResponsesReply
+from trackway.wire.openai.response_requests import ResponsesRequest
 from trackway.wire.rollout import ModelCard, ModelList
 from trackway.wire.sessions.session import SessionAccess, SessionRequest, SessionReward, SessionState
 from trackway.wire.trajectory import Reward, Trajectory
@@ -34,6 +45,10 @@ _OPEN_S = 30.0
 
 class OpenAISessionRoute(OpenAIRoute, PassedOnRoute):
     """A route of a session whose errors have OpenAI's format."""
+
+
+class AnthropicSessionRoute(AnthropicRoute, PassedOnRoute):
+    """A route of a session whose errors have Anthropic's format."""
 
 
 class RunningSessions:
@@ -108,7 +123,7 @@ def session_routes(services: AgentContext, groups: Groups) -> list[APIRouter]:
     return [
         _opening(running),
         _session(sessions, running),
-        *(_model(at) for at in ("/sessions/{session_id}", "")),
+        *(router(at) for at in ("/sessions/{session_id}", "") for router in (_openai, _anthropic)),
     ]
 
 
@@ -150,8 +165,8 @@ def _session(sessions: Sessions, running: RunningSessions) -> APIRouter:
     return router
 
 
-def _model(at: str) -> APIRouter:
-    """The model of a session."""
+def _openai(at: str) -> APIRouter:
+    """The model of a session, for OpenAI's clients."""
     router = APIRouter(prefix=at, tags=["model of a session"], route_class=OpenAISessionRoute)
 
     @router.get("/v1/models")
@@ -164,10 +179,47 @@ def _model(at: str) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
     async def chat(body: Annotated[ChatRequest, Body()], session: Called, request: Request) -> Response:
         """The next message of a conversation, with the run's sampling."""
-        said = body.model_dump(mode="json", exclude={"stream", "stream_options"})
-        return await session.answer(request, body, ChatResponseBuilder, ["chat", said], stream=body.stream)
+        return await session.answer(request, body, ChatResponseBuilder, ["chat", _said(body)], stream=body.stream)
+
+    @router.post("/v1/responses", response_model=None, responses=_either(ResponsesReply))
+    async def responses(body: Annotated[ResponsesRequest, Body()], session: Called, request: Request) -> Response:
+        """The next response of a conversation: the whole input, or what is new after `previous_response_id`."""
+        earlier = session.earlier(body.previous_response_id, keep_system=body.instructions is None)
+        chat = response_input.chat_of(body, earlier)
+
+        def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
+            return ResponsesBuilder(body, forced, prompt)
+
+        return await session.answer(request, chat, build, ["responses", _said(body)], stream=body.stream)
 
     return router
+
+
+def _anthropic(at: str) -> APIRouter:
+    """The model of a session, for Anthropic's clients."""
+    router = APIRouter(prefix=at, tags=["model of a session"], route_class=AnthropicSessionRoute)
+
+    @router.post("/v1/messages", response_model=None, responses=_either(MessagesReply))
+    async def messages(body: Annotated[MessagesRequest, Body()], session: Called, request: Request) -> Response:
+        """The next message of a conversation, with the run's sampling."""
+        chat = message_input.chat_of(body)
+
+        def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> MessagesResponseBuilder:
+            return MessagesResponseBuilder(body, forced, prompt)
+
+        return await session.answer(request, chat, build, ["messages", _said(body)], stream=body.stream)
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: Annotated[CountTokensRequest, Body()], session: Called) -> CountTokensReply:
+        """The number of tokens of a conversation; recorded as an auxiliary call."""
+        return CountTokensReply(input_tokens=await session.count(message_input.chat_of(body)))
+
+    return router
+
+
+def _said(body: BaseModel) -> JsonValue:
+    """What a retry of the call repeats."""
+    return body.model_dump(mode="json", exclude={"stream", "stream_options"})
 
 
 def _either(whole: Any) -> dict[int | str, dict[str, Any]]:

@@ -100,6 +100,8 @@ class Session:
         self._root = trace.get_current_span().get_span_context()
         self._answers: dict[str, asyncio.Future[Recorded | None]] = {}
         """By the body of the call: its record, or None when its client left before the end."""
+        self._responses: dict[str, list[ChatMessage]] = {}
+        """The messages of each answered response, its own included, by its id."""
         self._turns = itertools.count()
         self._generating: set[asyncio.Task[Any]] = set()
         self._sampled_tokens = 0
@@ -134,9 +136,25 @@ class Session:
             if known and name.lower().endswith(_FOREIGN_IDS):
                 self.attributes[name.lower()] = value[:_MAX_ATTRIBUTE_CHARS]
 
-    def auxiliary(self) -> None:
-        """Record a call that generates nothing, such as a token count."""
+    async def count(self, chat: ChatRequest) -> int:
+        """The tokens of a conversation as a prompt, of at most the session's context length; an auxiliary call."""
+        self._admit()
         self.graph.beside(NodeKind.AUXILIARY, self._number())
+        limits = self.episode.limits
+        longest = limits.max_prompt_length + limits.max_response_length
+        return len(await chat_prompt(self.tokenizer, self._forced(chat), longest))
+
+    def earlier(self, response_id: str | None, *, keep_system: bool) -> list[ChatMessage]:
+        """The messages of `previous_response_id`; raises INVALID_REQUEST for one that this session did not answer."""
+        if response_id is None:
+            return []
+        if response_id not in self._responses:
+            message = (
+                f"previous_response_id: expected a response of this session, got {response_id[:80]!r}; send the input"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message, param="previous_response_id")
+        messages = self._responses[response_id]
+        return [message for message in messages if keep_system or message.role not in ("system", "developer")]
 
     async def answer(
         self, request: Request, chat: ChatRequest, build: Build, body: JsonValue, *, stream: bool
@@ -202,6 +220,7 @@ class Session:
                 self.graph.sampled(context, number, conversation, _sampled(delta, message))
                 for delta, message in zip(deltas, builder.messages, strict=True)
             ]
+            self._responses[builder.id] = [*chat.messages, _echo(builder.messages[0])]
             answer.set_result(Recorded(number, conversation, deltas, nodes))
 
         jobs = jobs_of(builder.id, [prompt], chat, max_tokens, self.tokenizer)
@@ -215,7 +234,10 @@ class Session:
         answer: asyncio.Future[Recorded | None] = asyncio.get_running_loop().create_future()
         answer.set_result(recorded)
 
+        messages = joined_turns(chat.messages)
+
         def renamed() -> None:
+            self._responses[builder.id] = [*messages, _echo(builder.messages[0])]
             for node, message in zip(recorded.nodes, builder.messages, strict=True):
                 self.graph.also(node, recorded.conversation, meaning(_echo(message)))
 
