@@ -83,11 +83,11 @@ def dppo_kl(a: float, logs: list[float], logp: list[float]) -> list[Token]:
         new, old = math.exp(p), math.exp(p - d)
         kl = old * math.log(old / new) + (1 - old) * math.log((1 - old + 1e-8) / (1 - new + 1e-8))
         moves_as_wished = new > old if a > 0 else new < old
-        tokens.append(truncated(a, d, p, trusted=not (moves_as_wished and kl > (HIGH if a > 0 else LOW) / 20)))
+        tokens.append(truncated(a, d, p, trusted=not (moves_as_wished and kl > (HIGH / 60 if a > 0 else LOW / 20))))
     return tokens
 
 
-RANGE = {"dppo_tv": (LOW / 4, HIGH / 4), "dppo_kl": (LOW / 20, HIGH / 20)}
+RANGE = {"dppo_tv": (LOW / 4, HIGH / 4), "dppo_kl": (LOW / 20, HIGH / 60)}
 """Clip ranges of losses whose unit is not the ratio; each leaves some tokens out."""
 
 
