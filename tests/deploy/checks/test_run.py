@@ -116,7 +116,7 @@ WRONG: list[tuple[list[str], Changes, str]] = [
     (
         [],
         each((4, 17, 30, 47), agent_name="my_agent"),
-        "expected agent_name out of single_turn_agent, tool_agent, got 'my_agent' in 4 of 48 rows",
+        "expected agent_name out of external, single_turn_agent, tool_agent, got 'my_agent' in 4 of 48 rows",
     ),
     (
         [],
@@ -136,7 +136,8 @@ WRONG: list[tuple[list[str], Changes, str]] = [
     (
         [f"{R}.multi_turn.enable=false", f"{LOOP}=mine"],
         each((0, 1), agent_name=None),
-        f"{LOOP}: expected one of single_turn_agent, tool_agent, got 'mine', the loop of 2 rows without agent_name",
+        f"{LOOP}: expected one of external, single_turn_agent, tool_agent, got 'mine', "
+        "the loop of 2 rows without agent_name",
     ),
     (
         [],
@@ -320,7 +321,8 @@ def test_services_that_run_are_asked_what_they_serve_and_the_run_is_not_even_sen
 
     for told in (planned, checked, trained):
         assert told.status == 2
-        assert "expected agent_name out of single_turn_agent, tool_agent, got 'my_agent' in 4 of 48 rows" in told.text
+        expected = "expected agent_name out of external, single_turn_agent, tool_agent, got 'my_agent' in 4 of 48 rows"
+        assert expected in told.text
     assert [*elsewhere.volume.glob("plan*")] == []
     assert command(training, "train", *words({}, f"{R}.trace.backend=null"), "--preflight").status == 0
 
