@@ -28,6 +28,10 @@ for _name in [name for name in os.environ if name == "TRACKWAY_TOKEN" or name.st
     del os.environ[_name]
 
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job, whose children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Without the garbage collector: what tests import is no garbage, and looking for some doubles the time."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.small_runs import small_run
-from tests.e2e.test_training import listen_to_ctrl_c, runs, until
+from tests.e2e.test_training import runs, until
 from tests.weave.weave_process import API_KEY, USER
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
@@ -126,7 +126,7 @@ def test_on_services_that_run_it_uses_them_and_the_same_command_goes_on_after_ct
     command = [sys.executable, "-m", "trackway.main_ppo", "--config-name=tiny_demo", *words]
     command += ["--outputs", str(deployment.outputs)]
 
-    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c)
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     until(lambda: any(listed_run.run == "by-main-ppo" and listed_run.step >= 1 for listed_run in runs(deployment)))
     first.send_signal(signal.SIGINT)
     _, told = first.communicate(timeout=180)

@@ -139,7 +139,7 @@ def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(deployment: Deploy
     words = small_run(deployment.outputs, "interrupted", 15)
     command = [sys.executable, "-m", "trackway.deploy.cli", "train", "--config-name", "tiny_demo"]
     command += ["--outputs", str(deployment.outputs), *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen_to_ctrl_c)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     until(lambda: any(run.run == "interrupted" and run.step >= 1 for run in runs(deployment)))
     process.send_signal(signal.SIGINT)
     _, shown = process.communicate(timeout=180)
@@ -150,11 +150,6 @@ def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(deployment: Deploy
     rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
     assert (stopped.state, info.state) == (RunState.STOPPED, RunState.FINISHED)
     assert 1 <= stopped.step < 15 and [row["step"] for row in rows] == list(range(16))
-
-
-def listen_to_ctrl_c() -> None:
-    """In a background job the shell has Ctrl-C ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_the_command_line_shows_and_calls_the_running_services(deployment: Deployment) -> None:
