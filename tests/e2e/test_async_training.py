@@ -1,6 +1,7 @@
 """The promise: rollouts go on while the learner computes, each trains once and in time, and its trace says when."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Span, Trace
 
 from tests.e2e.small_runs import small_run
-from tests.e2e.test_training import of_the_run, quiet, until, whole
+from tests.e2e.test_training import quiet, until, whole
 from trackway import traces
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import launch
@@ -107,7 +108,8 @@ def test_each_trace_says_which_step_trained_it_where_that_is_a_later_one(
 
 def test_rollouts_are_generated_while_the_learner_updates(deployment: Deployment, overlapped: Run) -> None:
     client = MlflowClient(tracking_uri=deployment.mlflow_uri)
-    by_name = until(lambda: all_steps(of_the_run(client, overlapped.info)))
+    experiment = str(overlapped.info.experiment_id)
+    by_name = until(lambda: all_steps(client.search_traces(locations=[experiment], max_results=100)))
     generated = [
         span
         for trajectory in overlapped.trajectories
@@ -124,7 +126,7 @@ def test_rollouts_are_generated_while_the_learner_updates(deployment: Deployment
     assert len(updates) == STEPS and overlapping
 
 
-def all_steps(found: list[Trace]) -> dict[str, Trace] | None:
+def all_steps(found: Sequence[Trace]) -> dict[str, Trace] | None:
     """Trajectories by id and the trainer's steps by name, once all are there, with the validation beside them."""
     named = {trace.info.tags["mlflow.traceName"]: trace for trace in found}
     steps = {name: trace for name, trace in named.items() if name.startswith("train step")}
