@@ -33,7 +33,7 @@ NAMED = {
 
 @contextlib.contextmanager
 def standing_still(deployment: Deployment, service: str) -> Iterator[str]:
-    """The only replica of the service answers nobody; gives its name."""
+    """Suspend the only replica of the service for the duration of the block; yields its name."""
     [status] = [status for status in service_statuses(deployment) if status.service == service]
     [replica] = status.replicas
     process = psutil.Process(replica.health.pid)

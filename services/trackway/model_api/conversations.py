@@ -8,6 +8,12 @@ from pydantic import ValidationError
 from trackway.serving.error_responses import body_problems
 from trackway.wire.openai.requests import ChatMessage, ChatRequest
 
+SAME_FIELDS = {
+    *("model", "temperature", "top_p", "top_k", "seed", "stream"),
+    *("return_token_ids", "min_weight_version", "chat_template_kwargs"),
+}
+"""Fields that a chat request and those of the other formats have, with the same name and meaning."""
+
 
 def chat_request(fields: Mapping[str, object], messages: Sequence[ChatMessage]) -> ChatRequest:
     """The chat; raises RequestValidationError for what a chat cannot express."""

@@ -105,15 +105,15 @@ async def test_an_answer_is_recorded_before_the_client_can_see_its_end(tokenizer
 
 
 class SlowModel(ScriptedModel):
-    """Says each token once it is told to."""
+    """Streams one token for each item put into `go_on`."""
 
     def __init__(self, says: list[int]) -> None:
         super().__init__(says)
-        self.told: asyncio.Queue[None] = asyncio.Queue()
+        self.go_on: asyncio.Queue[None] = asyncio.Queue()
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[Tokens]:
         async for tokens in super().stream(request):
-            await self.told.get()
+            await self.go_on.get()
             yield tokens
 
 
@@ -141,7 +141,7 @@ async def test_a_stream_that_waits_sends_what_keeps_its_connection_open(
             waits = line in (COMMENT, later) and lines[-1:] == [line]
             lines.append(line)
             if waits:  # the second in a row
-                model.told.put_nowait(None)
+                model.go_on.put_nowait(None)
         return Response("{}", media_type="application/json")
 
     await answered(handle, True)

@@ -11,14 +11,15 @@ import contextlib
 import gc
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from trackway.deploy.serve.lifespan import within_lifespan
 from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bounded_protocol
 from trackway.serving.idempotency import UNBROKEN
@@ -59,7 +60,7 @@ class DirectPort:
         self._requests: set[asyncio.Task[None]] = set()
         self._draining = False
         self._looks = self._seen = 0
-        app.router.lifespan_context = self._around(app.router.lifespan_context)
+        within_lifespan(app, self._served)
 
     @property
     def in_flight(self) -> int:
@@ -71,14 +72,6 @@ class DirectPort:
         seen, looks = self._seen, self._looks
         self._seen = self._looks = 0
         return seen / looks if looks else float(self.in_flight)
-
-    def _around(self, inner: Lifespan) -> Lifespan:
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, object]]:
-            async with inner(app) as state, self._served():
-                yield state or {}
-
-        return lifespan
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:

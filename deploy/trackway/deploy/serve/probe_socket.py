@@ -7,13 +7,13 @@ file. The answer comes from the event loop of the service's requests, so a block
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
-from starlette.types import Lifespan
 
+from trackway.deploy.serve.lifespan import within_lifespan
 from trackway.wire.health import Ready
 
 _ANSWER_S = 10.0
@@ -30,15 +30,7 @@ class ProbeSocket:
         self._folder = Path(folder)
         self._name = name
         self._ready = ready
-        app.router.lifespan_context = self._around(app.router.lifespan_context)
-
-    def _around(self, inner: Lifespan) -> Lifespan:
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[Mapping[str, object]]:
-            async with inner(app) as state, self._served():
-                yield state or {}
-
-        return lifespan
+        within_lifespan(app, self._served)
 
     @asynccontextmanager
     async def _served(self) -> AsyncIterator[None]:

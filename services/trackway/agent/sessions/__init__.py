@@ -3,4 +3,10 @@
 messages    what a message means, however a client wrote it down again
 graph       the recorded ids of every call, and which of them a new call continues
 rows        the graph as training rows: every sampled token trains once
+session     one session: its calls, placed in the graph, generated under its root span
+store       the live sessions of a replica, with their bounds
+passing_on  a call that arrives at another replica
+routes      the HTTP routes
+loop        the agent loop of a session, whose rows become the trajectory
+external    `agent_name: external`: a program or function started for each rollout
 """

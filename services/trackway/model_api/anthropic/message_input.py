@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from trackway.model_api.conversations import chat_request
+from trackway.model_api.conversations import SAME_FIELDS, chat_request
 from trackway.wire.anthropic.requests import (
     ContentBlockParam,
     CountTokensRequest,
@@ -21,24 +21,11 @@ from trackway.wire.anthropic.requests import (
 from trackway.wire.chat import FunctionCall, ToolCall
 from trackway.wire.openai.requests import ChatMessage, ChatRequest
 
-_SAME = {
-    "model",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stream",
-    "return_token_ids",
-    "min_weight_version",
-    "chat_template_kwargs",
-}
-"""Fields of the same name and meaning."""
-
 
 def chat_of(request: CountTokensRequest) -> ChatRequest:
     """The request as a chat; raises RequestValidationError for what a chat cannot express."""
     fields: dict[str, object] = {
-        **request.model_dump(include=_SAME),
+        **request.model_dump(include=SAME_FIELDS),
         "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],
         "tool_choice": _choice(request.tool_choice),
         "reasoning_effort": None if request.output_config is None else request.output_config.effort,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pydantic import JsonValue
 
-from trackway.model_api.conversations import chat_request
+from trackway.model_api.conversations import SAME_FIELDS, chat_request
 from trackway.wire.chat import FunctionCall, ToolCall
 from trackway.wire.openai.requests import ChatMessage, ChatRequest
 from trackway.wire.openai.response_requests import (
@@ -19,20 +19,6 @@ from trackway.wire.openai.response_requests import (
     ResponseToolChoice,
 )
 
-_SAME = {
-    "model",
-    "parallel_tool_calls",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stream",
-    "return_token_ids",
-    "min_weight_version",
-    "chat_template_kwargs",
-}
-"""Fields of the same name and meaning."""
-
 
 def chat_of(request: ResponsesRequest, earlier: Sequence[ChatMessage] = ()) -> ChatRequest:
     """The request as a chat; `earlier` are the messages of `previous_response_id`, for services that keep them.
@@ -41,7 +27,7 @@ def chat_of(request: ResponsesRequest, earlier: Sequence[ChatMessage] = ()) -> C
     """
     choice = request.tool_choice
     fields: dict[str, object] = {
-        **request.model_dump(include=_SAME),
+        **request.model_dump(include=SAME_FIELDS | {"parallel_tool_calls"}),
         "tools": [{"type": "function", "function": _function(tool)} for tool in request.tools],
         "tool_choice": {"type": "function", "function": {"name": choice.name}}
         if isinstance(choice, ResponseToolChoice)

@@ -113,10 +113,10 @@ def test_reinforce_plus_plus_with_a_baseline_is_whitened_over_tokens():
 
 
 def test_whitening_one_token_or_none_divides_by_nothing():
-    one = inputs([4.0], ["a"], [[0, 1]])
+    single_token = inputs([4.0], ["a"], [[0, 1]])
 
-    close(advantages("reinforce_plus_plus_baseline", one), [0])
-    close(advantages("reinforce_plus_plus", one._replace(mask=torch.zeros(1, 2, dtype=torch.bool))), [[0, 0]])
+    close(advantages("reinforce_plus_plus_baseline", single_token), [0])
+    close(advantages("reinforce_plus_plus", single_token._replace(mask=torch.zeros(1, 2, dtype=torch.bool))), [[0, 0]])
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5])
