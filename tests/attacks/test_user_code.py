@@ -14,6 +14,8 @@ from trackway.serving.user_code import UserCodeExit
 from trackway.tools.functions.tool import functions_of_file
 from trackway.tools.loading import load_tools
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 SCORED = {"data_source": "test/exiting", "solution_str": "x", "ground_truth": "y"}
 

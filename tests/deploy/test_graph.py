@@ -53,6 +53,7 @@ def test_ray_serve_parses_the_args_of_an_application_as_its_services_settings(se
         call_user_app_builder_with_args_if_necessary(builder, {"no_such_key": 1})
 
 
+@pytest.mark.slow
 def test_a_builder_needs_the_packages_of_its_own_service_only() -> None:
     without = ["bm25s", "cachetools", "datasets", "docstring_parser", "hydra", "jsonschema_rs", "mcp", "pyarrow"]
     without += ["safetensors", "torch", "transformers"]

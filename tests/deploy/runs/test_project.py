@@ -16,6 +16,8 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.runs.project import configured, project_file
 from trackway.system.user_error import UserError
 
+pytestmark = pytest.mark.slow
+
 TURNS = {"tool_config_path": "tools.yaml", "function_tool_path": "tools.py", "format": "mine"}
 AGENT = {"agent_loop_config_path": "loops.yaml"}
 CONFIG = {

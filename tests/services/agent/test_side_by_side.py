@@ -16,6 +16,8 @@ from trackway.clients import Deadline, ToolsClient
 from trackway.tools.base import ToolInputError
 from trackway.wire.errors import ErrorCode
 
+pytestmark = pytest.mark.slow
+
 ANSWER = "#### 18" + END
 
 

@@ -19,6 +19,8 @@ from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason
 
+pytestmark = pytest.mark.slow
+
 ANSWER = "#### 18" + END
 COUNT = call("counter") + END
 

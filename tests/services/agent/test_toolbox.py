@@ -12,6 +12,8 @@ from tests.time_limits import ENDS_SOON
 from trackway.wire.errors import ErrorCode
 from trackway.wire.trajectory import StopReason
 
+pytestmark = pytest.mark.slow
+
 ANSWER = "#### 18" + END
 COUNT = call("counter") + END
 

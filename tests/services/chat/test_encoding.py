@@ -36,6 +36,7 @@ def test_one_token_more_is_refused() -> None:
     assert refused.value.at_least == 100_001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [10, 10_000, 100_000])
 def test_a_far_longer_text_is_refused_by_its_start(max_tokens: int) -> None:
     encode = Words()

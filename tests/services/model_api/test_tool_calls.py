@@ -88,18 +88,21 @@ def in_pieces(text: str, size: int = 8) -> list[str]:
     return [text[place : place + size] for place in range(0, len(text), size)]
 
 
+@pytest.mark.slow
 def test_a_long_open_call_is_read_in_linear_time() -> None:
     arguments = json.dumps({"text": "abcdefg " * (SIZE // 8)})
     call = f'<tool_call>{{"name": "write", "arguments": {arguments}}}</tool_call>'
     assert pushed(in_pieces(call)) == [FunctionCall(name="write", arguments=arguments)]
 
 
+@pytest.mark.slow
 def test_long_white_space_is_held_in_linear_time() -> None:
     space = " " * SIZE
     assert pushed([*in_pieces(space), ADD]) == [ADDED]
     assert pushed([*in_pieces(space), "end"]) == [space + "end"]
 
 
+@pytest.mark.slow
 def test_many_calls_at_once_are_read_in_linear_time() -> None:
     call = '<tool_call>{"name":"f"}</tool_call>'
     count = SIZE // len(call)

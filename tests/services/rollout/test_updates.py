@@ -20,7 +20,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 from trackway.wire.weights import Canary
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 Surviving = Callable[..., AbstractAsyncContextManager[tuple[ResumableGeneration, WeightWatcher]]]
 Answer = asyncio.Task[tuple[Generation, list[Piece]]]

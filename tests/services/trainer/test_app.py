@@ -11,7 +11,7 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.settings import TrainerSettings
 from trackway.wire.trainer import MetricsRow, RunState
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 TRACE = "actor_rollout_ref.rollout.trace"
 MODEL = "actor_rollout_ref.model.path"

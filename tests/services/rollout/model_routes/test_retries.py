@@ -15,6 +15,8 @@ from tests.services.rollout.model_routes.openai_server import CHAT
 from tests.services.rollout.model_routes.scripted_engine import ScriptedEngine
 from trackway.wire.errors import ErrorCode, TrackwayError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _speaks(engine: ScriptedEngine, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -20,6 +20,8 @@ from trackway.wire.agent import Sample
 from trackway.wire.chat import FunctionCall, FunctionSchema, Message, ToolCall, ToolSchema
 from trackway.wire.errors import TrackwayError
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[[int], Sample]
 Serving = Callable[[FastAPI], AbstractContextManager[str]]
 

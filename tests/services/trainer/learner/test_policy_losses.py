@@ -301,6 +301,7 @@ def test_an_own_loss_that_cannot_be_loaded_is_an_error_before_the_model_loads():
         Learner(learner_config("no_such_model", bypass_mode=False, loss_mode="no_such_module:f"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", POLICY_LOSSES)
 def test_an_update_does_not_depend_on_the_micro_batch_size(tiny_model: Path, rollout: Rollout, mode: str):
     outcomes = []

@@ -6,6 +6,8 @@ from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.loop.forecast import Bounds, Forecast, forecast
 from trackway.wire.errors import TrackwayError
 
+pytestmark = pytest.mark.slow
+
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SCRIPT = [
     *("data.train_batch_size=256", "data.max_prompt_length=1024", "data.max_response_length=1024"),

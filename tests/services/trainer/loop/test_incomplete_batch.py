@@ -16,7 +16,7 @@ from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import GroupRequest, Sample
 from trackway.wire.trainer import RunState
 
-pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_http")]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
 
 @pytest.fixture

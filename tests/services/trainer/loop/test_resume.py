@@ -19,6 +19,8 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def learner(tiny_model: Path) -> Learner:

@@ -38,7 +38,7 @@ from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory, WeightSpan
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 FAILED = ErrorBody(code=ErrorCode.UNAVAILABLE, message="gone", retryable=True)
 Rollout = Callable[..., Trajectory]

@@ -20,6 +20,8 @@ from trackway.trainer.run_state.checkpoint import (
 )
 from trackway.wire.errors import ErrorCode, TrackwayError
 
+pytestmark = pytest.mark.slow
+
 ENDLESS_RUN = """
 import sys
 from pathlib import Path

@@ -16,6 +16,8 @@ from trackway.trainer.undelivered import sentences
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import MetricsRow
 
+pytestmark = pytest.mark.slow
+
 VALUE = "val-core/openai/gsm8k/acc/mean@1"
 
 

@@ -19,7 +19,7 @@ from trackway.tools.builtin.search.tool import SearchTool
 from trackway.tools.settings import ToolsSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 QUERIES: dict[str, JsonValue] = {"query_list": ["capital of France"]}
 PARIS = '"Paris"\nParis is the capital of France.'

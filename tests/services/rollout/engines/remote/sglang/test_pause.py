@@ -25,7 +25,7 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import WeightSpan
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 Folder = Callable[[int], Path]
 Starts = Callable[..., AbstractAsyncContextManager[SglangEngine]]
 
