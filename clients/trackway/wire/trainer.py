@@ -89,7 +89,7 @@ class BackendSummary(WireReply):
     rows_waiting: int = 0
     """Rows of metrics waiting on disk."""
     feedback_waiting: int = 0
-    """Feedback values waiting on disk."""
+    """Feedback values, and links of traces to the run, waiting on disk."""
     end_waiting: bool = False
     """Whether the end of the run still has to be sent."""
     metrics_lost: int = 0

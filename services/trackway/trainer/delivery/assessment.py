@@ -18,4 +18,9 @@ class Assessment:
     """16 hex digits, of the trace's root span."""
     values: Mapping[str, Value]
     link: bool = False
-    """Whether the trace is still to be linked to the run: it was recorded before MLflow had returned the run's id."""
+    """Whether the trace is to be linked to the run."""
+
+    @property
+    def size(self) -> int:
+        """The number of values; a link counts as one."""
+        return len(self.values) + self.link

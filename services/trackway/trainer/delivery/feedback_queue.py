@@ -1,6 +1,6 @@
 """Feedback queued for a backend: one file per step in the run's folder, bounded in bytes, sent oldest first.
 
-    <folder>/<ns since 1970>-<values>.jsonl     one Assessment per line; <values> is the number of values in the file
+    <folder>/<ns since 1970>-<values>.jsonl     one Assessment per line; <values> is the number of values and links
 
 The run's process adds files. The sender, which holds the delivery's lock, replaces and removes them.
 """
@@ -70,13 +70,8 @@ class FeedbackQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of queued values."""
+        """The number of queued values and links."""
         return sum(_values_in(path) for path, _ in self._files())
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the queue has no files; a link without values counts as a file."""
-        return next(self._files(), None) is None
 
     def take_dropped(self) -> int:
         """The number of values dropped since the last call."""
@@ -152,7 +147,7 @@ def _read(path: Path) -> tuple[list[Assessment], int]:
 
 
 def _values(assessments: Sequence[Assessment]) -> int:
-    return sum(len(assessment.values) for assessment in assessments)
+    return sum(assessment.size for assessment in assessments)
 
 
 def _values_in(path: Path) -> int:

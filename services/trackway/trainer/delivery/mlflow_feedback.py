@@ -54,10 +54,12 @@ class MlflowFeedback:
         links = [assessment.trace_id for assessment in sent.left if assessment.link]
         if run_id is not None:
             for start in range(0, len(links), LINKS_PER_CALL):
+                part = links[start : start + LINKS_PER_CALL]
                 try:
-                    self._api.link(links[start : start + LINKS_PER_CALL], run_id)
+                    self._api.link(part, run_id)
                 except Refused as error:
-                    logger.warning("traces are not linked to the run: %s", error)
+                    sent.lost, sent.reason = sent.lost + len(part), f"traces are not linked to the run: {error}"
+                    logger.warning(sent.reason)
         unlinked = [replace(assessment, link=False) for assessment in sent.left]
         sent.left = [assessment for assessment in unlinked if assessment.values]
 

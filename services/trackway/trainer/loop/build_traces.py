@@ -24,8 +24,9 @@ LEDGER = "trace_bytes.json"
 def run_target(config: RunConfig, run: MlflowRun | None) -> TraceTarget:
     """Where the run's traces go.
 
-    An MLflow experiment whose id is not known is given by name, and resolved when the spans arrive. A run whose id is
-    not known is linked to its traces later (`RunTraces.links`).
+    An MLflow experiment whose id is not known is given by name, and resolved when the spans arrive. The run's id is a
+    header of the spans, so that MLflow links traces of which the trainer never hears; those it knows are linked again
+    by `RunTraces.links`, because MLflow stores spans and answers 200 when their link failed (database is locked).
     """
     if run is None:
         wanted = TraceBackend.MLFLOW in config.actor_rollout_ref.rollout.trace.backend
@@ -52,7 +53,7 @@ def open_traces(
         accounts=SpanAccounts(folder.services().traced, lambda: _counts(tracing), folder.info().traces),
         tracing=tracing,
         feedback=_feedback(folder, target, settings, tracking) if config.trackway.feedback else [],
-        links=_mlflow(target, settings, tracking) if target.mlflow_run_id is None else None,
+        links=_mlflow(target, settings, tracking),
     )
 
 

@@ -28,7 +28,7 @@ class RunTraces:
     tracing: Tracing | None = None
     feedback: Sequence[TraceFeedback] = ()
     links: TraceFeedback | None = None
-    """Links traces to the run in MLflow; None when the spans themselves carry the run's id."""
+    """Links traces to the run in MLflow; None when MLflow is off, or the traces go elsewhere."""
 
     async def open(self) -> None:
         """Record the span counts at the run's start."""

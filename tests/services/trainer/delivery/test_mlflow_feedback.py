@@ -57,7 +57,7 @@ def send(queue: FeedbackQueue, uri: str, deadline_s: float = 30.0) -> list[str]:
     api, lost = MlflowApi(uri), list[str]()
     feedback = MlflowFeedback(api, deadline_s)
     end = time.monotonic() + 60
-    while not queue.is_empty:
+    while queue.waiting:
         assert time.monotonic() < end, "something still waits"
         try:
             sent = queue.send(lambda assessments: feedback.send(assessments, None))

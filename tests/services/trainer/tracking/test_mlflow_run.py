@@ -222,9 +222,9 @@ def test_what_was_not_sent_while_mlflow_was_away_is_sent_by_a_later_service(
     tracking.run.queue.push(made)
     [left] = end(folder, tracking, "FINISHED", 5.0)
 
-    assert (left.rows_waiting, left.feedback_waiting, left.end_waiting, left.lost) == (6, 6, True, 0)
+    assert (left.rows_waiting, left.feedback_waiting, left.end_waiting, left.lost) == (6, 9, True, 0)
     assert sentences(left) == [
-        f"6 rows of metrics and 6 values of feedback and the run's final status not yet in MLflow (MLflow at {uri} "
+        f"6 rows of metrics and 9 values of feedback and the run's final status not yet in MLflow (MLflow at {uri} "
         "cannot be reached: [Errno 111] Connection refused): kept on disk and sent later"
     ]
     with serving(Proxy(mlflow_server).app(), free_port):
@@ -240,6 +240,25 @@ def test_what_was_not_sent_while_mlflow_was_away_is_sent_by_a_later_service(
     assert [feedback_of(client, trajectory.trace_id) for trajectory in made] == [{"reward": 1.0, "fate": "used"}] * 3
     linked = client.search_traces(locations=[elsewhere, run.info.experiment_id], run_id=run.info.run_id)
     assert {trace.info.trace_id for trace in linked} == {f"tr-{trajectory.trace_id}" for trajectory in made}
+
+
+def test_a_link_that_is_all_that_was_left_is_sent_by_a_later_service(
+    folder: RunFolder, config: RunConfig, client: MlflowClient, mlflow_server: str, traced_services
+):
+    tracking = open_tracking(folder, config, mlflow_server)
+    assert tracking.run is not None and tracking.run.experiment_id is not None
+    services = traced_services(mlflow_server, tracking.run.experiment_id)  # without the run's header
+    [trajectory] = traces(services, 1)
+    services.close()
+    end(folder, tracking, "FINISHED")
+    tracking.run.queue.push([Assessment(trajectory.trace_id, trajectory.span_id, {}, link=True)])
+
+    assert with_tracking(folder.info(), folder).tracking[0].feedback_waiting == 1
+    send_leftovers(folder, mlflow_server)
+
+    run = the_run(client, config)
+    linked = client.search_traces(locations=[run.info.experiment_id], run_id=run.info.run_id)
+    assert [trace.info.trace_id for trace in linked] == [f"tr-{trajectory.trace_id}"]
 
 
 def test_the_end_of_a_run_does_not_wait_for_the_feedback_of_a_slow_mlflow(
