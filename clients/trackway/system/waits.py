@@ -72,6 +72,23 @@ class Waits:
         return [waiting.wait() for waiting in self._waiting if waiting.since_s <= before]
 
 
+def described(wait: Wait, now_s: float) -> str:
+    """The wait in a line, with its seconds at `now_s` (since 1970) and those that it may take."""
+    limit = "" if wait.until is None else f" of {(wait.until - wait.since) / 1000:.0f} s"
+    progress = f": {wait.progress}" if wait.progress else ""
+    return f"{wait.who} waits for {wait.waits_for}, {now_s - wait.since / 1000:.0f} s{limit}{progress}"
+
+
+def longest_chain(waits: Sequence[Wait], now_s: float) -> str:
+    """The longest of the waits and, behind it, what it waits for itself; empty without waits."""
+    lines: list[str] = []
+    while waits:
+        longest = min(waits, key=lambda wait: wait.since)
+        lines.append(described(longest, now_s))
+        waits = longest.because
+    return "; ".join(lines)
+
+
 _current: ContextVar[tuple[Waiting, ...]] = ContextVar("current_waits", default=())
 
 

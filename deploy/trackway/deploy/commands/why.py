@@ -49,8 +49,8 @@ def reasons(info: "RunInfo", now_s: float) -> Iterator[str]:
 
 
 def _lines(waits: "Sequence[Wait]", now_s: float, indent: str) -> Iterator[str]:
+    from trackway.system.waits import described
+
     for wait in waits:
-        limit = "" if wait.until is None else f" of {(wait.until - wait.since) / 1000:.0f} s"
-        progress = f": {wait.progress}" if wait.progress else ""
-        yield f"{indent}{wait.who} waits for {wait.waits_for}, {now_s - wait.since / 1000:.0f} s{limit}{progress}"
+        yield indent + described(wait, now_s)
         yield from _lines(wait.because, now_s, indent + "  ")

@@ -6,6 +6,7 @@ Rollouts that are still missing when the retries are used up are recorded as fai
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from trackway.clients import AgentClient, Deadline
 from trackway.system import Backoff
-from trackway.system.waits import Waiting, Waits, noted_in
+from trackway.system.waits import Waiting, Waits, longest_chain, noted_in
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -177,7 +178,10 @@ class Rollouts:
         else:
             missing = sorted(wanted - got.keys())
             problem = TrackwayError(ErrorCode.UNAVAILABLE, f"the stream ended without rollouts {missing}")
+        missed_by = longest_chain(waiting.because(), time.time())
         note([])
+        if problem.code is ErrorCode.DEADLINE_EXCEEDED and missed_by:
+            problem = TrackwayError(problem.code, f"{problem.message}; at the end {missed_by}", **problem.detail)
         return problem if wanted - got.keys() else None
 
 

@@ -1,4 +1,5 @@
 import asyncio
+import re
 from collections.abc import Callable
 
 import httpx
@@ -114,6 +115,21 @@ async def test_a_deadline_ends_the_waiting_and_keeps_what_came(agent, agent_url,
 
     assert {trajectory.error.code for trajectory in got if trajectory.error} == {ErrorCode.DEADLINE_EXCEEDED}
     assert len(agent.requests) == 1
+
+
+@ENDS_SOON
+async def test_a_group_that_ends_by_its_deadline_names_what_it_waited_for(agent, agent_url, http, sample):
+    replica = Wait(who="the replica r1", waits_for="a slot", since=3_000, until=9_000)
+    tool = Wait(who="rollout 1/1/2", waits_for="tool python", since=2_000, progress="replica r1", because=[replica])
+    agent.waits, agent.holding_at = [Wait(who="rollout 1/1/3", waits_for="tool search", since=5_000), tool], 0
+
+    got = await rollouts(agent_url, http, timeout_s=0.2).collect([sample(1)], 1, 0)
+
+    [message] = {trajectory.error.message for trajectory in got if trajectory.error}
+    said = re.sub(r", \d+ s", ", N s", message)
+    assert said.endswith(
+        "; at the end rollout 1/1/2 waits for tool python, N s: replica r1; the replica r1 waits for a slot, N s of 6 s"
+    )
 
 
 async def test_a_service_that_is_not_there_fails_each_rollout_with_its_address(http, sample: Callable[[int], Sample]):
