@@ -79,6 +79,19 @@ def test_a_run_is_shown_with_where_its_rollouts_are(outputs: Path) -> None:
     assert "24 rollouts submitted: 20 used, 1 dropped infrastructure, 3 finished; 2 were requested again" in shown
 
 
+def test_a_run_is_shown_with_how_long_each_side_waited(outputs: Path) -> None:
+    assert " idle " not in trackway("show", "old", "--outputs", str(outputs))
+    ahead = {"fully_async/rollouter/version_time": 9.5, "fully_async/rollouter/active_time": 7.0}
+    for step in (5, 6):
+        timings = {"timing_s/step": 10.0, "timing_s/gen": 4.0, **ahead}
+        RunFolder(outputs / "old").append_row(MetricsRow(step=step, data=timings))
+
+    shown = " ".join(trackway("show", "old", "--outputs", str(outputs)).split())
+
+    waited = "in 20 s of steps the learner waited 8 s for rollouts (40%), and for 5 s (25%) no rollout was requested"
+    assert f"idle {waited}" in shown
+
+
 def test_why_prints_each_wait_below_the_one_that_it_causes() -> None:
     groups = [
         Wait(who="group 5/17", waits_for="the agent service", since=60_000, until=1_860_000, progress="3 of 4 [ended]"),

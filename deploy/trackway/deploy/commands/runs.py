@@ -71,7 +71,7 @@ def show(
     as_json: Annotated[bool, json_of("the run with its state and newest metrics")] = False,
 ) -> None:
     """Show where a run stands, its newest metrics and where its traces are.  Example: trackway runs show tiny-demo"""
-    from trackway.deploy.runs.found import find_run, rewards
+    from trackway.deploy.runs.found import find_run, idle_time, rewards
     from trackway.deploy.terminal.tables import table, wide
 
     run = find_run(outputs, name)
@@ -91,6 +91,8 @@ def show(
     if info.traces is not None:
         lines.append(("traces", f"trackway traces list --outputs {run.outputs}"))
     lines += [("rollouts", sentence) for sentence in rollout_account(info)]
+    if idle := idle_time(rows):
+        lines.append(("idle", idle))
     if info.waits:
         lines.append(("waits for", f"{info.waits[0].waits_for}; see trackway why {name} --outputs {run.outputs}"))
     console = wide(stdout)

@@ -70,6 +70,23 @@ def rewards(rows: Sequence[MetricsRow]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
+def idle_time(rows: Sequence[MetricsRow]) -> str:
+    """How long each side of the run waited for the other, as a sentence; empty before the first step."""
+    steps, learner = _total(rows, "timing_s/step"), _total(rows, "timing_s/gen")
+    rollouts = _total(rows, "fully_async/rollouter/version_time") - _total(rows, "fully_async/rollouter/active_time")
+    if not steps:
+        return ""
+    return (
+        f"in {steps:.0f} s of steps the learner waited {learner:.0f} s for rollouts ({learner / steps:.0%}), and for "
+        f"{rollouts:.0f} s ({rollouts / steps:.0%}) no rollout was requested"
+    )
+
+
+def _total(rows: Sequence[MetricsRow], name: str) -> float:
+    values = (row.data.get(name, 0.0) for row in rows if "timing_s/step" in row.data)
+    return sum(value for value in values if math.isfinite(value))
+
+
 def _runs_of(outputs: Path) -> Iterator[FoundRun]:
     deployment = find_running(outputs)
     if deployment is not None:
