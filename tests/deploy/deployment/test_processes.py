@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.time_limits import ENDS_SOON
 from trackway.deploy.deployment import processes
 from trackway.system.user_error import UserError
 
@@ -20,21 +21,58 @@ print(child.pid, flush=True)
 time.sleep(600)
 """
 
+RAYLET = """
+import pathlib, signal, time
+pathlib.Path("/proc/self/comm").write_text("raylet")
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(600)
+"""
+WORKER = """
+import pathlib, signal, sys, time
+def finish(*_):
+    time.sleep(0.3)
+    pathlib.Path(sys.argv[1]).touch()
+    raise SystemExit
+signal.signal(signal.SIGTERM, finish)
+print("ready", flush=True)
+time.sleep(600)
+"""
+NODE = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+children = [subprocess.Popen([sys.executable, "-c", program, sys.argv[3]]) for program in sys.argv[1:3]]
+time.sleep(600)
+"""
+"""A node of Ray that ignores SIGTERM, with a worker that has something to finish."""
 
-def first_line(log: Path, deadline_s: float = 10.0) -> str:
+
+def lines(log: Path, count: int = 1, deadline_s: float = 10.0) -> list[str]:
+    """The lines of the log, as soon as there are `count`."""
     end = time.monotonic() + deadline_s
-    while "\n" not in log.read_text():
-        assert time.monotonic() < end, f"nothing in {log}"
+    while log.read_text().count("\n") < count:
+        assert time.monotonic() < end, f"expected {count} lines in {log}"
         os.sched_yield()
-    return log.read_text().splitlines()[0]
+    return log.read_text().splitlines()
 
 
 def test_a_tree_that_ignores_sigterm_is_gone_after_the_grace(tmp_path: Path) -> None:
     record = processes.start("parent", [sys.executable, "-c", PARENT], {}, tmp_path / "log")
-    child = psutil.Process(int(first_line(record.log)))
+    child = psutil.Process(int(lines(record.log)[0]))
     processes.stop_tree(record, grace_s=0.2)
     assert record.find() is None
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@ENDS_SOON
+def test_a_node_of_ray_is_killed_once_its_workers_have_finished(tmp_path: Path) -> None:
+    finished = tmp_path / "finished"
+    record = processes.start("ray", [sys.executable, "-c", NODE, RAYLET, WORKER, str(finished)], {}, tmp_path / "log")
+    lines(record.log, 2)
+
+    processes.stop_tree(record, grace_s=600.0)
+
+    assert finished.exists() and record.find() is None
 
 
 def test_a_process_that_ended_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class ProcessRecord(BaseModel):
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started) < 1.0
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+            return process if same and _lives(process) else None
         except psutil.NoSuchProcess:
             return None
 
@@ -55,17 +56,47 @@ def check_alive(record: ProcessRecord) -> None:
         raise UserError(f"{record.name} exited during start-up; the end of {record.log}:\n{log_tail(record.log)}")
 
 
+RAY_ITSELF = ("raylet", "gcs_server", "ray-dashboard", "ray::RuntimeEnv", "ray::DashboardAg", "ray::ServeContro")
+"""Names of Ray's own processes begin so. They have nothing to finish, and end 8 s after SIGTERM or later."""
+
+
 def stop_tree(record: ProcessRecord, grace_s: float = 8.0) -> None:
-    """Terminate a process and all its descendants; kill those that remain after `grace_s` seconds."""
+    """Terminate a process and all its descendants; kill those that remain after `grace_s` seconds.
+
+    Of a Ray node, the node itself is killed as soon as its workers have ended.
+    """
     main = record.find()
     if main is not None:
         tree = [*main.children(recursive=True), main]
+        ray = [process for process in tree if _name(process).startswith(RAY_ITSELF)]
+        awaited = [process for process in tree if process not in ray and not (ray and process == main)]
         _signal(tree, kill=False)
-        _, alive = psutil.wait_procs(tree, timeout=grace_s)
-        _signal(alive, kill=True)
-        psutil.wait_procs(alive, timeout=5.0)
+        _wait_until_ended(awaited, grace_s)
+        _signal(tree, kill=True)
+        _wait_until_ended(tree, 5.0)
     for child in _children:
         child.poll()
+
+
+def _wait_until_ended(tree: Sequence[psutil.Process], timeout_s: float) -> None:
+    """Wait until the processes have ended; their parents may not have collected them."""
+    end = time.monotonic() + timeout_s
+    while any(_lives(process) for process in tree) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _signal(processes: Sequence[psutil.Process], kill: bool) -> None:
