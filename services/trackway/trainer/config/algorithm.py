@@ -1,4 +1,4 @@
-"""The section `algorithm.*`: advantages, the KL penalty in the reward, and the off-policy correction.
+"""The section `algorithm.*`: advantages, the KL penalty in the reward, DAPO's filter, and the off-policy correction.
 
 Key names and defaults are verl's (verl/trainer/config/ppo_trainer.yaml, verl/trainer/config/algorithm.py) unless the
 field says otherwise.
@@ -51,6 +51,20 @@ class KlControlConfig(Section):
     """KL that `adaptive` keeps: the mean over trajectories of the mean over tokens."""
 
 
+class FilterGroupsConfig(Section):
+    """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): groups without a difference are replaced."""
+
+    enable: bool = False
+    """Replace each group whose rollouts all have the same value of `metric` by a group of the next prompt; its
+    advantages would be zero. Updates are counted as without it, so the rows are passed more often."""
+    metric: str | None = "reward"
+    """`reward` (also `seq_reward`, `seq_final_reward`), the reward before any KL; `score`, before the penalty on long
+    responses; or a component of the reward, such as `acc`, which is the score where a scorer returns none."""
+    max_num_gen_batches: int = 0
+    """Generation batches of `data.gen_batch_size` prompts, or of `data.train_batch_size`, that one step may take; the
+    run fails when they are not enough. 0 or less means no limit other than the number of rows."""
+
+
 class AlgorithmConfig(Section):
     """Computation of advantages from rewards."""
 
@@ -71,6 +85,7 @@ class AlgorithmConfig(Section):
     kl_penalty: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "kl"
     """Estimator of that KL, from the old policy's logprobs; with `bypass_mode` or `loglinear` from the sampler's."""
     kl_ctrl: KlControlConfig = Field(default_factory=KlControlConfig)
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
 
     @field_validator("adv_estimator")
@@ -79,6 +94,19 @@ class AlgorithmConfig(Section):
         if name in MISSING_ESTIMATORS:
             raise ValueError(f"{name} is not implemented: {MISSING_ESTIMATORS[name]}")
         return known_function(name, ESTIMATORS)
+
+    @model_validator(mode="after")
+    def _filter_has_a_metric(self) -> Self:
+        if not self.filter_groups.enable:
+            return self
+        if not self.filter_groups.metric:
+            raise ValueError("filter_groups.metric: expected a name with filter_groups.enable=true, got null; take acc")
+        if self.filter_groups.metric == "seq_final_reward" and self.use_kl_in_reward:
+            raise ValueError(
+                "filter_groups.metric: expected a metric that is known before the update, got seq_final_reward with "
+                "use_kl_in_reward=true; take seq_reward"
+            )
+        return self
 
     @model_validator(mode="after")
     def _gdpo_has_its_rewards(self) -> Self:

@@ -29,6 +29,10 @@ class DataConfig(Section):
     """Files of held-out rows; without files there is no validation."""
     train_batch_size: int = Field(default=1024, ge=1)
     """Prompts per step, each with `rollout.n` rollouts."""
+    gen_batch_size: int | None = Field(default=None, ge=1)
+    """Prompts that are requested at once with `algorithm.filter_groups`, as in verl's DAPO: more than
+    `train_batch_size` samples on stock, and what a step of a synchronous run does not need is discarded. Null requests
+    one prompt for each group that is left out. No effect without the filter."""
     train_max_samples: int = Field(default=-1, ge=-1)
     """Train on the first rows only; -1 takes all."""
     val_max_samples: int = Field(default=-1, ge=-1)

@@ -1,4 +1,7 @@
-"""Which trajectories of a step are trained on, and why the others are not. Decided here, once per trajectory."""
+"""Which trajectories of a step are trained on, and why the others are not. Decided here, once per trajectory.
+
+`GroupFilter` decides it for whole groups, before a step takes them.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from trackway.trainer.metrics.rollout import Metrics
-from trackway.wire.errors import ErrorCode
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 
 INFRASTRUCTURE = frozenset(
@@ -41,6 +44,8 @@ class TrainStatus(StrEnum):
     UNSCORED = "unscored"
     STALE = "stale"
     """Its oldest token was sampled from weights that are too many versions behind."""
+    NO_VARIANCE = "no_variance"
+    """All rollouts of its group have the same value of `algorithm.filter_groups.metric`."""
 
     @property
     def feedback(self) -> str:
@@ -55,8 +60,10 @@ _FEEDBACK = {
     TrainStatus.NO_MODEL_TOKEN: "dropped_filtered",
     TrainStatus.UNSCORED: "dropped_failed",
     TrainStatus.STALE: "dropped_stale",
+    TrainStatus.NO_VARIANCE: "dropped_filtered",
 }
-_UNTRAINABLE = [status for status in TrainStatus if status not in (TrainStatus.USED, TrainStatus.STALE)]
+_TRAINABLE = (TrainStatus.USED, TrainStatus.STALE, TrainStatus.NO_VARIANCE)
+_UNTRAINABLE = [status for status in TrainStatus if status not in _TRAINABLE]
 
 
 @dataclass(frozen=True)
@@ -109,3 +116,53 @@ def train_status(trajectory: Trajectory, version: int, max_staleness: int | None
     oldest = min((span.version for row in trajectory.rows for span in row.weight_versions), default=version)
     stale = max_staleness is not None and version - oldest > max_staleness
     return TrainStatus.STALE if stale else TrainStatus.USED
+
+
+UNSHAPED = "score"
+"""The reward component with the score before the penalty on long responses, where there is one."""
+_REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")
+"""verl's names of the reward: 0.9.1 has the first, its DAPO recipe the others."""
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Leaves out groups whose rollouts all have the same value of a metric (DAPO, arXiv:2503.14476, section 3.2)."""
+
+    metric: str
+    """verl's `algorithm.filter_groups.metric`."""
+    at_once: int = 1
+    """Prompts that replace what was left out are requested in multiples of this."""
+    max_prompts: int | None = None
+    """Most prompts that one step may take, those left out included."""
+
+    def sift(self, trajectories: Sequence[Trajectory]) -> FilteredBatch | None:
+        """What becomes of a group that is left out; None for one that is kept.
+
+        Failed rollouts have no value. A group with fewer than two values is kept, as in verl
+        (verl/trainer/ppo/v1/replay_buffer.py, `_dapo_filtered_keys`). Raises TrackwayError for a missing metric.
+        """
+        statuses = [train_status(trajectory, 0, None) for trajectory in trajectories]
+        pairs = zip(trajectories, statuses, strict=True)
+        values = [metric_value(trajectory, self.metric) for trajectory, status in pairs if status is TrainStatus.USED]
+        if len(values) < 2 or min(values) != max(values):
+            return None
+        left_out = [TrainStatus.NO_VARIANCE if status is TrainStatus.USED else status for status in statuses]
+        return FilteredBatch(trajectories, left_out)
+
+
+def metric_value(trajectory: Trajectory, metric: str) -> float:
+    """The value of `algorithm.filter_groups.metric` for a scored trajectory; TrackwayError when it has none."""
+    if trajectory.reward is None:
+        raise ValueError(f"expected a scored trajectory, got {trajectory.id} without a reward; leave it out")
+    score, components = trajectory.reward.score, trajectory.reward.components
+    if metric in _REWARD_METRICS:
+        return score
+    if metric in components:
+        return components[metric]
+    if metric in (UNSHAPED, "acc"):
+        return components.get(UNSHAPED, score)
+    message = (
+        f"algorithm.filter_groups.metric: expected a component of the reward, got {metric!r}, and {trajectory.id} has "
+        f"{', '.join(components) or 'none'}; take one of them, reward or acc"
+    )
+    raise TrackwayError(ErrorCode.INVALID_REQUEST, message)

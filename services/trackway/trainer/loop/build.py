@@ -17,6 +17,7 @@ from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.build_traces import open_traces, run_target
 from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import (
+    group_filter,
     learner_config,
     pacing,
     plan,
@@ -116,6 +117,7 @@ def _training(
             pacing(config),
             beginning.progress.scheduler,
             beginning.finished,
+            group_filter(config),
         ),
         validation_rows=held_out.samples,
         validation_rollouts=rollouts(validation_template(config, folder.name, traces.target)),

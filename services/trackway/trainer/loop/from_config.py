@@ -8,6 +8,7 @@ import torch
 from trackway.trainer.config import RunConfig
 from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.filtering import GroupFilter
 from trackway.trainer.loop.colocation import Sharing
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
 from trackway.trainer.loop.schedule import Schedule
@@ -70,6 +71,16 @@ def pacing(config: RunConfig) -> Pacing:
         drop=own.staleness_strategy == "drop",
         sync_every=asynchronous.trigger_parameter_sync_step,
     )
+
+
+def group_filter(config: RunConfig) -> GroupFilter | None:
+    """The filter of groups without a difference; None trains all groups."""
+    keys, data = config.algorithm.filter_groups, config.data
+    if not keys.enable or keys.metric is None:
+        return None
+    batch = data.gen_batch_size or data.train_batch_size
+    most = keys.max_num_gen_batches * batch if keys.max_num_gen_batches > 0 else None
+    return GroupFilter(keys.metric, data.gen_batch_size or 1, most)
 
 
 def trace_target(config: RunConfig, experiment_id: str | None = None, run_id: str | None = None) -> TraceTarget:

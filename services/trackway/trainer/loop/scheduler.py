@@ -11,6 +11,9 @@ most (S + version + 1) batches are submitted before version + 1 is published (AR
 The learner takes finished groups, oldest first. A slow group does not hold a batch back until it would become too
 stale; then the learner waits for it, or drops it if asked to. So each submitted group trains once, and short answers
 are not preferred. With depth 0 the learner waits for all groups of a batch: the synchronous loop.
+
+With a filter, a finished group without a difference is left out and the next prompt takes its place. What a synchronous
+step trains depends on the order of the prompts and on their rewards, never on which group ended first.
 """
 
 import asyncio
@@ -23,8 +26,10 @@ from typing import Literal, TypeAlias
 from pydantic import BaseModel, Field
 
 from trackway.trainer.data.dataset import Position, Prompts
+from trackway.trainer.learner.filtering import FilteredBatch, GroupFilter, TrainStatus
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.metrics.rollout import Metrics
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
 
 ChooseTraced: TypeAlias = Callable[[int, int], frozenset[int]]
@@ -108,12 +113,16 @@ class SchedulerState(BaseModel):
     account: Account = Field(default_factory=Account)
     retries: int = 0
     """Rollouts that were requested again after a broken stream."""
+    left_out: list[SubmittedGroup] = Field(default_factory=list[SubmittedGroup])
+    """Groups that the filter left out since the last update."""
 
 
 @dataclass(eq=False)
 class _Outstanding:
     group: SubmittedGroup
     rollouts: asyncio.Future[list[Trajectory]]
+    kept: bool = False
+    """Whether the filter has seen it, and keeps it."""
 
     @property
     def state(self) -> Literal["running", "finished", "cancelled"]:
@@ -126,6 +135,17 @@ class _Outstanding:
     def finished(self) -> bool:
         """Whether all its rollouts have ended; not when they were cancelled."""
         return self.state == "finished"
+
+
+@dataclass(frozen=True)
+class _Submission:
+    """The arguments of `submit`, for the groups that replace others until the next call."""
+
+    steps: int
+    position: Position
+    version: int
+    choose_traced: ChooseTraced
+    steps_left: int
 
 
 @dataclass
@@ -141,9 +161,14 @@ class GroupScheduler:
     pacing: Pacing = field(default_factory=Pacing)
     state: SchedulerState = field(default_factory=SchedulerState)
     finished: Sequence[Trajectory] = ()
+    filter: GroupFilter | None = None
+    """Leaves out groups without a difference; None trains all."""
+    _submission: _Submission | None = None
     _outstanding: list[_Outstanding] = field(default_factory=list)
     _taken: list[_Outstanding] = field(default_factory=list)
-    _dropped: list[Trajectory] = field(default_factory=list)
+    _dropped: list[FilteredBatch] = field(default_factory=list[FilteredBatch])
+    _filtered: Metrics = field(default_factory=dict)
+    """What the filter did for the newest update."""
     _needed: int = 0
     _traced: tuple[int, frozenset[int]] = (0, frozenset())
 
@@ -160,24 +185,42 @@ class GroupScheduler:
             steps_left: updates to come; no group is submitted that none of them would train.
         """
         self._resume(version)
-        if self.pacing.drop:
+        if self.pacing.drop or self.filter is not None:
             self._drop_stale(steps)
-        prompt = self.state.next_prompt or NextPrompt(position=position, batch=steps + 1)
+        self._submission = _Submission(steps, position, version, choose_traced, steps_left)
+        self._leave_out()
+        self._fill(self._submission)
+
+    def _fill(self, submission: _Submission) -> None:
+        """Submit the groups that pacing allows."""
+        steps = submission.steps
+        prompt = self.state.next_prompt or NextPrompt(position=submission.position, batch=steps + 1)
         names = {self._name(outstanding.group) for outstanding in self._outstanding}
-        for _ in range(self._allowed(steps, position, steps_left) - len(self._outstanding)):
+        names |= {self._name(group) for group in self.state.left_out}
+        missing = self._allowed(steps, submission.position, submission.steps_left) - len(self._outstanding)
+        if self.filter is not None:
+            missing = math.ceil(missing / self.filter.at_once) * self.filter.at_once
+        after_newest, repeated = prompt, 0
+        while missing > 0:
             batch, after = self.prompts.take(prompt.position)
-            traced = prompt.place in self._traced_places(prompt.batch, len(batch), choose_traced)
+            traced = prompt.place in self._traced_places(prompt.batch, len(batch), submission.choose_traced)
             group = SubmittedGroup(position=prompt.position, place=prompt.place, step=steps + 1, traced=traced)
-            if self._name(group) in names:
-                break  # few rows: the prompt is already in this step, and a trajectory's id is its step and its prompt
-            names.add(self._name(group))
-            self._outstanding.append(self._start(group, version))
-            self.state.account.submitted += self.rollouts.n
+            is_new = self._name(group) not in names
+            # Few rows: the prompt is already in this step, and a trajectory's id is its step and its prompt.
+            if not is_new and (self.filter is None or repeated >= 2 * self.prompts.steps_per_epoch * len(batch)):
+                break
             if prompt.place + 1 < len(batch):
                 prompt = prompt.model_copy(update={"place": prompt.place + 1})
             else:
                 prompt = NextPrompt(position=after, batch=prompt.batch + 1)
-        self.state.next_prompt = prompt
+            if not is_new:
+                repeated += 1
+                continue
+            names.add(self._name(group))
+            self._outstanding.append(self._start(group, submission.version))
+            self.state.account.submitted += self.rollouts.n
+            missing, after_newest, repeated = missing - 1, prompt, 0
+        self.state.next_prompt = after_newest
 
     async def take(self, steps: int, position: Position) -> list[Trajectory]:
         """All rollouts of the groups that the next update trains, failed ones included, in the order of submission.
@@ -187,24 +230,78 @@ class GroupScheduler:
         """
         self._needed = size = len(self.prompts.take(position)[0])
         while True:
+            self._leave_out()
             finished = [group for group in self._outstanding if group.finished]
-            if len(finished) >= min(size, len(self._outstanding)) and self._leaves_none_late(steps, position, size):
+            if self._is_enough(len(finished), size) and self._leaves_none_late(steps, position, size):
                 break
+            self._replace(size)
             running = [group.rollouts for group in self._outstanding if not group.finished]
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         self._taken = finished[:size]
         return [trajectory for group in self._taken for trajectory in group.rollouts.result()]
 
+    def _is_enough(self, finished: int, size: int) -> bool:
+        if self.filter is None:
+            return finished >= min(size, len(self._outstanding))
+        return finished >= size and (self.pacing.runs_ahead or finished == len(self._outstanding))
+
+    def _leave_out(self) -> None:
+        """Hand over the finished groups that the filter leaves out."""
+        if self.filter is None:
+            return
+        for outstanding in [group for group in self._outstanding if group.finished and not group.kept]:
+            left_out = self.filter.sift(outstanding.rollouts.result())
+            outstanding.kept = left_out is None
+            if left_out is not None:
+                self._outstanding.remove(outstanding)
+                self.state.left_out.append(outstanding.group)
+                self.state.account.add(left_out.counts)
+                self._dropped.append(left_out)
+
+    def _replace(self, size: int) -> None:
+        """Submit groups in the place of those that were left out. Raises TrackwayError when there may be no more."""
+        if self.filter is None or self._submission is None:
+            return
+        left_out, most = len(self.state.left_out), self.filter.max_prompts
+        if most is not None and size + left_out > most:
+            remedy = "raise algorithm.filter_groups.max_num_gen_batches, or set it to 0 for no limit"
+            raise self._too_few(size, f"{most} prompts may be taken", remedy)
+        self._fill(self._submission)
+        if all(group.finished for group in self._outstanding):
+            raise self._too_few(size, "every row was taken", "lower data.train_batch_size")
+
+    def _too_few(self, size: int, limit: str, remedy: str) -> TrackwayError:
+        name = "" if self.filter is None else self.filter.metric
+        message = (
+            f"expected {size} groups whose rollouts differ in {name!r} (algorithm.filter_groups), got "
+            f"{len(self._outstanding)}; {len(self.state.left_out)} were left out, and {limit} for one step; the rows "
+            f"are too easy or too hard for the model: take others, or {remedy}"
+        )
+        return TrackwayError(ErrorCode.INVALID_REQUEST, message)
+
     def used(self, counts: Mapping[str, int]) -> None:
         """The groups taken last are done; `counts` are their trajectories by `fate`."""
         self._outstanding = [group for group in self._outstanding if group not in self._taken]
-        self._taken = []
         self.state.account.add(counts)
+        if self.filter is not None:
+            self._end_filtered_step()
+        self._taken = []
 
-    def take_dropped(self) -> list[Trajectory]:
-        """The trajectories of the groups that finished and were dropped as stale since the last call."""
+    def _end_filtered_step(self) -> None:
+        surplus = [] if self.pacing.runs_ahead else self._outstanding
+        self._drop(surplus)
+        left_out, self.state.left_out = len(self.state.left_out), []
+        self._filtered = {
+            "training/filter_groups/evicted_samples": float(left_out),
+            "training/filter_groups/discarded_surplus_samples": float(len(surplus)),
+            "training/filter_groups/generated_samples": float(len(self._taken) + left_out + len(surplus)),
+        }
+
+    def take_dropped(self) -> FilteredBatch:
+        """What became of the trajectories of finished groups that no step took, since the last call."""
         dropped, self._dropped = self._dropped, []
-        return dropped
+        trajectories = [trajectory for batch in dropped for trajectory in batch.trajectories]
+        return FilteredBatch(trajectories, [status for batch in dropped for status in batch.statuses])
 
     def snapshot(self) -> tuple[SchedulerState, list[Trajectory]]:
         """For a checkpoint: the state, and the trajectories of the groups that finished without an error."""
@@ -233,14 +330,16 @@ class GroupScheduler:
         return self.state.account.model_dump() | waiting
 
     def metrics(self) -> Metrics:
-        """The account as `rollouts/<state>`, and the retries."""
+        """The account as `rollouts/<state>`, the retries, and what the filter did, in prompts, under verl's names."""
         counts = {f"rollouts/{state}": float(count) for state, count in self.account().items()}
-        return counts | {"training/rollout_retries": float(self.retries)}
+        return counts | {"training/rollout_retries": float(self.retries)} | self._filtered
 
     def progress(self) -> str:
         """How many groups are there of those that the next update needs."""
         finished = sum(group.finished for group in self._outstanding)
-        return f"{finished} of {len(self._outstanding)} groups have finished, and it takes {self._needed} of the oldest"
+        left_out = f"; {len(self.state.left_out)} were left out for others" if self.state.left_out else ""
+        needed = f"it takes {self._needed} of the oldest"
+        return f"{finished} of {len(self._outstanding)} groups have finished, and {needed}{left_out}"
 
     async def close(self) -> None:
         """Cancel the requests that are still running."""
@@ -281,10 +380,13 @@ class GroupScheduler:
 
     def _drop_stale(self, steps: int) -> None:
         """Cancel and forget the groups that are too stale for the next update."""
-        stale = [group for group in self._outstanding if self._last_update(group) < steps]
+        self._drop([group for group in self._outstanding if self._last_update(group) < steps])
+
+    def _drop(self, stale: Sequence[_Outstanding]) -> None:
         for group in stale:
             if group.finished:
-                self._dropped += group.rollouts.result()
+                trajectories = group.rollouts.result()
+                self._dropped.append(FilteredBatch(trajectories, [TrainStatus.STALE] * len(trajectories)))
             group.rollouts.cancel()
         self._outstanding = [group for group in self._outstanding if group not in stale]
         self.state.account.dropped_stale += len(stale) * self.rollouts.n

@@ -150,7 +150,8 @@ class Training:
         """All rollouts of the next step, failed ones included; new ones are sampled from weights `version` or newer.
 
         The same ones are returned, or requested, again until `update` has used them. Raises StopRequested when a stop
-        is requested meanwhile. When every rollout failed, saves a checkpoint and raises the error of the first.
+        is requested meanwhile. When every rollout failed, saves a checkpoint and raises the error of the first; so too
+        when the filter leaves out too many groups.
         """
         self.clock.take()
         self.scheduler.rollouts.active.take()
@@ -158,8 +159,14 @@ class Training:
         with self._part("rollout", "gen") as waiting:
             waiting.progress, waiting.because = self.scheduler.progress, self.scheduler.rollouts.waits.current
             self.scheduler.submit(self.step, position, version, self._traced, self.plan.total_steps - self.step)
-            self.traces.dropped(self.scheduler.take_dropped())
-            trajectories = await self._unless_stopped(self.scheduler.take(self.step, position))
+            taking = self.scheduler.take(self.step, position)
+            try:
+                trajectories = await self._unless_stopped(taking)
+            except TrackwayError:
+                await self.save()
+                raise
+            finally:
+                self.traces.dropped(self.scheduler.take_dropped())
         self.traces.received(trajectories)
         await self._stored(partial(write_trajectories, self._dump(f"step_{step}"), trajectories))
         try:
@@ -188,6 +195,7 @@ class Training:
             metrics, advantages = await asyncio.to_thread(self._learn, batch, version)
         self.traces.assess(batch, advantages, self.step + 1)
         self.scheduler.used(batch.counts)
+        self.traces.dropped(self.scheduler.take_dropped())
         epoch = self.progress.position.epoch
         _, after = self.prompts.take(self.progress.position)
         before = self.progress

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from trackway.tracing import Tracing
-from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus
+from trackway.trainer.learner.filtering import FilteredBatch
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.traces.budget import TraceBudget
 from trackway.trainer.traces.feedback import Assessment, TraceFeedback, training_feedback, validation_feedback
@@ -72,11 +72,11 @@ class RunTraces:
         for backend in self.feedback:
             backend.submit(assessments)
 
-    def dropped(self, trajectories: Sequence[Trajectory]) -> None:
-        """Record that these trajectories became too stale before a step took them; returns immediately."""
-        if trajectories:
-            self.received(trajectories)
-            self.assess(FilteredBatch(trajectories, [TrainStatus.STALE] * len(trajectories)), [], 0)
+    def dropped(self, batch: FilteredBatch) -> None:
+        """Record what became of these trajectories, which no step took; returns immediately."""
+        if batch.trajectories:
+            self.received(batch.trajectories)
+            self.assess(batch, [], 0)
 
     def assess_validation(self, trajectories: Sequence[Trajectory]) -> None:
         """Record the rewards of a validation; returns immediately."""

@@ -5,9 +5,15 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from trackway.trainer.learner.filtering import FilteredBatch, TrainStatus, filter_trajectories, train_status
-from trackway.wire.errors import ERRORS, ErrorBody, ErrorCode
-from trackway.wire.trajectory import Trajectory, WeightSpan
+from trackway.trainer.learner.filtering import (
+    FilteredBatch,
+    GroupFilter,
+    TrainStatus,
+    filter_trajectories,
+    train_status,
+)
+from trackway.wire.errors import ERRORS, ErrorBody, ErrorCode, TrackwayError
+from trackway.wire.trajectory import Reward, Trajectory, WeightSpan
 
 Rollout = Callable[..., Trajectory]
 FAILED = ErrorBody(code=ErrorCode.UNAVAILABLE, message="gone", retryable=True)
@@ -111,6 +117,7 @@ def test_each_status_has_the_feedback_that_traces_show():
         "no_model_token": "dropped_filtered",
         "unscored": "dropped_failed",
         "stale": "dropped_stale",
+        "no_variance": "dropped_filtered",
     }
 
 
@@ -125,3 +132,39 @@ def test_each_error_is_of_the_infrastructure_or_the_rollouts_own(rollout: Rollou
         *("tool_failed", "tool_timeout", "agent_failed", "checkpoint_corrupt", "not_finite", "internal"),
     }
     assert all(status(code) is TrainStatus.INFRASTRUCTURE for code in ErrorCode if ERRORS[code].retryable)
+
+
+@pytest.mark.parametrize(
+    ("metric", "rewards", "kept"),
+    [
+        ("reward", [Reward(score=0.1), Reward(score=0.1), Reward(score=0.1)], False),
+        ("reward", [Reward(score=0.1), Reward(score=0.1), Reward(score=0.2)], True),
+        ("seq_reward", [Reward(score=1), Reward(score=1)], False),
+        ("acc", [Reward(score=1), Reward(score=0)], True),
+        ("acc", [Reward(score=1, components={"acc": 1}), Reward(score=0.5, components={"acc": 1})], False),
+        ("acc", [Reward(score=1, components={"score": 1}), Reward(score=0.5, components={"score": 1})], False),
+        ("score", [Reward(score=1, components={"score": 1}), Reward(score=0.5, components={"score": 1})], False),
+        ("reward", [Reward(score=1, components={"score": 1}), Reward(score=0.5, components={"score": 1})], True),
+        ("reward", [Reward(score=1)], True),
+        ("reward", [Reward(score=1), None], True),
+        ("reward", [Reward(score=1), None, Reward(score=1)], False),
+    ],
+)
+def test_a_group_is_left_out_when_all_its_values_are_one(
+    rollout: Rollout, metric: str, rewards: list[Reward | None], kept: bool
+):
+    group = [rollout(0, n, reward=reward) for n, reward in enumerate(rewards)]
+
+    left_out = GroupFilter(metric).sift(group)
+
+    assert (left_out is None) is kept
+    if left_out is not None:
+        expected = [TrainStatus.UNSCORED if reward is None else TrainStatus.NO_VARIANCE for reward in rewards]
+        assert (list(left_out.trajectories), left_out.statuses) == (group, expected)
+
+
+def test_a_metric_that_the_reward_lacks_is_an_error_that_names_what_it_has(rollout: Rollout):
+    group = [rollout(0, n, reward=Reward(score=1, components={"format": 1, "correct": 0})) for n in range(2)]
+
+    with pytest.raises(TrackwayError, match=r"got 'f1', and .* has format, correct; take one of them, reward or acc"):
+        GroupFilter("f1").sift(group)

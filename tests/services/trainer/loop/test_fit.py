@@ -17,7 +17,14 @@ from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import Prompts
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.fit import fit
-from trackway.trainer.loop.from_config import learner_config, pacing, plan, training_template, validation_template
+from trackway.trainer.loop.from_config import (
+    group_filter,
+    learner_config,
+    pacing,
+    plan,
+    training_template,
+    validation_template,
+)
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.schedule import Progress
@@ -39,7 +46,7 @@ from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import RunState
-from trackway.wire.trajectory import Trajectory
+from trackway.wire.trajectory import Reward, Trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.usefixtures("shared_http")]
 
@@ -89,6 +96,7 @@ def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -
             pacing(config),
             beginning.progress.scheduler,
             beginning.finished,
+            group_filter(config),
         ),
         validation_rows=rows[:2],
         validation_rollouts=rollouts(validation_template(config, folder.name, target)),
@@ -286,6 +294,47 @@ async def test_generation_goes_on_while_the_learner_computes(new_run: NewRun, ag
     last = run.folder.rows()[-1].data
     assert [last[f"rollouts/{state}"] for state in ("submitted", "used", "running", "finished")] == [16, 16, 0, 0]
     assert [row.data["training/epoch"] for row in run.folder.rows()[1:]] == [0, 0, 1, 1]
+
+
+FILTERED = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", "trainer.save_freq=1")
+
+
+def alike_in_row_1(trajectory: Trajectory) -> Trajectory:
+    """All rollouts of row 1 are right."""
+    if trajectory.tags.sample_index != 1:
+        return trajectory
+    return trajectory.model_copy(update={"reward": Reward(score=1.0, components={"acc": 1.0})})
+
+
+async def test_a_row_without_a_difference_is_never_trained_and_a_killed_run_goes_on_the_same(new_run: NewRun, agent):
+    agent.change = alike_in_row_1
+    keys = (*FILTERED, "trainer.total_training_steps=4")
+    whole = new_run("whole", *keys)
+    await fit(whole)
+    first = new_run("run", *keys)
+    await fit(first)
+    for step in (2, 3, 4):
+        shutil.rmtree(first.folder.checkpoints / f"global_step_{step}")
+
+    again = new_run("run", *keys)
+    assert again.step == 1
+    await fit(again)
+
+    rows = [[int(name.split("/")[1]) for name in names[::2]] for names in trained(again)]
+    assert rows == [[0, 2], [3, 0], [2, 3], [0, 2]]
+    evicted = [row.data["training/filter_groups/evicted_samples"] for row in again.folder.rows()[1:]]
+    assert evicted == [1, 0, 1, 1]
+    assert again.folder.rows()[-1].data["rollouts/dropped_filtered"] == 6
+    assert again.learner.canary() == whole.learner.canary()
+
+
+async def test_a_step_that_takes_too_many_prompts_fails_the_run_and_keeps_the_newest_step(new_run: NewRun, agent):
+    agent.change = alike_in_row_1
+    run = new_run("run", *FILTERED[:2], "algorithm.filter_groups.max_num_gen_batches=1")
+
+    with pytest.raises(TrackwayError, match=r"expected 2 groups whose .* 'acc'.*got 1; 1 were left out"):
+        await fit(run)
+    assert checkpoints(run) == ["global_step_0"]
 
 
 async def test_a_run_killed_ahead_trains_what_was_finished_and_requests_only_the_rest(new_run: NewRun, agent):

@@ -15,6 +15,7 @@ from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.loop.from_config import (
+    group_filter,
     learner_config,
     pacing,
     plan,
@@ -58,6 +59,7 @@ BYPASSED: Fields = {
 }
 """What `bypass_mode` changes."""
 
+SECTIONS = ("kl_ctrl", "filter_groups", "rollout_correction")
 READ_AS_GIVEN = (
     "model.use_remove_padding",
     "model.enable_gradient_checkpointing",
@@ -69,7 +71,7 @@ READ_AS_GIVEN = (
     *(f"actor.policy_loss.{name}" for name in PolicyLossConfig.model_fields),
     "ref.fsdp_config.param_offload",
     "rollout.temperature",
-    *(f"algorithm.{name}" for name in AlgorithmConfig.model_fields if name not in ("kl_ctrl", "rollout_correction")),
+    *(f"algorithm.{name}" for name in AlgorithmConfig.model_fields if name not in SECTIONS),
     *(f"algorithm.kl_ctrl.{name}" for name in KlControlConfig.model_fields),
     *(f"algorithm.rollout_correction.{name}" for name in RolloutCorrectionConfig.model_fields),
 )
@@ -188,6 +190,10 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
         True,
         {"learner.algorithm.use_kl_in_reward": True, "learner.uses_reference": True},
     ),
+    "algorithm.filter_groups.enable": (
+        True,
+        {"filter.metric": "reward", "filter.at_once": 1, "filter.max_prompts": None},
+    ),
     "algorithm.kl_penalty": ("k3", {"learner.algorithm.kl_penalty": "k3"}),
     "algorithm.kl_ctrl.type": ("adaptive", {"learner.algorithm.kl_ctrl.type": "adaptive"}),
     "algorithm.kl_ctrl.kl_coef": (0.5, {"learner.algorithm.kl_ctrl.kl_coef": 0.5}),
@@ -242,6 +248,22 @@ TOGETHER: list[tuple[Keys, Fields]] = [
         {"validation.sampling.temperature": 0.6},
     ),
     ({f"{ROLLOUT}.multi_turn.max_tool_response_length": None}, asks(limits__max_tool_response_length=None)),
+    (
+        {
+            **{f"algorithm.filter_groups.{name}": value for name, value in (("enable", True), ("metric", "acc"))},
+            "algorithm.filter_groups.max_num_gen_batches": 3,
+        },
+        {"filter.metric": "acc", "filter.at_once": 1, "filter.max_prompts": 3072},
+    ),
+    (
+        {
+            "algorithm.filter_groups.enable": True,
+            "algorithm.filter_groups.max_num_gen_batches": 2,
+            "data.gen_batch_size": 5,
+        },
+        {"filter.metric": "reward", "filter.at_once": 5, "filter.max_prompts": 10},
+    ),
+    ({"data.gen_batch_size": 5, "algorithm.filter_groups.metric": "acc"}, {}),
     ({"trainer.n_gpus_per_node": 4, "trainer.nnodes": 2}, {"plan.gpus": 8}),
     ({"trainer.n_gpus_per_node": 0, "trainer.nnodes": 2}, {}),
     ({f"{ACTOR}.optim.clip_grad": 4.0, f"{ACTOR}.grad_clip": 5.0}, {"learner.clip_grad": 4.0}),
@@ -319,7 +341,9 @@ NOT_BY_KEY = {
 def reached(config: RunConfig) -> Fields:
     """Every field of what the parts of a run take."""
     target = trace_target(config, "7", "r")
+    filtering = group_filter(config)
     parts: dict[str, Fields] = {
+        "filter": {} if filtering is None else asdict(filtering),
         "learner": dict(_learner_fields(learner_config(config, STEPS))),
         "plan": asdict(plan(config, STEPS_PER_EPOCH)),
         "trace": target.model_dump(),
@@ -358,8 +382,8 @@ def _template_fields(template: GroupTemplate) -> Iterator[tuple[str, object]]:
 
 def changed(keys: Keys) -> Fields:
     """The fields that these keys change, with what they become."""
-    before = reached(resolve({**GIVEN}))
-    return {name: value for name, value in reached(resolve({**GIVEN, **keys})).items() if value != before[name]}
+    before, after = reached(resolve({**GIVEN})), reached(resolve({**GIVEN, **keys}))
+    return {name: value for name, value in after.items() if name not in before or value != before[name]}
 
 
 @pytest.mark.parametrize(("key", "value", "fields"), [(key, *row) for key, row in KEYS.items()], ids=list(KEYS))

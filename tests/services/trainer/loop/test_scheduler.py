@@ -10,11 +10,12 @@ from typing import cast
 import pytest
 
 from trackway.trainer.data.dataset import Position, Prompts
+from trackway.trainer.learner.filtering import GroupFilter
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler, NextPrompt, Pacing, SchedulerState
 from trackway.wire.agent import Sample
-from trackway.wire.errors import ErrorBody, ErrorCode
-from trackway.wire.trajectory import StopReason, Tags, Trajectory, trajectory_id
+from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
+from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory, trajectory_id
 
 pytestmark = pytest.mark.anyio
 
@@ -35,6 +36,7 @@ class Generation:
     cancelled: list[Name] = field(default_factory=list)
     _ended: dict[Name, asyncio.Event] = field(default_factory=dict)
     _error: dict[Name, ErrorBody | None] = field(default_factory=dict)
+    _scores: dict[Name, Sequence[float]] = field(default_factory=dict)
 
     async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
         name = (step, sample.index)
@@ -43,7 +45,8 @@ class Generation:
         except asyncio.CancelledError:
             self.cancelled.append(name)
             raise
-        return [made(name, rollout_n, self._error[name]) for rollout_n in range(N)]
+        scores = self._scores[name]
+        return [made(name, rollout_n, self._error[name], scores[rollout_n]) for rollout_n in range(N)]
 
     def start(self, sample: Sample, step: int, min_weight_version: int, trace: bool):
         name = (step, sample.index)
@@ -53,10 +56,10 @@ class Generation:
         self.traced |= {name} if trace else set()
         return self.group(sample, step, min_weight_version, trace)
 
-    async def end(self, *names: Name, error: ErrorBody | None = None) -> None:
+    async def end(self, *names: Name, error: ErrorBody | None = None, scores: Sequence[float] = (0.0, 1.0)) -> None:
         """The groups end, and the scheduler's tasks have run."""
         for name in names:
-            self._error[name] = error
+            self._error[name], self._scores[name] = error, scores
             self._ended[name].set()
         for _ in range(5):
             await asyncio.sleep(0)
@@ -73,7 +76,7 @@ class Requests:
         self.n, self.group, self.retries = generation.n, generation.start, 0
 
 
-def made(name: Name, rollout_n: int, error: ErrorBody | None = None) -> Trajectory:
+def made(name: Name, rollout_n: int, error: ErrorBody | None = None, score: float = 0.0) -> Trajectory:
     step, index = name
     tags = Tags(experiment_name="e", step=step, sample_index=index, rollout_n=rollout_n)
     return Trajectory(
@@ -82,6 +85,10 @@ def made(name: Name, rollout_n: int, error: ErrorBody | None = None) -> Trajecto
         tags=tags,
         agent_name="a",
         data_source="d",
+        response_ids=[1],
+        response_mask=[1],
+        response_logprobs=[-1.0],
+        reward=None if error else Reward(score=score),
         stop_reason=StopReason.ERROR if error else StopReason.ANSWERED,
         error=error,
     )
@@ -132,6 +139,10 @@ class Run:
         return groups
 
 
+def difference(metric: str = "reward", **settings: int) -> GroupFilter:
+    return GroupFilter(metric, **settings)
+
+
 def names(trajectories: Sequence[Trajectory]) -> list[Name]:
     """The groups, in order; fails unless each is whole."""
     found = [(trajectory.tags.step, trajectory.tags.sample_index) for trajectory in trajectories]
@@ -150,13 +161,14 @@ def begin(sample: Callable[[int], Sample]) -> Callable[..., Run]:
         drop_last: bool = True,
         state: SchedulerState | None = None,
         finished: Sequence[Trajectory] = (),
+        group_filter: GroupFilter | None = None,
         **pacing: float,
     ) -> Run:
         prompts = Prompts([sample(index) for index in range(rows)], batch_size, 0, shuffle=False, drop_last=drop_last)
         generation = Generation()
         paced = Pacing(batch_size=batch_size, **pacing)  # pyright: ignore[reportArgumentType]
         rollouts = cast(Rollouts, Requests(generation))
-        scheduler = GroupScheduler(prompts, rollouts, paced, state or SchedulerState(), finished)
+        scheduler = GroupScheduler(prompts, rollouts, paced, state or SchedulerState(), finished, group_filter)
         return Run(generation, scheduler, prompts, total_steps)
 
     return new
@@ -225,7 +237,7 @@ async def test_with_drop_a_group_that_passes_the_bound_is_cancelled_and_another_
     assert run.generation.cancelled == [(1, 0)]
     assert run.trained == [[(1, 1), (1, 2), (1, 3), (1, 4)], [(1, 5), (1, 6), (1, 7), (2, 8)]]
     assert run.scheduler.account()["dropped_stale"] == N
-    assert run.scheduler.take_dropped() == []
+    assert run.scheduler.take_dropped().trajectories == []
     assert len(run.generation.requested) == 8 + 4 + 5
 
 
@@ -237,8 +249,8 @@ async def test_a_finished_group_that_no_step_took_in_time_is_handed_over_once(be
     run.steps = 4  # groups of step 1 may train in the first two steps only
     run.submit()
 
-    assert names(run.scheduler.take_dropped()) == [(1, 4), (1, 5), (1, 6), (1, 7)]
-    assert run.scheduler.take_dropped() == []
+    assert names(run.scheduler.take_dropped().trajectories) == [(1, 4), (1, 5), (1, 6), (1, 7)]
+    assert run.scheduler.take_dropped().trajectories == []
     assert run.scheduler.account()["dropped_stale"] == 4 * N
 
 
@@ -383,3 +395,144 @@ async def test_what_a_closed_scheduler_cancelled_is_still_outstanding_in_a_check
     assert [group.place for group in state.outstanding] == [0, 1, 2, 3]
     assert names(finished) == [(1, 2)]
     assert state.next_prompt == NextPrompt(position=Position(batch=1), batch=2)
+
+
+SAME = (1.0, 1.0)
+
+
+async def test_a_group_without_a_difference_is_left_out_at_once_and_the_next_prompt_takes_its_place(begin):
+    run = begin(group_filter=difference())
+    run.submit()
+    await run.generation.end((1, 0), (1, 2))
+    await run.generation.end((1, 1), scores=SAME)
+    taking = asyncio.create_task(run.take())
+    await asyncio.sleep(0)
+    replaced = list(run.generation.requested)
+    await run.generation.end((1, 4), scores=(0.0, 0.0))
+    await run.generation.end((1, 3), (1, 5))
+    groups = await taking
+    run.used(groups)
+    dropped = run.scheduler.take_dropped()
+
+    assert replaced == [(1, index) for index in range(5)]
+    assert groups == [(1, 0), (1, 2), (1, 3), (1, 5)]
+    assert run.generation.requested == [(1, index) for index in range(6)]
+    assert names(dropped.trajectories) == [(1, 1), (1, 4)]
+    assert {status.feedback for status in dropped.statuses} == {"dropped_filtered"}
+    metrics = run.scheduler.metrics()
+    assert [metrics[f"rollouts/{state}"] for state in ("submitted", "used", "dropped_filtered")] == [12, 8, 4]
+    assert metrics["training/filter_groups/evicted_samples"] == 2
+    assert metrics["training/filter_groups/generated_samples"] == 6
+    assert (await run.step(), run.scheduler.metrics()["training/filter_groups/evicted_samples"]) == (
+        [(2, 6), (2, 7), (2, 8), (2, 9)],
+        0,
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+async def test_what_a_filtered_step_trains_does_not_depend_on_what_ends_first(begin, seed: int, at_once: int):
+    chance = random.Random(seed)
+    run = begin(group_filter=difference(at_once=at_once), total_steps=3)
+    while run.steps < 3:
+        run.submit()
+        taking = asyncio.create_task(run.take())
+        while not taking.done():
+            if run.generation.running:
+                name = chance.choice(run.generation.running)
+                await run.generation.end(name, scores=SAME if name[1] % 3 else (0.0, 1.0))
+            await asyncio.sleep(0)
+            account = run.scheduler.account()
+            assert account.pop("submitted") == sum(account.values()) == len(run.generation.requested) * N
+        run.used(taking.result())
+
+    expected = {
+        1: [[0, 3, 6, 9], [12, 15, 18, 21], [24, 27, 30, 33]],
+        3: [[0, 3, 6, 9], [12, 15, 18, 21], [24, 27, 30, 33]],
+        8: [[0, 3, 6, 9], [18, 21, 24, 27], [33, 36, 39, 42]],
+    }
+    assert [[index for _, index in groups] for groups in run.trained] == expected[at_once]
+
+
+async def test_what_a_synchronous_step_has_too_many_of_is_discarded_and_counted(begin):
+    run = begin(group_filter=difference(at_once=8))
+    run.submit()
+    await run.generation.end(*run.generation.running)
+    run.used(await run.take())
+    dropped = run.scheduler.take_dropped()
+
+    assert run.trained == [[(1, 0), (1, 1), (1, 2), (1, 3)]]
+    assert names(dropped.trajectories) == [(1, 4), (1, 5), (1, 6), (1, 7)]
+    assert {status.feedback for status in dropped.statuses} == {"dropped_stale"}
+    assert run.scheduler.metrics()["training/filter_groups/discarded_surplus_samples"] == 4
+    assert run.scheduler.account()["dropped_stale"] == 4 * N
+
+
+async def test_generation_ahead_of_the_learner_keeps_its_depth_and_its_surplus(begin):
+    run = begin(group_filter=difference(at_once=4), depth=0.5, bound=1)
+    run.submit()
+    await run.generation.end((1, 0), (1, 1), scores=SAME)
+    await run.generation.end(*run.generation.running)
+    groups = await run.take()
+    run.used(groups)
+    run.submit()
+
+    assert groups == [(1, 2), (1, 3), (1, 4), (1, 5)]
+    assert run.generation.requested == [(1, index) for index in range(8)] + [(2, index) for index in range(8, 12)]
+    assert (run.scheduler.account()["finished"], run.scheduler.account()["running"]) == (2 * N, 4 * N)
+
+
+async def test_a_step_that_would_take_more_prompts_than_it_may_fails_with_the_remedy(begin):
+    run = begin(group_filter=difference(max_prompts=6))
+    run.submit()
+    await run.generation.end((1, 0), (1, 1), scores=SAME)
+    assert await run.is_waiting()
+    await run.generation.end((1, 4), scores=SAME)
+
+    with pytest.raises(TrackwayError, match=r"3 were left out, and 6 prompts may be taken.*max_num_gen_batches"):
+        await run.take()
+    assert len(run.generation.requested) == 6
+
+
+async def test_a_step_that_took_every_row_fails_instead_of_waiting(begin):
+    run = begin(rows=8, group_filter=difference())
+    run.submit()
+    await run.generation.end(*run.generation.running, scores=SAME)
+    assert await run.is_waiting()
+    await run.generation.end(*run.generation.running, scores=SAME)
+
+    with pytest.raises(TrackwayError, match=r"8 were left out, and every row was taken.*train_batch_size"):
+        await run.take()
+    assert run.generation.requested == [(1, index) for index in range(8)]
+
+
+async def test_a_failed_rollout_has_no_value_and_a_group_with_one_value_is_kept(begin):
+    run = begin(group_filter=difference())
+    run.submit()
+    await run.generation.end((1, 0), error=FAILED, scores=SAME)
+    await run.generation.end((1, 1), (1, 2), (1, 3))
+
+    assert await run.take() == [(1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+async def test_a_filtered_step_resumes_with_what_it_left_out(begin):
+    run = begin(rows=8, group_filter=difference(max_prompts=7))
+    run.submit()
+    await run.generation.end((1, 0), (1, 1), scores=SAME)
+    await run.generation.end((1, 2))
+    assert await run.is_waiting()
+    state, finished = run.scheduler.snapshot()
+    await run.scheduler.close()
+
+    state = SchedulerState.model_validate_json(state.model_dump_json())
+    again = begin(rows=8, group_filter=difference(max_prompts=7), state=state, finished=finished)
+    again.submit()
+    requested = list(again.generation.requested)
+    await again.generation.end((1, 3), scores=SAME)
+    assert await again.is_waiting()
+    await again.generation.end((1, 4), (1, 5), (1, 6))
+
+    assert requested == [(1, 3), (1, 4), (1, 5)]
+    assert await again.take() == [(1, 2), (1, 4), (1, 5), (1, 6)]
+    account = again.scheduler.account()
+    assert (account["submitted"], account["dropped_filtered"]) == (7 * N, 3 * N)
