@@ -5,7 +5,7 @@ from collections import defaultdict
 
 from generators.markdown import breakable, code, page, sentence, table
 from trackway.trainer.config import Explanation, explain
-from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT
+from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY
 
 
 def configuration_keys() -> str:
@@ -25,6 +25,12 @@ def configuration_keys() -> str:
         "## Moved",
         "Old spellings, read as the new key.",
         table(("Old key", "New key"), ((breakable(old), breakable(new)) for old, new in MOVED.items())),
+        "## Refused but for one value",
+        "Keys of verl that would change what is trained. They are accepted with the value that Trackway has anyway.",
+        table(
+            ("Key", "Accepted", "Otherwise"),
+            ((breakable(key), code(only.allowed), sentence(only.remedy)) for key, only in ONLY.items()),
+        ),
         "## Without effect",
         "Keys of verl that are accepted so that its command lines run unchanged. A name that ends in `.*` stands for "
         "everything below it. Those that a run was given are listed, with the reason, when it starts.",

@@ -88,6 +88,8 @@ class Limits(WireRequest):
     max_response_length: Int = Field(default=512, ge=1)
     """Most tokens of the whole multi-turn response, observations included."""
     max_assistant_turns: Int | None = Field(default=None, ge=1)
+    max_user_turns: Int | None = Field(default=None, ge=1)
+    """Most rounds of observations; the model's next turn is the last, as in verl."""
     max_parallel_calls: Int = Field(default=1, ge=1)
     """Most tool calls of one turn that run; the observation of each further call says that it did not run."""
     on_bad_call: Literal["observe", "end"] = "observe"

@@ -110,7 +110,7 @@ class ToolAgent(AgentLoop):
 def reason_to_stop(episode: Episode, parsed: Parsed, tools: ToolSet) -> StopReason | None:
     """The stop reason after a turn, by verl's rules and `on_bad_call`; None to run the tools."""
     turn = episode.turns[-1]
-    max_turns = episode.limits.max_assistant_turns
+    max_turns, max_rounds = episode.limits.max_assistant_turns, episode.limits.max_user_turns
     if turn.finish_reason == "length" and (parsed.unclosed or not parsed.calls):
         return StopReason.MAX_RESPONSE
     if not parsed.calls:
@@ -118,6 +118,8 @@ def reason_to_stop(episode: Episode, parsed: Parsed, tools: ToolSet) -> StopReas
     if episode.room <= 0:
         return StopReason.MAX_RESPONSE
     if max_turns is not None and len(episode.turns) >= max_turns:
+        return StopReason.MAX_TURNS
+    if max_rounds is not None and episode.user_turns >= max_rounds:
         return StopReason.MAX_TURNS
     if episode.limits.on_bad_call == "end" and any(rejected(call, tools) is not None for call in parsed.calls):
         return StopReason.BAD_CALL

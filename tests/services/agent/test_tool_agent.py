@@ -139,6 +139,17 @@ async def test_the_turn_limit_ends_a_trajectory_that_still_calls_tools(services:
 
 
 @pytest.mark.anyio
+async def test_the_limit_of_user_turns_leaves_the_model_one_turn_after_the_last_observation(
+    services: AgentServices,
+) -> None:
+    """verl/experimental/agent_loop/tool_agent_loop.py ends after a generation with so many user turns before it."""
+    trajectory = await services.say(COUNT, COUNT, COUNT, limits__max_user_turns=2)
+
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.MAX_TURNS, 3)
+    assert trajectory.tool_rewards == [0.25, 0.25]
+
+
+@pytest.mark.anyio
 async def test_an_answer_at_the_turn_limit_is_an_answer(services: AgentServices) -> None:
     trajectory = await services.say(COUNT, ANSWER, limits__max_assistant_turns=2)
 

@@ -260,7 +260,7 @@ def _configs(episode: Episode, template_kwargs: Mapping[str, Any]) -> tuple[Conf
     )
     multi_turn = Config(
         max_assistant_turns=limits.max_assistant_turns,
-        max_user_turns=limits.max_assistant_turns,
+        max_user_turns=limits.max_user_turns,
         max_parallel_calls=limits.max_parallel_calls,
         max_tool_response_length=limits.max_tool_response_length,
         tool_response_truncate_side=limits.tool_response_truncate_side,

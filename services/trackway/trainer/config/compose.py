@@ -29,7 +29,15 @@ from trackway.trainer.config.asynchronous import translate
 from trackway.trainer.config.models import RunConfig
 from trackway.trainer.config.rollout_correction import BOUND_KEYS, RolloutCorrectionConfig
 from trackway.trainer.config.rollout_correction import PRESETS as PRESETS_OF_CORRECTION
-from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, OTHER_LOGGERS, without_effect
+from trackway.trainer.config.unsupported_keys import (
+    DEPLOYMENT,
+    MOVED,
+    NO_EFFECT,
+    ONLY,
+    OTHER_LOGGERS,
+    limited,
+    without_effect,
+)
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 PRESETS = Path(__file__).parent / "presets"
@@ -116,10 +124,14 @@ def resolve(tree: Tree) -> RunConfig:
     moved = {key for key in MOVED if key in given}
     for key in moved:
         _move(given, key)
-    ignored = {key: None for key in given if without_effect(key) is not None}
+    honoured = known_keys()
+    others = [key for key in given if key not in honoured]
+    ignored = {key: None for key in others if limited(key) is None and without_effect(key) is not None}
     problems: list[TrackwayError] = []
-    for key in given:
-        if key not in ignored:
+    for key in others:
+        if limited(key) is not None:
+            _noted(problems, _must_be_allowed, (key, given.pop(key)))
+        elif key not in ignored:
             _noted(problems, _must_be_known, key)
         if len(problems) == MAX_UNKNOWN:
             raise together(problems)
@@ -252,16 +264,26 @@ def _free_keys_moved(key: str) -> str:
 
 def _must_be_known(key: str) -> None:
     known = _known_names()
-    if key in known or without_effect(key) is not None or any(name.startswith(f"{key}.") for name in known):
+    if key in known or without_effect(key) or limited(key) or any(name.startswith(f"{key}.") for name in known):
         return
     if _free_keys_moved(key).startswith(f"{FREE_KEYS}."):
         return
     raise unknown_key(key, known)
 
 
+def _must_be_allowed(given: tuple[str, JsonValue]) -> None:
+    """Raises TrackwayError for a value that ONLY does not allow."""
+    key, value = given
+    only = ONLY[limited(key) or key]
+    if value is None or value in only.values:
+        return
+    message = f"{key}: expected {only.allowed}, got {_shown(value)}; {only.remedy}"
+    raise TrackwayError(ErrorCode.INVALID_REQUEST, message, key=key)
+
+
 @lru_cache(maxsize=1)
 def _known_names() -> tuple[str, ...]:
-    return (*known_keys(), *(name.removesuffix(".*") for name in NO_EFFECT), *MOVED)
+    return (*known_keys(), *(name.removesuffix(".*") for name in (*NO_EFFECT, *ONLY)), *MOVED)
 
 
 def unknown_key(key: str, known: Iterable[str]) -> TrackwayError:

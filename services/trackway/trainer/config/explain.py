@@ -1,4 +1,4 @@
-"""Explains configuration keys: description, default, and origin (verl's, ours, moved, or without effect)."""
+"""Explains configuration keys: description, default, and origin (verl's, ours, moved, refused, or without effect)."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from pydantic import JsonValue
 
 from trackway.trainer.config.compose import known_keys, leaves, unknown_key
 from trackway.trainer.config.models import RunConfig
-from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, without_effect
+from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY, Only, limited, without_effect
 
 
 class Explanation(NamedTuple):
@@ -17,7 +17,7 @@ class Explanation(NamedTuple):
     default: JsonValue
     source: str
     honoured: bool = True
-    """False for a key that was moved or has no effect; it has no default."""
+    """False for a key that was moved, has no effect or only one value; it has no default."""
 
 
 def explain(word: str = "") -> list[Explanation]:
@@ -29,6 +29,9 @@ def explain(word: str = "") -> list[Explanation]:
     matches = [known for known in explanations if not word or known.key == word or known.key.startswith(f"{word}.")]
     if matches:
         return matches
+    only = limited(word)
+    if only is not None:
+        return [_of_few_values(word, ONLY[only])]
     covering = without_effect(word)
     if covering is not None:
         return [Explanation(word, NO_EFFECT[covering], None, "verl's, no effect here", False)]
@@ -42,8 +45,13 @@ def _all() -> list[Explanation]:
         for key, sentence in known_keys().items()
     ]
     moved = [Explanation(old, f"Read as {new}.", None, "verl's, moved", False) for old, new in MOVED.items()]
+    few = [_of_few_values(key, only) for key, only in ONLY.items()]
     ignored = [Explanation(key, reason, None, "verl's, no effect here", False) for key, reason in NO_EFFECT.items()]
-    return [*honoured, *moved, *ignored]
+    return [*honoured, *moved, *few, *ignored]
+
+
+def _of_few_values(key: str, only: Only) -> Explanation:
+    return Explanation(key, f"only {only.allowed}: {only.remedy}", None, "verl's, other values are refused", False)
 
 
 def _source(key: str) -> str:

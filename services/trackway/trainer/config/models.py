@@ -79,6 +79,39 @@ class CustomRewardFunctionConfig(Section):
         return value
 
 
+class OverlongBufferConfig(Section):
+    """DAPO's penalty on long responses (arXiv:2503.14476, section 3.4)."""
+
+    enable: bool = False
+    """Lower the score of a response that ends in the last `len` tokens before `max_resp_len`; the accuracy of a
+    validation stays as scored. verl's older recipes write `reward_model.overlong_buffer`."""
+    len: int = Field(default=0, ge=0)
+    """Tokens over which the penalty rises."""
+    penalty_factor: float = Field(default=0.0, ge=0)
+    """The penalty of a response of `max_resp_len` tokens."""
+    log: bool = False
+    """Record the penalty as the reward's component `overlong_reward`, and as `critic/overlong_reward`."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: object, info: ValidationInfo) -> object:
+        return cls.model_fields[str(info.field_name)].get_default() if value is None else value
+
+
+class RewardKwargsConfig(Section):
+    """Arguments of verl's reward managers."""
+
+    overlong_buffer_cfg: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
+    max_resp_len: int | None = Field(default=None, ge=1)
+    """Length in tokens that `overlong_buffer_cfg` ends at; null takes `data.max_response_length`."""
+
+
+class RewardConfig(Section):
+    """What the trainer makes of scores."""
+
+    reward_kwargs: RewardKwargsConfig = Field(default_factory=RewardKwargsConfig)
+
+
 class TrainerConfig(Section):
     """Length of the training, frequency of validation and checkpoints, and the run's name."""
 
@@ -207,6 +240,7 @@ class RunConfig(Section):
     actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
     rollout: RolloutSectionConfig = Field(default_factory=RolloutSectionConfig)
@@ -219,6 +253,17 @@ class RunConfig(Section):
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: expected at most data.train_batch_size "
                 f"({self.data.train_batch_size}), got {mini}; both count prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _buffer_fits_the_response(self) -> Self:
+        keys = self.reward.reward_kwargs
+        longest, buffer = keys.max_resp_len or self.data.max_response_length, keys.overlong_buffer_cfg
+        if buffer.enable and not 0 < buffer.len <= longest:
+            raise ValueError(
+                f"reward.reward_kwargs.overlong_buffer_cfg.len: expected 1 to {longest} tokens, the longest response "
+                f"(max_resp_len, or data.max_response_length), got {buffer.len}"
             )
         return self
 

@@ -59,11 +59,20 @@ class OptimConfig(Section):
     lr_warmup_steps_ratio: float = Field(default=0.0, ge=0, le=1)
     """Warm-up steps as a share of the run's steps; 0 starts at the full rate."""
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    """The rate after the warm-up: constant, or half a cosine down to `min_lr_ratio` of it at the run's last step."""
+    """The rate after the warm-up: constant, or a cosine between `lr` and `min_lr_ratio` of it over the run's steps."""
+    num_cycles: float = Field(default=0.5, gt=0)
+    """Waves of the cosine: 0.5 falls once, 1 falls and rises again."""
+    zero_indexed_step: bool = True
+    """Count the first update as 0 in the cosine; false counts it as 1, so that the last update has the final rate."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final rate of the cosine, as a share of `lr`."""
     clip_grad: float | None = Field(default=None, gt=0)
     """Bound on the gradient's norm; None takes `actor.grad_clip`."""
+
+    @field_validator("lr_scheduler_type", mode="before")
+    @classmethod
+    def _null_is_constant(cls, value: object) -> object:
+        return "constant" if value is None else value
 
 
 LOSSES = (
@@ -192,6 +201,8 @@ class MultiTurnConfig(Section):
     """Rows without an `agent_name` run as `tool_agent` when true, else as `agent.default_agent_loop`."""
     max_assistant_turns: int | None = Field(default=None, ge=1)
     """Most turns of a trajectory."""
+    max_user_turns: int | None = Field(default=None, ge=1)
+    """Most turns that answer the model, such as a round of tool calls; the model's next turn is the last."""
     max_parallel_calls: int = Field(default=1, ge=1)
     """Most tool calls of one turn, run in parallel; further calls are not run, and the model gets an error for them."""
     max_tool_response_length: int | None = Field(default=256, ge=1)

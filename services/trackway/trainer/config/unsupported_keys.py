@@ -1,10 +1,14 @@
-"""verl's keys that are accepted without effect, each with the reason, and verl's renamed keys.
+"""verl's keys that the models of the configuration do not have: without effect, of one value only, or renamed.
 
-A name that ends in `.*` covers all keys below it. The table lets a pasted verl command line run. The keys without
-effect that were given are logged once at the start.
+A name that ends in `.*` covers all keys below it. The tables let a pasted verl command line run. A key that leaves what
+is trained as it is has no effect, and those that were given are logged once at the start (NO_EFFECT). One that would
+change it is accepted with the value that Trackway has, and refused with any other (ONLY).
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from typing import NamedTuple
+
+from pydantic import JsonValue
 
 _DEPLOYED = "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)"
 _SHARDING = "the learner is one process; nothing is sharded"
@@ -18,17 +22,25 @@ _TOOLS = "tools belong to the tools service's deployment"
 _DUMPS = "every step's trajectories are written to outputs/<run>/trajectories"
 _AGENT = "the agent service's deployment decides"
 _FSDP = (
-    *("wrap_policy.*", "reshard_after_forward", "fsdp_size", "forward_prefetch", "offload_policy", "model_dtype"),
-    *("dtype", "use_orig_params", "mixed_precision.*", "strategy", "entropy_from_logits_with_chunking"),
+    *("wrap_policy.*", "reshard_after_forward", "fsdp_size", "forward_prefetch", "offload_policy", "strategy"),
+    *("use_orig_params", "ulysses_sequence_parallel_size", "use_no_sync_for_gradient_accumulation", "forward_only"),
+    "turbo_config.*",
 )
 """Keys below `fsdp_config`."""
+_DTYPE = "trackway.dtype is the learner's type; its weights stay float32"
+_SAME_NUMBERS = "memory and speed only; the numbers are the same"
+_LOGITS = ("entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size", "entropy_checkpointing")
+_PADDING = ("pad_to_length", "pad_to_length_bucket")
+_SEED = "trackway.seed is the seed of the learner, of the rows and of the rollouts"
+_TEXT = "rows are text"
+_PROFILERS = "global_profiler.tool and global_profiler.steps decide"
+_ADAPTERS = "the whole model is trained"
+_DISTILLATION = "only with distillation.enabled"
 
 NO_EFFECT: dict[str, str] = {
     "data.return_raw_chat": "rows always keep their messages",
     "data.return_raw_input_ids": "rows always keep their messages",
     "data.return_full_prompt": "rows always keep their messages",
-    "data.prompt_key": "rows have verl's schema: the prompt is `prompt`",
-    "data.reward_fn_key": "rows have verl's schema: the scorer is found by `data_source`",
     "data.val_batch_size": "validation is bounded by trackway.max_inflight_groups",
     "data.dataloader_num_workers": "rows are held in memory",
     "data.filter_overlong_prompts_workers": "rows are held in memory",
@@ -49,8 +61,7 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.actor.calculate_entropy": "the entropy is always computed and logged",
     "actor_rollout_ref.actor.data_loader_seed": "trackway.seed is the seed of the learner",
     "actor_rollout_ref.actor.checkpoint.*": "a checkpoint always holds model, optimiser and random state",
-    "actor_rollout_ref.actor.optim.total_training_steps": "a schedule spans the run's own steps",
-    "actor_rollout_ref.actor.optim.num_cycles": "the cosine is half a wave",
+    "actor_rollout_ref.actor.optim.total_training_steps": "the schedule spans the run's steps; verl overwrites the key",
     "actor_rollout_ref.rollout.data_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.pipeline_model_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.max_num_batched_tokens": _DEPLOYED,
@@ -68,13 +79,10 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.calculate_log_probs": "rollouts always come with their logprobs",
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length is the bound",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length is the bound",
-    "actor_rollout_ref.rollout.do_sample": "training always samples",
-    "actor_rollout_ref.rollout.over_sample_rate": "exactly rollout.n rollouts are requested",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": _MICRO,
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _MICRO,
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _MICRO,
     "actor_rollout_ref.rollout.agent.num_workers": _AGENT,
-    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "multi_turn.max_assistant_turns bounds observations too",
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
     "actor_rollout_ref.ref.strategy": _SHARDING,
@@ -86,8 +94,6 @@ NO_EFFECT: dict[str, str] = {
     **{f"actor_rollout_ref.ref.fsdp_config.{name}": _SHARDING for name in _FSDP},
     "algorithm.lam": _ONLY_GAE,
     "algorithm.filter_groups.max_inflight_gen_batches": "trackway.max_inflight_groups bounds concurrent prompts",
-    "algorithm.use_pf_ppo": _ONLY_GAE,
-    "algorithm.pf_ppo.*": _ONLY_GAE,
     "async_training.partial_rollout": "the rollout service's update_mode decides: keep, wait or abort",
     "async_training.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode decides",
     "async_training.compute_prox_log_prob": "algorithm.rollout_correction.bypass_mode decides",
@@ -95,15 +101,9 @@ NO_EFFECT: dict[str, str] = {
     "async_training.checkpoint_engine.*": "weights are pulled from the weight store",
     "async_training.use_trainer_do_validate": "rollout replicas run the validation, beside the training",
     "critic.*": _NO_CRITIC,
-    "reward.*": _REWARD,
-    "reward_model.*": _REWARD,
-    "trainer.critic_warmup": _NO_CRITIC,
     "trainer.device": "trackway.device selects the learner's device",
     "trainer.balance_batch": "the learner is one process",
     "trainer.log_val_generations": _DUMPS,
-    "trainer.rollout_data_dir": _DUMPS,
-    "trainer.validation_data_dir": _DUMPS,
-    "trainer.default_local_dir": "checkpoints lie in the run's own folder",
     "trainer.default_hdfs_dir": "checkpoints lie in the run's own folder",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept; trainer.max_actor_ckpt_to_keep bounds them",
     "trainer.max_critic_ckpt_to_keep": _NO_CRITIC,
@@ -114,18 +114,169 @@ NO_EFFECT: dict[str, str] = {
     "trainer.v1.colocate_async.*": "trainer.v1.trainer_mode=colocate_async is refused",
     "trainer.v1.separate_async.hybrid_rollout.*": "the learner's GPUs are not lent to rollout engines",
     "trainer.v1.sampler.sync_refill_failed_groups": "missing rollouts are requested trackway.group_attempts times",
-    "trainer.v1.sampler.custom_sampler.*": "groups train in the order in which they were submitted and finished",
+    "trainer.v1.sampler.custom_sampler.name": "groups train in the order in which they were submitted and finished",
     "trainer.v1.sampler.sampler_kwargs.*": "groups train in the order in which they were submitted and finished",
     "rollout.nnodes": _DEPLOYED,
     "rollout.n_gpus_per_node": _DEPLOYED,
     "ray_kwargs.*": "Ray belongs to the deployment",
-    "global_profiler.*": "the learner has no profiler hook",
+    **{
+        f"actor_rollout_ref.{role}.{section}{name}": _SAME_NUMBERS
+        for role in ("actor", "ref")
+        for section in ("", "fsdp_config.")
+        for name in (*_LOGITS, *_PADDING)
+    },
+    **{
+        f"actor_rollout_ref.{role}.fsdp_config.{name}": reason
+        for role in ("actor", "ref")
+        for name, reason in (
+            *(("model_dtype", _DTYPE), ("dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
+            *(("full_determinism", "a run repeats exactly on one machine"), ("qat.*", "only with qat.enable")),
+            ("use_torch_compile", "the learner runs eagerly"),
+        )
+    },
+    **{f"actor_rollout_ref.{role}.profiler.*": _PROFILERS for role in ("actor", "ref", "rollout")},
+    "actor_rollout_ref.actor.rollout_n": "actor_rollout_ref.rollout.n decides",
+    "actor_rollout_ref.actor.ppo_micro_batch_size": _ACTOR_MICRO,
+    "actor_rollout_ref.actor.freeze_vision_tower": _TEXT,
+    "actor_rollout_ref.actor.use_prefix_grouper": _SAME_NUMBERS,
+    "actor_rollout_ref.actor.use_fused_kernels": "the loss is computed by PyTorch",
+    "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding decides",
+    "actor_rollout_ref.actor.qat.*": "only with qat.enable",
+    "actor_rollout_ref.ref.rollout_n": "actor_rollout_ref.rollout.n decides",
+    "actor_rollout_ref.ref.fsdp_config.optimizer_offload": "the reference has no optimizer",
+    "actor_rollout_ref.rollout.seed": _SEED,
+    "actor_rollout_ref.rollout.full_determinism": _SEED,
+    "actor_rollout_ref.rollout.cudagraph_capture_sizes": _DEPLOYED,
+    "actor_rollout_ref.rollout.expert_parallel_size": _DEPLOYED,
+    "actor_rollout_ref.rollout.scheduling_policy": _DEPLOYED,
+    "actor_rollout_ref.rollout.router_config_path": _DEPLOYED,
+    "actor_rollout_ref.rollout.quantization": _DEPLOYED,
+    "actor_rollout_ref.rollout.quantization_config_file": _DEPLOYED,
+    "actor_rollout_ref.rollout.disaggregation.*": _DEPLOYED,
+    "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": "a metric of Megatron's",
+    "actor_rollout_ref.rollout.mtp.*": "only with model.mtp.enable",
+    "actor_rollout_ref.rollout.qat.*": "only with qat.enable",
+    "actor_rollout_ref.model.lora_alpha": _ADAPTERS,
+    "actor_rollout_ref.model.target_modules": _ADAPTERS,
+    "actor_rollout_ref.model.exclude_modules": _ADAPTERS,
+    "actor_rollout_ref.model.lora.*": _ADAPTERS,
+    "actor_rollout_ref.model.mtp.*": "only with model.mtp.enable",
+    "actor_rollout_ref.model.use_liger": "the loss is computed by PyTorch",
+    "actor_rollout_ref.model.fused_kernel_options.*": "the loss is computed by PyTorch",
+    "actor_rollout_ref.model.tiled_mlp.*": _SAME_NUMBERS,
+    "actor_rollout_ref.model.override_config.attn_implementation": _SAME_NUMBERS,
+    "actor_rollout_ref.nccl_timeout": _SHARDING,
+    "algorithm.pf_ppo.*": "only with algorithm.use_pf_ppo",
+    "data.use_shm": "rows are held in memory",
+    "data.function_tool_path": _TOOLS,
+    **{f"data.{name}": _TEXT for name in ("image_key", "video_key", "audio_key", "image_patch_size")},
+    **{f"data.{name}": _TEXT for name in ("return_multi_modal_inputs", "mm_processor_kwargs.*")},
+    "data.custom_cls.name": "only with data.custom_cls.path",
+    "reward.num_workers": _REWARD,
+    "reward.reward_manager.module.name": "only with reward.reward_manager.module.path",
+    "reward.reward_model.*": "only with reward.reward_model.enable",
+    "reward.sandbox_fusion.*": "only with reward.sandbox_fusion.url",
+    "reward_model.*": _REWARD,
+    "sandbox_fusion.*": "only with sandbox_fusion.url",
+    "distillation.*": _DISTILLATION,
+    "transfer_queue.*": "trajectories come as a stream from the agent service",
+    "skip.*": "only with skip.<part>.enable",
+    "global_profiler.*": "the learner's trace is a file of its own; torch's profiler needs no more",
 }
 
-MOVED: dict[str, str] = {
-    f"trainer.rollout_trace.{name}": f"actor_rollout_ref.rollout.trace.{name}"
-    for name in ("backend", "token2text", "max_samples_per_step_per_worker", "project_name", "experiment_name")
-} | {f"reward.custom_reward_function.{name}": f"custom_reward_function.{name}" for name in ("path", "name")}
+
+class Only(NamedTuple):
+    """The values of a key that are what Trackway does anyway; others would change what is trained, and are refused."""
+
+    values: tuple[JsonValue, ...]
+    """Null is allowed in addition."""
+    remedy: str
+    """What others would need, and what to do."""
+
+    @property
+    def allowed(self) -> str:
+        """The values as text."""
+        return " or ".join(map(str, self.values)) or "null"
+
+
+_MANAGERS = ("naive", "dapo", "batch", "prime", "gdpo", "rate_limited", "remote")
+_NO_ADAPTERS = "adapters are not trained; train the whole model"
+_NO_REWARD_MODEL = "a scorer of your own can ask a reward model at its URL: give custom_reward_function.path"
+_OWN_SANDBOX = "run code in a scorer of your own: give custom_reward_function.path"
+_NO_QAT = "quantised training is not implemented; leave it out"
+
+ONLY: dict[str, Only] = {
+    "actor_rollout_ref.actor.optim.optimizer": Only(("AdamW",), "other optimizers are not implemented; take AdamW"),
+    "actor_rollout_ref.actor.optim.optimizer_impl": Only(("torch.optim",), "the optimizer is PyTorch's AdamW"),
+    "actor_rollout_ref.actor.optim.override_optimizer_config.*": Only((), "set lr, betas and weight_decay instead"),
+    **{
+        f"actor_rollout_ref.{section}.qat.enable": Only((False,), _NO_QAT)
+        for section in ("actor", "actor.fsdp_config", "ref.fsdp_config", "rollout")
+    },
+    "actor_rollout_ref.rollout.do_sample": Only((True,), "training samples; set rollout.temperature"),
+    "actor_rollout_ref.rollout.over_sample_rate": Only((0,), "exactly rollout.n rollouts are requested"),
+    "actor_rollout_ref.rollout.ignore_eos": Only((False,), "a response ends at its end token; leave it out"),
+    "actor_rollout_ref.rollout.logprobs_mode": Only(
+        ("processed_logprobs",), "logprobs are those of the sampling distribution; leave it out"
+    ),
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": Only((False,), "routes of experts are not recorded"),
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": Only((1,), "set rollout.n"),
+    "actor_rollout_ref.rollout.agent.custom_async_server.path": Only((), "write an engine (CONTRIBUTING.md)"),
+    "actor_rollout_ref.rollout.agent.custom_async_server.name": Only((), "write an engine (CONTRIBUTING.md)"),
+    "actor_rollout_ref.model.lora_rank": Only((0,), _NO_ADAPTERS),
+    "actor_rollout_ref.model.lora.rank": Only((0,), _NO_ADAPTERS),
+    "actor_rollout_ref.model.lora_adapter_path": Only((), f"{_NO_ADAPTERS} with the adapter merged into it"),
+    "actor_rollout_ref.model.lora.adapter_path": Only((), f"{_NO_ADAPTERS} with the adapter merged into it"),
+    "actor_rollout_ref.model.mtp.enable": Only((False,), "multi-token prediction is not implemented; leave it out"),
+    "actor_rollout_ref.model.hf_config_path": Only((), "the configuration lies beside the weights, in model.path"),
+    "actor_rollout_ref.model.tokenizer_path": Only((), "the tokenizer lies beside the weights, in model.path"),
+    "actor_rollout_ref.model.custom_chat_template": Only((), "put the template into the model's tokenizer"),
+    "actor_rollout_ref.model.external_lib": Only((), "name own modules in trackway.modules"),
+    "actor_rollout_ref.model.override_config.*": Only((), "change config.json in a copy of the model"),
+    "algorithm.use_pf_ppo": Only((False,), "PF-PPO is not implemented; leave it out"),
+    "critic.enable": Only((False,), _NO_CRITIC),
+    "data.tokenizer": Only((), "the tokenizer lies beside the weights, in actor_rollout_ref.model.path"),
+    "data.custom_cls.path": Only((), "write the rows to a file (`trackway data`)"),
+    "data.sampler.class_path": Only((), "order the rows in the file, with data.shuffle=false"),
+    "data.apply_chat_template_kwargs.*": Only((), "set chat_template_kwargs of the agent service"),
+    "reward.reward_manager.name": Only(_MANAGERS, "all of these score alike here; own scorers take its place"),
+    "reward.reward_manager.source": Only(("register",), "give custom_reward_function.path"),
+    "reward.reward_manager.module.path": Only((), "give custom_reward_function.path"),
+    "reward.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
+    "reward.reward_model.enable": Only((False,), _NO_REWARD_MODEL),
+    "reward.sandbox_fusion.url": Only((), _OWN_SANDBOX),
+    "reward_model.reward_manager": Only(_MANAGERS, "all of these score alike here; own scorers take its place"),
+    "reward_model.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
+    "reward_model.enable": Only((False,), _NO_REWARD_MODEL),
+    "reward_model.reward_loop_source": Only(("register",), "give custom_reward_function.path"),
+    "sandbox_fusion.url": Only((), _OWN_SANDBOX),
+    "distillation.enabled": Only((False,), "distillation is not implemented; leave it out"),
+    "trainer.critic_warmup": Only((0,), "the actor trains from the first step, since there is no critic"),
+    "trainer.checkpoint_callback_class": Only((), "watch the run's folder of checkpoints"),
+    "trainer.v1.sampler.custom_sampler.path": Only((), "groups train in the order in which they were submitted"),
+    **{
+        f"skip.{part}.enable": Only((False,), "rollouts are always requested; leave it out")
+        for part in ("rollout", "rollout_tq", "async_rollout")
+    },
+}
+"""Keys of verl of which only some values are accepted. A name that ends in `.*` covers all keys below it."""
+
+MOVED: dict[str, str] = (
+    {
+        f"trainer.rollout_trace.{name}": f"actor_rollout_ref.rollout.trace.{name}"
+        for name in ("backend", "token2text", "max_samples_per_step_per_worker", "project_name", "experiment_name")
+    }
+    | {f"reward.custom_reward_function.{name}": f"custom_reward_function.{name}" for name in ("path", "name")}
+    | {
+        f"{old}.{name}": f"reward.reward_kwargs.overlong_buffer_cfg.{name}"
+        for old in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg")
+        for name in ("enable", "len", "penalty_factor", "log")
+    }
+    | {
+        "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
+        "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    }
+)
 """A verl release's spelling of a key -> the key that it sets here; null means the default. verl's releases accept
 `trainer.rollout_trace` and ignore it; releases from 0.8 write `reward.custom_reward_function`."""
 
@@ -152,12 +303,21 @@ OTHER_LOGGERS = ("clearml", "rl_insight", "swanlab", "vemlp_wandb")
 
 def without_effect(key: str) -> str | None:
     """The entry of NO_EFFECT that covers `key`, or None."""
-    if key in NO_EFFECT:
+    return _covering(key, NO_EFFECT)
+
+
+def limited(key: str) -> str | None:
+    """The entry of ONLY that covers `key`, or None; it goes before one of NO_EFFECT, except one for the key itself."""
+    return None if key in NO_EFFECT else _covering(key, ONLY)
+
+
+def _covering(key: str, table: Collection[str]) -> str | None:
+    if key in table:
         return key
-    return next((name for name in NO_EFFECT if name.endswith(".*") and key.startswith(name[:-1])), None)
+    return next((name for name in table if name.endswith(".*") and f"{key}.".startswith(name[:-1])), None)
 
 
-def no_effect(given_keys: Iterable[str]) -> list[tuple[str, str]]:
+def no_effect(given_keys: Collection[str]) -> list[tuple[str, str]]:
     """(key, reason) for each given key that is accepted without effect or was renamed, in the order given."""
     notes: list[tuple[str, str]] = []
     for key in given_keys:

@@ -15,9 +15,10 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 def learning_rate(config: LearnerConfig, update: int) -> float:
-    """The rate of the 0-based update: lr / warmup_steps first, then up in equal steps, then constant or a half cosine.
+    """The rate of the 0-based update: lr / warmup_steps first, then up in equal steps, then constant or a cosine.
 
-    The cosine falls from lr to lr * min_lr_ratio at the end of the last update (verl's `lr_scheduler_type=cosine`).
+    Half a cosine falls from lr to lr * min_lr_ratio at the end of the last update (verl's `lr_scheduler_type=cosine`,
+    verl/utils/torch_functional.py, `get_cosine_schedule_with_warmup`).
     verl starts the warm-up at 0, so its first batch trains nothing.
     """
     optim, warm_up = config.actor.optim, config.lr_warmup_steps
@@ -25,8 +26,9 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
         return optim.lr * (update + 1) / warm_up
     if optim.lr_scheduler_type == "constant":
         return optim.lr
-    done = min(1.0, (update - warm_up) / max(1, config.total_steps - warm_up))
-    share = 0.5 * (1.0 + math.cos(math.pi * done))
+    counted = update if optim.zero_indexed_step else update + 1
+    done = min(1.0, (counted - warm_up) / max(1, config.total_steps - warm_up))
+    share = 0.5 * (1.0 + math.cos(2.0 * math.pi * optim.num_cycles * done))
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
 

@@ -19,6 +19,7 @@ from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import (
     group_filter,
     learner_config,
+    overlong_penalty,
     pacing,
     plan,
     retry_policy,
@@ -105,7 +106,7 @@ def _training(
     active = ActiveTime()
 
     def rollouts(template: GroupTemplate) -> Rollouts:
-        return Rollouts(agents, template, retry_policy(config), active)
+        return Rollouts(agents, template, retry_policy(config), active, overlong_penalty(config))
 
     return Training(
         plan=schedule,

@@ -9,6 +9,7 @@ from trackway.trainer.config import RunConfig
 from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.filtering import GroupFilter
+from trackway.trainer.learner.overlong import OverlongPenalty
 from trackway.trainer.loop.colocation import Sharing
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
 from trackway.trainer.loop.schedule import Schedule
@@ -83,6 +84,16 @@ def group_filter(config: RunConfig) -> GroupFilter | None:
     return GroupFilter(keys.metric, data.gen_batch_size or 1, most)
 
 
+def overlong_penalty(config: RunConfig) -> OverlongPenalty | None:
+    """The penalty on long responses; None for none."""
+    keys = config.reward.reward_kwargs
+    buffer = keys.overlong_buffer_cfg
+    if not buffer.enable:
+        return None
+    longest = keys.max_resp_len or config.data.max_response_length
+    return OverlongPenalty(longest, buffer.len, buffer.penalty_factor, buffer.log)
+
+
 def trace_target(config: RunConfig, experiment_id: str | None = None, run_id: str | None = None) -> TraceTarget:
     """Where the run's traces go, given MLflow's ids when it is on. Raises TrackwayError without a Weave entity.
 
@@ -115,6 +126,7 @@ def training_template(config: RunConfig, run: str, target: TraceTarget) -> Group
         prompt_truncation=data.truncation,
         max_response_length=data.max_response_length,
         max_assistant_turns=turns.max_assistant_turns,
+        max_user_turns=turns.max_user_turns,
         max_parallel_calls=turns.max_parallel_calls,
         on_bad_call=config.trackway.on_bad_call,
         max_tool_response_length=turns.max_tool_response_length,

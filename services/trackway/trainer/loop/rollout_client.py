@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from trackway.clients import AgentClient, Deadline
 from trackway.system import Backoff
 from trackway.system.waits import Waiting, Waits, longest_chain, noted_in
+from trackway.trainer.learner.overlong import OverlongPenalty
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -85,11 +86,13 @@ class Rollouts:
         template: GroupTemplate,
         retry_policy: RetryPolicy,
         active: ActiveTime | None = None,
+        overlong: OverlongPenalty | None = None,
     ) -> None:
         self._client = client
         self._template = template
         self._retry_policy = retry_policy
         self._slots = asyncio.Semaphore(retry_policy.max_inflight)
+        self._overlong = overlong
         self.active = active or ActiveTime()
         """The time in which groups were requested; one object for all rollouts of a run."""
         self.waits = Waits()
@@ -170,7 +173,8 @@ class Rollouts:
             async for trajectory in self._client.group(request, deadline, note):
                 note([])
                 if trajectory.tags.rollout_n in wanted:
-                    got[trajectory.tags.rollout_n] = _checked(trajectory)
+                    checked = _checked(trajectory)
+                    got[trajectory.tags.rollout_n] = self._overlong.applied(checked) if self._overlong else checked
         except TrackwayError as error:
             problem = error
         except ValidationError as error:

@@ -73,7 +73,10 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
     spans = [[span for row in trajectory.rows for span in row.weight_versions] for trajectory in used]
     versions = [[span.version for span in of_one] or [version] for of_one in spans]
     full = [len(trajectory.prompt_ids) >= max_prompt_length for trajectory in used]
+    components = [trajectory.reward.components for trajectory in used if trajectory.reward is not None]
+    penalties = [found["overlong_reward"] for found in components if "overlong_reward" in found]
     return {
+        **spread("critic/overlong_reward", penalties),
         **spread(f"{_OFF_POLICY}_spans", [max(seen) - min(seen) + 1 for seen in versions]),
         **spread(f"{_OFF_POLICY}_staleness", [version - max(seen) for seen in versions]),
         **spread(f"{_OFF_POLICY}_staleness_worst", [version - min(seen) for seen in versions]),

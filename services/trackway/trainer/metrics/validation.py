@@ -20,8 +20,8 @@ CORE = "acc"
 def validation_metrics(trajectories: Sequence[Trajectory], n: int) -> Metrics:
     """Metrics of each data source over the successful trajectories; `val-aux/tools/*` covers all trajectories.
 
-    `acc` is the reward component of that name, or the score when the scorer returns none. Other components keep their
-    own names.
+    `acc` is the reward component of that name, or the score, without the penalty on long responses, when the scorer
+    returns none. Other components keep their own names.
     """
     successful = [trajectory for trajectory in trajectories if trajectory.error is None]
     metrics: Metrics = {}
@@ -44,7 +44,7 @@ def _variables(members: Sequence[Trajectory]) -> Mapping[str, list[list[float]]]
         all_components = {} if trajectory.reward is None else trajectory.reward.components
         components = {name: value for name, value in all_components.items() if "/" not in name}
         total = score(trajectory)
-        for name, value in {CORE: total, **components, "reward": total}.items():
+        for name, value in {CORE: components.get("score", total), **components, "reward": total}.items():
             values[name][trajectory.tags.sample_index].append(value)
     return {name: list(rows.values()) for name, rows in values.items()}
 

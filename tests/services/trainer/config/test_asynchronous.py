@@ -33,7 +33,6 @@ def test_fully_async_counts_a_step_in_mini_batches_and_a_run_in_prompts():
     assert decided(config) == (Pacing(batch_size=128, depth=0.1, bound=1, sync_every=4), 400, 40)
     assert config.algorithm.rollout_correction.bypass_mode
     assert dict(no_effect(config.trackway.ignored_keys)) == {
-        "data.gen_batch_size": "one generation batch is one step",
         "rollout.nnodes": "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)",
         "async_training.partial_rollout": "the rollout service's update_mode decides: keep, wait or abort",
         "async_training.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode decides",

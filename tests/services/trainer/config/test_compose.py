@@ -1,3 +1,4 @@
+import re
 import shlex
 from pathlib import Path
 
@@ -6,7 +7,7 @@ from pydantic import JsonValue
 
 from trackway.trainer.config import RunConfig, compose, no_effect, resolve
 from trackway.trainer.config.compose import PRESETS, known_keys
-from trackway.trainer.config.unsupported_keys import NO_EFFECT
+from trackway.trainer.config.unsupported_keys import NO_EFFECT, limited
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.tracing import TraceBackend
 
@@ -65,7 +66,7 @@ def test_every_key_of_the_reproduce_script_is_honoured_or_told_with_a_reason():
 
     told = dict(no_effect(compose(REPRODUCE).trackway.ignored_keys))
 
-    silent = [key for key in keys if key not in known_keys() and key not in told]
+    silent = [key for key in keys if key not in known_keys() and key not in told and limited(key) is None]
     assert silent == []
     assert told["trainer.critic_warmup"] == "no estimator here has a critic"
     assert told["trainer.rollout_trace.backend"] == "another spelling, read as actor_rollout_ref.rollout.trace.backend"
@@ -273,13 +274,38 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
         compose([f"trackway.wandb_run_id={run_id!r}"])
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("trainer.critic_warmup=5", "trainer.critic_warmup: expected 0, got 5; the actor trains from the first step"),
+        ("reward_model.enable=True", "reward_model.enable: expected False, got True; a scorer of your own can ask"),
+        ("actor_rollout_ref.model.lora_rank=32", "lora_rank: expected 0, got 32; adapters are not trained"),
+        ("+actor_rollout_ref.model.override_config.tie=true", "override_config.tie: expected null, got True; change"),
+        ("+reward.reward_kwargs.alpha=1", "reward.reward_kwargs.alpha: expected null, got 1; give arguments"),
+        ("actor_rollout_ref.rollout.do_sample=false", "do_sample: expected True, got False; training samples"),
+    ],
+)
+def test_a_value_that_would_change_the_training_is_refused_with_its_remedy(line: str, message: str):
+    with pytest.raises(TrackwayError, match=re.escape(message)):
+        compose([line])
+
+
+def test_the_value_that_is_trained_anyway_is_accepted_and_null_too():
+    lines = ["trainer.critic_warmup=0", "reward_model.enable=null", "reward_model.reward_manager=dapo"]
+    lines += ["++actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
+
+    told = no_effect(compose(lines).trackway.ignored_keys)
+
+    assert [key for key, _ in told] == ["actor_rollout_ref.model.override_config.attn_implementation"]
+
+
 def test_a_configuration_survives_the_wire_and_keeps_its_notes():
-    sent = compose(["trainer.critic_warmup=0", "data.train_batch_size=512"])
+    sent = compose(["trainer.balance_batch=true", "data.train_batch_size=512"])
 
     received = resolve(sent.model_dump(mode="json"))
 
     assert received == sent
-    assert received.trackway.ignored_keys == ["trainer.critic_warmup"]
+    assert received.trackway.ignored_keys == ["trainer.balance_batch"]
 
 
 def test_the_demo_preset_is_the_measured_recipe():

@@ -4,7 +4,7 @@ import pytest
 
 from trackway.trainer.config import Explanation, explain
 from trackway.trainer.config.compose import known_keys
-from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT
+from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 
@@ -36,6 +36,16 @@ from trackway.wire.errors import ErrorCode, TrackwayError
             ),
         ),
         (
+            "algorithm.use_pf_ppo",
+            Explanation(
+                "algorithm.use_pf_ppo",
+                "only False: PF-PPO is not implemented; leave it out",
+                None,
+                "verl's, other values are refused",
+                honoured=False,
+            ),
+        ),
+        (
             "critic.optim.lr",
             Explanation(
                 "critic.optim.lr", "no estimator here has a critic", None, "verl's, no effect here", honoured=False
@@ -56,7 +66,7 @@ def test_a_section_lists_all_its_keys_and_nothing_lists_every_one() -> None:
     ]  # not name
     names = ("do_sample", "temperature", "top_p", "top_k", "n")
     assert section == [f"actor_rollout_ref.rollout.val_kwargs.{name}" for name in names]
-    assert [explanation.key for explanation in explain()] == [*known_keys(), *MOVED, *NO_EFFECT]
+    assert [explanation.key for explanation in explain()] == [*known_keys(), *MOVED, *ONLY, *NO_EFFECT]
 
 
 @pytest.mark.parametrize(

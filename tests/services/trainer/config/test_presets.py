@@ -7,6 +7,7 @@ from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.config.compose import leaves
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 GSM8K: dict[str, JsonValue] = {
     **{"data.max_prompt_length": 1024, "data.max_response_length": 2048, "data.filter_overlong_prompts": True},
     f"{ROLLOUT}.n": 5,
@@ -37,6 +38,9 @@ CHANGES: dict[str, dict[str, JsonValue]] = {
         **{f"{ACTOR}.clip_ratio_low": 0.2, f"{ACTOR}.clip_ratio_high": 0.28},
         **{f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ROLLOUT}.val_kwargs.temperature": 1.0},
         **{f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ACTOR}.optim.lr_warmup_steps": 20},
+        **{f"algorithm.filter_groups.{name}": value for name, value in (("enable", True), ("metric", "acc"))},
+        "algorithm.filter_groups.max_num_gen_batches": 10,
+        **{f"{BUFFER}.enable": True, f"{BUFFER}.len": 4096, f"{BUFFER}.penalty_factor": 1.0, f"{BUFFER}.log": True},
     },
 }
 

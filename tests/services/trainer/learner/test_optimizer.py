@@ -26,3 +26,15 @@ def test_a_cosine_falls_from_the_full_rate_to_its_floor_after_the_last_update() 
     quarter = math.sqrt(0.5)  # cos(pi / 4)
     expected = [4.0, 8.0, 8.0, 2 + 6 * (1 + quarter) / 2, 5.0, 2 + 6 * (1 - quarter) / 2, 2.0]
     assert falling == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_cosine_of_a_whole_wave_rises_again() -> None:
+    wave = rates(5, lr_scheduler_type="cosine", total_steps=4, min_lr_ratio=0.5, num_cycles=1.0)
+
+    assert wave == pytest.approx([8.0, 6.0, 4.0, 6.0, 8.0], abs=1e-12)
+
+
+def test_a_cosine_that_counts_from_one_reaches_its_floor_in_the_last_update() -> None:
+    falling = rates(2, lr_scheduler_type="cosine", total_steps=2, min_lr_ratio=0.5, zero_indexed_step=False)
+
+    assert falling == pytest.approx([6.0, 4.0], abs=1e-12)

@@ -17,6 +17,7 @@ from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.loop.from_config import (
     group_filter,
     learner_config,
+    overlong_penalty,
     pacing,
     plan,
     retry_policy,
@@ -32,6 +33,7 @@ Fields = dict[str, object]
 MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
 ROLLOUT, REF = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"
+BUFFER = "reward.reward_kwargs.overlong_buffer_cfg"
 GIVEN: Keys = {"trackway.device": "cpu"}
 STEPS, STEPS_PER_EPOCH = 40, 7
 
@@ -64,6 +66,7 @@ READ_AS_GIVEN = (
     "model.use_remove_padding",
     "model.enable_gradient_checkpointing",
     *(f"actor.optim.{name}" for name in ("lr", "betas", "weight_decay", "lr_scheduler_type", "min_lr_ratio")),
+    *(f"actor.optim.{name}" for name in ("num_cycles", "zero_indexed_step")),
     *(f"actor.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload")),
     *(f"actor.{name}" for name in ("ppo_epochs", "shuffle", "clip_ratio_c", "loss_agg_mode", "entropy_coeff")),
     *(f"actor.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "tau_pos", "tau_neg")),
@@ -107,6 +110,8 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.optim.lr_warmup_steps": (3, {"learner.lr_warmup_steps": 3}),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": (0.15, {"learner.lr_warmup_steps": 6}),
     f"{ACTOR}.optim.lr_scheduler_type": ("cosine", {"learner.actor.optim.lr_scheduler_type": "cosine"}),
+    f"{ACTOR}.optim.num_cycles": (1.5, {"learner.actor.optim.num_cycles": 1.5}),
+    f"{ACTOR}.optim.zero_indexed_step": (False, {"learner.actor.optim.zero_indexed_step": False}),
     f"{ACTOR}.optim.min_lr_ratio": (0.25, {"learner.actor.optim.min_lr_ratio": 0.25}),
     f"{ACTOR}.optim.clip_grad": (4.0, {"learner.clip_grad": 4.0}),
     f"{ACTOR}.grad_clip": (5.0, {"learner.clip_grad": 5.0}),
@@ -165,6 +170,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ROLLOUT}.multi_turn.enable": (True, asks(default_agent="tool_agent")),
     f"{ROLLOUT}.agent.default_agent_loop": ("mine", asks(default_agent="mine")),
     f"{ROLLOUT}.multi_turn.max_assistant_turns": (14, asks(limits__max_assistant_turns=14)),
+    f"{ROLLOUT}.multi_turn.max_user_turns": (13, asks(limits__max_user_turns=13)),
     f"{ROLLOUT}.multi_turn.max_parallel_calls": (15, asks(limits__max_parallel_calls=15)),
     f"{ROLLOUT}.multi_turn.max_tool_response_length": (16, asks(limits__max_tool_response_length=16)),
     f"{ROLLOUT}.multi_turn.tool_response_truncate_side": ("left", asks(limits__tool_response_truncate_side="left")),
@@ -264,6 +270,14 @@ TOGETHER: list[tuple[Keys, Fields]] = [
         {"filter.metric": "reward", "filter.at_once": 5, "filter.max_prompts": 10},
     ),
     ({"data.gen_batch_size": 5, "algorithm.filter_groups.metric": "acc"}, {}),
+    (
+        {f"{BUFFER}.enable": True, f"{BUFFER}.len": 9, f"{BUFFER}.penalty_factor": 0.5, f"{BUFFER}.log": True},
+        {"overlong.max_length": 512, "overlong.buffer": 9, "overlong.factor": 0.5, "overlong.log": True},
+    ),
+    (
+        {f"{BUFFER}.enable": True, f"{BUFFER}.len": 9, "reward.reward_kwargs.max_resp_len": 99},
+        {"overlong.max_length": 99, "overlong.buffer": 9, "overlong.factor": 0.0, "overlong.log": False},
+    ),
     ({"trainer.n_gpus_per_node": 4, "trainer.nnodes": 2}, {"plan.gpus": 8}),
     ({"trainer.n_gpus_per_node": 0, "trainer.nnodes": 2}, {}),
     ({f"{ACTOR}.optim.clip_grad": 4.0, f"{ACTOR}.grad_clip": 5.0}, {"learner.clip_grad": 4.0}),
@@ -341,8 +355,9 @@ NOT_BY_KEY = {
 def reached(config: RunConfig) -> Fields:
     """Every field of what the parts of a run take."""
     target = trace_target(config, "7", "r")
-    filtering = group_filter(config)
+    filtering, overlong = group_filter(config), overlong_penalty(config)
     parts: dict[str, Fields] = {
+        "overlong": {} if overlong is None else asdict(overlong),
         "filter": {} if filtering is None else asdict(filtering),
         "learner": dict(_learner_fields(learner_config(config, STEPS))),
         "plan": asdict(plan(config, STEPS_PER_EPOCH)),
