@@ -84,7 +84,7 @@ class RowsHere:
                 self._findings.wrong.append(f"{key}: expected a file, got the URL {file}; give the path of a copy")
                 continue
             try:
-                read.append(load_rows([file]))
+                read.append(load_rows([file], columns=self._config.data.columns))
             except TrackwayError as error:
                 absent = error.code is ErrorCode.NOT_FOUND
                 (self._findings.missing_here if absent else self._findings.wrong).append(f"{key}: {error.message}")

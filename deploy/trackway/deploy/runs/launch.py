@@ -29,6 +29,10 @@ _PATHS = (
     "actor_rollout_ref.rollout.multi_turn.function_tool_path",
     "actor_rollout_ref.rollout.agent.agent_loop_config_path",
     "trainer.resume_from_path",
+    "trainer.default_local_dir",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "global_profiler.save_path",
     "custom_reward_function.path",
     "trackway.code_path",
 )

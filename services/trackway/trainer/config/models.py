@@ -27,6 +27,10 @@ class DataConfig(Section):
     """Parquet or JSONL files of rows in verl's schema; a single path is accepted too."""
     val_files: list[str] = Field(default_factory=list)
     """Files of held-out rows; without files there is no validation."""
+    prompt_key: str = "prompt"
+    """Column of the prompt in these files."""
+    reward_fn_key: str = "data_source"
+    """Column of the name by which a row's scorer is found."""
     train_batch_size: int = Field(default=1024, ge=1)
     """Prompts per step, each with `rollout.n` rollouts."""
     gen_batch_size: int | None = Field(default=None, ge=1)
@@ -51,6 +55,12 @@ class DataConfig(Section):
     """Skip the incomplete batch at the end of each epoch, as verl does; false trains on it too."""
     seed: Seed | None = None
     """Seed of the row order; None takes `trackway.seed`."""
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns of the rows' schema that have another name in the files."""
+        names = {"prompt": self.prompt_key, "data_source": self.reward_fn_key}
+        return {name: column for name, column in names.items() if column != name}
 
     @field_validator("train_files", "val_files", mode="before")
     @classmethod
@@ -112,6 +122,18 @@ class RewardConfig(Section):
     reward_kwargs: RewardKwargsConfig = Field(default_factory=RewardKwargsConfig)
 
 
+class GlobalProfilerConfig(Section):
+    """PyTorch's profiler around the updates of some steps."""
+
+    tool: Literal["torch"] | None = None
+    """`torch` writes a trace of CPU and GPU for Perfetto or chrome://tracing; verl's other tools attach to a process:
+    start the worker under them."""
+    steps: list[int] | None = None
+    """Steps that are profiled; null profiles none."""
+    save_path: str | None = None
+    """Folder of the traces, `step_<n>.json.gz`; null takes `outputs/<run>/profile`."""
+
+
 class TrainerConfig(Section):
     """Length of the training, frequency of validation and checkpoints, and the run's name."""
 
@@ -141,6 +163,14 @@ class TrainerConfig(Section):
     from `resume_from_path`."""
     resume_from_path: str | None = None
     """A checkpoint, `.../global_step_<n>`, of this or another run."""
+    default_local_dir: str | None = None
+    """Folder of the checkpoints, to which the run's own folder links; null keeps them there. It must not have those of
+    another run."""
+    rollout_data_dir: str | None = None
+    """Folder for the samples of each step as `<step>.jsonl` with verl's fields: input, output, gts, score, step and the
+    components of the reward. `outputs/<run>/trajectories` has every trajectory in any case."""
+    validation_data_dir: str | None = None
+    """The same for the samples of each validation."""
     v1: V1Config = Field(default_factory=V1Config)
     n_gpus_per_node: int | None = Field(default=None, ge=0)
     """GPUs per machine for rollout replicas; null leaves it to the deployment."""
@@ -242,6 +272,7 @@ class RunConfig(Section):
     custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    global_profiler: GlobalProfilerConfig = Field(default_factory=GlobalProfilerConfig)
     async_training: AsyncTrainingConfig = Field(default_factory=AsyncTrainingConfig)
     rollout: RolloutSectionConfig = Field(default_factory=RolloutSectionConfig)
     trackway: TrackwayConfig = Field(default_factory=TrackwayConfig)

@@ -19,7 +19,7 @@ _NO_CRITIC = "no estimator here has a critic"
 _ONLY_GAE = "only gae uses it, which needs a critic"
 _REWARD = "scorers belong to the reward service's deployment"
 _TOOLS = "tools belong to the tools service's deployment"
-_DUMPS = "every step's trajectories are written to outputs/<run>/trajectories"
+_DUMPS = "traces and trainer.validation_data_dir have the samples of validations"
 _AGENT = "the agent service's deployment decides"
 _FSDP = (
     *("wrap_policy.*", "reshard_after_forward", "fsdp_size", "forward_prefetch", "offload_policy", "strategy"),
@@ -202,6 +202,7 @@ class Only(NamedTuple):
 _MANAGERS = ("naive", "dapo", "batch", "prime", "gdpo", "rate_limited", "remote")
 _NO_ADAPTERS = "adapters are not trained; train the whole model"
 _NO_REWARD_MODEL = "a scorer of your own can ask a reward model at its URL: give custom_reward_function.path"
+_NO_MEGATRON = "the learner is PyTorch's; take the keys of verl's FSDP recipe"
 _OWN_SANDBOX = "run code in a scorer of your own: give custom_reward_function.path"
 _NO_QAT = "quantised training is not implemented; leave it out"
 
@@ -233,6 +234,9 @@ ONLY: dict[str, Only] = {
     "actor_rollout_ref.model.custom_chat_template": Only((), "put the template into the model's tokenizer"),
     "actor_rollout_ref.model.external_lib": Only((), "name own modules in trackway.modules"),
     "actor_rollout_ref.model.override_config.*": Only((), "change config.json in a copy of the model"),
+    "model_engine": Only(("dp",), _NO_MEGATRON),
+    "actor_rollout_ref.actor.megatron.*": Only((), _NO_MEGATRON),
+    "actor_rollout_ref.ref.megatron.*": Only((), _NO_MEGATRON),
     "algorithm.use_pf_ppo": Only((False,), "PF-PPO is not implemented; leave it out"),
     "critic.enable": Only((False,), _NO_CRITIC),
     "data.tokenizer": Only((), "the tokenizer lies beside the weights, in actor_rollout_ref.model.path"),

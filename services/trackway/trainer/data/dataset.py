@@ -6,7 +6,7 @@ uninterrupted run.
 
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -113,8 +113,8 @@ def steps_per_epoch(rows: int, batch_size: int, drop_last: bool) -> int:
 def load_data(config: RunConfig, keep: Keep | None = None) -> tuple[Rows, Rows]:
     """The rows to train on and the rows to validate on; logs warnings about them."""
     data = config.data
-    train = load_rows(data.train_files, data.train_max_samples, keep)
-    held_out = load_rows(data.val_files, data.val_max_samples, keep)
+    train = load_rows(data.train_files, data.train_max_samples, keep, data.columns)
+    held_out = load_rows(data.val_files, data.val_max_samples, keep, data.columns)
     rows = [*train.samples, *held_out.samples]
     for note in filter(None, (agent_name_note(rows, config), tools_kwargs_note(rows))):
         logger.warning(note)
@@ -128,15 +128,22 @@ def prompts_of(config: RunConfig, rows: Rows) -> Prompts:
     return Prompts(rows.samples, data.train_batch_size, seed, data.shuffle, data.drop_last)
 
 
-def load_rows(files: Sequence[str], max_samples: int = -1, keep: Keep | None = None) -> Rows:
-    """The rows of all files in order, each with a unique `extra_info.index`.
+def load_rows(
+    files: Sequence[str],
+    max_samples: int = -1,
+    keep: Keep | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> Rows:
+    """The rows of all files in order, each with a unique `extra_info.index`; `columns` as for `read_rows`.
 
     `keep` is applied before the first `max_samples` rows are taken. If indices are missing or repeat, as with several
     files, each row's position replaces its index, because the index names the trajectories. Raises TrackwayError when a
     file is missing or invalid, or no row is kept.
     """
     located = [
-        (RowLocation(file, number), row) for file in files for number, row in enumerate(read_rows(Path(file)), start=1)
+        (RowLocation(file, number), row)
+        for file in files
+        for number, row in enumerate(read_rows(Path(file), columns), start=1)
     ]
     samples, locations = [row for _, row in located], [location for location, _ in located]
     if keep and samples:

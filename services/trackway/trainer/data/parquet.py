@@ -1,6 +1,7 @@
 """Reads and writes rows as parquet files in verl's schema."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -41,15 +42,18 @@ def write_rows(path: Path, rows: list[Sample]) -> None:
         pq.write_table(table, draft)
 
 
-def read_rows(path: Path) -> list[Sample]:
-    """The rows of a parquet or JSONL file in verl's schema; all invalid records are reported in one error."""
+def read_rows(path: Path, columns: Mapping[str, str] | None = None) -> list[Sample]:
+    """The rows of a parquet or JSONL file in verl's schema; all invalid records are reported in one error.
+
+    `columns` names the file's column for a column of the schema, `{"prompt": "question"}`.
+    """
     path = path.expanduser()
     rows: list[Sample] = []
     first_errors: list[TrackwayError] = []
     invalid = 0
     for record in counted(read_records(path), f"{path}: rows read"):
         try:
-            rows.append(_to_row(record))
+            rows.append(_to_row(record, columns or {}))
         except TrackwayError as error:
             invalid += 1
             if invalid <= _ERRORS_SHOWN:
@@ -89,9 +93,17 @@ def _to_column(name: str, values: list[JsonValue]) -> pa.Array:
         ) from error
 
 
-def _to_row(record: Record | Rejected) -> Sample:
+def _to_row(record: Record | Rejected, columns: Mapping[str, str]) -> Sample:
     if isinstance(record, Rejected):
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{record}; correct the line or remove it")
+    absent = [column for column in columns.values() if column not in record.data]
+    if absent:
+        raise TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"{record.file}:{record.line}: expected the column {', '.join(absent)} (data.prompt_key, "
+            f"data.reward_fn_key), got {', '.join(record.data)}; name one of them",
+        )
+    record = replace(record, data=record.data | {name: record.data[column] for name, column in columns.items()})
     _require_columns(record)
     try:
         row = from_record(record.data)

@@ -5,6 +5,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from transformers import AutoTokenizer
+
 from trackway.clients import AgentClient, CallPolicy
 from trackway.clients.weights import WeightStore
 from trackway.serving.own_code import add_to_path
@@ -22,6 +24,7 @@ from trackway.trainer.loop.from_config import (
     overlong_penalty,
     pacing,
     plan,
+    profiler,
     retry_policy,
     sharing,
     training_template,
@@ -34,6 +37,7 @@ from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.settings import taken_over
 from trackway.trainer.traces.run import RunTraces
@@ -131,6 +135,9 @@ def _training(
         waits=waits,
         saved_step=beginning.saved_step,
         notice=beginning.notice,
+        samples=_generations(config.trainer.rollout_data_dir, config, rows),
+        validation_samples=_generations(config.trainer.validation_data_dir, config, held_out),
+        profiler=profiler(config, folder.path),
     )
 
 
@@ -145,6 +152,14 @@ def _learner(config: RunConfig, total_steps: int, threads: int | None) -> Learne
     except (OSError, ValueError) as error:  # no such model, or not one that can be trained as asked
         model = config.actor_rollout_ref.model.path
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"no learner for the model {model!r}: {error}") from error
+
+
+def _generations(folder: str | None, config: RunConfig, rows: Rows) -> Generations | None:
+    if folder is None:
+        return None
+    tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
+    truths = {row.index: row.reward_model.ground_truth for row in rows.samples}
+    return Generations(Path(folder), lambda ids: tokenizer.decode(ids, skip_special_tokens=True), truths)
 
 
 def _agent_client(config: RunConfig, services: ServiceUrls) -> AgentClient:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,7 @@ from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.filtering import GroupFilter
 from trackway.trainer.learner.overlong import OverlongPenalty
+from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop.colocation import Sharing
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
 from trackway.trainer.loop.schedule import Schedule
@@ -92,6 +94,14 @@ def overlong_penalty(config: RunConfig) -> OverlongPenalty | None:
         return None
     longest = keys.max_resp_len or config.data.max_response_length
     return OverlongPenalty(longest, buffer.len, buffer.penalty_factor, buffer.log)
+
+
+def profiler(config: RunConfig, folder: Path) -> Profiler | None:
+    """The profiler of the updates, which writes below the run's folder by default; None for none."""
+    keys = config.global_profiler
+    if keys.tool is None or not keys.steps:
+        return None
+    return Profiler(Path(keys.save_path) if keys.save_path else folder / "profile", frozenset(keys.steps))
 
 
 def trace_target(config: RunConfig, experiment_id: str | None = None, run_id: str | None = None) -> TraceTarget:

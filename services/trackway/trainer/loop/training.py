@@ -21,6 +21,7 @@ from trackway.trainer.data.dataset import Prompts, traced_positions
 from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
 from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateResult
+from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop.colocation import Engines
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.schedule import OpenValidation, Progress, Schedule
@@ -37,6 +38,7 @@ from trackway.trainer.metrics.rollout import (
 from trackway.trainer.metrics.validation import validation_metrics
 from trackway.trainer.run_state.checkpoint import find_latest, save_checkpoint
 from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.step import shown_metrics
@@ -83,6 +85,12 @@ class Training:
     publisher: Publisher
     sinks: Sequence[Sink]
     traces: RunTraces
+    samples: Generations | None = None
+    """Where the samples of the steps are written in addition; None for nowhere."""
+    validation_samples: Generations | None = None
+    """The same for those of validations."""
+    profiler: Profiler | None = None
+    """Profiles the updates of some steps."""
     engines: Engines | None = None
     """Engines that sleep while the learner uses their GPUs; None when no engine shares a GPU."""
     progress: Progress = field(default_factory=Progress)
@@ -169,6 +177,8 @@ class Training:
                 self.traces.dropped(self.scheduler.take_dropped())
         self.traces.received(trajectories)
         await self._stored(partial(write_trajectories, self._dump(f"step_{step}"), trajectories))
+        if self.samples is not None:
+            await self._stored(partial(self.samples.write, step, trajectories))
         try:
             _require_one_success(trajectories, f"step {step}")
         except TrackwayError:
@@ -313,6 +323,8 @@ class Training:
 
     async def _validation_metrics(self, trajectories: Sequence[Trajectory], step: int) -> Metrics:
         await self._stored(partial(write_trajectories, self._dump(f"val_step_{step}"), trajectories))
+        if self.validation_samples is not None:
+            await self._stored(partial(self.validation_samples.write, step, trajectories))
         _require_one_success(trajectories, f"the validation at step {step}")
         self.traces.assess_validation(trajectories)
         return validation_metrics(trajectories, self.plan.validation_n)
@@ -465,8 +477,12 @@ class Training:
 
     def _learn(self, batch: FilteredBatch, version: int) -> UpdateResult:
         every = self.scheduler.pacing.sync_every
+        profiled = contextlib.nullcontext() if self.profiler is None else self.profiler.step(self.step + 1)
         try:
-            return self.learner.update(batch.used, self.traces.own.optimizer_step, version + self.step % every / every)
+            with profiled:
+                return self.learner.update(
+                    batch.used, self.traces.own.optimizer_step, version + self.step % every / every
+                )
         except EmptyBatchError as error:
             counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in batch.counts.items())
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {counts}: {error}") from error

@@ -109,7 +109,8 @@ class RunFolder:
         existed = self.path.exists()
         try:
             with writing(self.path, f"run {self.name!r}"):
-                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._make_checkpoints(config.trainer.default_local_dir)
             self._replace("config.json", config.model_dump_json(indent=2))
             self.write_services(services)
             self.write_owner(Owner.of(os.getpid()))
@@ -121,10 +122,28 @@ class RunFolder:
                 folder=str(self.path.resolve()),
             )
             return self._write(info)
-        except OSError:
+        except (OSError, TrackwayError):
             if not existed:
                 shutil.rmtree(self.path, ignore_errors=True)
             raise
+
+    def _make_checkpoints(self, elsewhere: str | None) -> None:
+        """The folder of the checkpoints, a link where they lie elsewhere."""
+        if elsewhere is None:
+            self.checkpoints.mkdir(exist_ok=True)
+            return
+        target = Path(elsewhere).expanduser().absolute()
+        target.mkdir(parents=True, exist_ok=True)
+        newest = max(target.glob("global_step_*"), key=os.path.getmtime, default=None)
+        if newest is not None:
+            message = (
+                f"trainer.default_local_dir: expected a folder without checkpoints for the new run {self.name!r}, got "
+                f"{target} with {newest.name}; take another, and to begin at one of these add "
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={newest}"
+            )
+            raise TrackwayError(ErrorCode.CONFLICT, message, run=self.name)
+        self.checkpoints.unlink(missing_ok=True)
+        self.checkpoints.symlink_to(target, target_is_directory=True)
 
     def config(self) -> "RunConfig":
         """The resolved configuration. Raises TrackwayError(CONFLICT) when it cannot be read."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trackway.trainer.config import compose
+from trackway.trainer.config import compose, resolve
 from trackway.trainer.data.dataset import (
     Position,
     Prompts,
@@ -137,6 +137,20 @@ def test_indices_that_repeat_over_files_are_replaced_by_positions(sample: Make, 
 
     assert indices(load_rows([str(first)]).samples) == [0, 1]
     assert indices(load_rows([str(first), str(second)]).samples) == [0, 1, 2]
+
+
+def test_columns_of_other_names_are_read_as_prompt_and_data_source(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {"chat": [{"role": "user", "content": "1+1"}], "scorer": "mine", "data_source": "origin"}
+    file.write_text(json.dumps({**row, "reward_model": {"ground_truth": "2"}}) + "\n")
+    data = resolve({"data.prompt_key": "chat", "data.reward_fn_key": "scorer"}).data
+
+    [read] = load_rows([str(file)], columns=data.columns).samples
+
+    assert (read.prompt[0].content, read.data_source) == ("1+1", "mine")
+    assert resolve({}).data.columns == {}
+    with pytest.raises(TrackwayError, match=r"expected the column talk \(data.prompt_key.* got chat, scorer"):
+        load_rows([str(file)], columns={"prompt": "talk"})
 
 
 def test_rows_that_do_not_fit_are_dropped_before_the_count_is_bounded(sample: Make, tmp_path):

@@ -16,6 +16,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import Prompts
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.from_config import (
     group_filter,
@@ -34,6 +35,7 @@ from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.run_state.checkpoint import find_latest
 from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.generations import Generations
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
@@ -335,6 +337,20 @@ async def test_a_step_that_takes_too_many_prompts_fails_the_run_and_keeps_the_ne
     with pytest.raises(TrackwayError, match=r"expected 2 groups whose .* 'acc'.*got 1; 1 were left out"):
         await fit(run)
     assert checkpoints(run) == ["global_step_0"]
+
+
+async def test_samples_and_profiles_are_written_for_their_steps(new_run: NewRun, tmp_path: Path):
+    run = new_run("run", "trainer.total_training_steps=2", "trainer.val_before_train=false")
+    run.samples = Generations(tmp_path / "train", lambda ids: "text", {0: "1"})
+    run.validation_samples = Generations(tmp_path / "val", lambda ids: "text", {0: "1"})
+    run.profiler = Profiler(tmp_path / "profile", frozenset({2}))
+
+    await fit(run)
+
+    files = [(path.name, len(path.read_text().splitlines())) for path in sorted((tmp_path / "train").iterdir())]
+    assert files == [("1.jsonl", 4), ("2.jsonl", 4)]
+    assert [path.name for path in (tmp_path / "val").iterdir()] == ["2.jsonl"]
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["step_2.json.gz"]
 
 
 async def test_a_run_killed_ahead_trains_what_was_finished_and_requests_only_the_rest(new_run: NewRun, agent):

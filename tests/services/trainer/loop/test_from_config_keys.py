@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
@@ -20,6 +21,7 @@ from trackway.trainer.loop.from_config import (
     overlong_penalty,
     pacing,
     plan,
+    profiler,
     retry_policy,
     sharing,
     trace_target,
@@ -278,6 +280,15 @@ TOGETHER: list[tuple[Keys, Fields]] = [
         {f"{BUFFER}.enable": True, f"{BUFFER}.len": 9, "reward.reward_kwargs.max_resp_len": 99},
         {"overlong.max_length": 99, "overlong.buffer": 9, "overlong.factor": 0.0, "overlong.log": False},
     ),
+    (
+        {"global_profiler.tool": "torch", "global_profiler.steps": [2, 4]},
+        {"profiler.folder": Path("run/profile"), "profiler.steps": frozenset({2, 4})},
+    ),
+    (
+        {"global_profiler.tool": "torch", "global_profiler.steps": [1], "global_profiler.save_path": "/p"},
+        {"profiler.folder": Path("/p"), "profiler.steps": frozenset({1})},
+    ),
+    ({"global_profiler.steps": [2]}, {}),
     ({"trainer.n_gpus_per_node": 4, "trainer.nnodes": 2}, {"plan.gpus": 8}),
     ({"trainer.n_gpus_per_node": 0, "trainer.nnodes": 2}, {}),
     ({f"{ACTOR}.optim.clip_grad": 4.0, f"{ACTOR}.grad_clip": 5.0}, {"learner.clip_grad": 4.0}),
@@ -356,8 +367,10 @@ def reached(config: RunConfig) -> Fields:
     """Every field of what the parts of a run take."""
     target = trace_target(config, "7", "r")
     filtering, overlong = group_filter(config), overlong_penalty(config)
+    profiling = profiler(config, Path("run"))
     parts: dict[str, Fields] = {
         "overlong": {} if overlong is None else asdict(overlong),
+        "profiler": {} if profiling is None else asdict(profiling),
         "filter": {} if filtering is None else asdict(filtering),
         "learner": dict(_learner_fields(learner_config(config, STEPS))),
         "plan": asdict(plan(config, STEPS_PER_EPOCH)),

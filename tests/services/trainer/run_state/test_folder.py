@@ -1,10 +1,11 @@
 import itertools
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from trackway.trainer.config import RunConfig
+from trackway.trainer.config import RunConfig, resolve
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
 from trackway.trainer.service_urls import ServiceUrls
@@ -34,6 +35,21 @@ def test_a_name_that_is_taken_is_a_conflict(folder: RunFolder, urls: ServiceUrls
         folder.create(RunConfig(), urls)
 
     assert caught.value.code is ErrorCode.CONFLICT
+
+
+def test_the_checkpoints_may_lie_elsewhere_but_not_beside_those_of_another_run(urls: ServiceUrls, tmp_path: Path):
+    config = resolve({"trainer.default_local_dir": str(tmp_path / "disk" / "mine")})
+    run, other = RunFolder(tmp_path / "outputs" / "run"), RunFolder(tmp_path / "outputs" / "other")
+
+    run.create(config, urls)
+    (run.checkpoints / "global_step_3").mkdir()
+
+    assert (tmp_path / "disk" / "mine" / "global_step_3").is_dir()
+    with pytest.raises(TrackwayError, match=r"got .*/disk/mine with global_step_3; .*resume_from_path=.*global_step_3"):
+        other.create(config, urls)
+    assert not other.path.exists()
+    shutil.rmtree(run.path)
+    assert (tmp_path / "disk" / "mine" / "global_step_3").is_dir()
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(RunState, RunState)))
