@@ -92,6 +92,8 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
             **asks(limits__max_response_length=98, sampling__max_tokens=98),
         },
     ),
+    "data.prompt_key": ("question", {"rows.columns": {"prompt": "question"}}),
+    "data.reward_fn_key": ("scorer", {"rows.columns": {"data_source": "scorer"}}),
     "data.truncation": ("left", asks(limits__prompt_truncation="left")),
     "data.train_batch_size": (512, {"pacing.batch_size": 512}),
     "async_training.staleness_threshold": (
@@ -370,6 +372,7 @@ def reached(config: RunConfig) -> Fields:
     profiling = profiler(config, Path("run"))
     parts: dict[str, Fields] = {
         "overlong": {} if overlong is None else asdict(overlong),
+        "rows": {"columns": config.data.columns},
         "profiler": {} if profiling is None else asdict(profiling),
         "filter": {} if filtering is None else asdict(filtering),
         "learner": dict(_learner_fields(learner_config(config, STEPS))),
