@@ -177,6 +177,15 @@ class TrainerConfig(Section):
     nnodes: int | None = Field(default=None, ge=1)
     """Number of machines; null leaves it to the deployment."""
 
+    @field_validator("default_local_dir", "rollout_data_dir", "validation_data_dir")
+    @classmethod
+    def _is_a_folder(cls, folder: str | None) -> str | None:
+        if folder is not None and "://" in folder:
+            raise ValueError(
+                f"expected a folder, got the URL {folder}; give a folder on a volume that the run can write"
+            )
+        return folder
+
     @field_validator("logger", mode="before")
     @classmethod
     def _one_logger_is_a_list(cls, value: object) -> object:

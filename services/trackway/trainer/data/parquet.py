@@ -17,6 +17,7 @@ from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 REQUIRED_COLUMNS = ("data_source", "prompt", "reward_model")
+OTHER_MEDIA = ("images", "videos", "audios")
 RAW_GSM8K = {"question", "answer"}
 SHAPES = {
     "prompt": 'prompt as [{"role": "user", "content": "..."}]',
@@ -124,6 +125,10 @@ def _invalid(record: Record, key: str, reason: str) -> TrackwayError:
 
 
 def _require_columns(record: Record) -> None:
+    media = [name for name in OTHER_MEDIA if record.data.get(name)]
+    if media:
+        message = f"{record.file}:{record.line}: expected rows of text, got {', '.join(media)}; take rows without them"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
     missing = [name for name in REQUIRED_COLUMNS if record.data.get(name) is None]
     if not missing:
         return

@@ -282,6 +282,7 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
         ("actor_rollout_ref.model.lora_rank=32", "lora_rank: expected 0, got 32; adapters are not trained"),
         ("+actor_rollout_ref.model.override_config.tie=true", "override_config.tie: expected null, got True; change"),
         ("+reward.reward_kwargs.alpha=1", "reward.reward_kwargs.alpha: expected null, got 1; give arguments"),
+        ("trainer.default_local_dir=s3://b/c", "trainer.default_local_dir: expected a folder, got the URL s3://b/c"),
         ("actor_rollout_ref.rollout.do_sample=false", "do_sample: expected True, got False; training samples"),
     ],
 )

@@ -153,6 +153,19 @@ def test_columns_of_other_names_are_read_as_prompt_and_data_source(tmp_path):
         load_rows([str(file)], columns={"prompt": "talk"})
 
 
+def test_a_row_with_an_image_is_refused_instead_of_trained_without_it(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    row = {
+        "prompt": [{"role": "user", "content": "<image>"}],
+        "data_source": "d",
+        "reward_model": {"ground_truth": "2"},
+    }
+    file.write_text(json.dumps({**row, "images": []}) + "\n" + json.dumps({**row, "images": ["a.png"]}) + "\n")
+
+    with pytest.raises(TrackwayError, match=r"rows.jsonl:2: expected rows of text, got images"):
+        load_rows([str(file)])
+
+
 def test_rows_that_do_not_fit_are_dropped_before_the_count_is_bounded(sample: Make, tmp_path):
     file = tmp_path / "rows.parquet"
     write_rows(file, [sample(index) for index in range(6)])
