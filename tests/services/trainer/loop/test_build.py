@@ -1,6 +1,7 @@
-"""What a run waits for before its first step, and at a publication: each part has a name while it lasts."""
+"""What a run is built of, and what it waits for before its first step and at a publication."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ import pytest
 
 from trackway.clients.weights import WeightStore
 from trackway.system.waits import Waits
-from trackway.trainer.config import compose
+from trackway.trainer.config import compose, resolve
+from trackway.trainer.config.compose import leaves
 from trackway.trainer.data.parquet import write_rows
+from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop import build as module
 from trackway.trainer.loop.build import build
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import Sample
+from trackway.wire.trajectory import Reward, Trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_http")]
 
@@ -87,3 +91,39 @@ async def test_a_publication_says_where_it_is(folder: RunFolder, named, monkeypa
 
     store = folder.services().weights_url
     assert during == [("the publication of the weights after step 0", f"copies version 1 to the weight store {store}")]
+
+
+async def test_the_filter_the_penalty_the_samples_and_the_profiler_are_built_from_their_keys(
+    folder: RunFolder, tmp_path: Path, agent
+) -> None:
+    def right_in_row_0(trajectory: Trajectory) -> Trajectory:
+        return trajectory if trajectory.tags.sample_index else trajectory.model_copy(update={"reward": Reward(score=1)})
+
+    agent.change = right_in_row_0
+    keys = {
+        "algorithm.filter_groups.enable": True,
+        "actor_rollout_ref.rollout.n": 2,
+        **{"data.train_batch_size": 1, "actor_rollout_ref.actor.ppo_mini_batch_size": 1},
+        "data.shuffle": False,
+        "reward.reward_kwargs": {"max_resp_len": 8, "overlong_buffer_cfg": {"enable": True, "len": 8}},
+        "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": 1.0,
+        "trainer.rollout_data_dir": str(tmp_path / "samples"),
+        "trainer.validation_data_dir": str(tmp_path / "validations"),
+        "global_profiler": {"tool": "torch", "steps": [1]},
+    }
+    tree = folder.config().model_dump(mode="json")
+    run = RunFolder(tmp_path / "outputs" / "other")
+    run.create(resolve(leaves(tree) | leaves(keys)), folder.services())
+    training, tracking = await build(run, asyncio.Event(), False, Waits())
+    trajectories = await training.rollout(await training.publish())
+    training.publisher.close()
+    tracking.close("FINISHED", 10.0)
+
+    scores = [(found.tags.sample_index, found.reward.score) for found in trajectories if found.reward]
+    assert scores == [(1, -0.5), (1, 0.5)]
+    line = json.loads((tmp_path / "samples" / "1.jsonl").read_text().splitlines()[1])
+    assert (line["score"], line["gts"], line["step"]) == (0.5, "1", 1)
+    assert isinstance(line["input"], str)
+    assert training.validation_samples is not None
+    assert training.validation_samples.folder == tmp_path / "validations"
+    assert training.profiler == Profiler(run.path / "profile", frozenset({1}))
