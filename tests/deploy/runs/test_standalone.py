@@ -131,7 +131,7 @@ def test_a_plan_counts_the_prompts_that_are_short_enough(tmp_path: Path) -> None
 def test_the_table_says_what_is_set_what_is_decided_here_and_what_does_nothing(tmp_path: Path) -> None:
     words = [
         f"{R}.name=sglang",
-        "trainer.critic_warmup=0",
+        "trainer.balance_batch=True",
         "+trainer.rollout_trace.backend=mlflow",
         "data.train_files='~/x'",
     ]
@@ -140,7 +140,7 @@ def test_the_table_says_what_is_set_what_is_decided_here_and_what_does_nothing(t
 
     assert f"data.train_files [{Path('~/x').expanduser()}] []" in told
     assert "actor_rollout_ref.rollout.name sglang torch, the embedded engine this machine has no GPU" in told
-    assert "trainer.critic_warmup no estimator here has a critic" in told
+    assert "trainer.balance_batch the learner is one process" in told
     assert "trainer.rollout_trace.backend read as actor_rollout_ref.rollout.trace.backend" in told
     assert "data.train_batch_size 1024" in told  # important, though not given
 
