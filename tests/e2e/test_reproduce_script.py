@@ -79,7 +79,7 @@ def test_the_script_trains_two_steps_and_leaves_metrics_and_whole_traces(home: P
     done = ran(user, "bash", str(SCRIPT), "--outputs", str(outputs), *ON_A_CPU)
     told = [" ".join(line.split()) for line in done.stderr.splitlines()]
     assert "actor_rollout_ref.rollout.name sglang torch, the embedded engine this machine has no GPU" in told
-    assert "trainer.critic_warmup no estimator here has a critic" in told
+    assert not [line for line in told if line.startswith("trainer.critic_warmup")]  # 0 is what happens here anyway
     assert "trainer.rollout_trace.backend read as actor_rollout_ref.rollout.trace.backend" in told
     assert Deployment.load(outputs) is None  # what was brought up is down again
 
