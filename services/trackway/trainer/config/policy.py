@@ -115,8 +115,15 @@ class PolicyLossConfig(Section):
         return self
 
 
-class OffloadConfig(Section):
-    """CPU offload of the policy; no effect without a GPU."""
+class FSDPConfig(Section):
+    """Sharding of the policy over the learner's ranks, and CPU offload, which has no effect without a GPU."""
+
+    reshard_after_forward: bool = True
+    """Free the gathered weights of a layer between its forward and its backward, which gathers them again; no effect
+    in one process."""
+    offload_policy: bool = False
+    """Keep weights and moments in main memory, as `param_offload` and `optimizer_offload` do; a learner of several
+    ranks then steps its optimizer there too."""
 
     param_offload: bool = False
     """Keep the weights on the GPU only while they are in use."""
@@ -135,12 +142,17 @@ class ActorConfig(Section):
     """The loss and the batch sizes."""
 
     optim: OptimConfig = Field(default_factory=OptimConfig)
-    fsdp_config: OffloadConfig = Field(default_factory=OffloadConfig)
+    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     ppo_mini_batch_size: int = Field(default=256, ge=1)
     """Prompts per optimizer step, each with all its rollouts."""
     ppo_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
     """Trajectories per forward and backward pass; None takes the whole mini batch. The result does not depend on it."""
+    use_dynamic_bsz: bool = False
+    """Fill each pass by tokens, up to `ppo_max_token_len_per_gpu`, instead of by trajectories. The result does not
+    depend on it."""
+    ppo_max_token_len_per_gpu: int = Field(default=16384, ge=1)
+    """Most tokens of a pass with `use_dynamic_bsz`; a longer trajectory is computed alone."""
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
     shuffle: bool = False
@@ -271,6 +283,10 @@ class RolloutConfig(Section):
     """Number of most likely tokens that are kept; -1 keeps all."""
     log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
     """Trajectories per pass that recomputes old logprobs; None takes `actor.ppo_micro_batch_size_per_gpu`."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Fill these passes by tokens; None takes `actor.use_dynamic_bsz`."""
+    log_prob_max_token_len_per_gpu: int | None = Field(default=None, ge=1)
+    """Most tokens of such a pass; None takes `actor.ppo_max_token_len_per_gpu`."""
     name: Literal["vllm", "sglang", "hf", "torch", "sim"] | None = None
     """Engine of the rollout service: a vLLM or SGLang server, or the embedded torch engine (also `hf`). For this and
     all following keys, null leaves the choice to the deployment."""
@@ -304,6 +320,10 @@ class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
     """Trajectories per pass of the reference; None takes the value of the old-logprob pass. `kl_loss_type=full`
     computes the reference in the actor's micro batches."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Fill the reference's passes by tokens; None does what the old-logprob pass does."""
+    log_prob_max_token_len_per_gpu: int | None = Field(default=None, ge=1)
+    """Most tokens of such a pass; None takes the value of the old-logprob pass."""
     fsdp_config: RefOffloadConfig = Field(default_factory=RefOffloadConfig)
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 _DEPLOYED = "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)"
-_SHARDING = "the learner is one process; nothing is sharded"
+_SHARDING = "the learner has no sequence parallelism"
+_FSDP2 = "trackway.learner_ranks shards the learner by FSDP2, over all ranks, computing in trackway.dtype"
 _ACTOR_MICRO = "actor.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
 _MICRO = "rollout.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
 _REF_MICRO = "ref.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
@@ -22,9 +23,8 @@ _TOOLS = "tools belong to the tools service's deployment"
 _DUMPS = "traces and trainer.validation_data_dir have the samples of validations"
 _AGENT = "the agent service's deployment decides"
 _FSDP = (
-    *("wrap_policy.*", "reshard_after_forward", "fsdp_size", "forward_prefetch", "offload_policy", "strategy"),
-    *("use_orig_params", "ulysses_sequence_parallel_size", "use_no_sync_for_gradient_accumulation", "forward_only"),
-    "turbo_config.*",
+    *("wrap_policy.*", "fsdp_size", "forward_prefetch", "strategy", "use_orig_params", "forward_only"),
+    *("ulysses_sequence_parallel_size", "use_no_sync_for_gradient_accumulation", "turbo_config.*"),
 )
 """Keys below `fsdp_config`."""
 _DTYPE = "trackway.dtype is the learner's type; its weights stay float32"
@@ -50,13 +50,11 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.hybrid_engine": "learner and rollout replicas are separate processes",
     "actor_rollout_ref.model.use_shm": "weights are pulled from the weight store",
     "actor_rollout_ref.model.trust_remote_code": "models are loaded without remote code",
-    "actor_rollout_ref.model.enable_activation_offload": _SHARDING,
+    "actor_rollout_ref.model.enable_activation_offload": "activations stay on the device",
     "actor_rollout_ref.model.use_fused_kernels": "the loss is computed by PyTorch",
-    "actor_rollout_ref.actor.strategy": _SHARDING,
-    **{f"actor_rollout_ref.actor.fsdp_config.{name}": _SHARDING for name in _FSDP},
+    "actor_rollout_ref.actor.strategy": _FSDP2,
+    **{f"actor_rollout_ref.actor.fsdp_config.{name}": _FSDP2 for name in _FSDP},
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _SHARDING,
-    "actor_rollout_ref.actor.use_dynamic_bsz": _ACTOR_MICRO,
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": _ACTOR_MICRO,
     "actor_rollout_ref.actor.use_torch_compile": "the learner runs eagerly",
     "actor_rollout_ref.actor.calculate_entropy": "the entropy is always computed and logged",
     "actor_rollout_ref.actor.data_loader_seed": "trackway.seed is the seed of the learner",
@@ -80,18 +78,16 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length is the bound",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length is the bound",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": _MICRO,
-    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _MICRO,
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _MICRO,
     "actor_rollout_ref.rollout.agent.num_workers": _AGENT,
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
-    "actor_rollout_ref.ref.strategy": _SHARDING,
+    "actor_rollout_ref.ref.strategy": _FSDP2,
     "actor_rollout_ref.ref.use_torch_compile": "the learner runs eagerly",
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _SHARDING,
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _REF_MICRO,
-    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _REF_MICRO,
-    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _REF_MICRO,
-    **{f"actor_rollout_ref.ref.fsdp_config.{name}": _SHARDING for name in _FSDP},
+    **{f"actor_rollout_ref.ref.fsdp_config.{name}": _FSDP2 for name in _FSDP},
+    "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": "the reference is sharded as the actor is",
+    "actor_rollout_ref.ref.fsdp_config.offload_policy": "ref.fsdp_config.param_offload decides",
     "algorithm.lam": _ONLY_GAE,
     "algorithm.filter_groups.max_inflight_gen_batches": "trackway.max_inflight_groups bounds concurrent prompts",
     "async_training.partial_rollout": "the rollout service's update_mode decides: keep, wait or abort",
@@ -102,7 +98,7 @@ NO_EFFECT: dict[str, str] = {
     "async_training.use_trainer_do_validate": "rollout replicas run the validation, beside the training",
     "critic.*": _NO_CRITIC,
     "trainer.device": "trackway.device selects the learner's device",
-    "trainer.balance_batch": "the learner is one process",
+    "trainer.balance_batch": "the ranks of a learner always get about as many tokens",
     "trainer.log_val_generations": _DUMPS,
     "trainer.default_hdfs_dir": "checkpoints lie in the run's own folder",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept; trainer.max_actor_ckpt_to_keep bounds them",

@@ -9,7 +9,7 @@ and response token i (0-based) lies in column P - 1 + i:
     response_mask 0         | as sampled    | 0
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -88,11 +88,6 @@ class TrainingBatch:
         for name in ("input_ids", "attention_mask"):
             narrow[name] = cut[name][:, :width]
         return type(self)(**(cut | narrow))
-
-    def micro_batches(self, size: int | None) -> Iterator[tuple[Tensor, Self]]:
-        """Row indices and rows, at most `size` of similar length, so that little padding is computed."""
-        for index in torch.argsort(self.lengths, stable=True).split(size or len(self)):
-            yield index, self.rows(index)
 
     def to(self, device: torch.device) -> Self:
         """The same batch on a device."""

@@ -77,7 +77,7 @@ class LearnerConfig:
 
     @property
     def micro_batch_size(self) -> int:
-        """Trajectories per forward and backward; memory only, results do not depend on it."""
+        """Trajectories per forward and backward of a rank; memory only, results do not depend on it."""
         return min(self.mini_batch_size, self.actor.ppo_micro_batch_size_per_gpu or self.mini_batch_size)
 
     @property
@@ -89,6 +89,29 @@ class LearnerConfig:
     def ref_micro_batch_size(self) -> int:
         """Trajectories per forward of the reference model, except for the full KL, which takes `micro_batch_size`."""
         return self.ref.log_prob_micro_batch_size_per_gpu or self.log_prob_micro_batch_size
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Tokens per forward and backward, whatever the number of trajectories; None for `micro_batch_size`."""
+        return self.actor.ppo_max_token_len_per_gpu if self.actor.use_dynamic_bsz else None
+
+    @property
+    def log_prob_micro_batch_tokens(self) -> int | None:
+        """Tokens per forward of the old-logprob pass; None for `log_prob_micro_batch_size`."""
+        rollout, actor = self.rollout, self.actor
+        is_dynamic = rollout.log_prob_use_dynamic_bsz
+        tokens = rollout.log_prob_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+        return tokens if (actor.use_dynamic_bsz if is_dynamic is None else is_dynamic) else None
+
+    @property
+    def ref_micro_batch_tokens(self) -> int | None:
+        """Tokens per forward of the reference model; None for `ref_micro_batch_size`."""
+        ref, by_default = self.ref, self.log_prob_micro_batch_tokens
+        if ref.log_prob_use_dynamic_bsz is False:
+            return None
+        if ref.log_prob_use_dynamic_bsz or by_default:
+            return ref.log_prob_max_token_len_per_gpu or by_default or self.actor.ppo_max_token_len_per_gpu
+        return None
 
     @property
     def recompute_old_logprobs(self) -> bool:

@@ -6,14 +6,14 @@ or of other arithmetic are corrected as `algorithm.rollout_correction` says (rol
 temperature shows in `training/rollout_logprob_diff_max`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import AdamW
 
@@ -28,6 +28,7 @@ from trackway.trainer.learner.advantages import (
     token_rewards,
 )
 from trackway.trainer.learner.algorithm import EXACT_KL, Aggregation, by_token, kl_penalty
+from trackway.trainer.learner.balance import PassLimit
 from trackway.trainer.learner.batch import ResponseColumns, TrainingBatch, rows_of, token_versions
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.finite import require_finite_logprobs
@@ -41,8 +42,9 @@ from trackway.trainer.learner.loss import (
 )
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
 from trackway.trainer.learner.offload import CpuOffload
-from trackway.trainer.learner.policy import Policy
+from trackway.trainer.learner.policy import MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
+from trackway.trainer.learner.ranks import ALONE, Ranks, save_whole
 from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
 from trackway.trainer.learner.rollout_correction import correct, correction_metrics, loglinear_share, mean_weight
 from trackway.trainer.learner.weight_proof import (
@@ -116,11 +118,16 @@ class Prepared(NamedTuple):
 
 
 class Learner:
-    """A policy, its optimizer, and the reference model if the loss needs one. Not thread-safe."""
+    """A policy, its optimizer, and the reference model if the loss needs one. Not thread-safe.
 
-    def __init__(self, config: LearnerConfig) -> None:
+    Among several ranks each has a learner; every method is a collective, which all of them call with the same
+    arguments, and gives each of them the same result. Only the first writes files.
+    """
+
+    def __init__(self, config: LearnerConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
-        model, optim, offload = config.model, config.actor.optim, config.actor.fsdp_config
+        self.ranks = ranks
+        model, optim, fsdp = config.model, config.actor.optim, config.actor.fsdp_config
         # Own ones that cannot be loaded are errors before the model loads.
         estimator(config.algorithm.adv_estimator)
         policy_loss_of(config.loss_mode)
@@ -131,12 +138,14 @@ class Learner:
             config.device,
             gradient_checkpointing=model.enable_gradient_checkpointing,
             remove_padding=model.use_remove_padding,
-            offload=offload.param_offload,
+            offload=fsdp.param_offload or fsdp.offload_policy,
+            ranks=ranks,
+            reshard_after_forward=fsdp.reshard_after_forward,
         )
         self.threads = config.threads or self._choose_threads()
         """CPU threads of torch in this process."""
         torch.set_num_threads(self.threads)
-        self.reference = _reference(config) if config.uses_reference else None
+        self.reference = _reference(config, ranks) if config.uses_reference else None
         self.reward_kl_coef = config.algorithm.kl_ctrl.kl_coef
         """Coefficient of the KL penalty in the reward of the next update."""
         self.optimizer = AdamW(
@@ -147,7 +156,9 @@ class Learner:
             fused=True,
         )
         self.moments = CpuOffload(
-            lambda: adamw.state_tensors(self.optimizer), self.policy.device, offload=offload.optimizer_offload
+            lambda: adamw.state_tensors(self.optimizer),
+            self.policy.device,
+            offload=(fsdp.optimizer_offload or fsdp.offload_policy) and not self.policy.is_offloaded_by_fsdp,
         )
         self._shuffler = torch.Generator().manual_seed(config.seed)
         self._before: list[ScoredSequence] | None = None
@@ -157,7 +168,7 @@ class Learner:
         if self.policy.device.type != "cpu":
             return 1
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
-        return choose_threads(parameters, usable_cores(), self.config.engine_threads)
+        return max(1, choose_threads(parameters, usable_cores(), self.config.engine_threads) // self.ranks.count)
 
     def update(
         self, used: Sequence[Trajectory], observe: StepObserver = unobserved, version: float | None = None
@@ -218,16 +229,18 @@ class Learner:
         return result
 
     def save(self, folder: Path) -> None:
-        """Writes everything that a new learner of the same configuration needs to continue exactly."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.policy.save(folder / "model.safetensors")
-        adamw.save_optimizer(self.optimizer, self.policy.model, folder / "optim.safetensors")
+        """Writes everything that a new learner of the same configuration, on any number of ranks, needs to continue."""
         progress = {"updates": torch.tensor(self.updates), "shuffler": self._shuffler.get_state()}
         if self.config.algorithm.kl_ctrl.type == "adaptive":
             progress["reward_kl_coef"] = torch.tensor(self.reward_kl_coef, dtype=torch.float64)
-        save_file(progress, folder / "extra_state.safetensors")
+        files: dict[Path, Callable[[], Mapping[str, Tensor]]] = {
+            folder / "model.safetensors": self.policy.tensors,
+            folder / "optim.safetensors": lambda: adamw.named_state(self.optimizer, self.policy.model),
+            folder / "extra_state.safetensors": lambda: progress,
+        }
         if self.reference is not None:
-            self.reference.save(folder / "reference.safetensors")
+            files[folder / "reference.safetensors"] = self.reference.tensors
+        save_whole(files, self.ranks)
 
     def load(self, folder: Path) -> None:
         """Restores what save() wrote; a saved reference replaces the model of `model_path`.
@@ -262,7 +275,7 @@ class Learner:
         require_finite_logprobs([logprob for sequence in now for logprob in sequence.logprobs])
         probes = probes_of(now, before)
         return WeightProof(
-            digests=tensor_digests(folder),
+            digests=tensor_digests(folder) if self.ranks.is_first else [],
             probes=probes,
             previous_version=None if before is None else previous_version,
             dtype=str(self.policy.published_dtype).removeprefix("torch."),
@@ -273,6 +286,9 @@ class Learner:
         # Low ids exist in every tokenizer, while a model's vocabulary is often padded beyond its tokenizer.
         vocabulary = min(256, self.policy.model.config.get_text_config().vocab_size)
         return [(37 * i + 11) % vocabulary for i in range(CANARY_LENGTH)]
+
+    def close(self) -> None:
+        """Ends what the learner has started; nothing in one process."""
 
     def canary(self) -> Canary:
         """A fixed sequence and its logprobs under the current weights, for engines older than `proof`."""
@@ -306,8 +322,9 @@ class Learner:
             batch, mismatch = self._corrected(batch, measured[0])
         if self._needs_ref_logprobs:
             assert self.reference is not None
-            size, temperature = self.config.ref_micro_batch_size, self.config.rollout.temperature
-            batch = replace(batch, ref_logprobs=self.reference.logprobs(sampled, temperature, size))
+            limit = PassLimit(self.config.ref_micro_batch_size, self.config.ref_micro_batch_tokens)
+            ref_logprobs = self.reference.logprobs(sampled, self.config.rollout.temperature, limit)
+            batch = replace(batch, ref_logprobs=ref_logprobs)
         columns = ResponseColumns(rows, owners, sampled.response_mask.shape[1])
         mask, kl_metrics = columns.response(sampled.response_mask), Metrics()
         rewards = token_rewards(scores_of(used), mask)
@@ -350,8 +367,7 @@ class Learner:
         )
         if not measures:
             return []
-        size, temperature = self.config.log_prob_micro_batch_size, self.config.rollout.temperature
-        return self.policy.measured(batch, temperature, size, *measures)
+        return self.policy.measured(batch, self.config.rollout.temperature, self._log_prob_limit, *measures)
 
     def _corrected(self, sampled: TrainingBatch, old: Tensor) -> tuple[TrainingBatch, Metrics]:
         """The batch with these old logprobs, importance weights and only the tokens that are not rejected.
@@ -380,7 +396,11 @@ class Learner:
         return drift_metrics(first.logp[mask], first.mini.old_logprobs[mask]) | _mean(corrections)
 
     def _old_logprobs(self, batch: TrainingBatch) -> Tensor:
-        return self.policy.logprobs(batch, self.config.rollout.temperature, self.config.log_prob_micro_batch_size)
+        return self.policy.logprobs(batch, self.config.rollout.temperature, self._log_prob_limit)
+
+    @property
+    def _log_prob_limit(self) -> PassLimit:
+        return PassLimit(self.config.log_prob_micro_batch_size, self.config.log_prob_micro_batch_tokens)
 
     @property
     def _exact_kl(self) -> bool:
@@ -415,19 +435,24 @@ class Learner:
         agg = Aggregation.over(mini.response_mask, self.config.actor.loss_agg_mode, self.config.loss_scale_factor)
         weights_mean, mini = self._weights_mean(mini), self._with_selection(mini, agg)
         parts: list[MicroLoss] = []
-        places: list[tuple[Tensor, Tensor]] = []
-        for index, rows in mini.micro_batches(self.config.micro_batch_size):
-            parts.append(self._backward(rows.to(self.policy.device), agg, weights_mean))
-            places.append((index, rows.response_mask))
+        passes: list[MicroBatch] = []
+        limit = PassLimit(self.config.micro_batch_size, self.config.micro_batch_tokens)
+        for micro_batch in self.policy.micro_batches(mini, limit):
+            parts.append(self._backward(micro_batch, agg, weights_mean))
+            passes.append(micro_batch)
         with self.moments.on_device():
             norm, stepped = adamw.step(self.optimizer, self.policy.model, self.config.clip_grad)
-        metrics = {name: float(sum(part.metrics[name] for part in parts)) for name in parts[0].metrics}
+        own = [float(sum(part.metrics[name] for part in parts)) for name in parts[0].metrics]
+        sums = self.ranks.summed(torch.tensor(own, dtype=torch.float64)).tolist()
+        metrics = dict(zip(parts[0].metrics, sums, strict=True))
         metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
         logp = torch.zeros_like(mini.old_logprobs)
         sampled = torch.cat([part.logp for part in parts]).cpu().split([len(part.logp) for part in parts])
-        for (index, mask), values in zip(places, sampled, strict=True):
-            logp[index, : mask.shape[1]] = at_mask(mask, values).to(logp.dtype)
-        return StepOutcome(metrics, mini, logp)
+        for (index, rows, counts), values in zip(passes, sampled, strict=True):
+            if counts:
+                mask = rows.response_mask
+                logp[index, : mask.shape[1]] = at_mask(mask, values).to(logp.dtype)
+        return StepOutcome(metrics, mini, self.ranks.summed(logp))
 
     def _with_selection(self, mini: TrainingBatch, agg: Aggregation) -> TrainingBatch:
         """The mini-batch with the tokens that its loss treats apart; it takes a pass of the current weights.
@@ -454,15 +479,17 @@ class Learner:
         now = logp if correction.bypass_mode else proximal_logprobs(mini, logp)
         return mean_weight(correction, now - mini.old_logprobs, mini.response_mask)
 
-    def _backward(self, micro: TrainingBatch, agg: Aggregation, weights_mean: float | None) -> MicroLoss:
-        """Adds the gradient of the micro-batch; its logits are freed on return."""
+    def _backward(self, micro_batch: MicroBatch, agg: Aggregation, weights_mean: float | None) -> MicroLoss:
+        """Adds the gradient of the micro-batch, zeros unless it counts; its logits are freed on return."""
+        micro, counts = micro_batch.batch.to(self.policy.device), micro_batch.counts
         temperature, ref_logits = self.config.rollout.temperature, None
         if self.reference is not None and self._exact_kl:
             with torch.no_grad():
                 ref_logits = self.reference.logits(micro, temperature)
         part = micro_loss(self.config, micro, self.policy.logits(micro, temperature), ref_logits, agg, weights_mean)
-        part.loss.backward()
-        return part._replace(loss=part.loss.detach())
+        (part.loss if counts else part.loss * 0).backward()
+        metrics = part.metrics if counts else {name: torch.zeros(()) for name in part.metrics}
+        return part._replace(loss=part.loss.detach(), metrics=metrics)
 
 
 def _trainable(mini: TrainingBatch) -> TrainingBatch:
@@ -476,7 +503,7 @@ def _mean(rows: Sequence[Metrics]) -> Metrics:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} if rows else {}
 
 
-def _reference(config: LearnerConfig) -> Policy:
+def _reference(config: LearnerConfig, ranks: Ranks) -> Policy:
     return Policy(
         config.model_path,
         config.dtype,
@@ -484,4 +511,6 @@ def _reference(config: LearnerConfig) -> Policy:
         remove_padding=config.model.use_remove_padding,
         offload=config.ref.fsdp_config.param_offload,
         frozen=True,
+        ranks=ranks,
+        reshard_after_forward=config.actor.fsdp_config.reshard_after_forward,
     )

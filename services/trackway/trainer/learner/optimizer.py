@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.ranks import local, shard_like
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -33,34 +35,37 @@ def learning_rate(config: LearnerConfig, update: int) -> float:
 
 
 def state_tensors(optimizer: AdamW) -> Iterator[Tensor]:
-    """Step counts and moments; none before the first step."""
+    """Step counts and moments that this rank holds; none before the first step."""
     for state in optimizer.state.values():
-        yield from state.values()
+        yield from local(state.values())
 
 
-def save_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:
+def named_state(optimizer: AdamW, model: nn.Module) -> dict[str, Tensor]:
     """AdamW's state of each named parameter, as `<parameter>.<moment>`."""
     states = [(name, optimizer.state[parameter]) for name, parameter in model.named_parameters()]
-    tensors = {f"{name}.{key}": state[key].cpu().contiguous() for name, state in states for key in state}
-    save_file(tensors, file)
+    return {f"{name}.{key}": state[key] for name, state in states for key in state}
 
 
 def load_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:
-    """Restores the saved state; a parameter without saved state gets none."""
+    """Restores the saved `named_state`; a parameter without saved state gets none."""
     saved = load_file(file)
     state = {}
-    for index, (name, _) in enumerate(model.named_parameters()):
+    for index, (name, parameter) in enumerate(model.named_parameters()):
         if f"{name}.step" in saved:
-            state[index] = {key: saved[f"{name}.{key}"] for key in MOMENTS}
+            step, *moments = (saved[f"{name}.{key}"] for key in MOMENTS)
+            shards = [shard_like(moment, parameter) for moment in moments]
+            state[index] = dict(zip(MOMENTS, (step, *shards), strict=True))
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def step(optimizer: AdamW, model: nn.Module, clip_grad: float) -> tuple[float, bool]:
-    """Clips, steps and clears the gradient; returns its norm before clipping, and whether it stepped.
+    """Clips, steps and clears the gradient; returns its norm over all ranks before clipping, and whether it stepped.
 
     A step with a norm that is not finite would put NaN into every weight; it is skipped, as in verl.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     stepped = bool(torch.isfinite(norm))
     if stepped:
         optimizer.step()

@@ -12,21 +12,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from trackway.trainer.learner.algorithm import check_known
+from trackway.trainer.learner.balance import PassLimit, rounds_of
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.finite import require_finite
 from trackway.trainer.learner.loss import at_mask, token_logprobs
 from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
+from trackway.trainer.learner.ranks import ALONE, Ranks, gathered, reshard, shard, shard_like
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
 
 MASTER_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -50,11 +53,23 @@ def model_folder(path: str) -> Path:
     return folder if folder.is_dir() else Path(snapshot_download(path, allow_patterns=MODEL_FILES))
 
 
+class MicroBatch(NamedTuple):
+    """What one rank computes in one pass."""
+
+    index: Tensor
+    """[b] int64: its rows in the batch."""
+    batch: TrainingBatch
+    """Those rows."""
+    counts: bool
+    """False where this rank has no rows: it computes a row of another rank along with it, and drops the result."""
+
+
 class Policy:
     """A causal language model with what a learner needs of it: logprobs, state, export.
 
     `dtype` is a key of MASTER_DTYPES. An offloaded model is on the device only inside `cpu_offload.on_device()`;
-    a frozen model has no gradients. `remove_padding` packs the batches of a model that can be packed.
+    a frozen model has no gradients. `remove_padding` packs the batches of a model that can be packed. Among several
+    ranks every method but `logits` gives each of them the same result, and is a collective.
     """
 
     def __init__(
@@ -67,6 +82,8 @@ class Policy:
         remove_padding: bool = False,
         offload: bool = False,
         frozen: bool = False,
+        ranks: Ranks = ALONE,
+        reshard_after_forward: bool = True,
     ) -> None:
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(path)
@@ -74,6 +91,7 @@ class Policy:
         check_known("dtype", dtype, MASTER_DTYPES)
         self.master_dtype = MASTER_DTYPES[dtype]
         self.device = torch.device(device)
+        self.ranks = ranks
         self.model = _load_model(self.folder, self.master_dtype)
         require_finite(self.tensors())
         self.model.requires_grad_(not frozen)
@@ -83,6 +101,11 @@ class Policy:
         self.packs = remove_padding and can_pack(self.model)
         if self.packs:
             self.model.set_attn_implementation(ATTENTION)
+        if ranks.mesh is not None:
+            shard(self.model, ranks.mesh, reshard_after_forward=reshard_after_forward, offload=offload)
+        self.is_offloaded_by_fsdp = offload and ranks.mesh is not None
+        """Whether the weights, and so the moments of their optimizer, stay in main memory."""
+        offload = offload and not self.is_offloaded_by_fsdp
         self.cpu_offload = CpuOffload(self._memory, self.device, offload=offload, frozen=frozen)
         with self.cpu_offload.on_device():
             pass
@@ -97,27 +120,45 @@ class Policy:
         row.lengths.check_seen(self.model)
         return _tempered(logits, temperature)
 
-    def logprobs(self, batch: TrainingBatch, temperature: float, micro_batch_size: int | None) -> Tensor:
+    def micro_batches(self, batch: TrainingBatch, limit: PassLimit) -> Iterator[MicroBatch]:
+        """The micro-batches of this rank; each rank has the same number of them."""
+        rounds = rounds_of(batch.lengths.tolist(), limit, self.ranks.count, has_padding=not self.packs)
+        for micro_batches in rounds:
+            rows = micro_batches[self.ranks.index]
+            index = torch.tensor(rows or [int(batch.lengths.argmin())])
+            yield MicroBatch(index, batch.rows(index), bool(rows))
+
+    def logprobs(self, batch: TrainingBatch, temperature: float, limit: PassLimit) -> Tensor:
         """[B, T - 1] on the CPU, zeros outside the response mask, without a gradient."""
-        return self.measured(batch, temperature, micro_batch_size, token_logprobs)[0]
+        return self.measured(batch, temperature, limit, token_logprobs)[0]
 
     def measured(
         self,
         batch: TrainingBatch,
         temperature: float,
-        micro_batch_size: int | None,
+        limit: PassLimit,
         *measures: Callable[[Tensor, TrainingBatch], Tensor],
     ) -> list[Tensor]:
         """What each measure makes of logits [N, V] and their micro-batch, from one pass: as `logprobs`, [N] each."""
         results = [torch.zeros_like(batch.old_logprobs) for _ in measures]
-        with torch.no_grad(), self.cpu_offload.on_device():
-            for rows, micro in batch.micro_batches(micro_batch_size):
+        with self._inference():
+            for index, micro, counts in self.micro_batches(batch, limit):
                 on_device = micro.to(self.device)
                 logits = self.logits(on_device, temperature)
                 for result, measure in zip(results, measures, strict=True):
                     values = measure(logits, on_device).cpu()
-                    result[rows, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, values)
-        return results
+                    if counts:
+                        result[index, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, values)
+        return [self.ranks.summed(result) for result in results]
+
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """A context for forward passes without a gradient."""
+        with torch.no_grad(), self.cpu_offload.on_device():
+            try:
+                yield
+            finally:
+                reshard(self.model)
 
     @property
     def published_dtype(self) -> torch.dtype:
@@ -128,13 +169,13 @@ class Policy:
         self, sequences: Sequence[list[int]], compute: torch.dtype = torch.float32
     ) -> list[ScoredSequence]:
         """`sequence_logprobs` under the published weights: rounded to the published dtype, computed in `compute`."""
-        with torch.no_grad(), self.cpu_offload.on_device(), rounded(self.model, self.published_dtype, compute):
+        with self._inference(), rounded(self.model, self.published_dtype, compute):
             scored = [self._logprobs(group, autocast=False) for group in _groups(sequences)]
         return list(map(ScoredSequence, sequences, chain.from_iterable(scored)))
 
     def sequence_logprobs(self, token_ids: list[int]) -> list[float]:
         """Logprobs of tokens 1..n-1 of one sequence, each given those before it, at temperature 1."""
-        with torch.no_grad(), self.cpu_offload.on_device():
+        with self._inference():
             return self._logprobs([token_ids])[0]
 
     def _logprobs(self, sequences: Sequence[list[int]], *, autocast: bool = True) -> list[list[float]]:
@@ -156,25 +197,21 @@ class Policy:
         return logits.squeeze(0).to(self.master_dtype)
 
     def _memory(self) -> Iterator[Tensor]:
-        return chain(self.model.parameters(), self.model.buffers())
+        return chain(self.model.parameters(), self.model.buffers()) if self.ranks.mesh is None else iter(())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every weight once, by name: of tied weights, which share memory, only the first name."""
-        by_memory: dict[int, str] = {}
-        state = self.model.state_dict()
-        for name, tensor in state.items():
-            by_memory.setdefault(tensor.data_ptr(), name)
-        return {name: state[name] for name in by_memory.values()}
-
-    def save(self, file: Path) -> None:
-        """The weights as one safetensors file, in the master dtype."""
-        save_file({name: t.cpu().contiguous() for name, t in self.tensors().items()}, file)
+        """Every weight once, by name: of tied weights only the first name. Of a sharded model, this rank's shards."""
+        reshard(self.model)
+        names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied = names - {name for name, _ in self.model.named_parameters()}
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
     def load(self, file: Path) -> None:
         """Copies saved weights into this model.
 
         Raises ValueError when they belong to another model, and NotFiniteError when they are not finite.
         """
+        # Each rank reads the whole file, mapped into memory, and keeps its shards.
         saved, own = load_file(file), self.tensors()
         if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in own.items()}:
             raise ValueError(
@@ -184,12 +221,14 @@ class Policy:
         require_finite(saved)
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(saved[name])
+                tensor.copy_(shard_like(saved[name], tensor))
 
     def export(self, folder: Path) -> None:
         """A folder that transformers and the engines load: config, safetensors, tokenizer files."""
-        export_model(self.model, folder, self.published_dtype)
-        copy_tokenizer(self.folder, folder)
+        state = gathered(self.model.state_dict(), self.ranks.is_first, self.published_dtype)
+        if self.ranks.is_first:
+            export_model(self.model, folder, state, self.published_dtype)
+            copy_tokenizer(self.folder, folder)
 
 
 def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
@@ -232,15 +271,14 @@ def _head_only(model: PreTrainedModel, where: Tensor) -> Iterator[None]:
         handle.remove()
 
 
-def export_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Writes config and weights in `dtype`; large models come in shards with an index.
+def export_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Writes config and weights, `state` in `dtype`; large models come in shards with an index.
 
     `lm_head.weight` is always explicit: an engine that reloads weights by name would otherwise keep the head of the
     previous version, or miss it. transformers ties it again on loading, as the two tensors are equal.
 
     Raises NotFiniteError, with nothing written, when a weight is NaN or infinite in that type.
     """
-    state = {name: tensor.detach().to("cpu", dtype) for name, tensor in model.state_dict().items()}
     require_finite(state)
     folder.mkdir(parents=True, exist_ok=True)
     if HEAD in state:

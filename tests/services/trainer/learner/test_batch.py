@@ -62,25 +62,17 @@ def test_an_empty_batch_is_refused():
         TrainingBatch.of([], [])
 
 
-def test_micro_batches_are_rows_of_like_length_and_keep_the_order_of_equal_ones(rollout: Rollout):
+def test_rows_are_cut_to_the_longest_of_them(rollout: Rollout):
     def row(*prompt_ids: int) -> Trajectory:
         return rollout(prompt_ids=list(prompt_ids), response_ids=[9], response_mask=[1], response_logprobs=[-0.5])
 
     batch = TrainingBatch.of([row(1, 1, 1), row(2), row(3, 3), row(4)], [0.0, 1.0, 2.0, 3.0])
 
-    parts = list(batch.micro_batches(2))
+    parts = [batch.rows(torch.tensor(index)) for index in ([1, 3], [2, 0])]
 
-    assert [index.tolist() for index, _ in parts] == [[1, 3], [2, 0]]
-    assert [part.input_ids.tolist() for _, part in parts] == [[[2, 9], [4, 9]], [[3, 3, 9, 0], [1, 1, 1, 9]]]
-    assert [part.ref_logprobs.shape for _, part in parts] == [(2, 1), (2, 3)]
-    assert [index.tolist() for index, _ in batch.micro_batches(None)] == [[1, 3, 2, 0]]
-    assert [len(part) for _, part in batch.micro_batches(3)] == [3, 1]
-
-
-def test_rows_of_one_length_keep_their_order_however_many_they_are(rollout: Rollout):
-    batch = TrainingBatch.of([rollout() for _ in range(200)], [0.0] * 200)
-
-    assert [index.tolist() for index, _ in batch.micro_batches(None)] == [list(range(200))]
+    assert [part.input_ids.tolist() for part in parts] == [[[2, 9], [4, 9]], [[3, 3, 9, 0], [1, 1, 1, 9]]]
+    assert [part.advantages.tolist() for part in parts] == [[1.0, 3.0], [2.0, 0.0]]
+    assert [part.ref_logprobs.shape for part in parts] == [(2, 1), (2, 3)]
 
 
 def test_a_batch_cannot_be_changed(rollout: Rollout):

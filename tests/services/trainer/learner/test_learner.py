@@ -75,6 +75,19 @@ def test_gradients_do_not_depend_on_the_micro_batch_size(
     torch.testing.assert_close(parts, whole, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("remove_padding", [False, True])
+@pytest.mark.parametrize("tokens", [1, 40, 16384])
+def test_passes_filled_by_tokens_give_the_same_gradients_and_metrics(
+    tiny_model: Path, rollout: Rollout, tokens: int, remove_padding: bool
+):
+    trajectories, by_tokens = ragged(rollout), {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": tokens}
+    whole = loss_config(tiny_model, remove_padding=remove_padding)
+    parts = loss_config(tiny_model, remove_padding=remove_padding, micro_batch_size=1, **by_tokens)
+
+    torch.testing.assert_close(gradients(parts, trajectories), gradients(whole, trajectories), rtol=0, atol=1e-12)
+    assert Learner(parts).update(trajectories).metrics == pytest.approx(Learner(whole).update(trajectories).metrics)
+
+
 def test_the_gradient_is_that_of_the_loss_written_out_token_by_token(tiny_model: Path, rollout: Rollout):
     config = loss_config(tiny_model, kl_loss_type="kl")
     trajectories = as_sampled(Learner(config), ragged(rollout))

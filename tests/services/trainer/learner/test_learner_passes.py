@@ -1,6 +1,6 @@
 """The forwards of one update in their order: old logprobs, reference, loss, each in micro-batches of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ def twelve(rollout: Rollout) -> list[Trajectory]:
     return [rollout(row // 4, row % 4, float(row % 2)) for row in range(12)]
 
 
-def forwards(tiny_model: Path, sizes: dict[str, int], batch: list[Trajectory]) -> list[int]:
+def forwards(tiny_model: Path, sizes: Mapping[str, int], batch: list[Trajectory]) -> list[int]:
     """Trajectories of each forward of an update with a reference and recomputed old logprobs."""
     config = learner_config(tiny_model, use_kl_loss=True, bypass_mode=False, **sizes)
     learner, seen = Learner(config), []
@@ -47,3 +47,15 @@ def test_a_pass_without_a_size_takes_that_of_the_pass_before_it(
     sizes = {"micro_batch_size": 5, **given}
 
     assert forwards(tiny_model, sizes, twelve(rollout)) == [*log_prob, *reference, PROBED, 5, 5, 2]
+
+
+def test_passes_are_filled_up_to_their_own_number_of_tokens(tiny_model: Path, rollout: Rollout):
+    batch = twelve(rollout)
+    length = len(batch[0].prompt_ids + batch[0].response_ids)
+    by_tokens = {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 6 * length, "micro_batch_size": 1}
+
+    tokens = {"log_prob_max_token_len_per_gpu": 4 * length, "ref_max_token_len_per_gpu": 3 * length}
+    assert forwards(tiny_model, by_tokens | tokens, batch) == [4, 4, 4, 3, 3, 3, 3, PROBED, 6, 6]
+    rows = {"log_prob_use_dynamic_bsz": False, "log_prob_micro_batch_size": 12}
+    assert forwards(tiny_model, by_tokens | rows, batch) == [12, 12, PROBED, 6, 6]
+    assert forwards(tiny_model, by_tokens | rows | {"ref_use_dynamic_bsz": True}, batch) == [12, 6, 6, PROBED, 6, 6]

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from trackway.trainer.config import RunConfig, compose, resolve
 from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
-from trackway.trainer.config.policy import PolicyLossConfig
+from trackway.trainer.config.policy import FSDPConfig, PolicyLossConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
 from trackway.trainer.learner.config import LearnerConfig
@@ -53,6 +53,12 @@ def passes(size: int) -> Fields:
     }
 
 
+def fills(tokens: int) -> Fields:
+    """The learner's passes that take the actor's tokens per micro-batch."""
+    passes = ("micro_batch_tokens", "log_prob_micro_batch_tokens", "ref_micro_batch_tokens")
+    return {f"learner.{name}": tokens for name in passes}
+
+
 CORRECTED: Fields = {f"learner.{CORRECTION}.rollout_is": "token", "learner.uses_weights": True}
 """What a run sets whose rollouts may be of older weights."""
 
@@ -69,7 +75,7 @@ READ_AS_GIVEN = (
     "model.enable_gradient_checkpointing",
     *(f"actor.optim.{name}" for name in ("lr", "betas", "weight_decay", "lr_scheduler_type", "min_lr_ratio")),
     *(f"actor.optim.{name}" for name in ("num_cycles", "zero_indexed_step")),
-    *(f"actor.fsdp_config.{name}" for name in ("param_offload", "optimizer_offload")),
+    *(f"actor.fsdp_config.{name}" for name in FSDPConfig.model_fields),
     *(f"actor.{name}" for name in ("ppo_epochs", "shuffle", "clip_ratio_c", "loss_agg_mode", "entropy_coeff")),
     *(f"actor.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "tau_pos", "tau_neg")),
     "actor.calculate_sum_pi_squared",
@@ -121,6 +127,17 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.grad_clip": (5.0, {"learner.clip_grad": 5.0}),
     f"{ACTOR}.fsdp_config.param_offload": (True, {"learner.actor.fsdp_config.param_offload": True}),
     f"{ACTOR}.fsdp_config.optimizer_offload": (True, {"learner.actor.fsdp_config.optimizer_offload": True}),
+    f"{ACTOR}.fsdp_config.offload_policy": (True, {"learner.actor.fsdp_config.offload_policy": True}),
+    f"{ACTOR}.fsdp_config.reshard_after_forward": (False, {"learner.actor.fsdp_config.reshard_after_forward": False}),
+    f"{ACTOR}.use_dynamic_bsz": (True, fills(16384)),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": (4096, {}),
+    f"{ROLLOUT}.log_prob_use_dynamic_bsz": (
+        True,
+        {"learner.log_prob_micro_batch_tokens": 16384, "learner.ref_micro_batch_tokens": 16384},
+    ),
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu": (4096, {}),
+    f"{REF}.log_prob_use_dynamic_bsz": (True, {"learner.ref_micro_batch_tokens": 16384}),
+    f"{REF}.log_prob_max_token_len_per_gpu": (4096, {}),
     f"{ACTOR}.ppo_mini_batch_size": (32, {"learner.mini_batch_size": 32, **passes(32)}),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": (4, passes(4)),
     f"{ACTOR}.ppo_epochs": (6, {"learner.actor.ppo_epochs": 6}),
@@ -293,6 +310,23 @@ TOGETHER: list[tuple[Keys, Fields]] = [
     ({"global_profiler.steps": [2]}, {}),
     ({"trainer.n_gpus_per_node": 4, "trainer.nnodes": 2}, {"plan.gpus": 8}),
     ({"trainer.n_gpus_per_node": 0, "trainer.nnodes": 2}, {}),
+    ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 4096}, fills(4096)),
+    (
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 8192},
+        {**fills(8192), "learner.micro_batch_tokens": 16384},
+    ),
+    (
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{REF}.log_prob_max_token_len_per_gpu": 8192},
+        {**fills(16384), "learner.ref_micro_batch_tokens": 8192},
+    ),
+    (
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_use_dynamic_bsz": False},
+        {"learner.micro_batch_tokens": 16384},
+    ),
+    (
+        {f"{ACTOR}.use_dynamic_bsz": True, f"{REF}.log_prob_use_dynamic_bsz": False},
+        {"learner.micro_batch_tokens": 16384, "learner.log_prob_micro_batch_tokens": 16384},
+    ),
     ({f"{ACTOR}.optim.clip_grad": 4.0, f"{ACTOR}.grad_clip": 5.0}, {"learner.clip_grad": 4.0}),
     (
         {f"{ACTOR}.clip_ratio_low": 0.0, f"{ACTOR}.clip_ratio_high": 0.0, f"{ACTOR}.clip_ratio": 0.1},

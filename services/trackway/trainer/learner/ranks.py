@@ -1,0 +1,128 @@
+"""The ranks of a learner: processes that each hold a shard of its weights and compute a share of each mini-batch.
+
+Every rank runs the same code on the same trajectories and makes the same collective calls in the same order; only the
+rows of its micro-batches differ (balance.py). So batches, advantages and metrics are the same on every rank, and what
+a rank computed of its own rows is added up over them. Weights, gradients and AdamW's moments are sharded by PyTorch's
+FSDP2 (`fully_shard`); each forward gathers the weights of one layer at a time. One process is one rank without a mesh:
+nothing is sharded, and nothing is sent.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, distributed
+from torch.distributed import Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+"""PyTorch's communication backends by the learner's device; values of the CPU are summed on every device."""
+
+
+class Ranks:
+    """The ranks of one learner as one of them sees them; without a mesh, one process."""
+
+    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+        self.mesh = mesh
+        self.count = 1 if mesh is None else mesh.size()
+        self.index = 0 if mesh is None else mesh.get_rank()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files and gives answers."""
+        return self.index == 0
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over the ranks of their values on the CPU, which may be overwritten. A collective."""
+        if self.mesh is not None:
+            distributed.all_reduce(values)
+        return values
+
+
+ALONE = Ranks()
+"""One process."""
+
+
+def join(store: Store, index: int, count: int, device: str, deadline_s: float) -> Ranks:
+    """The ranks of one machine, once all `count` of them have called this with their own `index`.
+
+    `store` is the same for all; `device` is a key of BACKENDS, and on GPUs a rank takes the one of its index. A
+    collective that a rank has not joined within `deadline_s` seconds is an error in all others.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(index)
+    timeout = timedelta(seconds=deadline_s)
+    distributed.init_process_group(BACKENDS[device], store=store, rank=index, world_size=count, timeout=timeout)
+    return Ranks(init_device_mesh(device, (count,)))
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh, *, reshard_after_forward: bool, offload: bool) -> None:
+    """Shards the weights over the mesh, by layers; what is left, tied weights among it, is the root's.
+
+    `reshard_after_forward` frees the gathered weights of a layer until its backward; `offload` keeps the shards in main
+    memory, and has no effect on CPUs.
+    """
+    policy = CPUOffloadPolicy() if offload and mesh.device_type != "cpu" else OffloadPolicy()
+    layers = set(model._no_split_modules or ())
+    for module in model.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are summed, not averaged: losses are already divided by totals of the whole mini-batch.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(model: PreTrainedModel) -> None:
+    """Frees the root's gathered weights, which FSDP2 keeps after a forward without a backward."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def gathered(tensors: Mapping[str, Tensor], keep: bool, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The whole tensors on the CPU; empty unless `keep`. A collective if one of them is sharded."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        if keep:
+            result[name] = whole.to("cpu", dtype).contiguous()
+    return result
+
+
+def save_whole(files: Mapping[Path, Callable[[], Mapping[str, Tensor]]], ranks: Ranks) -> None:
+    """Writes the whole tensors of each file as safetensors, one file after another, by the first rank. A collective.
+
+    An error of writing is raised after the last gathering, in which the other ranks wait for the first one.
+    """
+    failure: Exception | None = None
+    for file, tensors in files.items():
+        whole = gathered(tensors(), ranks.is_first and failure is None)
+        if not ranks.is_first or failure is not None:
+            continue
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            save_file(whole, file)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+    """The whole tensor, or this rank's shard of it if `like` is sharded; every rank has the whole one."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def local(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    """What this rank holds of each tensor."""
+    with torch.no_grad():  # with gradients, to_local() would return another object
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -1,0 +1,254 @@
+"""Several ranks give the metrics, gradients, weights, exports and checkpoints of one process."""
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.services.trainer.learner_settings import learner_config
+from tests.services.trainer.rank_processes import RankProcesses, rank_processes
+from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.optimizer import state_tensors
+from trackway.trainer.learner.ranks import ALONE, Ranks, gathered, local
+from trackway.wire.trajectory import Trajectory
+from trackway.wire.weights import WeightProof
+
+Rollout = Callable[..., Trajectory]
+STEPS = 10
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+EVERYTHING = {
+    "lr": 1e-3,
+    "clip_grad": 0.5,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "entropy_coeff": 0.05,
+    "bypass_mode": False,
+    "mini_batch_size": 8,
+    "micro_batch_size": 1,
+}
+"""Two optimizer steps per update, of which the second has fewer trajectories than four ranks."""
+CASES = {
+    "padded": {},
+    "packed": {"remove_padding": True},
+    "packed by tokens": {"remove_padding": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40},
+    "whole mini-batch": {"micro_batch_size": 8, "reshard_after_forward": False},
+    "checkpointed": {"gradient_checkpointing": True, "micro_batch_size": 3, "offload_policy": True},
+    "full KL": {"kl_loss_type": "full", "remove_padding": True},
+    "kl_cov, shuffled": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2, "shuffle": True},
+    "weights normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "ppo_epochs": 2},
+}
+
+
+def ragged(rollout: Rollout, seed: int) -> list[Trajectory]:
+    """Eleven trajectories of three prompts, of unequal length and unequal shares of model tokens."""
+    draw = random.Random(seed)
+    made = []
+    for row in range(11):
+        mask = [1, *(draw.randint(0, 1) for _ in range(draw.choice([1, 4, 20])))]
+        fields = {
+            "prompt_ids": [draw.randrange(60) for _ in range(draw.randint(2, 6))],
+            "response_ids": [draw.randrange(60) for _ in mask],
+            "response_mask": mask,
+            "response_logprobs": [-draw.uniform(1, 4) * bit for bit in mask],
+        }
+        made.append(rollout(row // 4, row % 4, float(draw.random() < 0.5), **fields))
+    return made
+
+
+@pytest.fixture
+def batches(rollout: Rollout) -> list[list[Trajectory]]:
+    return [ragged(rollout, seed) for seed in range(STEPS)]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
+    with rank_processes(request.param) as processes:
+        yield processes
+
+
+@dataclass
+class Outcome:
+    """What some updates did."""
+
+    metrics: list[dict[str, float]]
+    gradients: dict[str, Tensor]
+    """Those that reached the last optimizer step, after clipping."""
+    weights: dict[str, Tensor]
+    log_probs: list[list[float]]
+    proof: WeightProof
+
+
+def trained(
+    ranks: Ranks, config: LearnerConfig, batches: list[list[Trajectory]], folder: Path, start: Path | None = None
+) -> Outcome:
+    """Trains on each batch, from a checkpoint if one is given; saves and exports to the folder."""
+    learner = Learner(config, ranks)
+    if start is not None:
+        learner.load(start)
+    gradients: dict[str, Tensor] = {}
+
+    def keep(*_: object) -> None:
+        named = learner.policy.model.named_parameters()
+        gradients.update(gathered({name: p.grad for name, p in named if p.grad is not None}, keep=True))
+
+    learner.optimizer.register_step_pre_hook(keep)
+    metrics = [learner.update(batch).metrics for batch in batches]
+    learner.save(folder / "actor")
+    learner.export(folder / "huggingface")
+    weights = gathered(learner.policy.tensors(), keep=True)
+    return Outcome(metrics, gradients, weights, learner.log_probs(batches[0]), learner.proof(folder / "huggingface", 1))
+
+
+def assert_same(outcomes: list[Outcome], expected: Outcome, atol: float) -> None:
+    """Each rank has what one process has."""
+    for outcome in outcomes:
+        for ours, theirs in zip(outcome.metrics, expected.metrics, strict=True):
+            bounds = {name: 1e-6 if "clipfrac" in name else atol for name in theirs}  # counts are divided in float32
+            assert ours == {name: pytest.approx(value, rel=atol, abs=bounds[name]) for name, value in theirs.items()}
+        torch.testing.assert_close(outcome.gradients, expected.gradients, rtol=0, atol=atol)
+        torch.testing.assert_close(outcome.weights, expected.weights, rtol=0, atol=atol)
+        for ours, theirs in zip(outcome.log_probs, expected.log_probs, strict=True):
+            assert ours == pytest.approx(theirs, abs=10 * atol)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_updates_of_several_ranks_are_those_of_one_process(
+    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, case: str
+):
+    config = learner_config(tiny_model, dtype="float64", **EVERYTHING | CASES[case])
+    batches = batches if case in ("padded", "packed") else batches[:3]
+    expected = trained(ALONE, config, batches, tmp_path / "one")
+
+    outcomes = ranks.run(trained, config, batches, tmp_path / "several")
+
+    assert_same(outcomes, expected, TOLERANCE["float64"])
+    assert max(float(gradient.abs().max()) for gradient in expected.gradients.values()) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["packed", "padded"])
+def test_in_float32_they_are_so_within_its_rounding(
+    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, case: str
+):
+    config = learner_config(tiny_model, **EVERYTHING | CASES[case] | {"lr": 1e-4})
+    expected = trained(ALONE, config, batches, tmp_path / "one")
+
+    outcomes = ranks.run(trained, config, batches, tmp_path / "several")
+
+    assert_same(outcomes, expected, TOLERANCE["float32"])
+
+
+def test_a_checkpoint_of_several_ranks_goes_on_in_one_process_and_the_other_way_round(
+    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path
+):
+    config = learner_config(tiny_model, dtype="float64", **EVERYTHING | {"shuffle": True, "lr_warmup_steps": 4})
+    straight = trained(ALONE, config, batches[:4], tmp_path / "straight")
+    trained(ALONE, config, batches[:2], tmp_path / "one")
+    ranks.run(trained, config, batches[:2], tmp_path / "several")
+
+    in_one = trained(ALONE, config, batches[2:4], tmp_path / "in one", start=tmp_path / "several" / "actor")
+    in_several = [
+        ranks.run(trained, config, batches[2:4], tmp_path / f"from {name}", start=tmp_path / name / "actor")
+        for name in ("one", "several")
+    ]
+
+    straight.metrics, straight.log_probs = straight.metrics[2:], in_one.log_probs
+    for outcomes in ([in_one], *in_several):
+        assert_same(outcomes, straight, TOLERANCE["float64"])
+
+
+def test_what_several_ranks_export_is_what_one_process_exports(
+    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path
+):
+    config = learner_config(tiny_model, **EVERYTHING)
+    one = trained(ALONE, config, batches[:1], tmp_path / "one")
+
+    first, *others = ranks.run(trained, config, batches[:1], tmp_path / "several")
+
+    ours, theirs = tmp_path / "several" / "huggingface", tmp_path / "one" / "huggingface"
+    assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in theirs.iterdir())
+    assert (ours / "config.json").read_text() == (theirs / "config.json").read_text()
+    assert {path.stat().st_mode for path in ours.iterdir()} == {path.stat().st_mode for path in theirs.iterdir()}
+    exported = load_file(ours / "model.safetensors")
+    torch.testing.assert_close(exported, load_file(theirs / "model.safetensors"), rtol=0, atol=1e-5)
+    torch.testing.assert_close(exported["lm_head.weight"], exported["model.embed_tokens.weight"], rtol=0, atol=0)
+    assert [digest.name for digest in first.proof.digests] == [digest.name for digest in one.proof.digests]
+    assert [other.proof.digests for other in others] == [[]] * len(others)
+    for probe, expected in zip(first.proof.probes, one.proof.probes, strict=True):
+        assert (probe.token_ids, probe.positions) == (expected.token_ids, expected.positions)
+        assert probe.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert probe.previous == pytest.approx(expected.previous, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama whose sizes no number of ranks divides, with a head of its own."""
+    folder = tmp_path_factory.mktemp("untied_model")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=18,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=6,
+        intermediate_size=25,
+        tie_word_embeddings=False,
+        initializer_range=0.5,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def test_weights_that_the_number_of_ranks_does_not_divide_are_sharded_too(
+    ranks: RankProcesses, untied_model: Path, batches: list[list[Trajectory]], tmp_path: Path
+):
+    config = learner_config(untied_model, dtype="float64", **EVERYTHING | {"remove_padding": True})
+    expected = trained(ALONE, config, batches[:2], tmp_path / "one")
+
+    outcomes = ranks.run(trained, config, batches[:2], tmp_path / "several")
+
+    assert_same(outcomes, expected, TOLERANCE["float64"])
+    assert "lm_head.weight" in expected.weights
+
+
+def held(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory]) -> tuple[int, int]:
+    """Elements of the weights and of AdamW's moments that a rank holds after an update."""
+    learner = Learner(config, ranks)
+    learner.update(batch)
+    weights = sum(tensor.numel() for tensor in local(learner.policy.tensors().values()))
+    return weights, sum(tensor.numel() for tensor in state_tensors(learner.optimizer))
+
+
+def test_each_rank_holds_its_share_of_weights_and_moments(
+    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]]
+):
+    config, count = learner_config(tiny_model), len(ranks.processes)
+    weights, moments = held(ALONE, config, batches[0])
+
+    shares = ranks.run(held, config, batches[0])
+
+    assert sum(share for share, _ in shares) == weights
+    assert max(share for share, _ in shares) <= 1.05 * weights / count
+    assert max(share for _, share in shares) <= 1.05 * moments / count
+
+
+def fails_in_the_last(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory]) -> None:
+    """One update, which the last rank does not take part in: it exits before."""
+    learner = Learner(config, ranks)
+    if ranks.index == ranks.count - 1:
+        os._exit(9)
+    learner.update(batch)
+
+
+def test_ranks_notice_at_once_that_another_has_died(tiny_model: Path, batches: list[list[Trajectory]]):
+    with rank_processes(2) as pair, pytest.raises(AssertionError, match=r"(?s)rank 0: .*(closed|reset) by peer"):
+        pair.run(fails_in_the_last, learner_config(tiny_model), batches[0])

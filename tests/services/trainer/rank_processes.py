@@ -1,0 +1,74 @@
+"""The ranks of a learner in processes of their own, which run functions of the tests."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from trackway.trainer.learner.ranks import Ranks, join
+
+DEADLINE_S = 120.0
+"""Longest that ranks wait for one another, and a test for them."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class RankProcesses:
+    """Processes that have joined one group; each runs the same function at the same time."""
+
+    def __init__(self, processes: list[BaseProcess], pipes: list[Connection]) -> None:
+        self.processes = processes
+        self._pipes = pipes
+
+    def run(self, function: Callable[Concatenate[Ranks, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """What the function returns in each rank. Raises AssertionError with the traceback when it raises there."""
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        return [_answer(index, pipe) for index, pipe in enumerate(self._pipes)]
+
+
+@contextmanager
+def rank_processes(count: int) -> Iterator[RankProcesses]:
+    """A group of `count` ranks on the CPU, with one thread each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trackway.trainer.learner.learner"])  # imports torch once for all
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe() for _ in range(count)]
+    processes: list[BaseProcess] = [
+        context.Process(target=_serve, args=(index, count, store.port, theirs), daemon=True)
+        for index, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield RankProcesses(processes, [ours for ours, _ in pipes])
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+
+
+def _serve(index: int, count: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
+    ranks = join(store, index, count, "cpu", DEADLINE_S)
+    while True:
+        function, args, kwargs = pipe.recv()
+        try:
+            pipe.send((True, function(ranks, *args, **kwargs)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _answer(index: int, pipe: Connection) -> Any:
+    assert pipe.poll(DEADLINE_S), f"rank {index} gave no answer in {DEADLINE_S:g} s"
+    succeeded, answer = pipe.recv()
+    assert succeeded, f"rank {index}: {answer}"
+    return answer
