@@ -133,6 +133,7 @@ async def _trained(
         if training.engines is not None:
             await training.engines.close()
         training.publisher.close()
+        await asyncio.to_thread(training.learner.close)
         with training.waits("the run", "its last metrics and feedback to be delivered", TRACKING_DEADLINE_S):
             summaries = await asyncio.to_thread(tracking.close, status, TRACKING_DEADLINE_S)
         with training.waits("the run", "its last spans to be delivered", TRACES_DEADLINE_S):

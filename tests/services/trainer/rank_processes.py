@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from trackway.trainer.learner.ranks import Ranks, join
+from trackway.trainer.learner.ranks.sharding import Ranks, join
 
 DEADLINE_S = 120.0
 """Longest that ranks wait for one another, and a test for them."""

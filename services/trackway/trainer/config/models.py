@@ -218,6 +218,12 @@ class TrackwayConfig(Section):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the learner. Null chooses at the run's first start: one for a model below 2 million parameters,
     else all cores, less one for the engine with `async_training`. A resumed run keeps the number."""
+    learner_ranks: int = Field(default=1, ge=1)
+    """Processes of the learner on its machine, each with a shard of the weights (FSDP2) and, on GPUs, a GPU of its own.
+    The result does not depend on it, but for rounding, and a checkpoint goes on with any number."""
+    rank_timeout_s: float = Field(default=600.0, gt=0)
+    """Time limit in seconds for the ranks of the learner to wait for one of them; then the learner is restarted from
+    its last checkpoint."""
     max_inflight_groups: int = Field(default=64, ge=1)
     """Most prompts whose rollouts are requested concurrently."""
     group_attempts: int = Field(default=12, ge=1)
@@ -380,6 +386,16 @@ class RunConfig(Section):
             raise ValueError(
                 "trackway.proximal_logprobs: expected recompute with algorithm.rollout_correction.bypass_mode=true, "
                 "got loglinear; the sampler's logprobs are the old ones there, nothing is left to estimate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _each_rank_has_a_device(self) -> Self:
+        device, count = self.trackway.device, self.trackway.learner_ranks
+        if count > 1 and ":" in device:
+            raise ValueError(
+                f"trackway.device: expected cuda, cpu or auto with trackway.learner_ranks={count}, got {device}; "
+                "CUDA_VISIBLE_DEVICES chooses the GPUs"
             )
         return self
 

@@ -161,7 +161,7 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.model.fused_kernel_options.*": "the loss is computed by PyTorch",
     "actor_rollout_ref.model.tiled_mlp.*": _SAME_NUMBERS,
     "actor_rollout_ref.model.override_config.attn_implementation": _SAME_NUMBERS,
-    "actor_rollout_ref.nccl_timeout": _SHARDING,
+    "actor_rollout_ref.nccl_timeout": "trackway.rank_timeout_s is the deadline of the ranks",
     "algorithm.pf_ppo.*": "only with algorithm.use_pf_ppo",
     "data.use_shm": "rows are held in memory",
     "data.function_tool_path": _TOOLS,

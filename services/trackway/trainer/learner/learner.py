@@ -28,7 +28,6 @@ from trackway.trainer.learner.advantages import (
     token_rewards,
 )
 from trackway.trainer.learner.algorithm import EXACT_KL, Aggregation, by_token, kl_penalty
-from trackway.trainer.learner.balance import PassLimit
 from trackway.trainer.learner.batch import ResponseColumns, TrainingBatch, rows_of, token_versions
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.finite import require_finite_logprobs
@@ -44,7 +43,8 @@ from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, score
 from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.policy import MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
-from trackway.trainer.learner.ranks import ALONE, Ranks, save_whole
+from trackway.trainer.learner.ranks.balance import PassLimit
+from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, save_whole
 from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
 from trackway.trainer.learner.rollout_correction import correct, correction_metrics, loglinear_share, mean_weight
 from trackway.trainer.learner.weight_proof import (
@@ -448,10 +448,10 @@ class Learner:
         metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
         logp = torch.zeros_like(mini.old_logprobs)
         sampled = torch.cat([part.logp for part in parts]).cpu().split([len(part.logp) for part in parts])
-        for (index, rows, counts), values in zip(passes, sampled, strict=True):
+        for (rows, micro, counts), values in zip(passes, sampled, strict=True):
             if counts:
-                mask = rows.response_mask
-                logp[index, : mask.shape[1]] = at_mask(mask, values).to(logp.dtype)
+                mask = micro.response_mask
+                logp[rows, : mask.shape[1]] = at_mask(mask, values).to(logp.dtype)
         return StepOutcome(metrics, mini, self.ranks.summed(logp))
 
     def _with_selection(self, mini: TrainingBatch, agg: Aggregation) -> TrainingBatch:

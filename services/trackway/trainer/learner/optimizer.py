@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.ranks import local, shard_like
+from trackway.trainer.learner.ranks.sharding import local, shard_like
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 

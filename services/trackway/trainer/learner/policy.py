@@ -23,13 +23,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from trackway.trainer.learner.algorithm import check_known
-from trackway.trainer.learner.balance import PassLimit, rounds_of
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.finite import require_finite
 from trackway.trainer.learner.loss import at_mask, token_logprobs
 from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
-from trackway.trainer.learner.ranks import ALONE, Ranks, gathered, reshard, shard, shard_like
+from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
+from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, reshard, shard, shard_like
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
 
 MASTER_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -56,8 +56,8 @@ def model_folder(path: str) -> Path:
 class MicroBatch(NamedTuple):
     """What one rank computes in one pass."""
 
-    index: Tensor
-    """[b] int64: its rows in the batch."""
+    rows: Tensor
+    """[b] int64: places of its rows in the batch."""
     batch: TrainingBatch
     """Those rows."""
     counts: bool
@@ -124,9 +124,9 @@ class Policy:
         """The micro-batches of this rank; each rank has the same number of them."""
         rounds = rounds_of(batch.lengths.tolist(), limit, self.ranks.count, has_padding=not self.packs)
         for micro_batches in rounds:
-            rows = micro_batches[self.ranks.index]
-            index = torch.tensor(rows or [int(batch.lengths.argmin())])
-            yield MicroBatch(index, batch.rows(index), bool(rows))
+            own = micro_batches[self.ranks.index]
+            rows = torch.tensor(own or [int(batch.lengths.argmin())])
+            yield MicroBatch(rows, batch.rows(rows), bool(own))
 
     def logprobs(self, batch: TrainingBatch, temperature: float, limit: PassLimit) -> Tensor:
         """[B, T - 1] on the CPU, zeros outside the response mask, without a gradient."""
@@ -142,13 +142,13 @@ class Policy:
         """What each measure makes of logits [N, V] and their micro-batch, from one pass: as `logprobs`, [N] each."""
         results = [torch.zeros_like(batch.old_logprobs) for _ in measures]
         with self._inference():
-            for index, micro, counts in self.micro_batches(batch, limit):
+            for rows, micro, counts in self.micro_batches(batch, limit):
                 on_device = micro.to(self.device)
                 logits = self.logits(on_device, temperature)
                 for result, measure in zip(results, measures, strict=True):
                     values = measure(logits, on_device).cpu()
                     if counts:
-                        result[index, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, values)
+                        result[rows, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, values)
         return [self.ranks.summed(result) for result in results]
 
     @contextmanager

@@ -15,7 +15,9 @@ from trackway.trainer.config import RunConfig, no_effect
 from trackway.trainer.data.dataset import Rows, load_data, prompts_of
 from trackway.trainer.data.name_check import check_names
 from trackway.trainer.data.prompt_filter import prompt_filter
+from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
 from trackway.trainer.loop.build_traces import open_traces, run_target
 from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import (
@@ -148,7 +150,7 @@ def _learner(config: RunConfig, total_steps: int, threads: int | None) -> Learne
     try:
         if code_path and any(":" in name for name in (settings.algorithm.adv_estimator, settings.loss_mode)):
             add_to_path(Path(code_path))
-        return Learner(replace(settings, threads=threads or settings.threads))
+        return _started(replace(settings, threads=threads or settings.threads), config)
     except (OSError, ValueError) as error:  # no such model, or not one that can be trained as asked
         model = config.actor_rollout_ref.model.path
         raise TrackwayError(ErrorCode.INVALID_REQUEST, f"no learner for the model {model!r}: {error}") from error
@@ -160,6 +162,18 @@ def _generations(folder: str | None, config: RunConfig, rows: Rows) -> Generatio
     tokenizer = AutoTokenizer.from_pretrained(config.actor_rollout_ref.model.path)
     truths = {row.index: row.reward_model.ground_truth for row in rows.samples}
     return Generations(Path(folder), lambda ids: tokenizer.decode(ids, skip_special_tokens=True), truths)
+
+
+def _started(settings: LearnerConfig, config: RunConfig) -> Learner:
+    """The learner in this process, or the first rank of one in several."""
+    if config.trackway.learner_ranks == 1:
+        return Learner(settings)
+    group = RankGroup(settings, config.trackway.learner_ranks, config.trackway.rank_timeout_s)
+    try:
+        return LeadingLearner(settings, group)
+    except BaseException:
+        group.close()
+        raise
 
 
 def _agent_client(config: RunConfig, services: ServiceUrls) -> AgentClient:

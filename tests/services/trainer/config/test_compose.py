@@ -129,6 +129,14 @@ def test_replicas_that_take_more_gpus_than_the_run_has_are_refused():
     assert compose([*gpus, "trainer.nnodes=2"]).trainer.nnodes == 2
 
 
+def test_several_ranks_of_a_learner_cannot_share_one_gpu():
+    ranks = "trackway.learner_ranks=2"
+
+    with pytest.raises(TrackwayError, match=r"trackway\.device: expected cuda, cpu or auto with .*=2, got cuda:1; "):
+        compose([ranks, "trackway.device=cuda:1"])
+    assert compose([ranks, "trackway.device=cuda"]).trackway.learner_ranks == 2
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

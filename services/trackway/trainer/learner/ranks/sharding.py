@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, distributed
-from torch.distributed import Store
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -90,7 +90,7 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool, dtype: torch.dtype | Non
     """The whole tensors on the CPU; empty unless `keep`. A collective if one of them is sharded."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
         if keep:
             result[name] = whole.to("cpu", dtype).contiguous()
     return result

@@ -17,12 +17,15 @@ from tests.services.trainer.rank_processes import RankProcesses, rank_processes
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.optimizer import state_tensors
-from trackway.trainer.learner.ranks import ALONE, Ranks, gathered, local
+from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import WeightProof
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
-STEPS = 10
+UPDATES = 5
+"""Each of two optimizer steps."""
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 EVERYTHING = {
     "lr": 1e-3,
@@ -35,9 +38,8 @@ EVERYTHING = {
     "micro_batch_size": 1,
 }
 """Two optimizer steps per update, of which the second has fewer trajectories than four ranks."""
-CASES = {
-    "padded": {},
-    "packed": {"remove_padding": True},
+LAYOUTS = {"padded": {}, "packed": {"remove_padding": True}}
+VARIANTS = {
     "packed by tokens": {"remove_padding": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40},
     "whole mini-batch": {"micro_batch_size": 8, "reshard_after_forward": False},
     "checkpointed": {"gradient_checkpointing": True, "micro_batch_size": 3, "offload_policy": True},
@@ -65,13 +67,24 @@ def ragged(rollout: Rollout, seed: int) -> list[Trajectory]:
 
 @pytest.fixture
 def batches(rollout: Rollout) -> list[list[Trajectory]]:
-    return [ragged(rollout, seed) for seed in range(STEPS)]
+    return [ragged(rollout, seed) for seed in range(UPDATES)]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[RankProcesses]:
-    with rank_processes(request.param) as processes:
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankProcesses]:
+    with rank_processes(2) as processes:
         yield processes
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[RankProcesses]:
+    with rank_processes(4) as processes:
+        yield processes
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> RankProcesses:
+    return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[request.param])
 
 
 @dataclass
@@ -119,12 +132,11 @@ def assert_same(outcomes: list[Outcome], expected: Outcome, atol: float) -> None
             assert ours == pytest.approx(theirs, abs=10 * atol)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_updates_of_several_ranks_are_those_of_one_process(
-    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, case: str
+    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, layout: str
 ):
-    config = learner_config(tiny_model, dtype="float64", **EVERYTHING | CASES[case])
-    batches = batches if case in ("padded", "packed") else batches[:3]
+    config = learner_config(tiny_model, dtype="float64", **EVERYTHING | LAYOUTS[layout])
     expected = trained(ALONE, config, batches, tmp_path / "one")
 
     outcomes = ranks.run(trained, config, batches, tmp_path / "several")
@@ -133,14 +145,26 @@ def test_updates_of_several_ranks_are_those_of_one_process(
     assert max(float(gradient.abs().max()) for gradient in expected.gradients.values()) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["packed", "padded"])
-def test_in_float32_they_are_so_within_its_rounding(
-    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, case: str
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_updates_of_two_ranks_are_those_of_one_process_with(
+    two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, variant: str
 ):
-    config = learner_config(tiny_model, **EVERYTHING | CASES[case] | {"lr": 1e-4})
+    config = learner_config(tiny_model, dtype="float64", **EVERYTHING | VARIANTS[variant])
+    expected = trained(ALONE, config, batches[:2], tmp_path / "one")
+
+    outcomes = two_ranks.run(trained, config, batches[:2], tmp_path / "several")
+
+    assert_same(outcomes, expected, TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_float32_they_are_so_within_its_rounding(
+    two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, layout: str
+):
+    config = learner_config(tiny_model, **EVERYTHING | LAYOUTS[layout] | {"lr": 1e-4})
     expected = trained(ALONE, config, batches, tmp_path / "one")
 
-    outcomes = ranks.run(trained, config, batches, tmp_path / "several")
+    outcomes = two_ranks.run(trained, config, batches, tmp_path / "several")
 
     assert_same(outcomes, expected, TOLERANCE["float32"])
 
@@ -149,17 +173,17 @@ def test_a_checkpoint_of_several_ranks_goes_on_in_one_process_and_the_other_way_
     ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path
 ):
     config = learner_config(tiny_model, dtype="float64", **EVERYTHING | {"shuffle": True, "lr_warmup_steps": 4})
-    straight = trained(ALONE, config, batches[:4], tmp_path / "straight")
-    trained(ALONE, config, batches[:2], tmp_path / "one")
-    ranks.run(trained, config, batches[:2], tmp_path / "several")
+    straight = trained(ALONE, config, batches[:2], tmp_path / "straight")
+    trained(ALONE, config, batches[:1], tmp_path / "one")
+    ranks.run(trained, config, batches[:1], tmp_path / "several")
 
-    in_one = trained(ALONE, config, batches[2:4], tmp_path / "in one", start=tmp_path / "several" / "actor")
+    in_one = trained(ALONE, config, batches[1:2], tmp_path / "in one", start=tmp_path / "several" / "actor")
     in_several = [
-        ranks.run(trained, config, batches[2:4], tmp_path / f"from {name}", start=tmp_path / name / "actor")
+        ranks.run(trained, config, batches[1:2], tmp_path / f"from {name}", start=tmp_path / name / "actor")
         for name in ("one", "several")
     ]
 
-    straight.metrics, straight.log_probs = straight.metrics[2:], in_one.log_probs
+    straight.metrics, straight.log_probs = straight.metrics[1:], in_one.log_probs
     for outcomes in ([in_one], *in_several):
         assert_same(outcomes, straight, TOLERANCE["float64"])
 

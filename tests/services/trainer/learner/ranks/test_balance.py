@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trackway.trainer.learner.balance import PassLimit, balanced, rounds_of
+from trackway.trainer.learner.ranks.balance import PassLimit, balanced, rounds_of
 
 LENGTHS = [4, 2, 3, 2]
 

@@ -1,0 +1,4 @@
+"""A learner of several processes: sharded weights, and how the processes are started, commanded and watched.
+
+The policy, the optimizer and the learner import `sharding`; `group` builds on the learner, and `loop` imports it.
+"""

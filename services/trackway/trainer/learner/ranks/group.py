@@ -1,0 +1,289 @@
+"""The ranks of a learner on one machine: how they are started, what they are asked, and how a lost one is noticed.
+
+The run's own process is the first rank: it holds the run's folder, its signals and its loop. It starts the others as
+processes (process.py), which serve its commands: each command is the name of a learner's method, announced in the
+group's store, and its arguments, broadcast. Then all ranks run the method together. Between commands the others wait
+at the store, for as long as rollouts take; inside a command every collective has a deadline.
+
+A group that lost a rank cannot be repaired: gloo and NCCL refuse every later call. The error ends the run's process,
+the supervisor starts it again from the last checkpoint, and that starts new ranks. torchrun's agent is not used: it
+would own the first rank too, blocks its caller without a way to cancel, and its restarts reuse addresses of the group
+before.
+"""
+
+import itertools
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from torch import distributed
+from torch.distributed import DistStoreError, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.learner import Learner, StepObserver, UpdateResult, unobserved
+from trackway.trainer.learner.ranks.sharding import join
+from trackway.wire.trajectory import Trajectory
+from trackway.wire.weights import Canary, WeightProof
+
+HOST = "127.0.0.1"
+START_S = 300.0
+"""Longest wait for the ranks to import torch and join."""
+NOTICE_S = 5.0
+"""Longest wait, after a collective has failed, for the process that caused it to end."""
+STOP_S = 10.0
+"""Longest wait for the ranks to exit before they are killed."""
+SHARED_ERRORS = (ValueError, OSError, SafetensorError)
+"""Errors that every rank meets alike, such as a damaged checkpoint, or only the first, as when it writes: the group is
+as good as before."""
+CONFIG, COMMAND = "config", "command"
+"""Names in the store; commands are numbered."""
+STOP = "stop"
+IDLE_S = 30.0
+"""Seconds after which a waiting rank asks whether the first one still runs."""
+EXIT_PEER_LOST = 75
+"""Exit status of a rank whose collective failed, most often because another rank was lost."""
+CPU = torch.device("cpu")
+
+logger = logging.getLogger("trackway.trainer")
+
+
+class RankError(RuntimeError):
+    """A rank of the learner has died or does not answer; the group is of no further use."""
+
+
+class RankGroup:
+    """The other ranks as the first one sees them. Not thread-safe."""
+
+    def __init__(self, config: LearnerConfig, count: int, deadline_s: float) -> None:
+        """Starts the ranks and joins them. A collective that a rank has not joined in `deadline_s` is an error.
+
+        Raises ValueError for fewer GPUs than ranks, and RankError for a rank that does not start.
+        """
+        gpus = torch.cuda.device_count()
+        if config.device == "cuda" and gpus < count:
+            raise ValueError(
+                f"expected a GPU for each of trackway.learner_ranks={count}, got {gpus}; lower it, or give the trainer "
+                "more GPUs"
+            )
+        self._store: Store = TCPStore(
+            HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S)
+        )
+        given = pickle.dumps((config, count, deadline_s))
+        self._store.set(CONFIG, given)  # pyright: ignore[reportArgumentType]  # it takes bytes
+        self._commands = 0
+        self._deadline_s = deadline_s
+        self.processes = {index: _started(index, self._store.port) for index in range(1, count)}
+        """By rank."""
+        try:
+            with self._naming("start"):
+                self._wait_for_all()
+                self.ranks = join(self._store, 0, count, config.device, deadline_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def command(self, name: str, *arguments: object) -> Iterator[None]:
+        """A context in which the other ranks run this method of their learner. Raises RankError when one is lost."""
+        with self._naming(name):
+            self._announce(name, arguments)
+            failure: Exception | None = None
+            try:
+                yield
+            except SHARED_ERRORS as error:
+                failure = error
+            failures = _outcomes(failure, self.ranks.count)
+            if failure is not None:
+                raise failure
+            if any(failures):
+                told = "; ".join(f"rank {index}: {text}" for index, text in enumerate(failures) if text)
+                raise RankError(f"{name!r} failed in other ranks of the learner than the first: {told}")
+
+    def close(self) -> None:
+        """Stops the ranks; kills those that do not exit."""
+        if not self.processes:
+            return
+        if all(process.poll() is None for process in self.processes.values()):
+            try:
+                self._announce(STOP, ())
+            except RuntimeError:
+                logger.warning("the ranks of the learner were not told to stop and are killed", exc_info=True)
+        end = time.monotonic() + STOP_S
+        for process in self.processes.values():
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_S)
+        self.processes = {}
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+    def _announce(self, name: str, arguments: Sequence[object]) -> None:
+        self._store.set(f"{COMMAND}/{self._commands}", "")
+        self._commands += 1
+        distributed.broadcast_object_list([name, arguments], src=0, device=CPU)
+
+    def _wait_for_all(self) -> None:
+        end = time.monotonic() + START_S
+        for index in self.processes:
+            while not self._store.check([_joined(index)]):
+                if self._ended() or time.monotonic() > end:
+                    raise RuntimeError(f"rank {index} did not join")
+                time.sleep(0.05)
+
+    @contextmanager
+    def _naming(self, command: str) -> Iterator[None]:
+        """A context whose failures name the rank that is lost."""
+        try:
+            yield
+        except SHARED_ERRORS:
+            raise
+        except RankError:
+            self._kill()
+            raise
+        except Exception as error:
+            culprits = " and ".join(self._culprits())
+            self._kill()
+            remedy = "see worker.log, the run goes on from its last checkpoint"
+            raise RankError(f"{culprits} during {command!r} ({error}); {remedy}") from error
+
+    def _kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+
+    def _culprits(self) -> list[str]:
+        """What became of the ranks that are to blame: those that died, else those that do not answer."""
+        end = time.monotonic() + NOTICE_S
+        while not (died := self._ended(but=EXIT_PEER_LOST)) and time.monotonic() < end:
+            time.sleep(0.02)
+        if died:
+            return [f"rank {index} of the learner ended by {_cause(status)}" for index, status in died.items()]
+        ended = self._ended()
+        silent = [index for index in self.processes if index not in ended] or list(ended)
+        return [f"rank {index} of the learner gave no answer in {self._deadline_s:g} s" for index in silent]
+
+    def _ended(self, but: int | None = None) -> dict[int, int]:
+        """The exit statuses of the ranks that have ended, other than `but`."""
+        statuses = {index: process.poll() for index, process in self.processes.items()}
+        return {index: status for index, status in statuses.items() if status not in (None, but)}
+
+
+class LeadingLearner(Learner):
+    """The learner of the first rank: each call runs in all ranks. Raises RankError when one is lost."""
+
+    def __init__(self, config: LearnerConfig, group: RankGroup) -> None:
+        self._group = group
+        with group.command("__init__"):
+            super().__init__(config, group.ranks)
+
+    def update(
+        self, used: Sequence[Trajectory], observe: StepObserver = unobserved, version: float | None = None
+    ) -> UpdateResult:
+        """As of one process; steps are observed in this one."""
+        with self._group.command("update", list(used), unobserved, version):
+            return super().update(used, observe, version)
+
+    def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """As of one process."""
+        with self._group.command("log_probs", list(trajectories)):
+            return super().log_probs(trajectories)
+
+    def save(self, folder: Path) -> None:
+        """As of one process."""
+        with self._group.command("save", folder):
+            super().save(folder)
+
+    def load(self, folder: Path) -> None:
+        """As of one process; the checkpoint may come from any number of ranks."""
+        with self._group.command("load", folder):
+            super().load(folder)
+
+    def export(self, folder: Path) -> None:
+        """As of one process."""
+        with self._group.command("export", folder):
+            super().export(folder)
+
+    def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
+        """As of one process."""
+        with self._group.command("proof", folder, previous_version):
+            return super().proof(folder, previous_version)
+
+    def canary(self) -> Canary:
+        """As of one process."""
+        with self._group.command("canary"):
+            return super().canary()
+
+    def close(self) -> None:
+        """Stops the other ranks; they are killed when they do not exit."""
+        self._group.close()
+
+
+def serve(index: int, port: int) -> None:
+    """What a rank other than the first does: it joins the group, then runs the commands until it is told to stop."""
+    store = TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=START_S))
+    config, count, deadline_s = pickle.loads(store.get(CONFIG))
+    store.set(_joined(index), "")
+    ranks = join(store, index, count, config.device, deadline_s)
+    learner: Learner | None = None
+    for number in itertools.count():
+        _wait(store, f"{COMMAND}/{number}")
+        received: list[object] = [None, None]
+        distributed.broadcast_object_list(received, src=0, device=CPU)
+        name, arguments = cast(tuple[str, Sequence[object]], received)
+        failure: Exception | None = None
+        if name == STOP:
+            return
+        try:
+            if learner is None:
+                learner = Learner(config, ranks)
+            else:
+                getattr(learner, name)(*arguments)
+        except SHARED_ERRORS as error:
+            failure = error
+        _outcomes(failure, count)
+
+
+def _wait(store: Store, key: str) -> None:
+    """Returns when the key is in the store. Raises RuntimeError when the store's process has ended."""
+    while True:
+        try:
+            return store.wait([key], timedelta(seconds=IDLE_S))
+        except DistStoreError:  # nothing to do yet
+            store.check([key])
+
+
+def _outcomes(failure: Exception | None, count: int) -> list[str]:
+    """How a command failed in each rank, "" where it did not. A collective at the end of each command."""
+    told: list[str] = [""] * count
+    distributed.all_gather_object(told, "" if failure is None else f"{type(failure).__name__}: {failure}")
+    return told
+
+
+def _joined(index: int) -> str:
+    return f"joined/{index}"
+
+
+def _started(index: int, port: int) -> "subprocess.Popen[bytes]":
+    """The process of a rank, which writes to this one's output and finds modules where this one does."""
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        [sys.executable, "-m", "trackway.trainer.learner.ranks.process", str(index), str(port), str(os.getpid())],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def _cause(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"

@@ -1,0 +1,49 @@
+"""The process of a learner's rank: `python -m trackway.trainer.learner.ranks.process INDEX PORT PARENT`.
+
+It ends with its parent, the process of the first rank. The exit status is 0 when it was told to stop, EXIT_PEER_LOST
+when a collective failed, and another one when this rank itself has failed; the traceback is on standard error.
+"""
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+import torch
+
+from trackway.system import escape_log_records
+from trackway.trainer.learner.ranks.group import EXIT_PEER_LOST, serve
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Serve the first rank; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="trackway.trainer.learner.ranks.process", description="One rank of a learner."
+    )
+    parser.add_argument("index", type=int)
+    parser.add_argument("port", type=int)
+    parser.add_argument("parent", type=int)
+    options = parser.parse_args()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != options.parent:  # it ended before the line above
+        return EXIT_PEER_LOST
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank ends the others
+    escape_log_records()
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        serve(options.index, options.port)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        logging.getLogger("trackway.trainer").exception("rank %d: a collective failed", options.index)
+        return EXIT_PEER_LOST
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,62 @@
+"""A run whose learner has two ranks, with real processes, a scripted agent over a socket, and a random tiny model."""
+
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_request, until, urls
+from trackway.trainer.supervisor.manager import RunManager
+from trackway.wire.trainer import RunState
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+@pytest.fixture
+async def runs(agent_url: str, agent, tmp_path: Path) -> AsyncIterator[RunManager]:
+    runs = RunManager(tmp_path / "outputs", urls(agent_url, tmp_path), stop_deadline_s=60)
+    yield runs
+    agent.released.set()
+    await runs.close()
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes that a run's process has started."""
+    children = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in children for child in file.read_text().split()]
+
+
+def ranks_left_by(pids: set[int]) -> list[list[bytes]]:
+    """The command lines of ranks that these processes have started and that still run."""
+    commands: list[list[bytes]] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            commands.append(path.read_bytes().rstrip(b"\0").split(b"\0"))
+    parents = {str(pid).encode() for pid in pids}
+    return [line for line in commands if b"trackway.trainer.learner.ranks.process" in line and line[-1] in parents]
+
+
+async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leaves_no_process(
+    runs: RunManager, agent, tiny_model: Path, sample, tmp_path: Path
+):
+    agent.holding_at = 3
+    await runs.start(run_request(tiny_model, tmp_path, sample, "sharded", "trackway.learner_ranks=2"))
+    await until(lambda: held_at(agent, 3))
+    first = pid_of(runs, "sharded")
+    (rank,) = ranks_of(first)
+
+    os.kill(rank, signal.SIGKILL)
+    agent.released.set()
+    await until(lambda: runs.registry.info("sharded").restarts == 1)
+    info = await ended(runs, "sharded")
+
+    assert (info.state, info.step, info.restarts) == (RunState.FINISHED, STEPS, 1)
+    log = (Path(info.folder) / "worker.log").read_text()
+    assert "RankError: rank 1 of the learner ended by SIGKILL during 'update'" in log
+    assert [row.step async for row in runs.registry.rows("sharded", follow=False) if "actor/grad_norm" in row.data] == [
+        *range(1, STEPS + 1)
+    ]
+    assert ranks_left_by({first, pid_of(runs, "sharded")}) == []
