@@ -18,7 +18,9 @@ from generators.docstrings import field_docstrings
 from generators.markdown import breakable, code, page, table
 from trackway.agent.settings import AgentSettings
 from trackway.deploy.local.settings import UpSettings
+from trackway.reward.judge import JudgeSettings
 from trackway.reward.settings import RewardSettings
+from trackway.reward.weighted import WeightedScorers
 from trackway.rollout.settings import RolloutSettings
 from trackway.serving import ServiceSettings
 from trackway.tools.base import ToolLimits
@@ -70,6 +72,11 @@ def settings_page() -> str:
         table(("Key", "Default", "Meaning"), _cells(settings_of(PythonSettings))),
         "### `search`",
         table(("Key", "Default", "Meaning"), _cells(settings_of(SearchConfig))),
+        "## Judges and sums of scorers",
+        "Keys of the entries of the reward service's `judges`:",
+        table(("Key", "Default", "Meaning"), _cells(settings_of(JudgeSettings))),
+        "Keys of the entries of its `weighted_scorers`:",
+        table(("Key", "Default", "Meaning"), _cells(settings_of(WeightedScorers))),
     )
 
 
@@ -112,7 +119,8 @@ def _shown(value: object) -> str:
     if isinstance(value, Path):
         return breakable(str(value.relative_to(REPOSITORY) if value.is_relative_to(REPOSITORY) else value))
     if isinstance(value, str) and not isinstance(value, Enum):
-        return code(value) if value else "empty"
+        first, *more = value.splitlines() or [""]
+        return code(first + (" ..." if more else "")) if first else "empty"
     return code(json.dumps(to_jsonable_python(value)))
 
 

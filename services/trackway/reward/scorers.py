@@ -1,31 +1,18 @@
-"""The scorer protocol, and the scorers by data source."""
+"""The scorers by data source."""
 
 import pkgutil
 from collections.abc import Iterable
-from typing import Protocol, runtime_checkable
 
 from trackway.reward.functions import scorer_of_file, scorers_of_modules
 from trackway.reward.gsm8k import Gsm8kScorer
+from trackway.reward.judge import JudgeScorer
+from trackway.reward.protocol import Scorer
 from trackway.reward.settings import RewardSettings
+from trackway.reward.weighted import combined
 from trackway.serving.own_code import import_modules
 from trackway.serving.user_code import importing, user_code
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
-from trackway.wire.trajectory import Reward
-
-
-@runtime_checkable
-class Scorer(Protocol):
-    """Scores solutions for certain data sources."""
-
-    @property
-    def info(self) -> ScorerInfo:
-        """Name, data sources and methods; the first method is the default."""
-        ...
-
-    async def score(self, request: ScoreRequest, method: str) -> Reward:
-        """Score one solution with a method; raises TrackwayError for an invalid request."""
-        ...
+from trackway.wire.reward import ANY_DATA_SOURCE, ScorerInfo
 
 
 class ScorerRegistry:
@@ -75,9 +62,10 @@ def method_of(scorer: Scorer, asked: str | None) -> str:
 
 def scorers_of(settings: RewardSettings) -> list[Scorer]:
     """The scorers that the settings name; imports their `modules`. The built-in ones only if no own scorer scores
-    every data source.
+    every data source, except in a sum.
 
-    TypeError for a path that is not a Scorer; OwnCodeError for a module or file that cannot be imported.
+    TypeError for a path that is not a Scorer; ValueError for a sum of unknown scorers; OwnCodeError for a module or
+    file that cannot be imported.
     """
     import_modules(settings.modules, settings.code_path)
     function = settings.custom_reward_function
@@ -85,9 +73,12 @@ def scorers_of(settings: RewardSettings) -> list[Scorer]:
         *([scorer_of_file(function)] if function else []),
         *(_imported(path) for path in settings.extra_scorers),
         *scorers_of_modules(settings.modules),
+        *(JudgeScorer(judge) for judge in settings.judges),
     ]
-    serves_all = any(ANY_DATA_SOURCE in scorer.info.data_sources for scorer in own)
-    return own if serves_all else [Gsm8kScorer(), *own]
+    built_in = Gsm8kScorer()
+    scorers = combined([built_in, *own], settings.weighted_scorers)
+    replaced = any(ANY_DATA_SOURCE in scorer.info.data_sources for scorer in scorers)
+    return [scorer for scorer in scorers if scorer is not built_in] if replaced else scorers
 
 
 def _imported(path: str) -> Scorer:

@@ -5,6 +5,8 @@ from pathlib import Path
 from pydantic import Field
 
 from trackway.reward.functions import RewardFunction
+from trackway.reward.judge import JudgeSettings
+from trackway.reward.weighted import WeightedScorers
 from trackway.serving.own_code import OwnCodeSettings
 
 
@@ -15,6 +17,11 @@ class RewardSettings(OwnCodeSettings):
     """Additional scorers by import path `pkg.mod:Class`: classes with `info` and `score` as in scorers.Scorer."""
     custom_reward_function: RewardFunction | None = None
     """A function of a Python file that scores every data source, as verl's `custom_reward_function`."""
+    judges: list[JudgeSettings] = Field(default_factory=list[JudgeSettings])
+    """Models that score: `base_url`, `model`, and the other fields of judge.JudgeSettings."""
+    weighted_scorers: list[WeightedScorers] = Field(default_factory=list[WeightedScorers])
+    """Weighted sums of scorers: `name`, `data_sources`, and `weights` by the name of each scorer, which then scores
+    through its sums only."""
     score_timeout_s: float = Field(default=60.0, gt=0)
     """Time limit of one score in seconds; a slower one is answered 504."""
     batch_concurrency: int = Field(default=64, ge=1)

@@ -197,7 +197,7 @@ class Only(NamedTuple):
 
 _MANAGERS = ("naive", "dapo", "batch", "prime", "gdpo", "rate_limited", "remote")
 _NO_ADAPTERS = "adapters are not trained; train the whole model"
-_NO_REWARD_MODEL = "a scorer of your own can ask a reward model at its URL: give custom_reward_function.path"
+_NO_REWARD_MODEL = "serve the model anywhere and name its URL in `judges` of the reward service"
 _NO_MEGATRON = "the learner is PyTorch's; take the keys of verl's FSDP recipe"
 _OWN_SANDBOX = "run code in a scorer of your own: give custom_reward_function.path"
 _NO_QAT = "quantised training is not implemented; leave it out"

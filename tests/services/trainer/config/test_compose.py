@@ -286,7 +286,7 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
     ("line", "message"),
     [
         ("trainer.critic_warmup=5", "trainer.critic_warmup: expected 0, got 5; the actor trains from the first step"),
-        ("reward_model.enable=True", "reward_model.enable: expected False, got True; a scorer of your own can ask"),
+        ("reward_model.enable=True", "reward_model.enable: expected False, got True; serve the model anywhere"),
         ("actor_rollout_ref.model.lora_rank=32", "lora_rank: expected 0, got 32; adapters are not trained"),
         ("+actor_rollout_ref.model.override_config.tie=true", "override_config.tie: expected null, got True; change"),
         ("+reward.reward_kwargs.alpha=1", "reward.reward_kwargs.alpha: expected null, got 1; give arguments"),
