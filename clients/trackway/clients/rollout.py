@@ -1,14 +1,20 @@
 """Client of the rollout service. Generation uses vLLM's route, so a plain vLLM server can replace the service."""
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
+
+from pydantic import ValidationError
 
 from trackway.clients.base import ServiceClient
 from trackway.clients.batches import Batches
 from trackway.clients.deadline import Deadline
-from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.clients.failures import incident_of, reason_of
+from trackway.system.waits import note_problem
+from trackway.tracing import add_incident, current_trace_stats
+from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError
 from trackway.wire.rollout import (
+    GeneratePiece,
     GenerateReply,
     GenerateRequest,
     MemoryPart,
@@ -17,6 +23,10 @@ from trackway.wire.rollout import (
     SleepReply,
     WeightsReply,
 )
+
+_STREAM = "/generate_stream"
+_NO_SUCH_ROUTE = (ErrorCode.NOT_FOUND, ErrorCode.INVALID_REQUEST)
+"""Errors of a server without streams, such as a plain vLLM."""
 
 
 class RolloutClient(ServiceClient):
@@ -46,6 +56,44 @@ class RolloutClient(ServiceClient):
             deadline=deadline,
         )
 
+    async def stream_generation(
+        self, request: GenerateRequest, session_id: str | None = None, deadline: Deadline | None = None
+    ) -> AsyncGenerator[GeneratePiece]:
+        """As `generate`, as the tokens come; closing the iterator aborts the generation.
+
+        A stream that breaks after its first token ends with the reason `abort`; one that gave none is replaced by
+        `generate`, with its retries, and so is that of a server without this route, such as a plain vLLM.
+        """
+        deadline = deadline or Deadline.after(self.policy.total_s)
+        if request.request_id is None:
+            request = request.model_copy(update={"request_id": uuid.uuid4().hex})
+        count, ended = 0, False
+        try:
+            async with self.stream("POST", _STREAM, body=request, session_id=session_id, deadline=deadline) as lines:
+                async for line in lines:
+                    piece = GeneratePiece.model_validate_json(line)
+                    _take(piece)
+                    ended = ended or piece.finish_reason is not None
+                    count += len(piece.token_ids)
+                    if piece.token_ids or piece.finish_reason is not None:
+                        yield piece
+        except (TrackwayError, ValidationError) as error:
+            if not ended and isinstance(error, TrackwayError) and _is_final(error, bool(count)):
+                raise
+            note_problem(reason_of(error))
+            add_incident(incident_of(error), url=self.base_url + _STREAM, attempt=1, reason=reason_of(error))
+        if ended:
+            return
+        if count:
+            yield GeneratePiece(finish_reason="abort")
+            return
+        [choice] = (await self.generate(request, session_id, deadline)).choices
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        for span in choice.weight_versions:
+            part = slice(span.start, span.end)
+            yield GeneratePiece(token_ids=choice.token_ids[part], logprobs=logprobs[part], version=span.version)
+        yield GeneratePiece(finish_reason=choice.finish_reason)
+
     async def weights(self) -> WeightsReply:
         """The weight version of the replica that answers."""
         return await self.call("GET", "/weights", reply=WeightsReply)
@@ -73,6 +121,20 @@ class RolloutClient(ServiceClient):
             if error.code is not ErrorCode.NOT_FOUND:
                 raise
         return SleepReplies(replicas=[await self.call(method, path, reply=SleepReply, deadline=deadline)])
+
+
+def _is_final(error: TrackwayError, begun: bool) -> bool:
+    """Whether neither the same generation as a whole nor the rest of it can succeed."""
+    return not error.retryable and (begun or error.code not in _NO_SUCH_ROUTE)
+
+
+def _take(piece: GeneratePiece) -> None:
+    """Add the receipt of a piece to the current trace stats, and raise its error."""
+    stats = current_trace_stats()
+    if stats is not None and piece.receipt:
+        stats.add_receipt(piece.receipt)
+    if piece.error is not None:
+        raise TrackwayError.from_reply(ErrorReply(error=piece.error))
 
 
 def _prompt_tokens(request: GenerateRequest) -> int:

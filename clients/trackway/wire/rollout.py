@@ -1,11 +1,13 @@
 """The rollout service: token ids in, token ids and logprobs out; names are vLLM's `/inference/v1/generate`."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
 from trackway.wire.base import Float, Int, TokenId, WireReply, WireRequest
-from trackway.wire.trajectory import WeightSpan
+from trackway.wire.errors import ErrorBody
+from trackway.wire.trajectory import WeightSpan, add_span
 from trackway.wire.weights import Verdict
 
 PauseMode = Literal["wait", "abort", "keep"]
@@ -58,6 +60,21 @@ class ChoiceLogprobs(WireReply):
     content: list[TokenLogprob]
 
 
+class GeneratePiece(WireReply):
+    """A line of a streamed generation: the next tokens; after the last, an error or what was traced."""
+
+    token_ids: list[int] = Field(default_factory=list[int])
+    logprobs: list[float] = Field(default_factory=list[float])
+    version: int = 0
+    """Version of the weights that generated these tokens."""
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    """Set in the last line with tokens, which may have none."""
+    error: ErrorBody | None = None
+    """Why the generation failed."""
+    receipt: str = ""
+    """What the request added to its trace, as in the header `x-trackway-trace`."""
+
+
 class GenerateChoice(WireReply):
     """One continuation."""
 
@@ -67,6 +84,25 @@ class GenerateChoice(WireReply):
     logprobs: ChoiceLogprobs
     weight_versions: list[WeightSpan]
     """Spans over `token_ids`; more than one if the weights changed during the generation."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[GeneratePiece]) -> Self:
+        """The choice of a whole stream, whose last piece has the finish reason."""
+        spans: list[WeightSpan] = []
+        ids, entries = list[int](), list[TokenLogprob]()
+        for piece in pieces:
+            add_span(spans, piece.version, len(ids), len(ids) + len(piece.token_ids))
+            ids += piece.token_ids
+            pairs = zip(piece.token_ids, piece.logprobs, strict=True)
+            entries += [TokenLogprob(token_id=token, logprob=logprob) for token, logprob in pairs]
+        return cls.model_validate(
+            {
+                "finish_reason": pieces[-1].finish_reason,
+                "token_ids": ids,
+                "logprobs": ChoiceLogprobs(content=entries),
+                "weight_versions": spans,
+            }
+        )
 
 
 class Usage(WireReply):

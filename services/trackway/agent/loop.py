@@ -13,7 +13,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import ClassVar, Literal, TypeVar
 
 from trackway.agent.context import AgentContext
@@ -28,7 +28,7 @@ from trackway.wire.agent import AgentInfo, GroupRequest
 from trackway.wire.chat import ToolSchema
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ScoreRequest
-from trackway.wire.rollout import GenerateChoice, GenerateRequest
+from trackway.wire.rollout import GenerateChoice, GeneratePiece, GenerateRequest
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Reward, StopReason, Tags, Timings, Trajectory, require_trainable
 
@@ -108,10 +108,11 @@ class AgentLoop(ABC):
             side = episode.limits.prompt_truncation
             add_incident(Incident.PROMPT_CUT, tokens=len(ids), kept=len(episode.prompt_ids), side=side)
 
-    async def generate(self, episode: Episode) -> str:
+    async def generate(self, episode: Episode, told: Callable[[GeneratePiece], None] | None = None) -> str:
         """Generate one assistant turn and append it; returns the finish reason.
 
-        A turn that the engine aborted (while it is paused for new weights) is resumed.
+        A turn that the engine aborted (while it is paused for new weights) is resumed. `told` gets its tokens as they
+        come, without a finish reason.
         """
         start = len(episode.response_ids)
         turn = episode.first_turn + len(episode.turns)
@@ -124,7 +125,7 @@ class AgentLoop(ABC):
                 max_tokens = min(episode.request.sampling_params.max_tokens - written, episode.room)
                 if max_tokens < 1:
                     break
-                choice = await self._generate_part(episode, max_tokens, part)
+                choice = await self._generate_part(episode, max_tokens, part, told)
                 episode.add_generated(choice)
                 if choice.finish_reason != "abort":
                     return choice.finish_reason
@@ -132,7 +133,9 @@ class AgentLoop(ABC):
                 await asyncio.sleep(_PAUSE_S)
         return "length"
 
-    async def _generate_part(self, episode: Episode, max_tokens: int, part: int) -> GenerateChoice:
+    async def _generate_part(
+        self, episode: Episode, max_tokens: int, part: int, told: Callable[[GeneratePiece], None] | None
+    ) -> GenerateChoice:
         turn = episode.first_turn + len(episode.turns)
         params = episode.request.sampling_params
         seed = request_seed(params.seed, episode.tags, turn, part)
@@ -146,8 +149,15 @@ class AgentLoop(ABC):
         rollout = self.services.rollout
         deadline = episode.deadline.earlier(rollout.policy.total_s)
         # A group's trajectories share their prompt, and so a replica's cache of it.
-        reply = await rollout.generate(request, session_id=group_id(episode.tags), deadline=deadline)
-        return reply.choices[0]
+        group = group_id(episode.tags)
+        if told is None:
+            return (await rollout.generate(request, session_id=group, deadline=deadline)).choices[0]
+        pieces: list[GeneratePiece] = []
+        async with aclosing(rollout.stream_generation(request, session_id=group, deadline=deadline)) as arriving:
+            async for piece in arriving:
+                pieces.append(piece)
+                told(piece.model_copy(update={"finish_reason": None}))
+        return GenerateChoice.of(pieces)
 
     async def _score(self, episode: Episode, toolbox: Toolbox) -> Reward:
         """The reward service's score of the generated text; tool rewards are its components."""

@@ -8,7 +8,7 @@ from trackway.model_api.choices import Job, as_they_come, while_connected, whole
 from trackway.model_api.generator import Generates
 from trackway.model_api.response_builder import Record, ResponseBuilder
 from trackway.model_api.sse import EventStream
-from trackway.model_api.stream_decoder import Delta
+from trackway.model_api.stream_decoder import NOTHING, Delta
 
 KEEP_ALIVE_S = 15.0
 """Seconds without an event after which a stream sends one that means nothing; proxies close idle connections at 60."""
@@ -24,12 +24,17 @@ async def respond(
     record: Record | None = None,
     keep_alive_s: float = KEEP_ALIVE_S,
 ) -> Response:
-    """The response of `builder`; a client that disconnects aborts the generations, and then nothing is recorded.
+    """The response of `builder`; a client that disconnects aborts the generations.
 
     An error before the first token, or before `keep_alive_s` have passed without one, sets the status of a stream.
     """
     if not stream:
-        deltas = await while_connected(request, wholes(generator, jobs))
+        try:
+            deltas = await while_connected(request, wholes(generator, jobs))
+        except BaseException:
+            if record is not None:
+                record([NOTHING for _ in jobs])
+            raise
         body = builder.whole(deltas)
         if record is not None:
             record(deltas)

@@ -4,16 +4,18 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import ClassVar
 
 from trackway.model_api.message_reader import MessageReader
 from trackway.model_api.sse import comment
-from trackway.model_api.stream_decoder import Delta, joined
+from trackway.model_api.stream_decoder import NOTHING, Delta, joined
 from trackway.wire.chat import Message
 from trackway.wire.errors import TrackwayError
 
 Record = Callable[[list[Delta]], None]
-"""Gets each choice as one delta, once all are complete and before the client can know it."""
+"""Gets each choice as one delta: once all are complete and before the client can know it. When the client has left or
+the generation failed, it gets what came until then, without a finish reason."""
 
 
 class ResponseBuilder(ABC):
@@ -67,19 +69,23 @@ class ResponseBuilder(ABC):
         """
         deltas: list[list[Delta]] = [[] for _ in self._readers]
         running, begun = len(self._readers), False
-        async with aclosing(arriving):
-            async for item in arriving:
-                if item is None:
-                    yield self._alive() if begun else comment("keep-alive")
-                    continue
-                index, delta = item
-                new = [*([] if begun else self._begin()), *self._events(index, delta)]
-                begun = True
-                deltas[index].append(delta)
-                running -= delta.finish_reason is not None
-                if not running and record is not None:
-                    record([joined(parts) for parts in deltas])
-                for event in new:
-                    yield event
+        try:
+            async with aclosing(arriving):
+                async for item in arriving:
+                    if item is None:
+                        yield self._alive() if begun else comment("keep-alive")
+                        continue
+                    index, delta = item
+                    new = [*([] if begun else self._begin()), *self._events(index, delta)]
+                    begun = True
+                    deltas[index].append(delta)
+                    running -= delta.finish_reason is not None
+                    if not running and record is not None:
+                        record([joined(parts) for parts in deltas])
+                    for event in new:
+                        yield event
+        finally:
+            if running and record is not None:
+                record([replace(joined([NOTHING, *parts]), finish_reason=None) for parts in deltas])
         for event in self._end():
             yield event

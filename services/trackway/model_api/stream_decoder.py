@@ -31,6 +31,10 @@ class Delta:
     """The stop string that ended the choice; in the last."""
 
 
+NOTHING = Delta("", [], [], [], None)
+"""What a choice has before its first token."""
+
+
 def joined(deltas: Sequence[Delta]) -> Delta:
     """Join the deltas of a choice."""
     spans: list[WeightSpan] = []

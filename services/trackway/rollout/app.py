@@ -16,6 +16,7 @@ from trackway.rollout.engines import open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
 from trackway.rollout.metrics import engine_gauges
 from trackway.rollout.model_routes import model_routes
+from trackway.rollout.piece_lines import piece_lines
 from trackway.rollout.service import RolloutService
 from trackway.rollout.settings import RolloutSettings
 from trackway.rollout.tokenizer import TokenText
@@ -95,6 +96,14 @@ def routes(service: RolloutService) -> ServiceRouter:
         """Run generations at the same time; streams one BatchResult per line of NDJSON, each as it ends. Each equals
         the same request to `/generate`, and has its own trace and its own error."""
         return NdjsonStream(run_batch(service.generate, body.entries, request.app.state.batch_load))
+
+    @router.post(
+        "/generate_stream", response_class=StreamingResponse, responses={200: {"content": {"application/x-ndjson": {}}}}
+    )
+    async def generate_stream(request: Annotated[GenerateRequest, Body(examples=[PROMPT])]) -> StreamingResponse:
+        """As `/generate`, a GeneratePiece per line of NDJSON as the tokens come; an error is a line too. Closing the
+        connection aborts the generation."""
+        return NdjsonStream(piece_lines(service, request))
 
     @router.get("/weights")
     async def weights() -> WeightsReply:

@@ -7,6 +7,7 @@ import httpx
 from fastapi import FastAPI
 
 from tests.services.agent.scripted_model import ScriptedModel
+from tests.services.agent.streaming_transport import StreamingTransport
 from trackway.wire.rollout import GenerateRequest
 
 Answer = Callable[[], Awaitable[httpx.Response]]
@@ -22,6 +23,8 @@ class Replaceable(httpx.AsyncBaseTransport):
         self.requests: list[httpx.Request] = []
         self.faults: list[Fault] = []
         """One for each of the next requests."""
+        self.transport: type[httpx.ASGITransport | StreamingTransport] = httpx.ASGITransport
+        """The ordinary one gives an answer once it is complete."""
 
     @property
     def paths(self) -> list[str]:
@@ -32,7 +35,7 @@ class Replaceable(httpx.AsyncBaseTransport):
         if self.app is None:
             raise httpx.ConnectError("connection refused")
         self.requests.append(request)
-        service = httpx.ASGITransport(app=self.app)
+        service = self.transport(app=self.app)
 
         async def answer() -> httpx.Response:
             return await service.handle_async_request(request)

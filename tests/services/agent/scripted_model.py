@@ -1,5 +1,6 @@
 """An engine that says what a script tells, and its tokenizer of one token per byte."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
@@ -64,6 +65,10 @@ class ScriptedModel(IdleEngine):
         self.requests: list[tuple[str, GenerateRequest]] = []
         """What came over the line, with the session."""
         self.finish_reason: FinishReason | None = None
+        self.told: asyncio.Queue[None] | None = None
+        """If set, each token waits for an item, and is a piece of its own."""
+        self.aborted: list[str] = []
+        """Requests whose stream was closed or cancelled before its end."""
         self._said: Counter[int] = Counter()
 
     def seen(self, rollout_n: int = 0) -> list[GenerateRequest]:
@@ -87,7 +92,18 @@ class ScriptedModel(IdleEngine):
         ids = said[: params.max_tokens]
         ended = len(ids) == len(said) and ids[-1:] == self.encode(END)
         logprobs = [-(place + 1) / 8 for place in range(len(ids))]
-        yield Piece(ids, logprobs, self.version + turn, self.finish_reason or ("stop" if ended else "length"))
+        reason = self.finish_reason or ("stop" if ended else "length")
+        if self.told is None:
+            yield Piece(ids, logprobs, self.version + turn, reason)
+            return
+        try:
+            for place, token in enumerate(ids):
+                await self.told.get()
+                is_last = place == len(ids) - 1
+                yield Piece([token], logprobs[place : place + 1], self.version + turn, reason if is_last else None)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.aborted.append(request_id)
+            raise
 
 
 def _rollout_n(request_id: str) -> int:

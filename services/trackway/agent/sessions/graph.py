@@ -7,6 +7,7 @@ nothing, begins a root, with the reason. So parallel branches and sub-agents are
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -57,8 +58,7 @@ class Sampled(NamedTuple):
     logprobs: list[float]
     weight_versions: list[WeightSpan]
     finish_reason: str
-    said: Meaning
-    """The message that the client was given."""
+    """`abort` when the client left, or the generation failed."""
 
 
 @dataclass
@@ -72,6 +72,8 @@ class TokenGraph:
     """Prompt and observation nodes by parent and by the digest of the conversation that they complete."""
     _conversations: dict[int, Conversation] = field(default_factory=dict)
     """The conversation of each sampled node, its own message included."""
+    _texts: dict[int, str | None] = field(default_factory=dict)
+    """Sampled nodes of text completions: prompt and completion as text; None for a prompt of ids."""
     calls: int = 0
     """Calls so far."""
 
@@ -87,6 +89,16 @@ class TokenGraph:
                 return Place(parent, known, None, keys[-1])
             break  # what the model wrote later was changed
         return Place(None, 0, self._reason(conversation), keys[-1])
+
+    def place_text(self, prompt: str | list[int]) -> Place:
+        """Where a completion belongs: behind the longest recorded text, or ids, with which its prompt begins."""
+        longest, parent = 0, None
+        for node, text in self._texts.items():
+            known = text if isinstance(prompt, str) else self.ids(node)
+            if known is not None and longest < len(known) and prompt[: len(known)] == known:
+                longest, parent = len(known), node
+        reason = RootReason.OTHER_CONVERSATION if self.nodes else RootReason.FIRST_CALL
+        return Place(parent, longest, None if parent is not None else reason, sha256(repr(prompt).encode()).digest())
 
     def path(self, node: int | None) -> list[GraphNode]:
         """The nodes from the root to this one."""
@@ -120,10 +132,10 @@ class TokenGraph:
             self._contexts[place.parent, place.key] = node.id
         return node
 
-    def sampled(self, context: GraphNode, call: int, conversation: Conversation, choice: Sampled) -> GraphNode:
-        """Add a choice that the engine wrote after the context; later calls can continue it."""
+    def sampled(self, context: GraphNode, call: int, choice: Sampled) -> GraphNode:
+        """Add a choice that the engine wrote after the context."""
         auxiliary = context.kind is NodeKind.AUXILIARY
-        node = self._add(
+        return self._add(
             GraphNode(
                 id=len(self.nodes),
                 parent=context.id,
@@ -136,10 +148,12 @@ class TokenGraph:
                 delivered=False,
             )
         )
-        self.also(node, conversation, choice.said)
-        return node
 
-    def also(self, node: GraphNode, conversation: Conversation, said: Meaning) -> None:
+    def continue_text(self, node: GraphNode, text: str | None) -> None:
+        """Let completions continue a sampled node by the text up to its end, or by its ids for None."""
+        self._texts[node.id] = text
+
+    def continue_message(self, node: GraphNode, conversation: Conversation, said: Meaning) -> None:
         """Let calls continue a sampled node whose message the client was given as `said`."""
         if node.kind is NodeKind.SAMPLED:
             whole = Conversation((*conversation.said, said), conversation.options)

@@ -28,8 +28,8 @@ from trackway.serving.tokens import Caller
 from trackway.wire.anthropic.replies import CountTokensReply, MessagesReply
 from trackway.wire.anthropic.requests import CountTokensRequest, MessagesRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.replies import ChatCompletion
-from trackway.wire.openai.requests import ChatRequest
+from trackway.wire.openai.replies import ChatCompletion, Completion
+from trackway.wire.openai.requests import ChatRequest, CompletionRequest
 from trackway.wire.openai.response_replies import ResponsesReply
 from trackway.wire.openai.response_requests import ResponsesRequest
 from trackway.wire.rollout import ModelCard, ModelList
@@ -180,6 +180,11 @@ def _openai(at: str) -> APIRouter:
     async def chat(body: Annotated[ChatRequest, Body()], session: Called, request: Request) -> Response:
         """The next message of a conversation, with the run's sampling."""
         return await session.answer(request, body, ChatResponseBuilder, ["chat", _said(body)], stream=body.stream)
+
+    @router.post("/v1/completions", response_model=None, responses=_either(Completion))
+    async def completions(body: Annotated[CompletionRequest, Body()], session: Called, request: Request) -> Response:
+        """Continue prompts; one that begins with an earlier prompt and its completion continues the recorded ids."""
+        return await session.complete(request, body, ["completions", _said(body)])
 
     @router.post("/v1/responses", response_model=None, responses=_either(ResponsesReply))
     async def responses(body: Annotated[ResponsesRequest, Body()], session: Called, request: Request) -> Response:

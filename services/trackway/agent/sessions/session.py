@@ -9,10 +9,10 @@ import contextvars
 import hashlib
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from fastapi import Request, Response
 from opentelemetry import trace
@@ -23,9 +23,10 @@ from starlette.types import Receive, Scope, Send
 from trackway.agent.episode import Episode
 from trackway.agent.sessions.graph import Conversation, Place, Sampled, TokenGraph
 from trackway.agent.sessions.messages import canonical, is_auxiliary, joined_turns, meaning
+from trackway.agent.sessions.token_budget import TokenBudget
 from trackway.model_api.choices import jobs_of
-from trackway.model_api.generator import FinishReason
-from trackway.model_api.prompts import chat_prompt, forced_prefix, template_form
+from trackway.model_api.openai.completions import CompletionResponseBuilder
+from trackway.model_api.prompts import chat_prompt, completion_prompts, forced_prefix, template_form
 from trackway.model_api.respond import respond, respond_again
 from trackway.model_api.response_builder import ResponseBuilder
 from trackway.model_api.stream_decoder import Delta
@@ -33,10 +34,11 @@ from trackway.model_api.tokenizer import Tokenizer
 from trackway.tracing import inject, turn_span
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.openai.requests import ChatMessage, ChatRequest
+from trackway.wire.openai.requests import ChatMessage, ChatRequest, CompletionRequest, SampledRequest
 from trackway.wire.rollout import (
     ChoiceLogprobs,
     GenerateChoice,
+    GeneratePiece,
     GenerateReply,
     GenerateRequest,
     TokenLogprob,
@@ -52,29 +54,48 @@ if TYPE_CHECKING:
 Build = Callable[[ChatRequest, Tokenizer, list[int]], ResponseBuilder]
 """Makes the builder of a response in the format of the route, for a prompt of these ids."""
 
+Asked = TypeVar("Asked", bound=SampledRequest)
+
 _FOREIGN_IDS = ("session-id", "session_id", "session-affinity", "thread-id", "conversation-id", "user-agent")
 """Endings of headers that are recorded as attributes."""
 _MAX_ATTRIBUTES = 32
 _MAX_ATTRIBUTE_CHARS = 256
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens of one weight version, as model_api streams them."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    version: int
-    finish_reason: FinishReason | None
-
-
 class Recorded(NamedTuple):
     """An answered call."""
 
     number: int
-    conversation: Conversation
     deltas: list[Delta]
     nodes: list[GraphNode]
+    conversation: Conversation | None
+    """None for a text completion."""
+
+
+class Placed(NamedTuple):
+    """A prompt in the graph."""
+
+    place: Place
+    before: list[int]
+    """The ids that it continues."""
+    new: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole prompt."""
+        return self.before + self.new
+
+
+@dataclass
+class Call:
+    """A call in progress."""
+
+    request: Request
+    stream: bool
+    """Whether to send it as events."""
+    answer: "asyncio.Future[Recorded | None]"
+    reserved: int = 0
+    """Tokens of the session's budget."""
 
 
 class Session:
@@ -104,7 +125,9 @@ class Session:
         """The messages of each answered response, its own included, by its id."""
         self._turns = itertools.count()
         self._generating: set[asyncio.Task[Any]] = set()
-        self._sampled_tokens = 0
+        self._budget = TokenBudget(bounds.max_tokens)
+        self._sampled_nodes: dict[str, list[GraphNode]] = {}
+        """The choices of each answered call, by the id of its response."""
         self._calls = 0
 
     @property
@@ -126,6 +149,7 @@ class Session:
     def close(self) -> None:
         """Take no further call and abort those that generate."""
         self.ended.set()
+        self._budget.wake()
         for task in self._generating:
             task.cancel()
 
@@ -142,7 +166,7 @@ class Session:
         self.graph.beside(NodeKind.AUXILIARY, self._number())
         limits = self.episode.limits
         longest = limits.max_prompt_length + limits.max_response_length
-        return len(await chat_prompt(self.tokenizer, self._forced(chat), longest))
+        return len(await chat_prompt(self.tokenizer, self._forced_chat(chat), longest))
 
     def earlier(self, response_id: str | None, *, keep_system: bool) -> list[ChatMessage]:
         """The messages of `previous_response_id`; raises INVALID_REQUEST for one that this session did not answer."""
@@ -172,20 +196,44 @@ class Session:
             TrackwayError: `invalid_request` when the session has ended, or the call is beyond a bound or misfits the
                 template; the errors of generation.
         """
+        return await self._answered(
+            Call(request, stream, asyncio.get_running_loop().create_future()),
+            body,
+            lambda call: self._chat(call, chat, build),
+            lambda recorded: self._chat_again(recorded, chat, build, stream=stream),
+        )
+
+    async def complete(self, request: Request, asked: CompletionRequest, body: JsonValue) -> Response:
+        """The response to a call of text completions; arguments and errors as in `answer`."""
+        return await self._answered(
+            Call(request, asked.stream, asyncio.get_running_loop().create_future()),
+            body,
+            lambda call: self._completion(call, asked),
+            lambda recorded: self._completion_again(recorded, asked),
+        )
+
+    async def _answered(
+        self,
+        call: Call,
+        body: JsonValue,
+        first: Callable[[Call], Awaitable[Response]],
+        again: Callable[[Recorded], Awaitable[Response]],
+    ) -> Response:
         key = hashlib.sha256(canonical(body).encode()).hexdigest()
         while (answered := self._answers.get(key)) is not None:
             if (recorded := await asyncio.shield(answered)) is not None:
-                return await self._again(recorded, chat, build, stream=stream)
+                return await again(recorded)
         self._admit()
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        self._answers[key] = call.answer
 
         def left() -> None:
-            if not answer.done():
+            self._budget.release(call.reserved)
+            if not call.answer.done():
                 del self._answers[key]
-                answer.set_result(None)
+                call.answer.set_result(None)
 
         try:
-            return _Delivered(await self._first(request, chat, build, answer, stream=stream), answer, left)
+            return _Delivered(await first(call), call.answer, left)
         except BaseException:
             left()
             raise
@@ -198,51 +246,107 @@ class Session:
             raise self._reached(StopReason.MAX_TURNS, f"at most {self._bounds.max_calls} calls (bounds.max_calls)")
         self._calls += 1
 
-    async def _first(
-        self, request: Request, chat: ChatRequest, build: Build, answer: "asyncio.Future[Recorded | None]", stream: bool
-    ) -> Response:
-        chat = self._forced(chat)
+    async def _chat(self, call: Call, chat: ChatRequest, build: Build) -> Response:
+        chat = self._forced_chat(chat)
         tools = chat.tools if chat.tool_choice != "none" else []
         conversation = Conversation.of(chat.messages, tools, chat.chat_template_kwargs)
         number, auxiliary = self._number(), is_auxiliary(chat)
         place = self.graph.place(conversation)
         if auxiliary:
             place = Place(None, 0, None, place.key)
-        before = self.graph.ids(place.parent)
-        new = await self._rendered(place, chat)
-        prompt = before + new
-        max_tokens = self._room(place, prompt, chat)
-        context = self.graph.context(place, number, new, auxiliary)
-        builder = build(chat, self.tokenizer, prompt)
+        placed = Placed(place, self.graph.ids(place.parent), await self._rendered(place, chat))
+        max_tokens = await self._room(call, [placed], chat.n, chat.max_completion_tokens or chat.max_tokens)
+        context = self.graph.context(place, number, placed.new, auxiliary)
+        builder = build(chat, self.tokenizer, placed.ids)
+
+        def record(deltas: list[Delta]) -> None:
+            nodes = [self.graph.sampled(context, number, _sampled(delta)) for delta in deltas]
+            if all(delta.finish_reason for delta in deltas):
+                for node, message in zip(nodes, builder.messages, strict=True):
+                    self.graph.continue_message(node, conversation, meaning(_echo(message)))
+                self._responses[builder.id] = [*chat.messages, _echo(builder.messages[0])]
+                self._sampled_nodes[builder.id] = nodes
+                call.answer.set_result(Recorded(number, deltas, nodes, conversation))
+
+        return await self._respond(call, chat, builder, [placed], max_tokens, record)
+
+    async def _completion(self, call: Call, asked: CompletionRequest) -> Response:
+        asked = self._forced(asked)
+        number = self._number()
+        placed = [await self._continued(asked, prompt) for prompt in asked.prompts]
+        max_tokens = await self._room(call, placed, asked.n, asked.max_tokens)
+        contexts = [self.graph.context(prompt.place, number, prompt.new) for prompt in placed]
+        builder = CompletionResponseBuilder(asked, self.tokenizer, [prompt.ids for prompt in placed])
 
         def record(deltas: list[Delta]) -> None:
             nodes = [
-                self.graph.sampled(context, number, conversation, _sampled(delta, message))
-                for delta, message in zip(deltas, builder.messages, strict=True)
+                self.graph.sampled(contexts[index // asked.n], number, _sampled(delta))
+                for index, delta in enumerate(deltas)
             ]
-            self._responses[builder.id] = [*chat.messages, _echo(builder.messages[0])]
-            answer.set_result(Recorded(number, conversation, deltas, nodes))
+            if all(delta.finish_reason for delta in deltas):
+                for index, node in enumerate(nodes):
+                    prompt = asked.prompts[index // asked.n]
+                    written = self.tokenizer.decode(node.ids, skip_special_tokens=False)
+                    self.graph.continue_text(node, prompt + written if isinstance(prompt, str) else None)
+                self._sampled_nodes[builder.id] = nodes
+                call.answer.set_result(Recorded(number, deltas, nodes, None))
 
-        jobs = jobs_of(builder.id, [prompt], chat, max_tokens, self.tokenizer)
-        model = SessionModel(self, len(before))
-        return await respond(request, model, builder, jobs, stream=stream, record=record)
+        return await self._respond(call, asked, builder, placed, max_tokens, record)
 
-    async def _again(self, recorded: Recorded, chat: ChatRequest, build: Build, *, stream: bool) -> Response:
+    async def _continued(self, asked: CompletionRequest, prompt: str | list[int]) -> Placed:
+        """The prompt behind what it continues; only what is new of a text is tokenised."""
+        place = self.graph.place_text(prompt)
+        new = prompt[place.known :]
+        if new:
+            special = asked.add_special_tokens and place.parent is None
+            one = asked.model_copy(update={"prompt": new, "add_special_tokens": special})
+            [new] = await completion_prompts(self.tokenizer, one, self.episode.limits.max_prompt_length)
+        return Placed(place, self.graph.ids(place.parent), [] if isinstance(new, str) else new)
+
+    async def _respond(
+        self,
+        call: Call,
+        asked: SampledRequest,
+        builder: ResponseBuilder,
+        prompts: Sequence[Placed],
+        max_tokens: int,
+        record: Callable[[list[Delta]], None],
+    ) -> Response:
+        jobs = jobs_of(builder.id, [prompt.ids for prompt in prompts], asked, max_tokens, self.tokenizer)
+        model = SessionModel(self, min(len(prompt.before) for prompt in prompts))
+        return await respond(call.request, model, builder, jobs, stream=call.stream, record=record)
+
+    async def _chat_again(self, recorded: Recorded, chat: ChatRequest, build: Build, *, stream: bool) -> Response:
         """The recorded answer; its new ids of tool calls continue the same nodes."""
-        self.graph.beside(NodeKind.RETRY, self._number(), repeats=recorded.number)
-        builder = build(self._forced(chat), self.tokenizer, self.graph.ids(recorded.nodes[0].parent))
-        answer: asyncio.Future[Recorded | None] = asyncio.get_running_loop().create_future()
-        answer.set_result(recorded)
-
+        builder = build(self._forced_chat(chat), self.tokenizer, self._repeated(recorded)[0])
         messages = joined_turns(chat.messages)
 
         def renamed() -> None:
             self._responses[builder.id] = [*messages, _echo(builder.messages[0])]
             for node, message in zip(recorded.nodes, builder.messages, strict=True):
-                self.graph.also(node, recorded.conversation, meaning(_echo(message)))
+                assert recorded.conversation is not None
+                self.graph.continue_message(node, recorded.conversation, meaning(_echo(message)))
 
+        return await self._respond_again(recorded, builder, renamed, stream=stream)
+
+    async def _completion_again(self, recorded: Recorded, asked: CompletionRequest) -> Response:
+        prompts = self._repeated(recorded)[:: asked.n]
+        builder = CompletionResponseBuilder(self._forced(asked), self.tokenizer, prompts)
+        return await self._respond_again(recorded, builder, lambda: None, stream=asked.stream)
+
+    def _repeated(self, recorded: Recorded) -> list[list[int]]:
+        """The prompt of each choice; the call is noted as a retry."""
+        self.graph.beside(NodeKind.RETRY, self._number(), repeats=recorded.number)
+        return [self.graph.ids(node.parent) for node in recorded.nodes]
+
+    async def _respond_again(
+        self, recorded: Recorded, builder: ResponseBuilder, before_send: Callable[[], None], *, stream: bool
+    ) -> Response:
+        answer: asyncio.Future[Recorded | None] = asyncio.get_running_loop().create_future()
+        answer.set_result(recorded)
+        self._sampled_nodes[builder.id] = recorded.nodes
         response = await respond_again(builder, recorded.deltas, stream=stream)
-        return _Delivered(response, answer, lambda: None, before_send=renamed)
+        return _Delivered(response, answer, lambda: None, before_send)
 
     async def _rendered(self, place: Place, chat: ChatRequest) -> list[int]:
         """The ids that the call adds behind its parent, or the whole prompt."""
@@ -255,36 +359,49 @@ class Session:
         prefix = forced_prefix(chat)
         return [*ids, *(self.tokenizer.encode(prefix, add_special_tokens=False) if prefix else [])]
 
-    def _room(self, place: Place, prompt: list[int], chat: ChatRequest) -> int:
-        """Tokens that each choice may have; raises INVALID_REQUEST when none is left."""
+    async def _room(self, call: Call, prompts: Sequence[Placed], n: int, asked: int | None) -> int:
+        """Tokens that each choice may have, reserved until the call ends; raises INVALID_REQUEST when none is left."""
         limits, params = self.episode.limits, self.episode.request.sampling_params
-        begun = len(prompt) if place.parent is None else len(self.graph.path(place.parent)[0].ids)
-        room = limits.max_response_length - (len(prompt) - begun)
-        if room < 1:
-            bound = f"a conversation of at most {limits.max_response_length} tokens behind its prompt"
-            raise self._reached(StopReason.MAX_RESPONSE, f"{bound} (max_response_length), got {len(prompt) - begun}")
-        if self._bounds.max_tokens is not None:
-            room = min(room, (self._bounds.max_tokens - self._sampled_tokens) // chat.n)
+        room = min(asked or params.max_tokens, params.max_tokens)
+        for place, before, new in prompts:
+            begun = len(new) if place.parent is None else len(self.graph.path(place.parent)[0].ids)
+            behind = len(before) + len(new) - begun
+            room = min(room, limits.max_response_length - behind)
             if room < 1:
-                bound = f"at most {self._bounds.max_tokens} tokens of the model (bounds.max_tokens)"
-                raise self._reached(StopReason.MAX_RESPONSE, bound)
-        asked = chat.max_completion_tokens or chat.max_tokens or params.max_tokens
-        return min(room, asked, params.max_tokens)
+                bound = f"a conversation of at most {limits.max_response_length} tokens behind its prompt"
+                raise self._reached(StopReason.MAX_RESPONSE, f"{bound} (max_response_length), got {behind}")
+        choices = len(prompts) * n
+        room = await self._budget.reserve(room, choices, self.ended)
+        call.reserved = room * choices
+        if self.ended.is_set():
+            raise self._over("the session has ended")
+        if room < 1:
+            bound = f"at most {self._bounds.max_tokens} tokens of the model (bounds.max_tokens)"
+            raise self._reached(StopReason.MAX_RESPONSE, bound)
+        return room
 
-    def _forced(self, chat: ChatRequest) -> ChatRequest:
+    def _forced_chat(self, chat: ChatRequest) -> ChatRequest:
         """The call with the run's sampling and the service's template variables."""
-        params, template = self.episode.request.sampling_params, self._loop.services.tokens.template_kwargs
-        return chat.model_copy(
+        template = self._loop.services.tokens.template_kwargs
+        return self._forced(chat).model_copy(
             update={
                 "messages": joined_turns(chat.messages),
+                "chat_template_kwargs": {**template, **chat.chat_template_kwargs},
+            }
+        )
+
+    def _forced(self, asked: Asked) -> Asked:
+        """The call with the run's sampling."""
+        params = self.episode.request.sampling_params
+        return asked.model_copy(
+            update={
                 "temperature": params.temperature,
                 "top_p": params.top_p,
                 "top_k": params.top_k,
                 "seed": params.seed,
                 "ignore_eos": params.ignore_eos,
-                "stop_token_ids": sorted({*params.stop_token_ids, *chat.stop_token_ids}),
+                "stop_token_ids": sorted({*params.stop_token_ids, *asked.stop_token_ids}),
                 "min_weight_version": self.episode.request.min_weight_version,
-                "chat_template_kwargs": {**template, **chat.chat_template_kwargs},
             }
         )
 
@@ -299,10 +416,19 @@ class Session:
     def _over(self, why: str) -> TrackwayError:
         return TrackwayError(ErrorCode.INVALID_REQUEST, f"{why}; end the agent, or raise the session's bounds")
 
-    async def generate(self, request: GenerateRequest, shown: int) -> GenerateReply:
-        """One generation in a task of the session's context; closing the session aborts it."""
+    async def generate(
+        self,
+        request: GenerateRequest,
+        shown: int,
+        told: Callable[[GeneratePiece], None] | None = None,
+        enough: asyncio.Event | None = None,
+    ) -> GenerateReply:
+        """One generation in a task of the session's context; closing the session aborts it.
+
+        `told` gets the tokens as they come; a cancellation after `enough` was set is the normal end of it.
+        """
         caller = trace.get_current_span().get_span_context()
-        task = asyncio.create_task(self._generated(request, shown, caller), context=self._context.copy())
+        task = asyncio.create_task(self._generated(request, shown, caller, told, enough), context=self._context.copy())
         self._generating.add(task)
         task.add_done_callback(self._generating.discard)
         try:
@@ -313,7 +439,14 @@ class Session:
                 raise self._over("the session ended during the call") from None
             raise
 
-    async def _generated(self, request: GenerateRequest, shown: int, caller: trace.SpanContext) -> GenerateReply:
+    async def _generated(
+        self,
+        request: GenerateRequest,
+        shown: int,
+        caller: trace.SpanContext,
+        told: Callable[[GeneratePiece], None] | None,
+        enough: asyncio.Event | None,
+    ) -> GenerateReply:
         asked = request.sampling_params
         params = self.episode.request.sampling_params.model_copy(
             update={"max_tokens": asked.max_tokens, "stop_token_ids": asked.stop_token_ids}
@@ -321,10 +454,25 @@ class Session:
         turn = next(self._turns)
         part = self.episode.branch(turn, request.token_ids, params)
         part.shown = shown
+        arrived = 0
+
+        def counted(piece: GeneratePiece) -> None:
+            nonlocal arrived
+            arrived += len(piece.token_ids)
+            if told is not None:
+                told(piece)
+
         with self._below(caller), turn_span(turn) as span:
-            reason = await self._loop.generate(part)
-            self._sampled_tokens += len(part.response_ids)
-            span.usage(len(part.prompt_ids), len(part.response_ids))
+            try:
+                reason = await self._loop.generate(part, None if told is None else counted)
+            except asyncio.CancelledError:
+                if enough is None or not enough.is_set():
+                    raise
+                reason = "stop"
+            finally:
+                arrived = max(arrived, len(part.response_ids))
+                self._budget.written(arrived)
+            span.usage(len(part.prompt_ids), arrived)
             span.weight_versions(part.weight_versions)
             span.outputs({"finish_reason": reason, "calls": self.graph.calls, **self.attributes})
         return _reply(request, part, reason)
@@ -347,14 +495,23 @@ class SessionModel:
         """The whole continuation."""
         return await self._session.generate(request, self._shown)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
-        """The whole continuation once it is complete, one item for each weight version."""
-        [choice] = (await self.generate(request)).choices
-        logprobs = [entry.logprob for entry in choice.logprobs.content]
-        for span in choice.weight_versions:
-            place = slice(span.start, span.end)
-            yield Chunk(choice.token_ids[place], logprobs[place], span.version, None)
-        yield Chunk([], [], choice.weight_versions[-1].version if choice.weight_versions else 0, choice.finish_reason)
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[GeneratePiece]:
+        """The tokens as they come; closing the iterator ends the generation, as a stop string does."""
+        pieces: asyncio.Queue[GeneratePiece | None] = asyncio.Queue()
+        enough = asyncio.Event()
+        generating = asyncio.create_task(self._session.generate(request, self._shown, pieces.put_nowait, enough))
+        generating.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            [choice] = (await generating).choices
+            yield GeneratePiece(finish_reason=choice.finish_reason)
+        except GeneratorExit:
+            enough.set()
+            raise
+        finally:
+            generating.cancel()
+            await asyncio.gather(generating, return_exceptions=True)
 
 
 class _Delivered(Response):
@@ -404,9 +561,8 @@ def _reply(request: GenerateRequest, part: Episode, reason: str) -> GenerateRepl
     return GenerateReply(request_id=request.request_id or "", model="", created=0, usage=usage, choices=[choice])
 
 
-def _sampled(delta: Delta, message: Message) -> Sampled:
-    reason = delta.finish_reason or "stop"
-    return Sampled(delta.token_ids, delta.logprobs, delta.spans, reason, meaning(_echo(message)))
+def _sampled(delta: Delta) -> Sampled:
+    return Sampled(delta.token_ids, delta.logprobs, delta.spans, delta.finish_reason or "abort")
 
 
 def _echo(message: Message) -> ChatMessage:

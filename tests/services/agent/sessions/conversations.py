@@ -59,7 +59,7 @@ def add(
     context = graph.context(graph.place(conversation), number, new, auxiliary)
     logprobs = [-token / 100 for token in written]
     spans = [WeightSpan(version=version, start=0, end=len(written))]
-    choice = Sampled(written, logprobs, spans, "stop", meaning(reply))
-    node = graph.sampled(context, number, conversation, choice)
+    node = graph.sampled(context, number, Sampled(written, logprobs, spans, "stop"))
+    graph.continue_message(node, conversation, meaning(reply))
     node.delivered = delivered
     return node

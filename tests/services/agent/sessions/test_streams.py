@@ -1,0 +1,171 @@
+"""Streams of a session: sent as the model writes, recorded as they were sent."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.services.agent.agent_services import AgentServices, until
+from tests.services.agent.replaceable import Answer
+from tests.services.agent.scripted_model import END
+from tests.services.agent.sessions.test_session import ANSWER, COUNT, QUESTION, TOOLS, ended, opened, state
+from tests.services.agent.streaming_transport import StreamingTransport
+from tests.time_limits import ENDS_SOON
+from trackway.wire.sessions.graph import NodeKind
+from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.trajectory import WeightSpan
+
+pytestmark = [pytest.mark.anyio, ENDS_SOON]
+
+
+@pytest.fixture
+def model(services: AgentServices) -> "asyncio.Queue[None]":
+    """Each item lets the model say one token; the client and the agent see each as it comes."""
+    services.rollout.transport = StreamingTransport
+    services.model.told = asyncio.Queue()
+    return services.model.told
+
+
+def say(model: "asyncio.Queue[None]", tokens: int) -> None:
+    for _ in range(tokens):
+        model.put_nowait(None)
+
+
+@asynccontextmanager
+async def streamed(services: AgentServices, access: SessionAccess, **body: Any) -> AsyncIterator[AsyncIterator[str]]:
+    """The text of the answer, as it comes."""
+    body = {"model": "any", "messages": QUESTION, "stream": True, **body}
+    transport = StreamingTransport(services.agent)
+    async with httpx.AsyncClient(transport=transport, base_url="http://agent") as client:
+        path = f"/sessions/{access.session_id}/v1/chat/completions"
+        async with client.stream("POST", path, json=body) as response:
+            assert response.status_code == 200
+            yield _texts(response)
+
+
+async def _texts(response: httpx.Response) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            assert "error" not in line, line
+            for choice in json.loads(line[6:])["choices"]:
+                yield choice["delta"].get("content") or ""
+
+
+async def taken(texts: AsyncIterator[str], length: int) -> str:
+    text = ""
+    while len(text) < length:
+        text += await anext(texts)
+    return text
+
+
+async def test_a_stream_is_sent_as_the_model_writes(services: AgentServices, model: "asyncio.Queue[None]") -> None:
+    access = await opened(services, ANSWER)
+    say(model, 3)
+    async with streamed(services, access) as texts:
+        assert await taken(texts, 3) == "###"
+        say(model, len(ANSWER))
+        assert "".join([text async for text in texts]) == "# 18"
+
+    trajectory = await ended(services, access)
+
+    ids = services.model.encode(ANSWER)
+    assert trajectory.response_ids == ids and trajectory.response_mask == [1] * len(ids)
+    assert trajectory.response_logprobs == [-(place + 1) / 8 for place in range(len(ids))]
+    assert trajectory.weight_versions == [WeightSpan(version=3, start=0, end=len(ids))]
+
+
+async def test_a_stream_that_its_client_leaves_is_marked_and_not_trained_and_the_retry_is_new(
+    services: AgentServices, model: "asyncio.Queue[None]"
+) -> None:
+    access = await opened(services, COUNT, ANSWER)
+    say(model, 3)
+    async with streamed(services, access) as texts:
+        await taken(texts, 3)
+    await until(lambda: len(services.model.aborted) == 1)
+    left = (await state(services, access)).nodes[-1]
+    say(model, len(ANSWER))
+    async with streamed(services, access) as texts:
+        assert "".join([text async for text in texts]) == "#### 18"
+
+    assert (left.kind, left.ids, left.finish_reason) == (NodeKind.SAMPLED, services.model.encode(COUNT)[:3], "abort")
+    assert (left.delivered, left.logprobs) == (False, [-0.125, -0.25, -0.375])
+    kinds = [node.kind for node in (await state(services, access)).nodes]
+    assert kinds == [NodeKind.PROMPT, NodeKind.SAMPLED, NodeKind.SAMPLED]
+    trajectory = await ended(services, access)
+    assert [row.response_ids for row in trajectory.rows] == [services.model.encode(ANSWER)]
+
+
+async def test_a_stop_string_ends_the_generation_with_the_token_that_completes_it(
+    services: AgentServices, model: "asyncio.Queue[None]"
+) -> None:
+    access = await opened(services, COUNT)
+    say(model, len("I will"))
+    async with streamed(services, access, stop=["will"], tools=TOOLS) as texts:
+        assert "".join([text async for text in texts]).strip() == "I"
+
+    trajectory = await ended(services, access)
+
+    assert trajectory.response_ids == services.model.encode("I will")
+    assert trajectory.error is None and len(services.model.aborted) == 1
+
+
+async def test_a_stream_that_breaks_goes_on_with_the_recorded_tokens(
+    services: AgentServices, model: "asyncio.Queue[None]"
+) -> None:
+    async def breaks_after_two(answer: Answer) -> httpx.Response:
+        response = await answer()
+        return httpx.Response(200, stream=_Cut(response, 2))
+
+    services.rollout.faults = [breaks_after_two]
+    access = await opened(services, COUNT, ANSWER)
+    say(model, 2)
+    async with streamed(services, access) as texts:
+        assert await taken(texts, 2) == "I "
+        await until(lambda: len(services.model.aborted) == 1)
+        say(model, len(ANSWER))
+        assert "".join([text async for text in texts]) == "#### 18"
+
+    trajectory = await ended(services, access)
+
+    encode = services.model.encode
+    assert trajectory.response_ids == encode("I ") + encode(ANSWER)
+    assert [(span.version, span.start) for span in trajectory.weight_versions] == [(3, 0), (4, 2)]
+    first, second = services.model.seen()
+    assert second.token_ids == first.token_ids + encode("I ")
+
+
+class _Cut(httpx.AsyncByteStream):
+    """The first lines of a response, and then a broken connection."""
+
+    def __init__(self, response: httpx.Response, lines: int) -> None:
+        self._response, self._lines = response, lines
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        count = 0
+        async for line in self._response.aiter_lines():
+            yield f"{line}\n".encode()
+            count += 1
+            if count == self._lines:
+                break
+        raise httpx.ReadError("connection reset")
+
+    async def aclose(self) -> None:
+        await self._response.aclose()
+
+
+async def test_a_server_without_streams_answers_whole(services: AgentServices, model: "asyncio.Queue[None]") -> None:
+    async def no_such_route(answer: Answer) -> httpx.Response:
+        return httpx.Response(404, json={"detail": "Not Found"}, request=httpx.Request("POST", "http://rollout"))
+
+    services.rollout.faults = [no_such_route]
+    say(model, len(ANSWER))
+    access = await opened(services, "#### 18" + END)
+    async with streamed(services, access) as texts:
+        assert "".join([text async for text in texts]) == "#### 18"
+
+    assert services.rollout.paths == ["POST generate_stream", "POST generate"]
+    assert (await ended(services, access)).response_ids == services.model.encode(ANSWER)
