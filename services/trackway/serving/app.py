@@ -46,7 +46,7 @@ def service_app(
     tracing: Tracing | None = None,
     gauges: Sequence[Gauge] = (),
     collectors: Sequence[Collector] = (),
-    guests: Guests = lambda path, headers: None,
+    guests: Guests = lambda method, path, headers: None,
 ) -> FastAPI:
     """The app of a service: its routers, `/health`, `/ready`, `/metrics`, `/docs`, and the shared middleware.
 

@@ -20,8 +20,8 @@ from trackway.serving.tokens import AuthScope, Caller, TokenTable, digest_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
-Guests = Callable[[str, RawHeaders], Caller | None]
-"""The caller of a path by a key of the service's own, which opens nothing else; None for anyone else."""
+Guests = Callable[[str, str, RawHeaders], Caller | None]
+"""The caller of a method and path by a key of the service's own, which opens nothing else; None for anyone else."""
 
 CALLER = "trackway.caller"
 """Key of the ASGI scope: the Caller."""
@@ -43,7 +43,11 @@ class Authentication:
     """Outermost ASGI middleware; `tokens` is None when none are configured."""
 
     def __init__(
-        self, app: ASGIApp, tokens: TokenTable | None, trust_loopback: bool, guests: Guests = lambda path, headers: None
+        self,
+        app: ASGIApp,
+        tokens: TokenTable | None,
+        trust_loopback: bool,
+        guests: Guests = lambda method, path, headers: None,
     ) -> None:
         self.app = app
         self._guests = guests
@@ -65,7 +69,7 @@ class Authentication:
     def _caller_of(self, scope: Scope) -> Caller | None:
         if scope.get(CALLER) is _INSIDE:  # by identity: no request from outside can contain this object
             return _INSIDE
-        return self._known(scope) or self._guests(_path(scope), scope["headers"])
+        return self._known(scope) or self._guests(scope.get("method", ""), _path(scope), scope["headers"])
 
     def _known(self, scope: Scope) -> Caller | None:
         if self._tokens is None:

@@ -60,6 +60,8 @@ class GraphNode(WireReply):
     repeats: int | None = None
     """Of a retry: the call whose answer was given again."""
     finish_reason: str | None = None
-    """Of sampled tokens."""
+    """Of sampled tokens; `abort` when the client left, or the generation failed."""
+    reward: float | None = None
+    """Of sampled tokens: the score of their call, if it was posted."""
     delivered: bool = True
     """False for sampled tokens whose answer reached no client: an abandoned call, which is not trained."""

@@ -17,8 +17,8 @@ class SessionBounds(WireRequest):
     max_calls: Int = Field(default=256, ge=1)
     """Most calls of the model, retries not counted; the session then ends with `max_turns`."""
     max_tokens: Int | None = Field(default=None, ge=1)
-    """Most tokens that the model writes in all calls together, those in progress not counted; the session then ends
-    with `max_response`."""
+    """Most tokens that the model writes in all calls together, held by parallel calls too: one waits while others hold
+    what it may write. The session then ends with `max_response`."""
 
 
 class SessionRequest(WireRequest):
@@ -58,10 +58,12 @@ class SessionAccess(WireReply):
 
 
 class SessionReward(WireRequest):
-    """The session's score, which replaces that of the reward service."""
+    """The score of the session, or of one of its calls; it replaces that of the reward service."""
 
     score: Float
     components: dict[str, Float] = Field(default_factory=dict)
+    call_id: str | None = None
+    """The `id` of the response that is scored. Without a score of its own, the session has the sum of its calls'."""
 
 
 class SessionState(WireReply):

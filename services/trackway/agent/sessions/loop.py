@@ -14,7 +14,7 @@ from trackway.agent.toolbox import Toolbox
 from trackway.wire.chat import Message
 from trackway.wire.sessions.graph import NodeKind
 from trackway.wire.sessions.session import SessionBounds
-from trackway.wire.trajectory import StopReason, TokenRow, Turn
+from trackway.wire.trajectory import Reward, StopReason, TokenRow, Turn
 
 
 class SessionAgent(AgentLoop):
@@ -50,6 +50,10 @@ class SessionAgent(AgentLoop):
             episode.response_ids, episode.response_mask = first.response_ids, first.response_mask
             episode.response_logprobs, episode.weight_versions = first.response_logprobs, first.weight_versions
             episode.user_turns = sum(node.kind is NodeKind.OBSERVATION for node in session.graph.nodes)
+        scores = {node.call: node.reward for node in session.graph.nodes if node.reward is not None}
+        if scores and episode.reward is None:
+            components = {f"call/{call}": score for call, score in scores.items()}
+            episode.reward = Reward(score=sum(scores.values()), components=components)
 
     async def _row(self, row: GraphRow) -> TokenRow:
         return TokenRow(

@@ -9,6 +9,7 @@ from fastapi.responses import StreamingResponse
 from trackway.agent.sessions.store import Sessions, replica_of, session_of
 from trackway.clients.base import ServiceClient
 from trackway.clients.token import authorization
+from trackway.model_api.choices import while_connected
 from trackway.serving.auth import RawHeaders, presented_key
 from trackway.serving.routes import Handler, JsonRoute
 from trackway.tracing import inject
@@ -20,6 +21,8 @@ PASSED_ON = "x-trackway-passed-on"
 
 _KEPT = ("accept", "content-type", "authorization", "x-api-key", "anthropic-version", "anthropic-beta", "user-agent")
 """Headers of a call that are passed on, beside the agent's own session ids."""
+_ANSWERED = ("content-type", "x-should-retry", "retry-after")
+"""Headers of an answer that are passed on."""
 _KEYS = ("authorization", "x-api-key")
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
@@ -72,7 +75,7 @@ class PassingOn:
             request.method, url, content=await request.body(), headers=own, extensions={"timeout": _TIMEOUT.as_dict()}
         )
         try:
-            answer = await self.client.http.send(passed, stream=True)
+            answer = await while_connected(request, self.client.http.send(passed, stream=True))
         except httpx.TransportError as error:
             message = f"replica {replica} of session {session_id} did not answer ({type(error).__name__}: {error})"
             raise TrackwayError(ErrorCode.UNAVAILABLE, f"{message}; try again") from error
@@ -80,7 +83,7 @@ class PassingOn:
             await answer.aclose()
             message = f"expected replica {replica} of session {session_id} at {address.url}, another one answered"
             raise TrackwayError(ErrorCode.UNAVAILABLE, f"{message}; try again")
-        headers = {name: value for name, value in answer.headers.items() if name in ("content-type", "x-should-retry")}
+        headers = {name: value for name, value in answer.headers.items() if name in _ANSWERED}
         return StreamingResponse(_body(answer), answer.status_code, headers)
 
 

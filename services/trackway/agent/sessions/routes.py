@@ -38,6 +38,7 @@ from trackway.wire.trajectory import Reward, Trajectory
 
 MODEL = "policy"
 """Name of the model in a session; any other name is accepted too."""
+_BASE = re.compile(r"/sessions/[^/]+(/v1)?")
 _MODEL_PATH = re.compile(r"(/sessions/[^/]+)?/v1/")
 _OPEN_S = 30.0
 """Longest wait for a slot of the replica."""
@@ -141,10 +142,19 @@ def _opening(running: RunningSessions) -> ServiceRouter:
 def _session(sessions: Sessions, running: RunningSessions) -> APIRouter:
     router = APIRouter(prefix="/sessions/{session_id}", tags=["sessions"], route_class=PassedOnRoute)
 
+    @router.head("", include_in_schema=False)
+    @router.head("/v1", include_in_schema=False)
+    async def exists(session_id: str) -> None:
+        """Whether the session is known: Claude Code asks its base URL before it begins."""
+        sessions.find(session_id)
+
     @router.post("/reward")
     async def reward(session_id: str, reward: SessionReward) -> None:
-        """Score the session; otherwise the reward service is asked when it ends."""
+        """Score the session, or a call of it; otherwise the reward service is asked when it ends."""
         session = sessions.find(session_id)
+        if reward.call_id is not None:
+            session.score_call(reward.call_id, reward.score)
+            return
         session.episode.reward = Reward(score=reward.score, components=reward.components)
 
     @router.post("/end")
@@ -231,12 +241,12 @@ def _either(whole: Any) -> dict[int | str, dict[str, Any]]:
     return {200: {"model": whole, "content": {"text/event-stream": {}}, "description": "whole, or chunks of a stream"}}
 
 
-def guest(sessions: Sessions, path: str, headers: RawHeaders) -> Caller | None:
+def guest(sessions: Sessions, method: str, path: str, headers: RawHeaders) -> Caller | None:
     """The caller of a session's model by its key; None for another path or key: an agent does not score itself.
 
     A key for another replica's session is passed on there unread, with nothing but this call.
     """
-    if _MODEL_PATH.match(path) is None:
+    if _MODEL_PATH.match(path) is None and (method != "HEAD" or _BASE.fullmatch(path) is None):
         return None
     session_id, key = session_of_request(path, headers), presented_key(headers)
     if session_id is None or key is None or not key.startswith(f"sk-{session_id}-"):

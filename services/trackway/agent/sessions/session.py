@@ -180,6 +180,14 @@ class Session:
         messages = self._responses[response_id]
         return [message for message in messages if keep_system or message.role not in ("system", "developer")]
 
+    def score_call(self, call_id: str, score: float) -> None:
+        """Note the score of an answered call; raises NOT_FOUND for an id that this session did not give."""
+        if call_id not in self._sampled_nodes:
+            message = f"call_id: expected the id of a response of this session, got {call_id[:80]!r}"
+            raise TrackwayError(ErrorCode.NOT_FOUND, f"{message}; take it from the response")
+        for node in self._sampled_nodes[call_id]:
+            node.reward = score
+
     async def answer(
         self, request: Request, chat: ChatRequest, build: Build, body: JsonValue, *, stream: bool
     ) -> Response:

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.services.agent.agent_services import AgentServices, call
+from tests.services.agent.replaceable import answers
 from tests.services.agent.scripted_model import END
 from trackway.wire.sessions.graph import NodeKind, RootReason
 from trackway.wire.sessions.session import SessionAccess, SessionState
@@ -189,7 +190,7 @@ async def test_tokens_of_all_calls_are_bounded(services: AgentServices) -> None:
 
 
 async def test_a_session_ends_by_its_time_with_what_was_written(services: AgentServices) -> None:
-    limits = {"max_prompt_length": 2048, "max_response_length": 4096, "timeout_s": 0.3}
+    limits = {"max_prompt_length": 2048, "max_response_length": 4096, "timeout_s": 1.0}
     access = await opened(services, ANSWER, limits=limits)
     await chat(services, access, QUESTION)
 
@@ -217,6 +218,56 @@ async def test_a_posted_reward_replaces_the_reward_services(services: AgentServi
     reward = (await ended(services, access)).reward
 
     assert reward is not None and (reward.score, reward.components) == (0.25, {"style": 1.0})
+
+
+async def test_the_scores_of_calls_are_noted_and_their_sum_is_the_sessions(services: AgentServices) -> None:
+    access = await opened(services, COUNT, "I do not know" + END)
+    path = f"/sessions/{access.session_id}/reward"
+    first = (await chat(services, access, QUESTION)).json()["id"]
+    second = (await chat(services, access, [{"role": "user", "content": "Say it."}])).json()["id"]
+    for call_id, score in ((first, 0.5), (second, -0.25)):
+        assert (await services.client.post(path, json={"score": score, "call_id": call_id})).status_code == 200
+    unknown = await services.client.post(path, json={"score": 1.0, "call_id": "chatcmpl-0"})
+
+    trajectory = await ended(services, access)
+
+    assert unknown.status_code == 404 and "chatcmpl-0" in unknown.json()["error"]["message"]
+    rewards = [node.reward for node in (await state(services, access)).nodes if node.kind is NodeKind.SAMPLED]
+    assert rewards == [0.5, -0.25]
+    assert trajectory.reward is not None
+    assert (trajectory.reward.score, trajectory.reward.components) == (0.25, {"call/0": 0.5, "call/1": -0.25})
+
+
+async def test_a_full_rollout_service_is_answered_with_the_time_to_wait(services: AgentServices) -> None:
+    full = {"error": {"code": "overloaded", "message": "full", "retryable": True, "detail": {"retry_after_s": 30.0}}}
+    services.rollout.faults = [answers(429, json=full)]
+    access = await opened(services, ANSWER)
+
+    refused = await chat(services, access, QUESTION)
+    again = await chat(services, access, QUESTION)
+
+    assert (refused.status_code, refused.headers["retry-after"], refused.headers["x-should-retry"]) == (
+        429,
+        "30",
+        "true",
+    )
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert message_of(again)["content"] == "#### 18"
+    trajectory = await ended(services, access)
+    assert [row.response_ids for row in trajectory.rows] == [services.model.encode(ANSWER)]
+
+
+async def test_a_tool_call_with_the_sessions_traceparent_joins_its_trace(services: AgentServices) -> None:
+    access = await opened(services, ANSWER, trace=True)
+    assert access.traceparent is not None
+    async with httpx.AsyncClient(transport=services.tools, base_url="http://tools") as tools:
+        body = {"arguments": {"expression": "9+9"}}
+        called = await tools.post("/tools/calculator/execute", json=body, headers={"traceparent": access.traceparent})
+        assert called.status_code == 200, called.text
+    trajectory = await ended(services, access)
+
+    [tool] = [span for span in services.spans() if span.name == "execute_tool calculator"]
+    assert format(tool.context.trace_id, "032x") == trajectory.trace_id
 
 
 async def test_a_title_is_answered_and_left_out_of_the_rows(services: AgentServices) -> None:

@@ -67,6 +67,9 @@ async def test_a_key_calls_its_sessions_model_and_nothing_else(
         assert await status(f"{own}/reward", key, score=1.0) == 401
         assert await status(f"{own}/end", key) == 401
         assert await status("/sessions", key, sample=SAMPLE) == 401
+        for base in (own, f"{own}/v1"):
+            assert (await services.client.head(base, headers=key)).status_code == 200
+        assert (await services.client.delete(own, headers=key)).status_code == 401
 
 
 async def test_a_key_is_enough_without_a_url(services: AgentServices) -> None:
