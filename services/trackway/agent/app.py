@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
+from trackway.agent.sessions.external import register_external
 from trackway.agent.sessions.passing_on import PassingOn
 from trackway.agent.sessions.routes import guest, session_routes
 from trackway.agent.settings import AgentSettings
@@ -40,6 +41,7 @@ def create_app(
     """
     settings = settings or AgentSettings()  # pyright: ignore[reportCallIssue]  model_path comes from the environment
     load_loops(settings)
+    register_external(settings)
     context = AgentContext.connect(settings, http)
     groups = Groups(context)
     own = AgentClient(settings.url("agent"), http, token=settings.token, direct=settings.direct and http is None)

@@ -1,9 +1,10 @@
 """Settings of the agent service: tokenizer, agent loops, concurrency, clients of the other services."""
 
+import sys
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr, model_validator
 
 from trackway.clients import CallPolicy
 from trackway.serving.own_code import OwnCodeSettings
@@ -14,7 +15,7 @@ _OUTAGE_S = 120.0
 
 
 class ExternalSettings(BaseModel):
-    """The program or function that `agent_name: external` runs for each rollout."""
+    """The program, function or URL that `agent_name: external` runs for each rollout."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -23,6 +24,10 @@ class ExternalSettings(BaseModel):
     standard input."""
     function: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
     """Instead of a command: `module:name` of a function of the session's access and the row; it may return a score."""
+    url: str | None = Field(default=None, pattern=r"^https?://")
+    """Instead of a command: a URL that gets an ExternalRollout by POST and answers with an ExternalReply at the end."""
+    headers: dict[str, SecretStr] = Field(default_factory=dict[str, SecretStr])
+    """Headers of the requests to the URL, such as `authorization`."""
     folder: Path | None = None
     """Working folder of the program."""
     environment: dict[str, str] = Field(default_factory=dict)
@@ -30,17 +35,22 @@ class ExternalSettings(BaseModel):
     bounds: SessionBounds = Field(default_factory=SessionBounds)
     """Bounds of each rollout's session."""
     max_running: int = Field(default=64, ge=1)
-    """Programs or functions at once on this replica; other rollouts wait."""
+    """Rollouts of it at once on this replica; others wait."""
     max_memory_bytes: int | None = Field(default=None, ge=1024)
-    """Address space of the program, and of each process that it starts."""
+    """Memory of the program and all its processes together, checked four times a second; Linux only."""
     max_output_bytes: int = Field(default=65_536, ge=1)
     """Bytes of its output that the trajectory keeps, from the end."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Self:
-        if bool(self.command) == (self.function is not None):
-            raise ValueError("external: expected either command or function")
+    def _one_of_them(self) -> Self:
+        if [bool(self.command), self.function is not None, self.url is not None].count(True) != 1:
+            raise ValueError("external: expected one of command, function and url")
+        if self.max_memory_bytes is not None and sys.platform != "linux":
+            raise ValueError(f"external.max_memory_bytes: expected Linux, got {sys.platform}; leave it out")
         return self
+
+
+AgentName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 
 
 class AgentSettings(OwnCodeSettings):
@@ -66,6 +76,8 @@ class AgentSettings(OwnCodeSettings):
     """Seconds for which an ended session and its trajectory can still be read."""
     external: ExternalSettings | None = None
     """The agent of `agent_name: external`, which calls the model through a session."""
+    external_agents: dict[AgentName, ExternalSettings] = Field(default_factory=dict[str, ExternalSettings])
+    """Further ones by name, each for `agent_name: external:NAME`."""
     rollout_policy: CallPolicy = CallPolicy(
         read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
     )

@@ -57,6 +57,21 @@ class SessionAccess(WireReply):
     """The session's root span, for the agent's own spans; None when the session is not traced."""
 
 
+class ExternalRollout(SessionAccess):
+    """What the URL of an external agent gets for each rollout, with `traceparent` as a header too."""
+
+    sample: Sample
+
+
+class ExternalReply(WireRequest):
+    """What it answers once its agent has ended; an empty body is the same as `{}`."""
+
+    score: Float | None = None
+    """The score of the session, instead of the reward service's."""
+    log: str = ""
+    """Kept with the trajectory, its end."""
+
+
 class SessionReward(WireRequest):
     """The score of the session, or of one of its calls; it replaces that of the reward service."""
 

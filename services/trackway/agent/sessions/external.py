@@ -1,8 +1,8 @@
-"""An agent of the user's own as a program or a Python function, which calls the model through its session.
+"""An agent of the user's own as a program, a Python function or a URL, which calls the model through its session.
 
-It is given OPENAI_BASE_URL and OPENAI_API_KEY (and Anthropic's two), TRACEPARENT, and the row as JSON on its standard
-input. It is bounded in number, time, memory and output, and its whole process group is ended with it. What it runs is a
-setting of the service, never part of a request.
+A program is given OPENAI_BASE_URL and OPENAI_API_KEY (and Anthropic's two), TRACEPARENT, and the row as JSON on its
+standard input. It is bounded in number, time, memory and output, and all its processes are ended with it, also when
+this service is killed. What runs is a setting of the service, never part of a request.
 """
 
 import asyncio
@@ -11,22 +11,29 @@ import inspect
 import os
 import re
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import import_module
-from typing import cast
+from pathlib import Path
+from typing import ClassVar, cast
+
+import httpx
+from pydantic import ValidationError
 
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import register
 from trackway.agent.sessions.loop import SessionAgent
 from trackway.agent.sessions.session import Session
-from trackway.agent.settings import ExternalSettings
+from trackway.agent.settings import AgentSettings, ExternalSettings
 from trackway.agent.toolbox import Toolbox
 from trackway.agent.waits import waits_for
+from trackway.clients import shared_http
 from trackway.serving.own_code import loading
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.headers import REQUEST_DEADLINE
+from trackway.wire.sessions.session import ExternalReply, ExternalRollout, SessionAccess
 from trackway.wire.trajectory import StopReason
 
 AgentFunction = Callable[[SessionAccess, Sample], Awaitable[float | None] | float | None]
@@ -35,6 +42,9 @@ AgentFunction = Callable[[SessionAccess, Sample], Awaitable[float | None] | floa
 _SECRET = re.compile(r"TRACKWAY_|.*(KEY|TOKEN|SECRET|PASSWORD)")
 """Variables of this service that a program is not given."""
 _READ_BYTES = 65_536
+_GUARD = Path(__file__).with_name("program_guard.py")
+_GUARD_S = 5.0
+"""Longest wait for the guard, which gives the processes two seconds to end."""
 _MESSAGE_CHARS = 2_000
 
 
@@ -42,14 +52,25 @@ _MESSAGE_CHARS = 2_000
 class ExternalAgent(SessionAgent):
     """Own program: started for each rollout, calls the model by a base URL (setting `external`)."""
 
+    external_name: ClassVar[str] = ""
+    """Its name in the setting `external_agents`; empty for the setting `external`."""
+
     def __init__(self, services: AgentContext) -> None:
         super().__init__(services)
-        if services.settings.external is not None:
-            self.bounds = services.settings.external.bounds
+        settings = services.settings
+        self.external = settings.external_agents.get(self.external_name) if self.external_name else settings.external
+        if self.external is not None:
+            self.bounds = self.external.bounds
 
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
-        """One run of the program, once another may run."""
-        slots = self.services.sessions.programs
+        """One run of the program, once another may run. Raises INVALID_REQUEST when none is configured."""
+        if self.external is None:
+            message = "expected a program in the agent service's setting `external`, got none"
+            raise TrackwayError(
+                ErrorCode.INVALID_REQUEST,
+                f"agent_name {self.agent_name}: {message}; set external.command, external.function or external.url",
+            )
+        slots = self.services.sessions.programs[self.external_name]
         with waits_for("a free slot of the setting external.max_running", episode.deadline):
             await slots.acquire()
         try:
@@ -58,29 +79,47 @@ class ExternalAgent(SessionAgent):
             slots.release()
 
     async def attend(self, session: Session) -> None:
-        """Run it to its end. Raises AGENT_FAILED when it fails, INVALID_REQUEST when none is configured."""
-        settings, access = self.services.settings.external, self.services.sessions.access(session)
-        if settings is None:
-            message = "agent_name external: expected a program in the agent service's setting `external`, got none"
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; set external.command or external.function")
-        with waits_for("its own agent", session.episode.deadline):
+        """Run it to its end. Raises AGENT_FAILED when it fails."""
+        settings, access, episode = self.external, self.services.sessions.access(session), session.episode
+        assert settings is not None
+        with waits_for("its own agent", episode.deadline):
+            score = None
             if settings.function is not None:
-                score = await called(function_of(settings.function), access, session.episode.sample)
-                if score is not None:
-                    session.episode.set_reward(float(score))
+                score = await called(function_of(settings.function), access, episode.sample)
+            elif settings.url is not None:
+                reply = await posted(shared_http(), settings.url, settings, access, episode)
+                score, episode.log = reply.score, reply.log[-settings.max_output_bytes :]
             else:
-                await self._run(settings, access, session.episode)
+                await run_program(settings, access, episode)
+            if score is not None:
+                episode.set_reward(float(score))
 
-    async def _run(self, settings: ExternalSettings, access: SessionAccess, episode: Episode) -> None:
-        process = await asyncio.create_subprocess_exec(
-            *bounded(settings),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=settings.folder,
-            env=environment(os.environ, settings, access),
-            start_new_session=True,
-        )
+
+def register_external(settings: AgentSettings) -> None:
+    """Register each agent of the setting `external_agents` as `external:NAME`."""
+    for name in settings.external_agents:
+        description = f"Own agent {name!r} of the setting `external_agents`."
+        own = type("ExternalAgent", (ExternalAgent,), {"external_name": name, "__doc__": description})
+        register(f"external:{name}")(own)
+
+
+async def run_program(settings: ExternalSettings, access: SessionAccess, episode: Episode) -> None:
+    """Run the command to its end, and end all its processes with it. Raises AGENT_FAILED unless it exits with 0."""
+    held, holding = os.pipe()
+    with open(holding, "wb", buffering=0) as owner:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *guarded(settings, held),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                cwd=settings.folder,
+                env=environment(os.environ, settings, access),
+                start_new_session=True,
+                pass_fds=(held,),
+            )
+        finally:
+            os.close(held)
         assert process.stdin is not None and process.stdout is not None
         try:
             reading = asyncio.create_task(_last(process.stdout, settings.max_output_bytes, episode))
@@ -90,15 +129,58 @@ class ExternalAgent(SessionAgent):
             process.stdin.close()
             code = await process.wait()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        await reading
-        if code != 0:
-            message = f"expected the agent's program {settings.command[0]!r} to exit with 0, got {code}; it said last:"
-            raise TrackwayError(
-                ErrorCode.AGENT_FAILED, f"{message} {episode.log[-_MESSAGE_CHARS:].strip() or 'nothing'}"
-            )
+            owner.close()
+            await _ended(process)
+    await reading
+    if code != 0:
+        message = f"expected the agent's program {settings.command[0]!r} to exit with 0, got {code}; it said last:"
+        raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message} {episode.log[-_MESSAGE_CHARS:].strip() or 'nothing'}")
+
+
+def guarded(settings: ExternalSettings, owner: int) -> list[str]:
+    """The command below its guard, which ends it when the pipe `owner` is closed; the command alone elsewhere."""
+    if sys.platform != "linux":
+        return settings.command
+    guard = [sys.executable, "-I", "-S", str(_GUARD), str(owner), str(settings.max_memory_bytes or 0)]
+    return [*guard, *settings.command]
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait until the guard has ended all processes; kill the process group where it does not."""
+    if sys.platform == "linux":
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GUARD_S):
+                await process.wait()
+                return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+async def posted(
+    http: httpx.AsyncClient, url: str, settings: ExternalSettings, access: SessionAccess, episode: Episode
+) -> ExternalReply:
+    """The answer of the URL to one rollout; it has until the trajectory's deadline. Raises AGENT_FAILED."""
+    rollout = ExternalRollout(**dict(access), sample=episode.sample)
+    headers = {name: value.get_secret_value() for name, value in settings.headers.items()}
+    headers |= {"content-type": "application/json", REQUEST_DEADLINE: f"{episode.deadline.at:.3f}"}
+    if access.traceparent is not None:
+        headers["traceparent"] = access.traceparent
+    try:
+        answer = await http.post(
+            url, content=rollout.model_dump_json(), headers=headers, timeout=episode.deadline.remaining
+        )
+        if not answer.is_success:
+            raise TrackwayError(ErrorCode.AGENT_FAILED, _misses(url, f"HTTP {answer.status_code}: {answer.text}"))
+        return ExternalReply.model_validate_json(answer.content or b"{}")
+    except httpx.TransportError as error:
+        raise TrackwayError(ErrorCode.AGENT_FAILED, _misses(url, f"{type(error).__name__}: {error}")) from error
+    except ValidationError as error:
+        raise TrackwayError(ErrorCode.AGENT_FAILED, _misses(url, str(error))) from error
+
+
+def _misses(url: str, got: str) -> str:
+    return f"expected an answer of 200 with a score, or {{}}, from the agent at {url}, got {got}"[:_MESSAGE_CHARS]
 
 
 async def _last(output: asyncio.StreamReader, most_bytes: int, episode: Episode) -> None:
@@ -107,13 +189,6 @@ async def _last(output: asyncio.StreamReader, most_bytes: int, episode: Episode)
     while part := await output.read(_READ_BYTES):
         kept = (kept + part)[-most_bytes:]
         episode.log = kept.decode(errors="replace")
-
-
-def bounded(settings: ExternalSettings) -> list[str]:
-    """The command, started by a shell that limits its address space where a limit is set."""
-    if settings.max_memory_bytes is None:
-        return settings.command
-    return ["/bin/sh", "-c", f'ulimit -v {settings.max_memory_bytes // 1024} && exec "$@"', "sh", *settings.command]
 
 
 def environment(own: Mapping[str, str], settings: ExternalSettings, access: SessionAccess) -> dict[str, str]:

@@ -40,8 +40,11 @@ class Sessions:
         self._base_url = settings.url("agent")
         self._max, self._keep_s = settings.max_sessions, settings.session_keep_s
         self._entries: dict[str, _Entry] = {}
-        self.programs = asyncio.Semaphore(settings.external.max_running if settings.external is not None else 1)
-        """Slots of the agents that this replica runs itself."""
+        own = {"": settings.external} if settings.external is not None else {}
+        self.programs = {
+            name: asyncio.Semaphore(agent.max_running) for name, agent in {**own, **settings.external_agents}.items()
+        }
+        """Slots of each agent that this replica runs itself."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries

@@ -8,19 +8,25 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from openai import AsyncOpenAI
+from openai.types.chat import ChatCompletionUserMessageParam
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.agent.agent_services import AgentServices, group, open_services, until
 from tests.services.agent.scripted_model import END
 from tests.services.agent.sessions.test_session import ANSWER, COUNT
+from tests.services.rollout.model_routes.openai_server import serving as server
 from tests.services.trainer.learner_settings import learner_config
+from trackway.agent.sessions.external import guarded
 from trackway.agent.settings import AgentSettings, ExternalSettings
 from trackway.clients import shared_http
 from trackway.system.ports import free_port
 from trackway.trainer.learner.filtering import filter_trajectories
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.errors import ErrorCode
-from trackway.wire.sessions.session import SessionBounds
+from trackway.wire.sessions.session import ExternalRollout, SessionBounds
 from trackway.wire.trajectory import StopReason
 
 pytestmark = pytest.mark.anyio
@@ -139,12 +145,105 @@ def _runs(pid: int) -> bool:
         return False
 
 
-async def test_output_is_kept_from_its_end_and_memory_is_bounded(serving: Serve) -> None:
-    code = "print('x' * 100000 + 'end')\ntry:\n    bytearray(1 << 31)\nexcept MemoryError:\n    print('no memory')"
-    async with serving(python(code, max_output_bytes=20, max_memory_bytes=1 << 30)) as services:
+LEAVES_ITS_GROUP = (
+    "import os, subprocess, sys, time;"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True);"
+)
+
+
+async def test_a_child_that_left_the_process_group_is_ended_too(serving: Serve, tmp_path: Path) -> None:
+    number = tmp_path / "pid"
+    code = f"{LEAVES_ITS_GROUP} open({str(number)!r}, 'w').write(str(child.pid)); os._exit(0)"
+    async with serving(python(code)) as services:
         trajectory = await services.say(agent_name="external")
 
-    assert trajectory.log == ("x" * 1000 + "end\nno memory\n")[-20:]
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert not _runs(int(number.read_text()))
+
+
+async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path) -> None:
+    number = tmp_path / "pid"
+    program = f"{LEAVES_ITS_GROUP} open({str(number)!r}, 'w').write(str(child.pid)); time.sleep(60)"
+    guard = guarded(python(program), 3)
+    service = (
+        "import os, subprocess, sys, time; held, holding = os.pipe(); os.dup2(held, 3);"
+        f"guard = subprocess.Popen({guard!r}, stdin=subprocess.DEVNULL, pass_fds=(3,));"
+        f"\nwhile not os.path.exists({str(number)!r}): time.sleep(0.01)"
+        "\nos.kill(os.getpid(), 9)"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", service)
+    assert await process.wait() == -9
+
+    await until(lambda: not _runs(int(number.read_text() or "0")))
+
+
+async def test_output_is_kept_from_its_end(serving: Serve) -> None:
+    async with serving(python("print('x' * 100000 + 'end')", max_output_bytes=20)) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.log == ("x" * 100 + "end\n")[-20:]
+
+
+async def test_the_memory_of_a_program_and_its_children_is_bounded_together(serving: Serve) -> None:
+    half = "import time; held = b'x' * (80 << 20); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {half!r}]); {half}"
+    async with serving(python(code, max_memory_bytes=128 << 20)) as services:
+        trajectory = await services.say(agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert f"expected at most {128 << 20} bytes of memory" in trajectory.error.message
+
+
+async def test_an_agent_is_chosen_by_its_name(settings: AgentSettings, tokenizer: PreTrainedTokenizerFast) -> None:
+    agents = {name: python(f"print({name!r})") for name in ("coder", "other")}
+    async with open_services(settings.model_copy(update={"external_agents": agents}), tokenizer) as services:
+        said = [(await services.say(agent_name=f"external:{name}")).log for name in agents]
+        listed = {agent["name"] for agent in (await services.client.get("/agents")).json()["agents"]}
+
+    assert said == ["coder\n", "other\n"]
+    assert {"external", "external:coder", "external:other"} <= listed
+
+
+class Webhook:
+    """An agent behind a URL: asks the model once, and scores itself."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.requests: list[tuple[ExternalRollout, dict[str, str]]] = []
+        self.app, self._status = FastAPI(), status
+        self.app.post("/run")(self._run)
+
+    async def _run(self, request: Request) -> JSONResponse:
+        rollout = ExternalRollout.model_validate_json(await request.body())
+        self.requests.append((rollout, dict(request.headers)))
+        question: ChatCompletionUserMessageParam = {"role": "user", "content": rollout.sample.prompt[0].content}
+        async with AsyncOpenAI(base_url=rollout.base_url, api_key=rollout.api_key) as client:
+            await client.chat.completions.create(model="policy", messages=[question])
+        return JSONResponse({"score": 0.5, "log": "asked once"}, status_code=self._status)
+
+
+async def test_a_url_runs_the_agent_and_may_score(serving: Serve) -> None:
+    webhook = Webhook()
+    with server(webhook.app) as url:
+        external = ExternalSettings.model_validate({"url": f"{url}/run", "headers": {"authorization": "Bearer ours"}})
+        async with serving(external) as services:
+            trajectory = await services.say("I do not know" + END, agent_name="external", trace=True)
+
+    [(rollout, headers)] = webhook.requests
+    assert rollout.sample.prompt[0].content == "9+9?"
+    assert headers["traceparent"] == rollout.traceparent
+    assert headers["traceparent"].startswith(f"00-{trajectory.trace_id}-{trajectory.span_id}-")
+    assert headers["authorization"] == "Bearer ours" and float(headers["x-request-deadline"]) > 0
+    assert trajectory.error is None and trajectory.reward is not None
+    assert (trajectory.reward.score, trajectory.log, len(trajectory.turns)) == (0.5, "asked once", 1)
+
+
+async def test_a_url_that_fails_leaves_its_trajectory_out_and_says_why(serving: Serve) -> None:
+    with server(Webhook(status=500).app) as url:
+        async with serving(ExternalSettings(url=f"{url}/run")) as services:
+            trajectory = await services.say("18" + END, agent_name="external")
+
+    assert trajectory.error is not None and trajectory.error.code is ErrorCode.AGENT_FAILED
+    assert "HTTP 500" in trajectory.error.message
 
 
 async def test_a_bound_of_the_session_names_the_end_though_the_program_fails_of_it(serving: Serve) -> None:

@@ -1,0 +1,114 @@
+"""Runs one program and ends all its processes with it; a standalone script for Linux, standard library only.
+
+    python -I -S program_guard.py OWNER MAX_BYTES COMMAND...
+
+The program has this process's standard input and output. OWNER is the number of an open pipe: its end of file, which
+follows any exit of the owner, ends the program. Orphans of the program become children of this process, so that those
+that left the process group are ended too. MAX_BYTES bounds the memory of all together, checked four times a second; 0
+is no bound. The exit status is the program's, 128 and the signal for one that a signal ended.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_GRACE_S = 2.0
+_CHECK_S = 0.25
+
+
+def main() -> int:
+    """Run the program to its end, its owner's, or the bound of memory; returns its exit status."""
+    owner, max_bytes, *command = sys.argv[1:]
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    # `preexec_fn` is safe here: the process is single-threaded.
+    program = subprocess.Popen(
+        command, preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), start_new_session=True
+    )
+    os.close(0)
+    status: int | None = None
+    while status is None:
+        wait_s = _CHECK_S if int(max_bytes) else None
+        readable, _, _ = select.select([int(owner), woken], [], [], wait_s)
+        if woken in readable:
+            os.read(woken, 4096)
+        status = _reaped().get(program.pid)
+        if int(owner) in readable:
+            break
+        if status is None and int(max_bytes) and (used := _memory()) > int(max_bytes):
+            message = f"expected at most {max_bytes} bytes of memory for the program and its processes, got {used}"
+            print(f"{message}; raise external.max_memory_bytes", flush=True)
+            break
+    ended = _end_all()
+    status = ended.get(program.pid, 128 + signal.SIGKILL) if status is None else status
+    return status if status >= 0 else 128 - status
+
+
+def _end_all() -> dict[int, int]:
+    """End all processes below this one: by TERM, after a while by KILL; their exit codes by process."""
+    codes: dict[int, int] = {}
+    end = time.monotonic() + _GRACE_S
+    _signal_all(signal.SIGTERM)
+    while _below():
+        codes |= _reaped()
+        if time.monotonic() >= end:
+            _signal_all(signal.SIGKILL)
+        time.sleep(0.01)
+    return codes | _reaped()
+
+
+def _signal_all(number: int) -> None:
+    for pid in _below():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _reaped() -> dict[int, int]:
+    """The exit codes of children that have exited."""
+    codes: dict[int, int] = {}
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            codes[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+    return codes
+
+
+def _memory() -> int:
+    """Bytes of the processes' own memory that is resident; files that they map are not counted."""
+    total = 0
+    for pid in _below():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+            total += sum(int(line.split()[1]) for line in status if line.startswith(("RssAnon:", "RssShmem:")))
+    return total * 1024
+
+
+def _below() -> list[int]:
+    """All processes below this one that have not exited."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError), open(f"/proc/{name}/stat") as stat:
+                state, parent = stat.read().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    parents[int(name)] = int(parent)
+    below, found = {os.getpid()}, True
+    while found:
+        found = False
+        for pid, parent in parents.items():
+            if parent in below and pid not in below:
+                below.add(pid)
+                found = True
+    return sorted(below - {os.getpid()})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
