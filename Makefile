@@ -26,7 +26,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast test-vllm test-pods test-chaos test-install test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
+.PHONY: help demo ui bench test test-fast test-vllm test-pods test-agents test-chaos test-install test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -42,7 +42,7 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; A
 	$(BIN)/python tests/run_all.py $(ARGS)
 
 test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (under 2 minutes on 2 cores).
-	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not vllm and not pods and not manifests and not chaos and not install' $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not vllm and not pods and not manifests and not chaos and not install and not agents' $(ARGS)
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(PYTEST) -m vllm tests/vllm $(ARGS)
@@ -51,6 +51,9 @@ test-pods: $(VENV)/.dev ## Start the quick start's pods with podman (root; build
 	@[ "$$(id -u)" = 0 ] && command -v podman >/dev/null || { echo "expected root and podman, got $$(id -un) and podman at '$$(command -v podman)'; run it as root where podman is installed" >&2; exit 2; }
 	@$(MAKE) --no-print-directory image
 	$(PYTEST) -m pods tests/k8s/test_pods.py $(ARGS)
+
+test-agents: $(VENV)/.dev ## Run each agent of examples/agents with its framework, as it is (installs 0.2 GB, once; a minute).
+	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -m agents tests/services/agent/sessions/test_examples.py $(ARGS)
 
 test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes of a whole deployment during runs, ten schedules (minutes; on demand).
 	$(PYTEST) -m chaos tests/e2e/test_chaos.py $(ARGS)

@@ -124,7 +124,7 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
         try:
             reading = asyncio.create_task(_last(process.stdout, settings.max_output_bytes, episode))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read the row
-                process.stdin.write(episode.sample.model_dump_json().encode())
+                process.stdin.write(episode.sample.model_dump_json(exclude_none=True).encode())
                 await process.stdin.drain()
             process.stdin.close()
             code = await process.wait()
@@ -168,7 +168,7 @@ async def posted(
         headers["traceparent"] = access.traceparent
     try:
         answer = await http.post(
-            url, content=rollout.model_dump_json(), headers=headers, timeout=episode.deadline.remaining
+            url, content=rollout.model_dump_json(exclude_none=True), headers=headers, timeout=episode.deadline.remaining
         )
         if not answer.is_success:
             raise TrackwayError(ErrorCode.AGENT_FAILED, _misses(url, f"HTTP {answer.status_code}: {answer.text}"))

@@ -2,27 +2,23 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tests.services.agent.agent_services import AgentServices, group, open_services, until
+from tests.services.agent.agent_services import group, open_services, until
 from tests.services.agent.scripted_model import END
+from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, COUNT
 from tests.services.rollout.model_routes.openai_server import serving as server
 from tests.services.trainer.learner_settings import learner_config
 from trackway.agent.sessions.external import guarded
 from trackway.agent.settings import AgentSettings, ExternalSettings
-from trackway.clients import shared_http
-from trackway.system.ports import free_port
 from trackway.trainer.learner.filtering import filter_trajectories
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.errors import ErrorCode
@@ -32,30 +28,6 @@ from trackway.wire.trajectory import StopReason
 pytestmark = pytest.mark.anyio
 
 SCRIPT = Path(__file__).parents[4] / "examples" / "agents" / "openai_script.py"
-
-Serve = Callable[[ExternalSettings | None], AbstractAsyncContextManager[AgentServices]]
-
-
-@pytest.fixture
-def serving(settings: AgentSettings, tokenizer: PreTrainedTokenizerFast) -> Serve:
-    """Starts the services with an external agent, which reaches them at a port."""
-
-    @asynccontextmanager
-    async def serve(external: ExternalSettings | None) -> AsyncIterator[AgentServices]:
-        port = free_port()
-        own = settings.model_copy(update={"agent_url": f"http://127.0.0.1:{port}", "external": external})
-        async with open_services(own, tokenizer) as services:
-            server = uvicorn.Server(uvicorn.Config(services.agent, port=port, log_level="warning", lifespan="off"))
-            running = asyncio.create_task(server.serve())
-            await until(lambda: server.started)
-            try:
-                yield services
-            finally:
-                server.should_exit = True
-                await running
-                await shared_http().aclose()
-
-    return serve
 
 
 def python(code: str, **settings: object) -> ExternalSettings:

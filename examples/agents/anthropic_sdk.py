@@ -1,0 +1,39 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["anthropic==2.12.0"]
+# ///
+r"""An agent that only knows Anthropic's SDK: answers a question with a calculator.
+
+    export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/anthropic_sdk.py"]' && trackway up
+    trackway train --config-name tiny_demo actor_rollout_ref.rollout.multi_turn.enable=false \
+        actor_rollout_ref.rollout.agent.default_agent_loop=external
+"""
+
+import json
+import sys
+
+from anthropic import Anthropic
+
+SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}
+
+
+def calculate(expression: str) -> str:
+    if "**" in expression or set(expression) - set("0123456789+-*/(). "):
+        return "expected numbers and + - * / ( )"
+    try:
+        return str(eval(expression))
+    except (SyntaxError, ArithmeticError, TypeError) as error:
+        return str(error)
+
+
+client, messages = Anthropic(), json.load(sys.stdin)["prompt"]  # the base URL and the key are the session's
+for _ in range(4):
+    tools = [{"name": "calculator", "input_schema": SCHEMA}]
+    reply = client.messages.create(model="policy", max_tokens=512, messages=messages, tools=tools)
+    messages.append({"role": "assistant", "content": reply.content})
+    calls = [block for block in reply.content if block.type == "tool_use"]
+    if not calls:
+        break
+    results = [(call.id, calculate(call.input.get("expression", ""))) for call in calls]
+    content = [{"type": "tool_result", "tool_use_id": name, "content": result} for name, result in results]
+    messages.append({"role": "user", "content": content})

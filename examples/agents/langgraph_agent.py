@@ -1,0 +1,38 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["langgraph==1.2.22", "langchain-openai==1.7.3"]
+# ///
+r"""A graph of LangGraph: the model and its calculator in turns.
+
+    export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/langgraph_agent.py"]' && trackway up
+    trackway train --config-name tiny_demo actor_rollout_ref.rollout.multi_turn.enable=false \
+        actor_rollout_ref.rollout.agent.default_agent_loop=external
+"""
+
+import json
+import sys
+
+from langchain_openai import ChatOpenAI
+from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+
+
+def calculator(expression: str) -> str:
+    """The value of an arithmetic expression."""
+    if "**" in expression or set(expression) - set("0123456789+-*/(). "):
+        return "expected numbers and + - * / ( )"
+    try:
+        return str(eval(expression))
+    except (SyntaxError, ArithmeticError, TypeError) as error:
+        return str(error)
+
+
+model = ChatOpenAI(model="policy").bind_tools([calculator])
+graph = StateGraph(MessagesState)
+graph.add_node("model", lambda state: {"messages": [model.invoke(state["messages"])]})
+graph.add_node("tools", ToolNode([calculator]))
+graph.add_edge(START, "model")
+graph.add_conditional_edges("model", tools_condition)
+graph.add_edge("tools", "model")
+state = graph.compile().invoke({"messages": json.load(sys.stdin)["prompt"]}, {"recursion_limit": 9})
+print(state["messages"][-1].content)

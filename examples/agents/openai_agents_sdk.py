@@ -1,0 +1,28 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["openai-agents==0.24.0"]
+# ///
+r"""An agent of the OpenAI Agents SDK, which calls the model by Responses; its tracing to OpenAI is switched off.
+
+    export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/openai_agents_sdk.py"]' && trackway up
+    trackway train --config-name tiny_demo actor_rollout_ref.rollout.multi_turn.enable=false \
+        actor_rollout_ref.rollout.agent.default_agent_loop=external
+"""
+
+import json
+import sys
+
+from agents import Agent, Runner, function_tool
+
+
+@function_tool
+def calculator(expression: str) -> str:
+    """The value of an arithmetic expression."""
+    if "**" in expression or set(expression) - set("0123456789+-*/(). "):
+        return "expected numbers and + - * / ( )"
+    return str(eval(expression))  # the SDK shows an exception to the model
+
+
+messages = json.load(sys.stdin)["prompt"]
+agent = Agent(name="solver", model="policy", tools=[calculator])
+print(Runner.run_sync(agent, messages, max_turns=4).final_output)

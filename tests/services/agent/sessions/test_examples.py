@@ -1,0 +1,59 @@
+"""The agents of examples/agents as they are, each with its own packages: their calls become the tool agent's row."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.services.agent.agent_services import call
+from tests.services.agent.scripted_model import END
+from tests.services.agent.sessions.external_services import Serve
+from tests.services.agent.sessions.test_session import ANSWER, ARGUMENTS, COUNT
+from trackway.agent.settings import ExternalSettings
+from trackway.wire.trajectory import StopReason
+
+pytestmark = [pytest.mark.anyio, pytest.mark.agents, pytest.mark.timeout(900)]
+
+FOLDER = Path(__file__).parents[4] / "examples" / "agents"
+LIMITS = {"max_prompt_length": 65_536, "max_response_length": 65_536, "timeout_s": 120.0}
+BEGIN = "<tool_call>"
+
+
+def installed(name: str) -> ExternalSettings:
+    """The example as a program, its packages installed."""
+    uv = shutil.which("uv")
+    assert uv is not None, "expected uv on the PATH, got none; run `make test-agents`"
+    subprocess.run([uv, "sync", "--quiet", "--script", FOLDER / name], check=True)
+    return ExternalSettings(command=[uv, "run", "--quiet", "--offline", str(FOLDER / name)])
+
+
+@pytest.mark.parametrize(
+    "name", ["anthropic_sdk.py", "langgraph_agent.py", "openai_agents_sdk.py", "pydantic_ai_agent.py"]
+)
+async def test_an_agent_of_two_calls_becomes_one_row(serving: Serve, name: str) -> None:
+    async with serving(installed(name)) as services:
+        trajectory = await services.say(COUNT, ANSWER, agent_name="external", limits=LIMITS)
+        encode = services.model.encode
+
+    assert trajectory.error is None, trajectory.error.message
+    assert [turn.index for turn in trajectory.turns] == [0, 1] and trajectory.further_rows == []
+    assert trajectory.response_ids[: len(encode(COUNT))] == encode(COUNT)
+    assert trajectory.response_ids[-len(encode(ANSWER)) :] == encode(ANSWER)
+    assert sum(trajectory.response_mask) == len(encode(COUNT)) + len(encode(ANSWER))
+    between = trajectory.response_ids[len(encode(COUNT)) : -len(encode(ANSWER))]
+    assert between == encode("\n<|im_start|>tool\n18<|im_end|>\n<|im_start|>assistant\n")
+    assert (trajectory.stop_reason, trajectory.num_turns) == (StopReason.ANSWERED, 4)
+
+
+async def test_smolagents_which_writes_calls_as_prose_becomes_one_row(serving: Serve) -> None:
+    first = call("calculator", ARGUMENTS).removeprefix(BEGIN) + END
+    second = call("final_answer", '{"answer": "#### 18"}').removeprefix(BEGIN) + END
+    async with serving(installed("smolagents_agent.py")) as services:
+        trajectory = await services.say(first, second, agent_name="external", limits=LIMITS)
+        encode = services.model.encode
+
+    assert trajectory.error is None, trajectory.error.message
+    assert [turn.index for turn in trajectory.turns] == [0, 1] and trajectory.further_rows == []
+    assert sum(trajectory.response_mask) == len(encode(first)) + len(encode(second))
+    assert "#### 18" in trajectory.log
