@@ -131,7 +131,7 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
         finally:
             owner.close()
             await _ended(process)
-    await reading
+            await _read_up(reading)
     if code != 0:
         message = f"expected the agent's program {settings.command[0]!r} to exit with 0, got {code}; it said last:"
         raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message} {episode.log[-_MESSAGE_CHARS:].strip() or 'nothing'}")
@@ -155,6 +155,12 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
+
+
+async def _read_up(reading: "asyncio.Task[None]") -> None:
+    """Wait for the rest of the output; a process that could not be ended may hold it open."""
+    await asyncio.wait({reading}, timeout=_GUARD_S)
+    reading.cancel()
 
 
 async def posted(

@@ -119,7 +119,7 @@ def _runs(pid: int) -> bool:
 
 LEAVES_ITS_GROUP = (
     "import os, subprocess, sys, time;"
-    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True);"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True);"
 )
 
 
@@ -146,7 +146,7 @@ async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path) -
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", service)
     assert await process.wait() == -9
 
-    await until(lambda: not _runs(int(number.read_text() or "0")))
+    await until(lambda: not _runs(int(number.read_text())))
 
 
 async def test_output_is_kept_from_its_end(serving: Serve) -> None:
