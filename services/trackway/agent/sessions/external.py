@@ -121,8 +121,8 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
         finally:
             os.close(held)
         assert process.stdin is not None and process.stdout is not None
+        reading = asyncio.create_task(_last(process.stdout, settings.max_output_bytes, episode))
         try:
-            reading = asyncio.create_task(_last(process.stdout, settings.max_output_bytes, episode))
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read the row
                 process.stdin.write(episode.sample.model_dump_json(exclude_none=True).encode())
                 await process.stdin.drain()

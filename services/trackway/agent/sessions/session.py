@@ -87,7 +87,7 @@ class Placed(NamedTuple):
 
 
 @dataclass
-class Call:
+class CallInProgress:
     """A call in progress."""
 
     request: Request
@@ -205,7 +205,7 @@ class Session:
                 template; the errors of generation.
         """
         return await self._answered(
-            Call(request, stream, asyncio.get_running_loop().create_future()),
+            CallInProgress(request, stream, asyncio.get_running_loop().create_future()),
             body,
             lambda call: self._chat(call, chat, build),
             lambda recorded: self._chat_again(recorded, chat, build, stream=stream),
@@ -214,7 +214,7 @@ class Session:
     async def complete(self, request: Request, asked: CompletionRequest, body: JsonValue) -> Response:
         """The response to a call of text completions; arguments and errors as in `answer`."""
         return await self._answered(
-            Call(request, asked.stream, asyncio.get_running_loop().create_future()),
+            CallInProgress(request, asked.stream, asyncio.get_running_loop().create_future()),
             body,
             lambda call: self._completion(call, asked),
             lambda recorded: self._completion_again(recorded, asked),
@@ -222,9 +222,9 @@ class Session:
 
     async def _answered(
         self,
-        call: Call,
+        call: CallInProgress,
         body: JsonValue,
-        first: Callable[[Call], Awaitable[Response]],
+        first: Callable[[CallInProgress], Awaitable[Response]],
         again: Callable[[Recorded], Awaitable[Response]],
     ) -> Response:
         key = hashlib.sha256(canonical(body).encode()).hexdigest()
@@ -254,7 +254,7 @@ class Session:
             raise self._reached(StopReason.MAX_TURNS, f"at most {self._bounds.max_calls} calls (bounds.max_calls)")
         self._calls += 1
 
-    async def _chat(self, call: Call, chat: ChatRequest, build: Build) -> Response:
+    async def _chat(self, call: CallInProgress, chat: ChatRequest, build: Build) -> Response:
         chat = self._forced_chat(chat)
         tools = chat.tools if chat.tool_choice != "none" else []
         conversation = Conversation.of(chat.messages, tools, chat.chat_template_kwargs)
@@ -278,7 +278,7 @@ class Session:
 
         return await self._respond(call, chat, builder, [placed], max_tokens, record)
 
-    async def _completion(self, call: Call, asked: CompletionRequest) -> Response:
+    async def _completion(self, call: CallInProgress, asked: CompletionRequest) -> Response:
         asked = self._forced(asked)
         number = self._number()
         placed = [await self._continued(asked, prompt) for prompt in asked.prompts]
@@ -313,7 +313,7 @@ class Session:
 
     async def _respond(
         self,
-        call: Call,
+        call: CallInProgress,
         asked: SampledRequest,
         builder: ResponseBuilder,
         prompts: Sequence[Placed],
@@ -367,7 +367,7 @@ class Session:
         prefix = forced_prefix(chat)
         return [*ids, *(self.tokenizer.encode(prefix, add_special_tokens=False) if prefix else [])]
 
-    async def _room(self, call: Call, prompts: Sequence[Placed], n: int, asked: int | None) -> int:
+    async def _room(self, call: CallInProgress, prompts: Sequence[Placed], n: int, asked: int | None) -> int:
         """Tokens that each choice may have, reserved until the call ends; raises INVALID_REQUEST when none is left."""
         limits, params = self.episode.limits, self.episode.request.sampling_params
         room = min(asked or params.max_tokens, params.max_tokens)
