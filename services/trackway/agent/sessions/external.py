@@ -146,7 +146,10 @@ def guarded(settings: ExternalSettings, owner: int) -> list[str]:
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Wait until the guard has ended all processes; kill the process group where it does not."""
+    """Wait until the guard has ended all processes; kill the process group where it does not.
+
+    asyncio's `wait` also waits for the pipes, which a process that could not be ended may hold open.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GUARD_S):
@@ -154,7 +157,9 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
                 return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_GUARD_S):
+            await process.wait()
 
 
 async def _read_up(reading: "asyncio.Task[None]") -> None:

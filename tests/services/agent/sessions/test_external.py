@@ -126,7 +126,7 @@ LEAVES_ITS_GROUP = (
 async def test_a_child_that_left_the_process_group_is_ended_too(serving: Serve, tmp_path: Path) -> None:
     number = tmp_path / "pid"
     code = f"{LEAVES_ITS_GROUP} open({str(number)!r}, 'w').write(str(child.pid)); os._exit(0)"
-    async with serving(python(code)) as services:
+    async with serving(python(code)) as services, asyncio.timeout(20):
         trajectory = await services.say(agent_name="external")
 
     assert trajectory.stop_reason is StopReason.ANSWERED
