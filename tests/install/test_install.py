@@ -28,6 +28,7 @@ MODULES = {
     "service": ["trackway.serving"],
     "serve": ["ray.serve", "trackway.deploy.http_proxy"],
     "deploy": ["ray.serve", "trackway.deploy.runs.plot", "trackway.traces.page"],
+    "console": ["duckdb", "trackway.console.app"],
     "mlflow": ["mlflow.tracking", "trackway.traces.mlflow_store"],
     "weave": ["weave", "trackway.traces.weave_store"],
     "wandb": ["wandb"],
@@ -43,7 +44,7 @@ ALONE = sorted(SERVICES | MODULES.keys())
 DATA = [
     f"trackway/deploy/bundled/{name}" for name in ("cpu.yaml", "tiny/model.safetensors", "tiny/chat_template.jinja")
 ]
-DATA += ["trackway/traces/compare.html.j2"]
+DATA += ["trackway/traces/compare.html.j2", "trackway/console/page/index.html", "trackway/console/page/views/run.js"]
 DATA += [f"trackway/trainer/config/presets/{name}.yaml" for name in ("default", "ppo_trainer", "tiny_demo")]
 
 

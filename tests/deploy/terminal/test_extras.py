@@ -28,6 +28,7 @@ def trackway(code: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[s
     ("module", "words", "extra"),
     [
         ("fastapi", ["up"], "cpu"),
+        ("duckdb", ["console", "--port", "0"], "console"),
         ("hydra", ["demo"], "cpu"),
         ("hydra", ["config", "explain"], "trainer"),
         ("uvicorn", ["serve", "--port", "0", "tools"], "tools"),

@@ -142,6 +142,8 @@ def _print_summary(summary: "Summary", deployment: "Deployment", run: str) -> No
     if curve.exists():
         stdout.print(f"reward curve   {curve}", soft_wrap=True)
     stdout.print(f"run            {run}", soft_wrap=True)
+    if not deployment.attached:
+        stdout.print(f"console        trackway console --outputs {outputs}", soft_wrap=True)
     stdout.print(f"summary        {outputs / 'summary.json'}", soft_wrap=True)
     if where:
         stdout.print(f"traces         {where}   then filter by Tag: step = 1", soft_wrap=True)

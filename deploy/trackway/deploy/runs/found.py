@@ -10,8 +10,7 @@ from trackway.clients.trainer import TrainerClient
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.running import find_running
 from trackway.system.user_error import UserError
-from trackway.trainer.run_state.folder import RunFolder
-from trackway.wire.names import RESERVED_NAMES
+from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
 from trackway.wire.trainer import MetricsRow, RunInfo
 
 REWARD = "critic/score/mean"
@@ -46,8 +45,7 @@ class FoundRun:
 
 def find_runs(outputs: Path) -> list[FoundRun]:
     """The runs of the folder, and of the outputs folders directly in it (`outputs/demo`), the newest first."""
-    inner = (folder for folder in _subfolders(outputs) if not RunFolder(folder).exists)
-    found = [found_run for folder in (outputs, *inner) for found_run in _runs_of(folder)]
+    found = [found_run for folder in outputs_folders(outputs) for found_run in _runs_of(folder)]
     return sorted(found, key=_changed, reverse=True)
 
 
@@ -92,14 +90,8 @@ def _runs_of(outputs: Path) -> Iterator[FoundRun]:
     if deployment is not None:
         infos = run(TrainerClient(deployment.url("trainer")).runs())
     else:
-        infos = [RunFolder(folder).info() for folder in _subfolders(outputs) if RunFolder(folder).exists]
+        infos = [folder.info() for folder in run_folders(outputs)]
     yield from (FoundRun(info, outputs, deployment) for info in infos)
-
-
-def _subfolders(outputs: Path) -> list[Path]:
-    if not outputs.is_dir():
-        return []
-    return sorted(path for path in outputs.iterdir() if path.is_dir() and path.name not in RESERVED_NAMES)
 
 
 def _changed(found: FoundRun) -> float:

@@ -6,7 +6,7 @@ from typing import get_args
 
 from trackway.wire.health import ServiceName
 
-_EXTRAS = {"config": "trainer", "data": "trainer", "traces": "trainer", "ui": "mlflow"}
+_EXTRAS = {"config": "trainer", "console": "console", "data": "trainer", "traces": "trainer", "ui": "mlflow"}
 """Extras of commands that need less than all services."""
 _ALL = "cpu"
 

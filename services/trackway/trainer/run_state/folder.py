@@ -33,6 +33,7 @@ from trackway.trainer.run_state.ownership import Beat, Owner
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Wait
+from trackway.wire.names import RESERVED_NAMES
 from trackway.wire.trainer import ENDED, RUN_TRANSITIONS, MetricsRow, RunInfo, RunState
 
 if TYPE_CHECKING:
@@ -317,6 +318,22 @@ class RunFolder:
 
     def _replace(self, name: str, text: str) -> None:
         atomic_write(self.path / name, text, what=f"{name} of run {self.name!r}")
+
+
+def run_folders(outputs: Path) -> list[RunFolder]:
+    """The runs directly in an outputs folder, by name."""
+    return [RunFolder(folder) for folder in _subfolders(outputs) if RunFolder(folder).exists]
+
+
+def outputs_folders(outputs: Path) -> list[Path]:
+    """The outputs folder itself, and those directly in it, such as `outputs/demo`."""
+    return [outputs, *(folder for folder in _subfolders(outputs) if not RunFolder(folder).exists)]
+
+
+def _subfolders(outputs: Path) -> list[Path]:
+    if not outputs.is_dir():
+        return []
+    return sorted(path for path in outputs.iterdir() if path.is_dir() and path.name not in RESERVED_NAMES)
 
 
 def _aside(name: str) -> str:

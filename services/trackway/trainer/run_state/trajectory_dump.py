@@ -8,23 +8,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter
 
 from trackway.system import replacing, writing
-from trackway.wire.chat import Message
-from trackway.wire.errors import ErrorBody
-from trackway.wire.trajectory import Reward, Tags, Timings, TokenRow, Trajectory, Turn, WeightSpan
-
-_NESTED: dict[str, TypeAdapter] = {
-    "tags": TypeAdapter(Tags),
-    "prompt_messages": TypeAdapter(list[Message]),
-    "turns": TypeAdapter(list[Turn]),
-    "weight_versions": TypeAdapter(list[WeightSpan]),
-    "further_rows": TypeAdapter(list[TokenRow]),
-    "reward": TypeAdapter(Reward | None),
-    "timings": TypeAdapter(Timings),
-    "error": TypeAdapter(ErrorBody | None),
-}
+from trackway.trainer.run_state.trajectory_record import NESTED, from_record, to_record
+from trackway.wire.trajectory import Trajectory
 
 _SCHEMA = pa.schema(
     [
@@ -48,7 +35,7 @@ _SCHEMA = pa.schema(
         ("response_mask", pa.list_(pa.int64())),
         ("response_logprobs", pa.list_(pa.float64())),
         ("tool_rewards", pa.list_(pa.float64())),
-        *((name, pa.string()) for name in _NESTED),
+        *((name, pa.string()) for name in NESTED),
     ]
 )
 
@@ -56,13 +43,10 @@ _INDEX = _SCHEMA.get_field_index("sample_index")
 _WITH_TEXT_INDEX = _SCHEMA.set(_INDEX, pa.field("sample_index", pa.string()))
 """Schema of a file in which any row's index is text; all indices are then stored as text."""
 
-_VIEWS = {"step", "sample_index", "rollout_n", "score"}
-"""Columns that repeat a nested value so that it can be filtered on."""
-
 
 def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
     """Replace the file with these trajectories. Raises StorageError when it cannot be written."""
-    records = [_record(trajectory) for trajectory in trajectories]
+    records = [to_record(trajectory) for trajectory in trajectories]
     schema = _SCHEMA
     if any(isinstance(record["sample_index"], str) for record in records):
         records = [{**record, "sample_index": str(record["sample_index"])} for record in records]
@@ -76,18 +60,4 @@ def write_trajectories(path: Path, trajectories: Sequence[Trajectory]) -> None:
 
 def read_trajectories(path: Path) -> list[Trajectory]:
     """The trajectories of a file written by `write_trajectories`; columns that an older file lacks get defaults."""
-    return [_trajectory(record) for record in pq.read_table(path).to_pylist()]
-
-
-def _record(trajectory: Trajectory) -> dict[str, object]:
-    record: dict[str, object] = trajectory.model_dump(exclude=set(_NESTED))
-    nested = {name: adapter.dump_json(getattr(trajectory, name)).decode() for name, adapter in _NESTED.items()}
-    score = None if trajectory.reward is None else trajectory.reward.score
-    views = {name: getattr(trajectory.tags, name) for name in ("step", "sample_index", "rollout_n")}
-    return record | nested | views | {"score": score}
-
-
-def _trajectory(record: dict[str, str]) -> Trajectory:
-    nested = {name: adapter.validate_json(record[name]) for name, adapter in _NESTED.items() if name in record}
-    plain = {name: value for name, value in record.items() if name not in _NESTED and name not in _VIEWS}
-    return Trajectory.model_validate(plain | nested)
+    return [from_record(record) for record in pq.read_table(path).to_pylist()]

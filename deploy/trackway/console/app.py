@@ -1,0 +1,170 @@
+"""The console's application: JSON routes over run folders, and the page that shows them."""
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.responses import FileResponse
+from starlette.datastructures import MutableHeaders
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trackway.console.replies import (
+    Metrics,
+    RunPage,
+    RunSummaries,
+    SearchPage,
+    StepPage,
+    TokensPage,
+    TrajectoryAddress,
+    TrajectoryPage,
+)
+from trackway.console.runs import Runs, series
+from trackway.console.search import Query as SearchQuery
+from trackway.console.search import search
+from trackway.console.steps import MOST_ROLLOUTS, step_page
+from trackway.console.tokenizer import Tokenizers
+from trackway.console.trajectory import MOST_TOKENS, tokens_page, trajectory_page
+from trackway.console.trajectory_files import ParquetReader
+from trackway.serving import ServiceSettings, service_app
+from trackway.serving.auth import RawHeaders
+from trackway.serving.tokens import Caller
+
+PAGE = Path(__file__).parent / "page"
+"""HTML, CSS and ES modules, served as they are."""
+MOST_RUNS = 200
+MOST_METRICS = 40
+MOST_HITS = 200
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+
+RunKey = Annotated[str, Query(max_length=300, description="The run's folder below the outputs folder.")]
+Step = Annotated[int, Query(ge=0)]
+Validation = Annotated[bool, Query(description="Whether the rollouts are of the step's validation.")]
+Offset = Annotated[int, Query(ge=0)]
+
+
+def create_app(outputs: Path, settings: ServiceSettings | None = None) -> FastAPI:
+    """The console of an outputs folder. Its page is open to callers; the data needs a token if there are tokens."""
+    app = service_app("console", settings or ServiceSettings(), routers=[_routes(Runs(outputs))], guests=_page_visitor)
+    app.mount("/page", StaticFiles(directory=PAGE))
+    app.add_middleware(_PageHeaders)
+    return app
+
+
+def _routes(runs: Runs) -> APIRouter:
+    router = APIRouter(tags=["console"], generate_unique_id_function=lambda route: route.name)
+    reader, tokenizers = ParquetReader(), Tokenizers()
+
+    @router.get("/", include_in_schema=False)
+    async def index() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    @router.get("/api/runs", response_model=RunSummaries)
+    def list_runs(offset: Offset = 0, limit: Annotated[int, Query(ge=1, le=MOST_RUNS)] = 50) -> RunSummaries:
+        """The runs of the outputs folder and of the folders in it, the newest first."""
+        keys = [key for key, _ in runs.all()]
+        page = [runs.summary(key) for key in keys[offset : offset + limit]]
+        return RunSummaries(outputs=str(runs.outputs), total=len(keys), runs=page)
+
+    @router.get("/api/run", response_model=RunPage)
+    def run_page(request: Request, response: Response, run: RunKey) -> RunPage | Response:
+        """A run. With `If-None-Match` the reply is 304 until a file of the run changes."""
+        tag = f'"{runs.stamp(run)}-{runs.summary(run).alive}"'
+        headers = {"etag": tag, "cache-control": "no-cache"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        response.headers.update(headers)
+        return runs.page(run)
+
+    @router.get("/api/metrics", response_model=Metrics)
+    def metrics(run: RunKey, name: Annotated[list[str], Query(max_length=MOST_METRICS)]) -> Metrics:
+        """The values of metrics at each step that has them."""
+        rows = runs.rows(run)
+        return Metrics(series={metric: series(rows, metric) for metric in name})
+
+    @router.get("/api/step", response_model=StepPage)
+    def step_rollouts(
+        run: RunKey,
+        step: Step,
+        validation: Validation = False,
+        offset: Offset = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_ROLLOUTS)] = MOST_ROLLOUTS,
+    ) -> StepPage:
+        """The rollouts of a step, in the order of prompts and rollouts."""
+        return step_page(reader, runs.find(run), step, validation, offset, limit)
+
+    @router.get("/api/trajectory", response_model=TrajectoryPage)
+    def one_trajectory(
+        run: RunKey, step: Step, sample: str, rollout: int, validation: Validation = False
+    ) -> TrajectoryPage:
+        """A trajectory without its tokens."""
+        address = TrajectoryAddress(step=step, validation=validation, sample=sample, rollout=rollout)
+        return trajectory_page(reader, runs.find(run), address)
+
+    @router.get("/api/tokens", response_model=TokensPage)
+    def tokens(
+        run: RunKey,
+        step: Step,
+        sample: str,
+        rollout: int,
+        validation: Validation = False,
+        row: Annotated[int, Query(ge=0)] = 0,
+        offset: Offset = 0,
+        limit: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = MOST_TOKENS,
+    ) -> TokensPage:
+        """Tokens of a row of a trajectory, its prompt first."""
+        address = TrajectoryAddress(step=step, validation=validation, sample=sample, rollout=rollout)
+        return tokens_page(reader, runs.find(run), tokenizers, address, row, offset, limit)
+
+    @router.get("/api/search", response_model=SearchPage)
+    def found(
+        run: RunKey,
+        text: Annotated[str, Query(max_length=1000)] = "",
+        tool: str = "",
+        error: str = "",
+        stop_reason: str = "",
+        least: float | None = None,
+        most: float | None = None,
+        first_step: int | None = None,
+        last_step: int | None = None,
+        validation: bool | None = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_HITS)] = 50,
+        cursor: Annotated[str | None, Query(max_length=40)] = None,
+    ) -> SearchPage:
+        """Trajectories that match everything given, the newest step first; `cursor` gives the next page."""
+        query = SearchQuery(text, tool, error, stop_reason, least, most, first_step, last_step, validation)
+        return search(reader, runs.find(run), query, limit, cursor)
+
+    return router
+
+
+def _page_visitor(path: str, headers: RawHeaders) -> Caller | None:
+    """The page itself has no data of runs, and a browser sends no token for it."""
+    is_page = path == "/" or path.startswith("/page/")
+    return Caller("page", frozenset()) if is_page else None
+
+
+class _PageHeaders:
+    """Headers of the page's own files: no script but its own, nothing of another host, never a stale copy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or _page_visitor(scope["path"].removeprefix(scope.get("root_path", "")), ()) is None:
+            await self.app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["content-security-policy"] = _POLICY
+                headers["x-content-type-options"] = "nosniff"
+                headers["referrer-policy"] = "no-referrer"
+                headers["cache-control"] = "no-cache"
+            await send(message)
+
+        await self.app(scope, receive, with_headers)

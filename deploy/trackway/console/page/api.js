@@ -1,0 +1,60 @@
+// Requests of the page. Addresses are relative, so the console also works below a prefix.
+
+const TOKEN = "trackway-token";
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** A reply of the console. Raises ApiError with the server's message, also when there is no answer. */
+export async function get(path, parameters = {}, { signal, tag } = {}) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    if (value === undefined || value === null || value === "") continue;
+    for (const part of Array.isArray(value) ? value : [value]) query.append(name, part);
+  }
+  const headers = tag ? { "if-none-match": tag } : {};
+  const token = sessionStorage.getItem(TOKEN);
+  if (token) headers.authorization = `Bearer ${token}`;
+  let response;
+  try {
+    response = await fetch(`api/${path}?${query}`, { signal, headers, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The console does not answer; start it again with `trackway console`, then reload this page.");
+  }
+  if (response.status === 304) return { unchanged: true, tag };
+  const body = await response.json().catch(() => null);
+  if (!response.ok) throw new ApiError(response.status, body?.error?.message ?? `The console answered ${response.status}.`);
+  return { body, tag: response.headers.get("etag") };
+}
+
+export const keepToken = (token) => sessionStorage.setItem(TOKEN, token);
+
+const SHORT = { validation: "val" };
+
+/** The page's address of a view: link("step", {run, step}) is "#/step?run=...&step=...". */
+export function link(view, parameters = {}) {
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(parameters)) {
+    if (value === undefined || value === null || value === "" || value === false) continue;
+    query.append(SHORT[name] ?? name, value === true ? 1 : value);
+  }
+  const text = query.toString();
+  return `#/${view}${text ? `?${text}` : ""}`;
+}
+
+/** The view and the parameters of an address. */
+export function route(hash) {
+  const [view, query] = hash.replace(/^#\/?/, "").split("?");
+  return { view: view || "runs", parameters: Object.fromEntries(new URLSearchParams(query ?? "")) };
+}
+
+/** Query of a trajectory at the server, from an address of the page. */
+export const addressed = ({ run, step, val, sample, rollout }) => ({ run, step, validation: val ? true : undefined, sample, rollout });
+
+export const trajectoryLink = (view, run, address) =>
+  link(view, { run, step: address.step, validation: address.validation, sample: address.sample, rollout: address.rollout });

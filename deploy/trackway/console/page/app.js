@@ -1,0 +1,129 @@
+// The page's frame: the address chooses the view, and a view may follow the run.
+
+import { ApiError, get, keepToken, link, route, trajectoryLink } from "./api.js";
+import { h, hideTip, visible } from "./dom.js";
+
+const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search"];
+const POLL_MS = 2000;
+
+const main = document.getElementById("main");
+const progress = document.getElementById("progress");
+let open = null;
+
+class Visit {
+  /** What a view gets: its parameters, requests that end with it, and keys and polls that live as long as it. */
+  constructor(parameters) {
+    this.parameters = parameters;
+    this.keys = {};
+    this.controller = new AbortController();
+    this.timers = [];
+  }
+
+  get signal() {
+    return this.controller.signal;
+  }
+
+  async get(path, parameters, options) {
+    return (await get(path, parameters, { signal: this.signal, ...options })).body;
+  }
+
+  /** Calls `changed(body)` when the reply changes, until the visit ends; nothing is asked while the page is hidden. */
+  follow(path, parameters, tag, changed) {
+    const poll = async () => {
+      if (this.signal.aborted) return;
+      try {
+        if (!document.hidden) {
+          const reply = await get(path, parameters, { signal: this.signal, tag });
+          if (!reply.unchanged) {
+            tag = reply.tag;
+            await changed(reply.body);
+          }
+          document.body.classList.remove("offline");
+        }
+      } catch (error) {
+        if (this.signal.aborted) return;
+        document.body.classList.add("offline");
+      }
+      if (!this.signal.aborted) this.timers.push(setTimeout(poll, POLL_MS));
+    };
+    this.timers.push(setTimeout(poll, POLL_MS));
+  }
+
+  end() {
+    this.controller.abort();
+    this.timers.forEach(clearTimeout);
+  }
+}
+
+async function show() {
+  const { view, parameters } = route(location.hash);
+  const before = open;
+  const visit = (open = new Visit(parameters));
+  before?.end();
+  hideTip();
+  const late = setTimeout(() => (progress.hidden = false), 250);
+  let content;
+  try {
+    if (!VIEWS.includes(view)) throw new ApiError(404, `There is no view ${view}; start from the list of runs.`);
+    const module = await import(`./views/${view}.js`);
+    content = await module.default(visit);
+  } catch (error) {
+    if (visit.signal.aborted) return;
+    content = problem(error, parameters);
+  } finally {
+    clearTimeout(late);
+    if (visit === open) progress.hidden = true;
+  }
+  if (visit !== open) return;
+  frame(view, parameters);
+  const same = before && main.dataset.view === view;
+  main.dataset.view = view;
+  main.replaceChildren(...[content].flat().filter(Boolean));
+  if (!same) scrollTo(0, 0);
+  main.querySelector("[data-focus]")?.focus({ preventScroll: true });
+  main.dataset.ready = location.hash;
+}
+
+function frame(view, parameters) {
+  const { run, step, val, sample, rollout } = parameters;
+  const name = (text, href) => (href ? h("a", { href }, visible(text)) : h("span", { "aria-current": "page" }, visible(text)));
+  const crumbs = [["Runs", link("runs")]];
+  if (run) crumbs.push([run, link("run", { run })]);
+  if (step !== undefined) crumbs.push([val ? `validation ${step}` : `step ${step}`, link("step", { run, step, val })]);
+  if (sample !== undefined && rollout !== undefined) crumbs.push([`${sample} · ${rollout}`, trajectoryLink("trajectory", run, { step, validation: val, sample, rollout })]);
+  if (["tokens", "search"].includes(view)) crumbs.push([view, null]);
+  crumbs.at(-1)[1] = null;
+  document.getElementById("crumbs").replaceChildren(...crumbs.map(([text, href]) => name(text, href)));
+  const tools = run ? [["Search", "search"]] : [];
+  document.getElementById("tools").replaceChildren(...tools.map(([text, target]) =>
+    h("a", { href: link(target, { run }), "aria-current": target === view ? "page" : null }, text)));
+  document.title = `${crumbs.slice(1).map(([text]) => text).join(" · ") || "Runs"} – Trackway`;
+}
+
+function problem(error, parameters) {
+  if (!(error instanceof ApiError)) console.error(error);
+  if (error.status === 401) return signIn(error.message);
+  const back = parameters.run ? link("run", { run: parameters.run }) : link("runs");
+  return h("div", { class: "problem", role: "alert" },
+    h("h1", {}, error.status === 404 ? "Not found" : "This could not be shown"),
+    h("p", {}, visible(error.message)),
+    h("p", {}, h("a", { href: back }, parameters.run ? "Open the run" : "Open the list of runs"), " · ",
+      h("button", { type: "button", class: "plain", onclick: show }, "Try again")));
+}
+
+function signIn(message) {
+  const field = h("input", { type: "password", name: "token", autocomplete: "off", required: true, "aria-label": "Token", "data-focus": true });
+  return h("form", { class: "problem", onsubmit: (event) => { event.preventDefault(); keepToken(field.value); show(); } },
+    h("h1", {}, "This console asks for a token"), h("p", {}, visible(message)),
+    h("p", { class: "row" }, field, h("button", {}, "Open")), h("p", { class: "dim" }, "It is kept until this tab is closed."));
+}
+
+document.addEventListener("keydown", (event) => {
+  if (event.altKey || event.ctrlKey || event.metaKey || event.target.closest?.("input, select, textarea")) return;
+  const action = open?.keys[event.key];
+  if (!action) return;
+  event.preventDefault();
+  action();
+});
+addEventListener("hashchange", show);
+show();

@@ -1,0 +1,78 @@
+// Parts that several views show.
+
+import { link, trajectoryLink } from "../api.js";
+import { h, number, tip, visible } from "../dom.js";
+
+const ENDED = ["finished", "failed", "stopped", "unreadable"];
+export const isLive = (summary) => !ENDED.includes(summary.state) && summary.alive !== false;
+
+/** The run's state, which says in words when its process is gone. */
+export function stateChip(summary) {
+  const gone = summary.alive === false;
+  const kind = gone || ["failed", "unreadable"].includes(summary.state) ? "bad" : summary.state === "finished" ? "good" : isLive(summary) ? "live" : "";
+  return h("span", { class: `chip ${kind}` }, isLive(summary) && h("i", { class: "pulse" }), gone ? `${summary.state} · its process is gone` : summary.state);
+}
+
+/** Least and greatest score of a colour scale: 0 to 1 where the scores fit into it. */
+export function range(scores) {
+  const known = scores.filter((score) => score !== null);
+  const least = Math.min(...known, 0);
+  const most = Math.max(...known, 0);
+  return least >= 0 && most <= 1 ? [0, 1] : [least, most];
+}
+
+/** Colour of a score as a share of the scale, and its text as the second sign. */
+export function scored(score, [least, most]) {
+  if (score === null) return { class: "none", share: "0%" };
+  return { class: "", share: `${Math.round(((score - least) / (most - least || 1)) * 100)}%` };
+}
+
+/** A small cell of one rollout, which opens it. */
+export function cell(run, address, { score, error, stop = "", title, text, current }, scale) {
+  const { class: kind, share } = scored(score, scale);
+  const shown = text ?? (error ? "!" : score === null ? "?" : short(score));
+  return tip(h("a", {
+    class: `cell ${kind} ${error ? "error" : ""} ${current ? "current" : ""}`, href: trajectoryLink("trajectory", run, address),
+    style: { "--share": share }, "aria-label": title, "aria-current": current ? "true" : null, "data-stop": stop,
+  }, shown), title);
+}
+
+export const short = (score) => (Number.isInteger(score) ? String(score) : score.toFixed(Math.abs(score) < 10 ? 2 : 0).replace(/^(-?)0\./, "$1."));
+
+export const scoreChip = (score, scale = [0, 1]) =>
+  h("span", { class: `score ${scored(score, scale).class}`, style: { "--share": scored(score, scale).share } }, score === null ? "no reward" : `reward ${number(score)}`);
+
+/** A list of names and values. */
+export const facts = (rows) => h("dl", { class: "facts" }, rows.filter((row) => row && row[1] !== null && row[1] !== undefined).map(([name, value]) =>
+  [h("dt", {}, name), h("dd", {}, typeof value === "string" ? visible(value) : value)]));
+
+/** A link that leaves for MLflow. */
+export const outside = (href, text) => h("a", { class: "button", href, target: "_blank", rel: "noreferrer noopener" }, text, h("span", { "aria-hidden": "true" }, " ↗"));
+
+/** A command to copy. */
+export function command(text) {
+  const button = h("button", { type: "button", class: "plain", onclick: async () => {
+    await navigator.clipboard?.writeText(text);
+    button.textContent = "copied";
+    setTimeout(() => (button.textContent = "copy"), 1500);
+  } }, "copy");
+  return h("span", { class: "command" }, h("code", {}, text), button);
+}
+
+/** Links to the step before and after. */
+export function stepLinks(run, files, step, validation) {
+  const same = files.filter((file) => file.validation === validation).map((file) => file.step);
+  const before = same.filter((other) => other < step).at(-1);
+  const after = same.find((other) => other > step);
+  const to = (other) => (other === undefined ? null : link("step", { run, step: other, val: validation }));
+  return { before: to(before), after: to(after) };
+}
+
+/** Buttons for the one before and the one after, which the arrow keys press too. */
+export function pager(visit, before, after, words) {
+  visit.keys.ArrowLeft = () => before && (location.hash = before);
+  visit.keys.ArrowRight = () => after && (location.hash = after);
+  const button = (href, text, label) =>
+    h("a", { class: `button ${href ? "" : "off"}`, href, "aria-disabled": href ? null : "true", title: label }, text);
+  return h("span", { class: "pager" }, button(before, "←", `previous ${words}, key ←`), button(after, "→", `next ${words}, key →`));
+}

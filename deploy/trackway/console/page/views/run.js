@@ -1,0 +1,158 @@
+// One run: where it stands, any metric, what each step's time went to, and why it waits. Follows a live run.
+
+import { get, link } from "../api.js";
+import { bar, legend, lines, stacked } from "../charts.js";
+import { empty, h, mean, number, panel, plural, roving, seconds, tip, visible } from "../dom.js";
+import { command, facts, isLive, outside, scored, stateChip, range } from "./parts.js";
+
+const SHOWN = ["actor/entropy", "actor/grad_norm", "response_length/mean", "timing_s/step"];
+const MOST_CHOSEN = 8;
+const MOST_STEPS = 400;
+const STATES = { used: "good", running: "live", finished: "ready", submitted: "", cancelled: "idle" };
+
+export default async function run(visit) {
+  const { run: key } = visit.parameters;
+  const first = await get("run", { run: key }, { signal: visit.signal });
+  const root = h("div", { class: "stack" });
+  let metrics = (visit.parameters.metrics ?? "").split(",").filter(Boolean).slice(0, MOST_CHOSEN);
+  let page = first.body;
+
+  const draw = async () => {
+    const phases = phaseNames(page.metrics);
+    const chosen = metrics.length ? metrics : SHOWN.filter((name) => name in page.metrics);
+    const names = [...new Set([...chosen, ...phases, "timing_s/step", "fully_async/trainer/idle_ratio"])];
+    const { series } = await visit.get("metrics", { run: key, name: names });
+    const focused = document.activeElement?.id;
+    root.replaceChildren(...[
+      head(page), waits(page), cards(page, series),
+      h("div", { class: "two" },
+        panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
+          lines({ series: [{ name: "reward", ...page.summary.reward }, { name: "accuracy", ...page.summary.accuracy, points: true }], pick: opens(key, page) })),
+        timePanel(page, series, phases, key)),
+      stepsPanel(page, key),
+      metricsPanel(page, series, chosen, key, (next) => {
+        metrics = next;
+        history.replaceState(null, "", link("run", { run: key, metrics: next.join(",") }));
+        draw();
+      }),
+      account(page),
+    ].filter(Boolean));
+    if (focused) document.getElementById(focused)?.focus();
+  };
+  await draw();
+  visit.follow("run", { run: key }, first.tag, async (body) => {
+    page = body;
+    await draw();
+  });
+  return root;
+}
+
+function head({ summary, folder, mlflow }) {
+  const done = summary.total_steps ? summary.step / summary.total_steps : 0;
+  return h("div", {},
+    h("div", { class: "title" }, h("h1", {}, visible(summary.key)), stateChip(summary),
+      h("span", { class: "offline-note chip bad" }, "no answer from the console; trying again"),
+      h("span", { class: "spacer" }), mlflow && outside(mlflow, "Traces in MLflow")),
+    h("div", { class: "meter", role: "progressbar", "aria-valuenow": summary.step, "aria-valuemax": summary.total_steps, "aria-label": "Steps" }, h("i", { style: { width: `${Math.min(100, done * 100)}%` } })),
+    h("p", { class: "dim" }, `step ${number(summary.step)} of ${number(summary.total_steps)}`,
+      summary.restarts > 0 && ` · ${plural(summary.restarts, "restart")}`, " · ", h("code", {}, visible(folder))),
+    summary.message && h("p", { class: summary.state === "failed" || summary.state === "unreadable" ? "note bad" : "note" }, visible(summary.message)),
+    summary.alive === false && h("p", { class: "note bad" }, "Its process is gone and wrote no end. Its log, and how to go on: ",
+      command(`trackway runs logs ${summary.name}`), " ", command(`trackway train --resume ${summary.name}`)));
+}
+
+function waits({ waits: list, summary }) {
+  if (!isLive(summary) || !list.length) return null;
+  const item = (wait) => h("li", {}, h("b", {}, visible(wait.who)), " waits for ", h("b", {}, visible(wait.waits_for)),
+    h("span", { class: "dim" }, ` · ${seconds((Date.now() - wait.since) / 1000)}`, wait.until && ` of at most ${seconds((wait.until - wait.since) / 1000)}`),
+    wait.progress && h("div", {}, visible(wait.progress)), wait.because.length > 0 && h("ul", {}, wait.because.map(item)));
+  return panel("Why it waits", { class: "warn" }, h("ul", { class: "waits" }, list.map(item)));
+}
+
+function cards({ summary, metrics }, series) {
+  const last = (values) => values.filter((value) => value !== null).at(-1);
+  const accuracy = summary.accuracy.values.filter((value) => value !== null);
+  const card = (name, value, note, kind = "") => h("div", { class: `card ${kind}` }, h("span", {}, name), h("b", {}, value), h("small", {}, note ?? ""));
+  return h("div", { class: "cards" },
+    card("mean reward", number(last(summary.reward.values)), `step 1: ${number(summary.reward.values[0])}`),
+    card("accuracy", number(last(accuracy)), accuracy.length > 1 ? `before: ${number(accuracy[0])}` : "not measured yet"),
+    card("a step takes", seconds(mean(series["timing_s/step"]?.values ?? [])), `${seconds(summary.seconds)} so far`),
+    card("tokens per second", number(metrics["perf/throughput"] ?? null), "trained and prompt tokens"),
+    card("staleness", number(metrics["training/off_policy/trajectory_staleness/mean"] ?? null), "weight versions, mean"),
+    card("failed", number(summary.failed), "trajectories with an error", summary.failed ? "bad" : ""));
+}
+
+const opens = (key, page) => (step) => {
+  const file = page.files.find((other) => other.step === step && !other.validation) ?? page.files.find((other) => other.step === step);
+  if (file) location.hash = link("step", { run: key, step, val: file.validation });
+};
+
+const phaseNames = (metrics) => Object.keys(metrics).filter((name) => /^timing_s\/[^/]+$/.test(name) && name !== "timing_s/step");
+
+/** Seconds of each phase, and what no phase accounts for. Phases that overlap are as long together as they are. */
+function timePanel(page, series, phases, key) {
+  const steps = series["timing_s/step"]?.steps ?? [];
+  const names = phases.map((name) => name.replace("timing_s/", ""));
+  const at = (name, step) => {
+    const line = series[name];
+    const index = line?.steps.indexOf(step) ?? -1;
+    return index < 0 ? 0 : line.values[index] ?? 0;
+  };
+  let overlaps = false;
+  const rows = steps.slice(-MOST_STEPS).map((step) => {
+    const parts = Object.fromEntries(phases.map((name, index) => [names[index], at(name, step)]));
+    const sum = Object.values(parts).reduce((total, value) => total + value, 0);
+    const whole = at("timing_s/step", step);
+    overlaps ||= sum > whole * 1.02;
+    return { step, parts: { ...parts, other: Math.max(0, whole - sum) } };
+  });
+  if (!rows.length) return panel("Seconds of each step", {}, empty("No step has ended yet.", "Its phases appear here after the first step."));
+  const stack = [...names, "other"].filter((name) => rows.some((row) => row.parts[name] > 0));
+  return panel("Seconds of each step", { aside: legend(stack.map((name, index) => ({ name, kind: `p${index}` }))) },
+    stacked({ rows, names: stack, unit: seconds, pick: opens(key, page) }),
+    overlaps && h("p", { class: "dim small" }, "Phases of this run overlap: a column can be longer than its step."));
+}
+
+function stepsPanel(page, key) {
+  if (!page.files.length) return panel("Steps", {}, empty("No trajectories are written yet.", "They appear after the first step, or after the first validation."));
+  const reward = new Map(page.summary.reward.steps.map((step, index) => [step, page.summary.reward.values[index]]));
+  const accuracy = new Map(page.summary.accuracy.steps.map((step, index) => [step, page.summary.accuracy.values[index]]));
+  const scale = range([...reward.values()]);
+  const link_ = (file) => {
+    const score = (file.validation ? accuracy : reward).get(file.step) ?? null;
+    const words = `${file.validation ? "validation after " : ""}step ${file.step}${score === null ? "" : `, ${file.validation ? "accuracy" : "mean reward"} ${number(score)}`}`;
+    return tip(h("a", { class: `cell wide ${scored(score, scale).class} ${file.validation ? "validation" : ""}`, style: { "--share": scored(score, scale).share }, href: link("step", { run: key, step: file.step, val: file.validation }), "aria-label": words }, `${file.validation ? "v" : ""}${file.step}`), words);
+  };
+  return panel("Steps", { aside: h("span", { class: "dim small" }, "coloured by mean reward; v: validation") },
+    roving(h("div", { class: "cells steps" }, page.files.map(link_)), "a.cell"));
+}
+
+function metricsPanel(page, series, chosen, key, choose) {
+  const field = h("input", { id: "metric", list: "metrics", placeholder: "add a metric: actor/…, timing_s/…", "aria-label": "Add a metric", autocomplete: "off" });
+  const add = (event) => {
+    event.preventDefault();
+    const name = field.value.trim();
+    if (name in page.metrics && !chosen.includes(name)) choose([...chosen, name].slice(-MOST_CHOSEN));
+  };
+  field.addEventListener("change", add);
+  return panel("Metrics", { aside: h("form", { onsubmit: add }, field, h("datalist", { id: "metrics" }, Object.keys(page.metrics).map((name) => h("option", { value: name })))) },
+    h("div", { class: "small-charts" }, chosen.map((name) => h("figure", {},
+      h("figcaption", {}, h("span", { class: "clip", title: name }, visible(name)), h("b", {}, number(page.metrics[name])),
+        h("button", { type: "button", class: "plain", "aria-label": `remove ${name}`, onclick: () => choose(chosen.filter((other) => other !== name)) }, "×")),
+      lines({ series: [{ name, ...(series[name] ?? { steps: [], values: [] }) }], height: 120, pick: opens(key, page) })))));
+}
+
+function account({ rollouts, traces, tracking }) {
+  const states = Object.entries(rollouts).filter(([name, count]) => name !== "submitted" && count > 0);
+  if (!states.length) return null;
+  const parts = states.map(([name, value]) => ({ name: name.replaceAll("_", " "), value, kind: STATES[name] ?? "bad" }));
+  return h("div", { class: "two" },
+    panel("Rollouts", { aside: h("span", { class: "dim small" }, `${number(rollouts.submitted ?? 0)} submitted`) }, bar(parts),
+      legend(parts.map((part) => ({ name: part.name, kind: part.kind, value: number(part.value) })))),
+    panel("Traces and trackers", {}, facts([
+      ["traced", traces ? plural(traces.trajectories, "trajectory").replace("trajectorys", "trajectories") : "not traced"],
+      traces && ["spans lost", number(traces.spans_dropped + traces.spans_refused)],
+      traces && ["spans waiting", number(traces.spans_waiting)],
+      ...tracking.map((backend) => [backend.backend, `${number(backend.rows_waiting + backend.feedback_waiting)} waiting, ${number(backend.metrics_lost + backend.feedback_lost)} lost${backend.waits_for ? `: ${backend.waits_for}` : ""}`]),
+    ])));
+}

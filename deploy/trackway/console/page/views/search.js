@@ -1,0 +1,98 @@
+// Search over the trajectories of a run, the newest step first; hits appear as they come.
+
+import { link, trajectoryLink } from "../api.js";
+import { empty, h, number, panel, plural, roving, visible } from "../dom.js";
+import { scoreChip } from "./parts.js";
+
+const FIELDS = ["text", "tool", "error", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
+const ENOUGH = 50;
+
+export default async function search(visit) {
+  const { run } = visit.parameters;
+  const about = await visit.get("run", { run });
+  const asked = Object.fromEntries(FIELDS.filter((name) => visit.parameters[name]).map((name) => [name, visit.parameters[name]]));
+  const results = h("div", { class: "stack" });
+  const page = h("div", { class: "stack" }, h("div", { class: "title" }, h("h1", {}, "Search"), h("span", { class: "dim" }, `${plural(about.files.length, "file")} of trajectories`)), form(run, asked, about.metrics), results);
+  if (Object.keys(asked).length) read(visit, asked, results);
+  else results.append(empty("Give a text, a tool, an error or a range of rewards.", "All that is given must fit; the newest step comes first."));
+  return page;
+}
+
+function form(run, asked, metrics) {
+  const tools = [...new Set(Object.keys(metrics).map((name) => name.match(/^tools\/(.+)\/calls$/)?.[1]).filter(Boolean))];
+  const field = (name, label, attributes = {}) => h("label", {}, h("span", {}, label), h("input", { name, value: asked[name] ?? "", autocomplete: "off", ...attributes }));
+  const choice = (name, label, options) => h("label", {}, h("span", {}, label), h("select", { name }, options.map(([value, text]) => h("option", { value, selected: (asked[name] ?? "") === value }, text))));
+  return h("form", { class: "panel search", onsubmit: (event) => {
+    event.preventDefault();
+    const values = Object.fromEntries([...new FormData(event.target)].map(([name, value]) => [name, value.trim()]));
+    const target = link("search", { run, ...values });
+    if (target === location.hash) dispatchEvent(new Event("hashchange"));
+    else location.hash = target;
+  } },
+    field("text", "text", { type: "search", class: "wide", "data-focus": true, placeholder: "in messages, tool calls and errors" }),
+    choice("tool", "tool", [["", "any"], ...tools.map((tool) => [tool, tool])]),
+    field("error", "error code", { placeholder: "tool_timeout" }),
+    choice("stop_reason", "ended by", [["", "any"], ...["answered", "max_turns", "max_response", "bad_call", "error"].map((reason) => [reason, reason])]),
+    field("least", "reward from", { type: "number", step: "any" }), field("most", "to", { type: "number", step: "any" }),
+    field("first_step", "step from", { type: "number", min: 0 }), field("last_step", "to", { type: "number", min: 0 }),
+    choice("validation", "of", [["", "both"], ["false", "training"], ["true", "validation"]]),
+    h("button", { class: "primary" }, "Search"));
+}
+
+/** Asks page by page until there are enough hits, the end is reached or the search is cancelled. */
+async function read(visit, asked, results) {
+  const { run } = visit.parameters;
+  const list = h("tbody");
+  const state = h("span", { role: "status" });
+  const more = h("button", { type: "button", hidden: true, onclick: () => go() }, "More");
+  const stop = h("button", { type: "button", onclick: () => (stopped = true) }, "Cancel");
+  const table = h("div", { class: "panel flush scroll", hidden: true }, h("table", { class: "hits" },
+    h("thead", {}, h("tr", {}, ["step", "rollout", "reward", "ended by", "tools", "found"].map((name) => h("th", { scope: "col" }, name)))), list));
+  const damaged = h("div");
+  results.append(h("p", { class: "row" }, state, stop, more), damaged, table);
+  let cursor, hits = 0, files = 0, stopped = false;
+  const go = async () => {
+    stopped = false;
+    stop.hidden = false;
+    more.hidden = true;
+    const enough = hits + ENOUGH;
+    do {
+      state.textContent = `searching: ${plural(hits, "hit")} in ${plural(files, "file")} …`;
+      let page;
+      try {
+        page = await visit.get("search", { run, ...asked, limit: enough - hits, cursor });
+      } catch (error) {
+        if (visit.signal.aborted) return;
+        stop.hidden = true;
+        state.textContent = visible(error.message);
+        return;
+      }
+      list.append(...page.hits.map((hit) => row(run, hit, asked.text)));
+      roving(list, "a.open");
+      damaged.append(...page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message))));
+      hits += page.hits.length;
+      files += page.files;
+      cursor = page.cursor;
+      table.hidden = !hits;
+    } while (cursor && hits < enough && !stopped);
+    stop.hidden = true;
+    more.hidden = !cursor;
+    state.textContent = !hits && !cursor ? "Nothing fits. Give less, or a wider range." : `${plural(hits, "hit")}${cursor ? " so far" : ""} in ${plural(files, "file")}${stopped ? ", cancelled" : ""}`;
+  };
+  go();
+}
+
+function row(run, hit, text) {
+  const { address } = hit;
+  return h("tr", { class: "click", onclick: (event) => { if (!event.target.closest("a")) location.hash = trajectoryLink("trajectory", run, address); } },
+    h("td", {}, `${address.validation ? "v" : ""}${address.step}`),
+    h("td", { class: "nowrap" }, h("a", { class: "open strong", href: trajectoryLink("trajectory", run, address) }, visible(`${address.sample} · ${address.rollout}`))),
+    h("td", { class: "nowrap" }, scoreChip(hit.score)),
+    h("td", {}, hit.stop_reason, hit.error && h("div", { class: "bad-text" }, hit.error)),
+    h("td", {}, visible(hit.tools.join(", "))), h("td", { class: "found" }, marked(visible(hit.snippet), text)));
+}
+
+function marked(snippet, text) {
+  const at = text ? snippet.toLowerCase().indexOf(text.toLowerCase()) : -1;
+  return at < 0 ? snippet : [snippet.slice(0, at), h("mark", {}, snippet.slice(at, at + text.length)), snippet.slice(at + text.length)];
+}

@@ -1,0 +1,146 @@
+// The rollouts of a step: prompts by rollouts, and how their rewards are spread.
+
+import { link, trajectoryLink } from "../api.js";
+import { histogram } from "../charts.js";
+import { deviation, empty, h, mean, number, panel, plural, roving, seconds, visible } from "../dom.js";
+import { cell, pager, range, scoreChip, stepLinks } from "./parts.js";
+
+const BINS = 12;
+const SLOWEST = 6;
+const SORTS = { order: "as trained", low: "lowest mean first", high: "highest mean first", spread: "widest spread first" };
+const FILTERS = { "": "all", flat: "without variance", mixed: "with variance", failed: "with an error" };
+
+export default async function step(visit) {
+  const { run, val, sort = "order", show = "" } = visit.parameters;
+  const number_ = Number(visit.parameters.step);
+  const offset = Number(visit.parameters.offset ?? 0);
+  const [page, about] = await Promise.all([
+    visit.get("step", { run, step: number_, validation: val ? true : undefined, offset }),
+    visit.get("run", { run }),
+  ]);
+  const rollouts = page.score.map((score, i) => ({
+    score, sample: page.sample_index[i], rollout: page.rollout_n[i], stop: page.stop_reason[i], error: page.error[i],
+    turns: page.num_turns[i], tokens: page.tokens[i], seconds: page.seconds[i], incidents: page.incidents[i], traced: page.traced[i],
+    address: { step: page.step, validation: page.validation, sample: page.sample_index[i], rollout: page.rollout_n[i] },
+  }));
+  const bins = binned(rollouts.map((rollout) => rollout.score));
+  const bin = visit.parameters.bin === undefined ? null : Number(visit.parameters.bin);
+  const to = (changes) => link("step", { run, step: number_, val, sort, show, bin: visit.parameters.bin, offset: offset || null, ...changes });
+  const groups = grouped(rollouts, page.prompts);
+  const { before, after } = stepLinks(run, about.files, number_, page.validation);
+  const other = about.files.find((file) => file.step === number_ && file.validation !== page.validation);
+  const matches = (rollout) => bin === null || (rollout.score !== null && bins[bin]?.holds(rollout.score));
+  const shown = sorted(groups.filter((group) => keep(group, show) && group.rollouts.some(matches)), sort);
+  const scale = range(rollouts.map((rollout) => rollout.score));
+  const single = groups.length === rollouts.length;
+  return h("div", { class: "stack" },
+    h("div", { class: "title" }, h("h1", {}, page.validation ? `Validation after step ${page.step}` : `Step ${page.step}`),
+      scoreChip(mean(rollouts.map((rollout) => rollout.score)), scale), h("span", { class: "spacer" }),
+      other && h("a", { class: "button", href: link("step", { run, step: number_, val: !page.validation }) }, page.validation ? "its training" : "its validation"),
+      pager(visit, before, after, "step")),
+    h("div", { class: "step-top" },
+      panel("Rewards", { aside: bin !== null && h("a", { href: to({ bin: null }) }, "show all") },
+        bins.length ? histogram({ bins, chosen: bin, pick: (index) => (location.hash = to({ bin: index === bin ? null : index })) }) : empty("No rollout has a reward.", "See the errors in the grid.")),
+      panel("This step", {}, numbers(rollouts, groups, single)),
+      panel("Slowest rollouts", {}, slowest(run, rollouts))),
+    panel(single ? "Rollouts" : "Prompts by rollouts", { aside: controls(to, sort, show, single) },
+      shown.length ? grid(run, shown, matches, scale, single, page.prompts)
+        : empty("No rollout fits.", h("a", { href: to({ bin: null, show: "" }) }, "Show all rollouts of the step"))),
+    page.total > rollouts.length && h("p", { class: "row" },
+      offset > 0 && h("a", { class: "button", href: to({ offset: Math.max(0, offset - rollouts.length), bin: null }) }, "← earlier"),
+      h("span", { class: "dim" }, `rollouts ${offset + 1} to ${offset + rollouts.length} of ${number(page.total)}`),
+      offset + rollouts.length < page.total && h("a", { class: "button", href: to({ offset: offset + rollouts.length, bin: null }) }, "later →")));
+}
+
+/** Bins of equal width; one for each value where there are few. */
+export function binned(scores) {
+  const known = scores.filter((score) => score !== null);
+  if (!known.length) return [];
+  const values = [...new Set(known)].sort((a, b) => a - b);
+  if (values.length <= 6)
+    return values.map((value) => ({ from: value, to: value, count: known.filter((score) => score === value).length, holds: (score) => score === value }));
+  const [least, most] = [values[0], values.at(-1)];
+  const width = (most - least) / BINS;
+  const index = (score) => Math.min(BINS - 1, Math.floor((score - least) / width));
+  const counts = Array(BINS).fill(0);
+  known.forEach((score) => (counts[index(score)] += 1));
+  return counts.map((count, i) => ({ from: least + i * width, to: least + (i + 1) * width, count, holds: (score) => index(score) === i }));
+}
+
+/** Rollouts by prompt, in the order of their first one. */
+export function grouped(rollouts, prompts) {
+  const groups = new Map();
+  for (const rollout of rollouts) {
+    if (!groups.has(rollout.sample)) groups.set(rollout.sample, { sample: rollout.sample, prompt: prompts[rollout.sample] ?? "", rollouts: [] });
+    groups.get(rollout.sample).rollouts.push(rollout);
+  }
+  return [...groups.values()].map((group) => {
+    const scores = group.rollouts.map((rollout) => rollout.score);
+    return { ...group, mean: mean(scores), spread: deviation(scores), failed: group.rollouts.filter((rollout) => rollout.error).length };
+  });
+}
+
+const keep = (group, show) =>
+  show === "flat" ? group.spread === 0 && group.rollouts.length > 1 : show === "mixed" ? group.spread > 0 : show === "failed" ? group.failed > 0 : true;
+
+function sorted(groups, by) {
+  const last = (value) => value ?? Infinity;
+  if (by === "low") return [...groups].sort((a, b) => last(a.mean) - last(b.mean));
+  if (by === "high") return [...groups].sort((a, b) => last(b.mean === null ? null : -a.mean) - last(a.mean === null ? null : -b.mean) || b.mean - a.mean);
+  if (by === "spread") return [...groups].sort((a, b) => (b.spread ?? -1) - (a.spread ?? -1));
+  return groups;
+}
+
+function numbers(rollouts, groups, single) {
+  const flat = groups.filter((group) => group.spread === 0 && group.rollouts.length > 1);
+  const failed = rollouts.filter((rollout) => rollout.error);
+  const row = (name, value, kind) => h("div", { class: kind ?? null }, h("dt", {}, name), h("dd", {}, value));
+  return h("dl", { class: "numbers" },
+    row("rollouts", number(rollouts.length)),
+    !single && row("prompts", number(groups.length)),
+    !single && row("without variance", `${flat.length} of ${groups.length}`, flat.length > groups.length / 2 ? "warn-text" : null),
+    row("errors", number(failed.length), failed.length ? "bad-text" : null),
+    row("retried or recovered", number(rollouts.filter((rollout) => rollout.incidents).length)),
+    row("tokens, mean", number(mean(rollouts.map((rollout) => rollout.tokens)))),
+    row("time, mean", seconds(mean(rollouts.map((rollout) => rollout.seconds)))),
+    row("traced", number(rollouts.filter((rollout) => rollout.traced).length)));
+}
+
+function slowest(run, rollouts) {
+  const found = rollouts.filter((rollout) => rollout.seconds !== null).sort((a, b) => b.seconds - a.seconds).slice(0, SLOWEST);
+  if (!found.length) return empty("No times were recorded.");
+  const most = found[0].seconds || 1;
+  return h("ol", { class: "slowest" }, found.map((rollout) => h("li", {},
+    h("a", { href: trajectoryLink("trajectory", run, rollout.address) }, visible(`${rollout.sample} · ${rollout.rollout}`)),
+    h("span", { class: "track" }, h("i", { style: { width: `${(rollout.seconds / most) * 100}%` } })), h("b", {}, seconds(rollout.seconds)))));
+}
+
+function controls(to, sort, show, single) {
+  const select = (label, options, value, name) => h("select", { "aria-label": label, onchange: (event) => (location.hash = to({ [name]: event.target.value })) },
+    Object.entries(options).map(([key, text]) => h("option", { value: key, selected: key === value }, text)));
+  const filters = single ? { "": "all", failed: "with an error" } : FILTERS;
+  return h("span", { class: "row" }, select("Which prompts", filters, show, "show"), select("Order", SORTS, sort, "sort"));
+}
+
+function grid(run, groups, matches, scale, single, prompts) {
+  const one = (rollout) => {
+    const node = cell(run, rollout.address, { ...rollout, title: words(rollout, single ? prompts : {}) }, scale);
+    if (!matches(rollout)) node.classList.add("faded");
+    return node;
+  };
+  if (single) return roving(h("div", { class: "cells" }, groups.flatMap((group) => group.rollouts.map(one))), "a.cell");
+  return roving(h("div", { class: groups.length > 100 ? "groups many" : "groups" }, groups.map((group) => h("div", { class: `group ${group.spread === 0 ? "flat" : ""}` },
+    h("div", { class: "group-head" }, h("b", {}, visible(group.sample)), h("span", { class: "clip", title: group.prompt }, visible(group.prompt))),
+    h("div", { class: "cells" }, group.rollouts.map(one)),
+    h("div", { class: "group-foot" }, h("span", {}, `mean ${number(group.mean, 2)}`),
+      h("span", {}, group.spread === 0 ? "no variance" : group.spread === null ? "" : `± ${number(group.spread, 2)}`))))), "a.cell");
+}
+
+function words(rollout, prompts) {
+  const parts = [`sample ${rollout.sample}, rollout ${rollout.rollout}`, rollout.score === null ? "no reward" : `reward ${number(rollout.score)}`,
+    `${rollout.stop}${rollout.error ? `: ${rollout.error}` : ""}`, `${plural(rollout.tokens, "token")}, ${seconds(rollout.seconds)}`];
+  if (rollout.incidents) parts.push(plural(rollout.incidents, "incident"));
+  if (rollout.traced) parts.push("traced");
+  if (prompts[rollout.sample]) parts.push(visible(prompts[rollout.sample]));
+  return parts.join("\n");
+}

@@ -1,0 +1,113 @@
+// One trajectory: its conversation with tool calls, where its time went, and its reward.
+
+import { addressed, link, trajectoryLink } from "../api.js";
+import { h, number, panel, plural, seconds, tip, visible } from "../dom.js";
+import { cell, facts, outside, pager, range, scoreChip } from "./parts.js";
+
+export default async function trajectory(visit) {
+  const { run } = visit.parameters;
+  const page = await visit.get("trajectory", addressed(visit.parameters));
+  const to = (address) => address && trajectoryLink("trajectory", run, address);
+  const scale = range(page.group);
+  visit.keys.t = () => (location.hash = trajectoryLink("tokens", run, page.address));
+  return h("div", { class: "stack" },
+    h("div", { class: "title" },
+      h("h1", {}, visible(`${page.address.sample} · ${page.address.rollout}`)), scoreChip(page.reward?.score ?? null, scale),
+      h("span", { class: `chip ${page.error ? "bad" : ""}` }, page.stop_reason), page.incidents.map((incident) => h("span", { class: "chip warn" }, incident.replaceAll("_", " "))),
+      h("span", { class: "spacer" }),
+      page.trace ? outside(page.trace, "Trace") : page.trace_id && h("code", { class: "dim" }, page.trace_id),
+      h("a", { class: "button", href: trajectoryLink("tokens", run, page.address), title: "key t" }, "Tokens"),
+      pager(visit, to(page.previous), to(page.next), "rollout")),
+    page.group.length > 1 && h("div", { class: "cells strip" }, page.group.map((score, rollout) =>
+      cell(run, { ...page.address, rollout }, { score, title: `rollout ${rollout} of this prompt\n${score === null ? "no reward" : `reward ${number(score)}`}`, current: rollout === page.address.rollout }, scale))),
+    page.error && h("div", { class: "note bad" }, h("b", {}, page.error.code), " ", visible(page.error.message),
+      h("div", { class: "small" }, h("a", { href: link("search", { run, error: page.error.code }) }, "all trajectories with this error"))),
+    page.shortened && h("p", { class: "note" }, "A long text lost its middle here; the file has all of it."),
+    h("div", { class: "split" },
+      h("div", { class: "conversation" }, page.prompt_messages.map((message) => bubble(message)), page.turns.map((turn) => turnOf(turn)),
+        page.log && h("details", { class: "message" }, h("summary", {}, "log of the agent"), h("pre", {}, visible(page.log)))),
+      h("div", { class: "stack" }, swimlane(page), rewards(page), about(page, run))));
+}
+
+function bubble(message, kind = message.role) {
+  return h("article", { class: `message ${kind}` }, h("h3", {}, kind), message.content
+    ? h("pre", {}, visible(message.content)) : h("p", { class: "dim" }, "no text"));
+}
+
+function turnOf(turn) {
+  const assistant = turn.messages.filter((message) => message.role === "assistant");
+  const results = new Map(turn.messages.filter((message) => message.role === "tool").map((message) => [message.tool_call_id, message]));
+  const records = new Map(turn.calls.map((call) => [call.tool_call_id, call]));
+  const called = assistant.flatMap((message) => message.tool_calls ?? []);
+  const answered = new Set(called.map((call) => call.id));
+  const others = turn.messages.filter((message) => message.role !== "assistant" && !(message.role === "tool" && answered.has(message.tool_call_id)));
+  return h("article", { class: "message assistant" },
+    h("h3", {}, `assistant, turn ${turn.index + 1}`, h("span", { class: "dim" }, ` ${seconds(turn.generate_s)} · ${plural(turn.response_end - turn.response_start, "token")} · ${turn.finish_reason}`)),
+    assistant.map((message) => message.content && h("pre", {}, visible(message.content))),
+    called.map((call) => toolCard(call, records.get(call.id), results.get(call.id))),
+    others.map((message) => h("div", { class: "tool-card" }, h("div", { class: "tool-head" }, h("b", {}, visible(message.name ?? message.role))), h("pre", {}, visible(message.content)))));
+}
+
+function toolCard(call, record, result) {
+  return h("div", { class: `tool-card ${record?.error ? "error" : ""}` },
+    h("div", { class: "tool-head" }, h("b", {}, visible(call.function.name)),
+      record ? h("span", { class: "dim" }, seconds(record.seconds)) : h("span", { class: "chip warn" }, "not sent"),
+      record?.error && h("span", { class: "chip bad" }, record.error), record?.truncated && h("span", { class: "chip warn" }, "result cut"),
+      record?.reward ? h("span", { class: "chip" }, `tool reward ${number(record.reward)}`) : null),
+    h("pre", { class: "call" }, visible(pretty(call.function.arguments))),
+    result && h("div", { class: "result" }, h("span", { class: "dim" }, "result"), h("pre", {}, visible(result.content))));
+}
+
+/** JSON with line breaks where it is longer than a line. */
+function pretty(text) {
+  try {
+    const value = JSON.parse(text);
+    return text.length > 60 ? JSON.stringify(value, null, 2) : text;
+  } catch {
+    return text;
+  }
+}
+
+/** The turns in their order. The row has how long each part took, and not when it began: the rest of the total is last. */
+function swimlane(page) {
+  const { timings, turns } = page;
+  const parts = turns.flatMap((turn) => [
+    { lane: "generate", name: `turn ${turn.index + 1}`, value: turn.generate_s },
+    { lane: "tool", name: turn.calls.map((call) => call.tool).join(", ") || "tools", value: turn.tools_s },
+  ]);
+  parts.push({ lane: "reward", name: "score", value: timings.compute_score });
+  const known = parts.reduce((sum, part) => sum + part.value, 0);
+  const total = Math.max(timings.total, known);
+  if (!total) return panel("Time", {}, h("p", { class: "dim" }, "No times were recorded."));
+  parts.push({ lane: "queue", name: "queue, parsing and network", value: total - known });
+  let at = 0;
+  for (const part of parts) [part.at, at] = [at, at + part.value];
+  const lanes = ["generate", "tool", "reward", "queue"];
+  return panel("Time", { aside: h("b", {}, seconds(timings.total)) },
+    h("div", { class: "lanes" }, lanes.map((lane, index) => {
+      const own = parts.filter((part) => part.lane === lane && part.value > 0);
+      return [h("span", { class: "dim" }, lane), h("div", { class: "lane" }, own.map((part) =>
+        tip(h("i", { class: `p${index}`, tabindex: 0, "aria-label": `${part.name} ${seconds(part.value)}`, style: { left: `${(part.at / total) * 100}%`, width: `max(2px, ${(part.value / total) * 100}%)` } }), `${visible(part.name)}\n${seconds(part.value)}`))),
+      h("b", {}, seconds(own.reduce((sum, part) => sum + part.value, 0)))];
+    })));
+}
+
+function rewards({ reward, tool_rewards: tools }) {
+  if (!reward) return panel("Reward", {}, h("p", { class: "dim" }, "It was not scored."));
+  return panel("Reward", { aside: h("b", {}, number(reward.score, 4)) }, facts([
+    ...Object.entries(reward.components).map(([name, value]) => [visible(name), number(value, 4)]),
+    tools.length ? ["tool rewards", tools.map((value) => number(value)).join(", ")] : null,
+  ]));
+}
+
+function about(page, run) {
+  const versions = [...new Set(page.weight_versions.map((span) => span.version))];
+  return panel("About", {}, facts([
+    ["id", h("code", {}, visible(page.id))],
+    ["agent", page.agent_name], ["data source", page.data_source],
+    ["tokens", `${number(page.prompt_tokens)} prompt, ${number(page.response_tokens)} response, ${number(page.model_tokens)} trained`],
+    page.rows > 1 ? ["rows of tokens", number(page.rows)] : null,
+    ["weights", versions.length ? `version ${versions.join(", ")}` : "unknown"],
+    ["step", h("a", { href: link("step", { run, step: page.address.step, val: page.address.validation }) }, `${page.address.validation ? "validation after " : ""}step ${page.address.step}`)],
+  ]));
+}

@@ -1,0 +1,195 @@
+"""The JSON replies of the console's routes. Numbers that are not finite are null, which a chart leaves out."""
+
+from pydantic import Field
+
+from trackway.wire.base import WireReply
+from trackway.wire.chat import Message
+from trackway.wire.errors import ErrorBody
+from trackway.wire.health import Wait
+from trackway.wire.trainer import BackendSummary, RunState, TraceSummary
+from trackway.wire.trajectory import Reward, Timings, Turn, WeightSpan
+
+
+class Series(WireReply):
+    """The values of a metric."""
+
+    steps: list[int] = Field(default_factory=list[int])
+    values: list[float | None] = Field(default_factory=list[float | None])
+
+
+class RunSummary(WireReply):
+    """A run in the list of runs."""
+
+    key: str
+    """Its folder below the outputs folder, `demo/seed0`; names the run in every other route."""
+    name: str
+    state: RunState
+    alive: bool | None = None
+    """Whether its process runs; None for a run that has ended."""
+    step: int = 0
+    total_steps: int = 0
+    restarts: int = 0
+    message: str = ""
+    changed: int = 0
+    """When its state changed last, in milliseconds since 1970; 0 if unknown."""
+    reward: Series = Field(default_factory=Series)
+    """Mean reward of each step."""
+    accuracy: Series = Field(default_factory=Series)
+    """The first validation accuracy of the steps that validated."""
+    failed: int = 0
+    """Trajectories with an error, validation included."""
+    seconds: float | None = None
+    """Seconds of its steps so far; None if not recorded."""
+
+
+class RunSummaries(WireReply):
+    """A page of the runs, the newest first."""
+
+    outputs: str
+    total: int
+    runs: list[RunSummary]
+
+
+class TrajectoryFile(WireReply):
+    """A file of trajectories."""
+
+    step: int
+    validation: bool
+    bytes: int
+
+
+class RunPage(WireReply):
+    """A run, what it waits for, and which metrics and steps it has."""
+
+    summary: RunSummary
+    folder: str
+    waits: list[Wait] = Field(default_factory=list[Wait])
+    rollouts: dict[str, int] = Field(default_factory=dict)
+    """Rollouts by state."""
+    metrics: dict[str, float | None] = Field(default_factory=dict)
+    """The newest value of each metric."""
+    files: list[TrajectoryFile] = Field(default_factory=list[TrajectoryFile])
+    """In the order of the steps, validation after training."""
+    mlflow: str | None = None
+    """Its page of traces in MLflow."""
+    traces: TraceSummary | None = None
+    tracking: list[BackendSummary] = Field(default_factory=list[BackendSummary])
+
+
+class Metrics(WireReply):
+    """Metrics by name."""
+
+    series: dict[str, Series]
+
+
+class StepPage(WireReply):
+    """The rollouts of a step by column: item i of each list belongs to rollout i."""
+
+    step: int
+    validation: bool
+    total: int
+    """Rollouts of the step; the lists may hold fewer."""
+    offset: int
+    sample_index: list[str]
+    rollout_n: list[int]
+    score: list[float | None]
+    stop_reason: list[str | None]
+    error: list[str | None]
+    """Code of the error that ended the rollout."""
+    num_turns: list[int]
+    tokens: list[int]
+    """Tokens of the response."""
+    seconds: list[float | None]
+    incidents: list[int]
+    """Number of problems from which the rollout recovered."""
+    traced: list[bool]
+    prompts: dict[str, str]
+    """The beginning of the last user message, by sample index."""
+
+
+class TrajectoryAddress(WireReply):
+    """Names a trajectory of a run."""
+
+    step: int
+    validation: bool
+    sample: str
+    rollout: int
+
+
+class TrajectoryPage(WireReply):
+    """A trajectory without its tokens."""
+
+    id: str
+    address: TrajectoryAddress
+    previous: TrajectoryAddress | None
+    next: TrajectoryAddress | None
+    group: list[float | None]
+    """Scores of its group, in the order of rollout_n."""
+    agent_name: str
+    data_source: str
+    stop_reason: str
+    num_turns: int
+    prompt_messages: list[Message]
+    turns: list[Turn]
+    reward: Reward | None
+    tool_rewards: list[float]
+    timings: Timings
+    incidents: list[str]
+    weight_versions: list[WeightSpan]
+    error: ErrorBody | None
+    log: str
+    prompt_tokens: int
+    response_tokens: int
+    model_tokens: int
+    """Tokens of the response that the model wrote, mask 1."""
+    rows: int
+    """Rows of tokens; most trajectories have one."""
+    trace: str | None
+    """TrajectoryAddress of its trace in MLflow; None when it was not traced, or MLflow is unknown."""
+    trace_id: str | None
+    shortened: bool
+    """Whether a text was cut to the console's limit."""
+
+
+class TokensPage(WireReply):
+    """Tokens of one row of a trajectory, prompt and response, by column."""
+
+    row: int
+    rows: int
+    total: int
+    """Tokens of the row; the lists may hold fewer."""
+    offset: int
+    prompt_tokens: int
+    ids: list[int]
+    pieces: list[str] | None
+    """The text of each token; None without the run's tokenizer on this machine."""
+    mask: list[int]
+    """1 for the model's tokens, which are trained; 0 for others, the prompt included."""
+    logprobs: list[float | None]
+    """The sampler's, in nats; None for tokens that were not sampled."""
+    versions: list[int | None]
+    """Weight version that sampled the token."""
+
+
+class Hit(WireReply):
+    """A trajectory that a search found."""
+
+    address: TrajectoryAddress
+    score: float | None
+    stop_reason: str
+    error: str | None
+    tools: list[str]
+    snippet: str
+    """Text around the first match, or the end of the conversation without a text to search."""
+
+
+class SearchPage(WireReply):
+    """Hits of a search, the newest step first."""
+
+    hits: list[Hit]
+    files: int
+    """Files searched for this page."""
+    cursor: str | None
+    """Continues the search; None at its end."""
+    unreadable: list[str]
+    """Files that could not be read."""

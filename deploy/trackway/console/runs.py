@@ -1,0 +1,146 @@
+"""The runs of an outputs folder, read from their files."""
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from trackway.console.replies import RunPage, RunSummary, Series, TrajectoryFile
+from trackway.console.trajectory_files import trajectory_files
+from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
+from trackway.trainer.run_state.heartbeat import LivenessMonitor
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trainer import ENDED, MetricsRow
+
+REWARD = "critic/score/mean"
+_FAILED = ("training/rollout_failure/failed_trajectories", "val-aux/failed_trajectories")
+_Stamp = tuple[int, int]
+"""Bytes of a file, and nanoseconds since 1970 of its last change."""
+
+
+class Runs:
+    """Finds runs by key, and keeps their rows until the file changes."""
+
+    def __init__(self, outputs: Path) -> None:
+        self.outputs = outputs.resolve()
+        self._folders: dict[str, RunFolder] = {}
+        self._rows: dict[str, tuple[_Stamp, list[MetricsRow]]] = {}
+        self._liveness: dict[str, LivenessMonitor] = {}
+
+    def all(self) -> list[tuple[str, RunFolder]]:
+        """Keys and folders, the newest first."""
+        if RunFolder(self.outputs).exists:
+            found = [RunFolder(self.outputs)]
+        else:
+            found = [folder for outputs in outputs_folders(self.outputs) for folder in run_folders(outputs)]
+        keyed = [(self._key(folder), folder) for folder in found]
+        # Kept objects remember the last state that could be read.
+        kept = [(key, self._folders.setdefault(key, folder)) for key, folder in keyed]
+        return sorted(kept, key=lambda item: _changed(item[1]), reverse=True)
+
+    def find(self, key: str) -> RunFolder:
+        """The run of a key. Raises TrackwayError(NOT_FOUND)."""
+        folder = self._folders.get(key) or dict(self.all()).get(key)
+        if folder is None or not folder.exists:
+            known = ", ".join(key for key, _ in self.all()[:10]) or "none"
+            message = f"expected a run of {self.outputs} ({known}), got {key!r}; open the list of runs"
+            raise TrackwayError(ErrorCode.NOT_FOUND, message)
+        return folder
+
+    def rows(self, key: str) -> list[MetricsRow]:
+        """The metrics of each step."""
+        folder = self.find(key)
+        stamp = stamp_of(folder.metrics_file)
+        known = self._rows.get(key)
+        if known is None or known[0] != stamp:
+            known = self._rows[key] = (stamp, folder.rows())
+        return known[1]
+
+    def summary(self, key: str) -> RunSummary:
+        """The run as the list shows it."""
+        folder = self.find(key)
+        info, rows = folder.info(), self.rows(key)
+        ended = info.state in ENDED
+        seconds = [row.data["timing_s/step"] for row in rows if math.isfinite(row.data.get("timing_s/step", math.nan))]
+        return RunSummary(
+            key=key,
+            name=info.run,
+            state=info.state,
+            alive=None if ended else self._liveness.setdefault(key, LivenessMonitor()).alive(folder),
+            step=info.step,
+            total_steps=info.total_steps,
+            restarts=info.restarts,
+            message=info.message,
+            changed=_changed(folder) // 1_000_000,
+            reward=series(rows, REWARD),
+            accuracy=series(rows, next(iter(accuracies(rows)), "")),
+            failed=int(sum(value for row in rows for name in _FAILED if (value := row.data.get(name, 0.0)) > 0)),
+            seconds=sum(seconds) if seconds else None,
+        )
+
+    def page(self, key: str) -> RunPage:
+        """The run with what it waits for, its newest metrics and its files."""
+        folder, summary = self.find(key), self.summary(key)
+        info, activity = folder.info(), folder.activity()
+        newest = {name: value for row in self.rows(key) for name, value in row.data.items()}
+        return RunPage(
+            summary=summary,
+            folder=str(folder.path),
+            waits=activity.waits if summary.alive else [],
+            rollouts=activity.rollouts or info.rollout_states,
+            metrics={name: finite(value) for name, value in sorted(newest.items())},
+            files=[
+                TrajectoryFile(step=file.step, validation=file.validation, bytes=file.bytes)
+                for file in trajectory_files(folder)
+            ],
+            mlflow=mlflow_page(folder),
+            traces=info.traces,
+            tracking=info.tracking,
+        )
+
+    def stamp(self, key: str) -> str:
+        """Changes whenever a file that `page` reads does."""
+        folder = self.find(key)
+        names = ("state.json", "metrics.jsonl", "activity.json", "heartbeat.json", "trajectories")
+        return "-".join(f"{size:x}.{at:x}" for size, at in (stamp_of(folder.path / name) for name in names))
+
+    def _key(self, folder: RunFolder) -> str:
+        return folder.name if folder.path == self.outputs else folder.path.relative_to(self.outputs).as_posix()
+
+
+def series(rows: Iterable[MetricsRow], name: str) -> Series:
+    """The steps that have the metric, and its values."""
+    points = [(row.step, row.data[name]) for row in rows if name in row.data]
+    return Series(steps=[step for step, _ in points], values=[finite(value) for _, value in points])
+
+
+def accuracies(rows: Sequence[MetricsRow]) -> list[str]:
+    """Names of the validation accuracies in verl's naming."""
+    names = {name for row in rows for name in row.data}
+    return sorted(name for name in names if name.startswith("val-core/") and "/acc/" in name)
+
+
+def finite(value: float) -> float | None:
+    """The value, or None for NaN and the infinities, which JSON has no numbers for."""
+    return value if math.isfinite(value) else None
+
+
+def mlflow_page(folder: RunFolder, trace_id: str | None = None) -> str | None:
+    """MLflow's page of the run's traces, or of one trace; None where MLflow is not a web server."""
+    info = folder.info()
+    if not info.experiment_id or not (info.mlflow_uri or "").startswith(("http://", "https://")):
+        return None
+    trace = f"?selectedEvaluationId=tr-{trace_id}" if trace_id else ""
+    return f"{(info.mlflow_uri or '').rstrip('/')}/#/experiments/{info.experiment_id}/traces{trace}"
+
+
+def stamp_of(path: Path) -> _Stamp:
+    """Size and time of a file; zeros where there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
+
+
+def _changed(folder: RunFolder) -> int:
+    return stamp_of(folder.path / "state.json")[1]

@@ -1,0 +1,191 @@
+"""Search over the trajectories of a run: the newest step first, a page at a time."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trackway.console.replies import Hit, SearchPage, TrajectoryAddress
+from trackway.console.runs import finite
+from trackway.console.trajectory_files import File, ParquetReader, trajectory_files
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+BUDGET_S = 1.0
+"""Seconds after which a page ends, with a cursor to go on."""
+_CHUNK = 256
+"""Candidates read at once from a file."""
+_AROUND = 60
+"""Characters of a snippet before and after a match."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What a trajectory must have; None and the empty text allow any."""
+
+    text: str = ""
+    """Text of a message, a tool call or an error, in any case."""
+    tool: str = ""
+    """Name of a called tool."""
+    error: str = ""
+    """Code of an error that ended the rollout, or of a failed call."""
+    stop_reason: str = ""
+    least: float | None = None
+    """Least score."""
+    most: float | None = None
+    """Greatest score."""
+    first_step: int | None = None
+    last_step: int | None = None
+    validation: bool | None = None
+
+
+def search(reader: ParquetReader, folder: RunFolder, query: Query, limit: int, cursor: str | None) -> SearchPage:
+    """A page of hits: at most `limit`, from the files that could be searched in BUDGET_S. Raises TrackwayError."""
+    files = [file for file in reversed(trajectory_files(folder)) if _has_step(query, file)]
+    at, row = _place(files, cursor)
+    hits: list[Hit] = []
+    unreadable: list[str] = []
+    started, searched = time.monotonic(), 0
+    while at < len(files):
+        searched += 1
+        try:
+            for number, hit in _hits(reader, files[at], query, row):
+                if len(hits) == limit:
+                    return _page(hits, searched, (files[at], number), unreadable)
+                hits.append(hit)
+        except TrackwayError as error:
+            unreadable.append(error.message)
+        at, row = at + 1, 0
+        if time.monotonic() - started > BUDGET_S and at < len(files):
+            return _page(hits, searched, (files[at], 0), unreadable)
+    return _page(hits, searched, None, unreadable)
+
+
+def _page(hits: list[Hit], files: int, place: tuple[File, int] | None, unreadable: list[str]) -> SearchPage:
+    cursor = None
+    if place is not None:
+        file, row = place
+        cursor = f"{'val' * file.validation}{file.step}.{row}"
+    return SearchPage(hits=hits, files=files, cursor=cursor, unreadable=unreadable[:20])
+
+
+def _place(files: list[File], cursor: str | None) -> tuple[int, int]:
+    """Index of the file and of its row at which the search goes on."""
+    if cursor is None:
+        return 0, 0
+    name, _, row = cursor.partition(".")
+    step = name.removeprefix("val")
+    if not (step.isascii() and step.isdigit() and row.isascii() and row.isdigit()):
+        message = f"expected a cursor of an earlier page, got {cursor!r}; search again"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+    place = (int(step), name != step)
+    for index, file in enumerate(files):
+        if (file.step, file.validation) == place:
+            return index, int(row)
+        if (file.step, file.validation) < place:  # that file is gone
+            return index, 0
+    return len(files), 0
+
+
+def _has_step(query: Query, file: File) -> bool:
+    return (
+        (query.first_step is None or file.step >= query.first_step)
+        and (query.last_step is None or file.step <= query.last_step)
+        and query.validation in (None, file.validation)
+    )
+
+
+def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterator[tuple[int, Hit]]:
+    """The matching trajectories from a row of the file on, each with the number of its row."""
+    where, values = _conditions(query)
+    while True:
+        rows = reader.records(
+            "SELECT file_row_number AS number, CAST(sample_index AS VARCHAR) AS sample, rollout_n AS rollout, score, "
+            "stop_reason, error, turns, prompt_messages, log FROM read_parquet($file, file_row_number = true) "
+            f"WHERE file_row_number >= $start{where} ORDER BY number LIMIT {_CHUNK}",
+            file,
+            start=start,
+            **values,
+        )
+        for row in rows:
+            hit = _hit(file, row, query)
+            if hit is not None:
+                yield row["number"], hit
+        if len(rows) < _CHUNK:
+            return
+        start = rows[-1]["number"] + 1
+
+
+def _conditions(query: Query) -> tuple[str, dict[str, object]]:
+    """SQL that leaves at least the matching rows, and its values; `_hit` checks the text of these."""
+    conditions: list[str] = []
+    values: dict[str, object] = {}
+
+    def add(condition: str, **more: object) -> None:
+        conditions.append(condition)
+        values.update(more)
+
+    if query.text:
+        # Arguments of calls are JSON within JSON.
+        once = json.dumps(query.text.lower(), ensure_ascii=False)[1:-1]
+        twice = json.dumps(once, ensure_ascii=False)[1:-1]
+        columns = [f"contains(lower({name}), {{}})" for name in ("turns", "prompt_messages", "error")]
+        found = [column.format(value) for column in columns for value in ("$once", "$twice")]
+        add(f"({' OR '.join([*found, 'contains(lower(log), $plain)'])})", once=once, twice=twice)
+        values["plain"] = query.text.lower()
+    if query.tool:
+        add("list_contains(json_extract_string(turns, '$[*].calls[*].tool'), $tool)", tool=query.tool)
+    if query.error:
+        add(
+            "(json_extract_string(error, '$.code') = $error OR "
+            "list_contains(json_extract_string(turns, '$[*].calls[*].error'), $error))",
+            error=query.error,
+        )
+    if query.stop_reason:
+        add("stop_reason = $stop_reason", stop_reason=query.stop_reason)
+    if query.least is not None:
+        add("score >= $least", least=query.least)
+    if query.most is not None:
+        add("score <= $most", most=query.most)
+    return "".join(f" AND {condition}" for condition in conditions), values
+
+
+def _hit(file: File, row: dict[str, Any], query: Query) -> Hit | None:
+    """The row as a hit; None when only its JSON contains the text, such as the name of a field."""
+    turns = json.loads(row["turns"])
+    error = json.loads(row["error"])
+    texts = [*_texts(json.loads(row["prompt_messages"])), *_texts(m for turn in turns for m in turn["messages"])]
+    texts += [error["message"]] if error else []
+    texts += [row["log"]] if row["log"] else []
+    snippet = _snippet(texts, query.text.lower())
+    if snippet is None:
+        return None
+    return Hit(
+        address=TrajectoryAddress(
+            step=file.step, validation=file.validation, sample=row["sample"], rollout=row["rollout"]
+        ),
+        score=None if row["score"] is None else finite(row["score"]),
+        stop_reason=row["stop_reason"],
+        error=error["code"] if error else None,
+        tools=list(dict.fromkeys(call["tool"] for turn in turns for call in turn["calls"])),
+        snippet=snippet,
+    )
+
+
+def _texts(messages: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        yield message["content"]
+        for call in message["tool_calls"] or ():
+            yield f"{call['function']['name']} {call['function']['arguments']}"
+
+
+def _snippet(texts: list[str], text: str) -> str | None:
+    if not text:
+        return next((found[-2 * _AROUND :] for found in reversed(texts) if found.strip()), "")
+    for found in texts:
+        at = found.lower().find(text)
+        if at >= 0:
+            start, end = max(0, at - _AROUND), at + len(text) + _AROUND
+            return f"{'…' * (start > 0)}{found[start:end]}{'…' * (end < len(found))}"
+    return None

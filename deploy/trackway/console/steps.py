@@ -1,0 +1,81 @@
+"""The rollouts of a step."""
+
+import json
+from typing import Any
+
+from trackway.console.replies import StepPage
+from trackway.console.runs import finite
+from trackway.console.trajectory_files import ParquetReader, file_of
+from trackway.trainer.run_state.folder import RunFolder
+
+MOST_ROLLOUTS = 8192
+"""Rollouts of one reply."""
+_PROMPT_CHARS = 160
+
+COLUMNS = {
+    "sample_index": "CAST(sample_index AS VARCHAR)",
+    "rollout_n": "rollout_n",
+    "score": "score",
+    "stop_reason": "stop_reason",
+    "error": "json_extract_string(error, '$.code')",
+    "num_turns": "num_turns",
+    "tokens": "len(response_ids)",
+    "seconds": "CAST(json_extract(timings, '$.total') AS DOUBLE)",
+    "incidents": "len(incidents)",
+    "traced": "trace_id IS NOT NULL",
+}
+"""SQL of each column of a step's page."""
+_SOURCE = {"tokens": "response_ids", "seconds": "timings", "traced": "trace_id"}
+_DEFAULTS = {"rollout_n": "0", "num_turns": "0", "tokens": "0", "incidents": "0", "traced": "false"}
+
+
+def step_page(
+    reader: ParquetReader, folder: RunFolder, step: int, validation: bool, offset: int, limit: int
+) -> StepPage:
+    """The rollouts of a step, in the order of prompts and rollouts. Raises TrackwayError."""
+    file = file_of(folder, step, validation)
+    present = reader.columns(file)
+    selected = ", ".join(
+        f"{sql if _SOURCE.get(name, name) in present else _DEFAULTS.get(name, 'NULL')} AS {name}"
+        for name, sql in COLUMNS.items()
+    )
+    rows = reader.records(
+        f"SELECT {selected} FROM read_parquet($file) ORDER BY {order(present)} LIMIT $limit OFFSET $offset",
+        file,
+        limit=limit,
+        offset=offset,
+    )
+    [(total,)] = reader.query("SELECT count(*) FROM read_parquet($file)", file)
+    columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in COLUMNS}
+    columns["score"] = [None if score is None else finite(score) for score in columns["score"]]
+    texts = _prompts(reader, folder, step, validation, present, set(columns["sample_index"]))
+    return StepPage(step=step, validation=validation, total=total, offset=offset, prompts=texts, **columns)
+
+
+def order(present: set[str]) -> str:
+    """SQL of the order of prompts and rollouts: indices that are numbers by value, others by text."""
+    if not {"sample_index", "rollout_n"} <= present:
+        return "1"
+    index = "CAST(sample_index AS VARCHAR)"
+    return f"TRY_CAST({index} AS BIGINT) NULLS LAST, {index}, rollout_n"
+
+
+def _prompts(
+    reader: ParquetReader, folder: RunFolder, step: int, validation: bool, present: set[str], samples: set[str]
+) -> dict[str, str]:
+    if "prompt_messages" not in present:
+        return {}
+    rows = reader.query(
+        "SELECT CAST(sample_index AS VARCHAR), any_value(prompt_messages) FROM read_parquet($file) GROUP BY 1",
+        file_of(folder, step, validation),
+    )
+    return {sample: last_user_text(messages)[:_PROMPT_CHARS] for sample, messages in rows if sample in samples}
+
+
+def last_user_text(messages: str) -> str:
+    """The content of the last user message of a conversation in JSON; empty without one."""
+    try:
+        contents = [message["content"] for message in json.loads(messages) if message["role"] == "user"]
+    except (ValueError, TypeError, KeyError):
+        return ""
+    return str(contents[-1]) if contents else ""

@@ -1,0 +1,173 @@
+"""One trajectory: its conversation, and its tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from trackway.console.replies import TokensPage, TrajectoryAddress, TrajectoryPage
+from trackway.console.runs import finite, mlflow_page
+from trackway.console.steps import order
+from trackway.console.tokenizer import Tokenizers
+from trackway.console.trajectory_files import File, ParquetReader, file_of
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_record import from_record
+from trackway.wire.chat import Message
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trajectory import Trajectory, WeightSpan
+
+MOST_CHARS = 100_000
+"""Characters of one text; a longer one loses its middle."""
+MOST_TOKENS = 4096
+"""Tokens of one reply."""
+_WHERE = "CAST(sample_index AS VARCHAR) = $sample AND rollout_n = $rollout"
+
+
+def read_trajectory(reader: ParquetReader, folder: RunFolder, address: TrajectoryAddress) -> Trajectory:
+    """The trajectory at an address. Raises TrackwayError: NOT_FOUND, or CONFLICT when it cannot be read."""
+    file = file_of(folder, address.step, address.validation)
+    records = reader.records(
+        f"SELECT * FROM read_parquet($file) WHERE {_WHERE} LIMIT 1",
+        file,
+        sample=address.sample,
+        rollout=address.rollout,
+    )
+    if not records:
+        message = (
+            f"expected a rollout of step {address.step}, got sample {address.sample!r}, rollout {address.rollout}; "
+            "open the step to choose one"
+        )
+        raise TrackwayError(ErrorCode.NOT_FOUND, message)
+    try:
+        return from_record({name: value for name, value in records[0].items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        message = f"expected a trajectory in {file.path}, got a row that does not fit ({place}: {first['msg']})"
+        raise TrackwayError(ErrorCode.CONFLICT, f"{message}; look at another rollout") from error
+
+
+def trajectory_page(reader: ParquetReader, folder: RunFolder, address: TrajectoryAddress) -> TrajectoryPage:
+    """The trajectory with its neighbours and its group. Raises TrackwayError as `read_trajectory` does."""
+    trajectory = read_trajectory(reader, folder, address)
+    file = file_of(folder, address.step, address.validation)
+    previous, following = _neighbours(reader, file, address)
+    group = reader.query(
+        "SELECT score FROM read_parquet($file) WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n",
+        file,
+        sample=address.sample,
+    )
+    messages = _Shortener()
+    return TrajectoryPage(
+        id=trajectory.id,
+        address=address,
+        previous=previous,
+        next=following,
+        group=[None if score is None else finite(score) for (score,) in group],
+        agent_name=trajectory.agent_name,
+        data_source=trajectory.data_source,
+        stop_reason=trajectory.stop_reason,
+        num_turns=trajectory.num_turns,
+        prompt_messages=messages.all(trajectory.prompt_messages),
+        turns=[turn.model_copy(update={"messages": messages.all(turn.messages)}) for turn in trajectory.turns],
+        reward=trajectory.reward,
+        tool_rewards=trajectory.tool_rewards,
+        timings=trajectory.timings,
+        incidents=[incident.value for incident in trajectory.incidents],
+        weight_versions=trajectory.weight_versions,
+        error=trajectory.error,
+        log=messages.text(trajectory.log),
+        prompt_tokens=len(trajectory.prompt_ids),
+        response_tokens=len(trajectory.response_ids),
+        model_tokens=sum(trajectory.response_mask),
+        rows=1 + len(trajectory.further_rows),
+        trace=mlflow_page(folder, trajectory.trace_id) if trajectory.trace_id else None,
+        trace_id=trajectory.trace_id,
+        shortened=messages.shortened,
+    )
+
+
+def tokens_page(
+    reader: ParquetReader,
+    folder: RunFolder,
+    tokenizers: Tokenizers,
+    address: TrajectoryAddress,
+    row: int,
+    offset: int,
+    limit: int,
+) -> TokensPage:
+    """Tokens of a row of the trajectory. Raises TrackwayError as `read_trajectory` does."""
+    rows = read_trajectory(reader, folder, address).rows
+    if row >= len(rows):
+        message = f"expected a row of tokens from 0 to {len(rows) - 1}, got {row}; choose one of them"
+        raise TrackwayError(ErrorCode.NOT_FOUND, message)
+    tokens, prompt = rows[row], len(rows[row].prompt_ids)
+    ids = [*tokens.prompt_ids, *tokens.response_ids]
+    # A token was sampled if its span of a weight version covers it, whatever the mask says.
+    versions = [None] * prompt + _versions(tokens.weight_versions, len(tokens.response_ids))
+    mask = [0] * prompt + list(tokens.response_mask)
+    logprobs = [None] * prompt + [finite(value) for value in tokens.response_logprobs]
+    shown = slice(offset, offset + limit)
+    return TokensPage(
+        row=row,
+        rows=len(rows),
+        total=len(ids),
+        offset=offset,
+        prompt_tokens=prompt,
+        ids=ids[shown],
+        pieces=tokenizers.pieces(folder, ids[shown]),
+        mask=mask[shown],
+        logprobs=[
+            logprob if is_trained or version is not None else None
+            for logprob, is_trained, version in zip(logprobs[shown], mask[shown], versions[shown], strict=True)
+        ],
+        versions=versions[shown],
+    )
+
+
+def _versions(spans: Sequence[WeightSpan], length: int) -> list[int | None]:
+    versions: list[int | None] = [None] * length
+    for span in spans:
+        for index in range(max(0, span.start), min(span.end, length)):
+            versions[index] = span.version
+    return versions
+
+
+def _neighbours(
+    reader: ParquetReader, file: File, address: TrajectoryAddress
+) -> tuple[TrajectoryAddress | None, TrajectoryAddress | None]:
+    """The rollouts before and after this one, across prompts."""
+    by = order({"sample_index", "rollout_n"})
+    found: list[tuple[Any, ...]] = reader.query(
+        "SELECT before, rollout_before, after, rollout_after FROM ("
+        "SELECT CAST(sample_index AS VARCHAR) AS sample_index, rollout_n, "
+        f"lag(CAST(sample_index AS VARCHAR)) OVER w AS before, lag(rollout_n) OVER w AS rollout_before, "
+        f"lead(CAST(sample_index AS VARCHAR)) OVER w AS after, lead(rollout_n) OVER w AS rollout_after "
+        f"FROM read_parquet($file) WINDOW w AS (ORDER BY {by})) WHERE {_WHERE} LIMIT 1",
+        file,
+        sample=address.sample,
+        rollout=address.rollout,
+    )
+    before, rollout_before, after, rollout_after = found[0]
+
+    def of(sample: str | None, rollout: int) -> TrajectoryAddress | None:
+        return None if sample is None else address.model_copy(update={"sample": sample, "rollout": rollout})
+
+    return of(before, rollout_before), of(after, rollout_after)
+
+
+class _Shortener:
+    """Cuts long texts, and remembers whether it did."""
+
+    def __init__(self) -> None:
+        self.shortened = False
+
+    def text(self, text: str) -> str:
+        if len(text) <= MOST_CHARS:
+            return text
+        self.shortened = True
+        half = MOST_CHARS // 2
+        return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
+
+    def all(self, messages: Sequence[Message]) -> list[Message]:
+        return [message.model_copy(update={"content": self.text(message.content)}) for message in messages]

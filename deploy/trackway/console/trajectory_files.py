@@ -1,0 +1,118 @@
+"""The files of trajectories in a run's folder, and DuckDB's reader of them."""
+
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.errors import ErrorCode, TrackwayError
+
+if TYPE_CHECKING:
+    import duckdb
+
+_NAME = re.compile(r"(val_)?step_(\d+)\.parquet")
+MEMORY = "512MB"
+"""Most memory of all queries together; DuckDB fails a query that needs more."""
+THREADS = 2
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of trajectories."""
+
+    path: Path
+    step: int
+    validation: bool
+    bytes: int
+
+
+def trajectory_files(folder: RunFolder) -> list[File]:
+    """The files in the order of the steps, validation after training; none without the folder."""
+    found = []
+    try:
+        paths = list((folder.path / "trajectories").iterdir())
+    except OSError:
+        return []
+    for path in paths:
+        named = _NAME.fullmatch(path.name)
+        if named is not None:
+            found.append(File(path, int(named[2]), named[1] is not None, path.stat().st_size))
+    return sorted(found, key=lambda file: (file.step, file.validation))
+
+
+def file_of(folder: RunFolder, step: int, validation: bool) -> File:
+    """The file of a step. Raises TrackwayError(NOT_FOUND)."""
+    files = trajectory_files(folder)
+    for file in files:
+        if (file.step, file.validation) == (step, validation):
+            return file
+    steps = [file.step for file in files if file.validation == validation]
+    kind = "a validated step" if validation else "a step"
+    known = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
+    message = f"expected {kind} of run {folder.name} ({known}), got {step}; choose another step"
+    raise TrackwayError(ErrorCode.NOT_FOUND, message)
+
+
+class ParquetReader:
+    """Runs queries over parquet files. DuckDB is imported at the first query, so that the page opens sooner."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: duckdb.DuckDBPyConnection | None = None
+
+    def columns(self, file: File) -> set[str]:
+        """Names of the file's columns; older files lack some. Raises TrackwayError as `query` does."""
+        return {name for name, *_ in self.query("DESCRIBE SELECT * FROM read_parquet($file)", file)}
+
+    def query(self, sql: str, file: File, **values: object) -> list[tuple[Any, ...]]:
+        """The rows of a query over `read_parquet($file)`.
+
+        Raises TrackwayError: NOT_FOUND when the file is gone, CONFLICT when it cannot be read.
+        """
+        import duckdb
+
+        try:
+            return self._cursor().execute(sql, {"file": str(file.path), **values}).fetchall()
+        except duckdb.Error as error:
+            raise self._unreadable(file, error) from error
+
+    def records(self, sql: str, file: File, **values: object) -> list[dict[str, Any]]:
+        """The rows of a query by column. Raises TrackwayError as `query` does."""
+        import duckdb
+
+        try:
+            cursor = self._cursor().execute(sql, {"file": str(file.path), **values})
+            names = [column[0] for column in cursor.description or ()]
+            return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+        except duckdb.Error as error:
+            raise self._unreadable(file, error) from error
+
+    def _cursor(self) -> "duckdb.DuckDBPyConnection":
+        """A connection for this request; requests run in threads."""
+        import duckdb
+
+        with self._lock:
+            if self._connection is None:
+                self._connection = duckdb.connect(
+                    config={
+                        "memory_limit": MEMORY,
+                        "threads": THREADS,
+                        "autoinstall_known_extensions": False,  # nothing is fetched
+                        "autoload_known_extensions": False,
+                    }
+                )
+            return self._connection.cursor()
+
+    @staticmethod
+    def _unreadable(file: File, error: Exception) -> TrackwayError:
+        if not file.path.exists():
+            message = f"expected {file.path}, which is gone; reload the page"
+            return TrackwayError(ErrorCode.NOT_FOUND, message)
+        reason = str(error).partition("\n")[0]
+        message = (
+            f"expected trajectories in {file.path}, got a file that cannot be read ({reason}); look at another step, "
+            "or let the run write it again: trackway train --resume"
+        )
+        return TrackwayError(ErrorCode.CONFLICT, message)

@@ -1,0 +1,113 @@
+"""A small run, written by the trainer's own writers."""
+
+from pathlib import Path
+
+from trackway.trainer.config import compose
+from trackway.trainer.run_state.folder import Activity, RunFolder
+from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.service_urls import ServiceUrls
+from trackway.wire.chat import FunctionCall, Message, ToolCall
+from trackway.wire.errors import ErrorBody, ErrorCode
+from trackway.wire.tracing import Incident
+from trackway.wire.trainer import MetricsRow, RunState
+from trackway.wire.trajectory import (
+    Reward,
+    StopReason,
+    Tags,
+    Timings,
+    ToolCallRecord,
+    Trajectory,
+    Turn,
+    WeightSpan,
+    trajectory_id,
+)
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+MESSAGE = 'the tool "calculator" took 30 s'
+
+
+def write_run(outputs: Path, name: str = "tidy", steps: int = 2, message: str = "") -> RunFolder:
+    """A finished run of steps with two prompts of two rollouts each, and a validation before them."""
+    folder = RunFolder(outputs / name)
+    urls = ServiceUrls(agent_url="http://a", tools_url="http://t", weights_url="w")
+    folder.create(compose([f"trainer.experiment_name={name}"]), urls, total_steps=steps)
+    folder.move(RunState.RUNNING)
+    write_trajectories(folder.path / "trajectories/val_step_0.parquet", [rollout(name, 0, 7, 0, validation=True)])
+    accuracy = {"val-core/own/acc/mean@1": 0.25}
+    folder.append_row(MetricsRow(step=0, timestamp=1000, data=accuracy))
+    for step in range(1, steps + 1):
+        write_step(folder, step)
+    folder.write_activity(Activity(rollouts={"submitted": 4 * steps, "used": 4 * steps}))
+    folder.update(step=steps, mlflow_uri="http://127.0.0.1:5000", experiment_id="3")
+    folder.move(RunState.FINISHED, message)
+    return folder
+
+
+def write_step(folder: RunFolder, step: int) -> None:
+    """The trajectories and the metrics of a step: sample 7 is right in its rollout 1, sample 10 never."""
+    rollouts = [rollout(folder.name, step, sample, n) for sample in (7, 10) for n in (0, 1)]
+    write_trajectories(folder.path / f"trajectories/step_{step}.parquet", rollouts)
+    data = {"critic/score/mean": 0.25, "timing_s/step": 2.0, "timing_s/gen": 1.5, "actor/entropy": float("nan")}
+    folder.append_row(MetricsRow(step=step, timestamp=1000 + step, data=data))
+
+
+def rollout(
+    run: str, step: int, sample: int | str, n: int, *, validation: bool = False, text: str = "How much is 7 x 6?"
+) -> Trajectory:
+    """A tool call and an answer; rollout 0 of sample 10 ends by an error, and rollout 1 of sample 7 is traced."""
+    tags = Tags(experiment_name=run, step=step, sample_index=sample, rollout_n=n, validate=validation)
+    call = ToolCall(id="c0", function=FunctionCall(name="calculator", arguments='{"expression": "7*6"}'))
+    right, fails = (sample, n) == (7, 1), (sample, n) == (10, 0)
+    turns = [
+        Turn(
+            index=0,
+            messages=[
+                Message(role="assistant", content="", tool_calls=[call]),
+                Message(role="tool", content="42", tool_call_id="c0", name="calculator"),
+            ],
+            response_start=0,
+            response_end=2,
+            finish_reason="stop",
+            calls_executed=1,
+            calls=[
+                ToolCallRecord(
+                    tool="calculator",
+                    tool_call_id="c0",
+                    seconds=0.25,
+                    error=ErrorCode.TOOL_TIMEOUT if fails else None,
+                )
+            ],
+            generate_s=0.5,
+            tools_s=0.25,
+        ),
+        Turn(
+            index=1,
+            messages=[Message(role="assistant", content="#### 42" if right else "#### 13")],
+            response_start=3,
+            response_end=5,
+            finish_reason="stop",
+            generate_s=0.25,
+        ),
+    ]
+    return Trajectory(
+        id=trajectory_id(run, tags),
+        session_id=trajectory_id(run, tags),
+        tags=tags,
+        agent_name="tool_agent",
+        data_source="own",
+        prompt_ids=[1, 2],
+        response_ids=[3, 4, 5, 6, 7],
+        response_mask=[1, 1, 0, 1, 1],
+        response_logprobs=[-0.5, -0.25, 0.0, -2.0, -0.125],
+        weight_versions=[WeightSpan(version=step, start=0, end=2), WeightSpan(version=step + 1, start=3, end=5)],
+        prompt_messages=[Message(role="user", content=text)],
+        turns=turns,
+        reward=None if fails else Reward(score=float(right), components={"correct": float(right)}),
+        tool_rewards=[0.0],
+        num_turns=4,
+        stop_reason=StopReason.ERROR if fails else StopReason.ANSWERED,
+        timings=Timings(generate_sequences=0.75, tool_calls=0.25, compute_score=0.125, total=1.5 + n),
+        trace_id=TRACE_ID if right else None,
+        incidents=[Incident.RETRIED] if right else [],
+        error=ErrorBody(code=ErrorCode.TOOL_TIMEOUT, message=MESSAGE, retryable=False) if fails else None,
+    )

@@ -1,0 +1,113 @@
+"""The console's page in a real browser, from the list of runs to a token."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from tests.console.browser import Browser
+from tests.console.example_run import rollout, write_run
+from trackway.console.app import create_app
+from trackway.system import free_port
+from trackway.trainer.run_state.trajectory_dump import write_trajectories
+
+pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    folder = write_run(tmp_path / "outputs", message=HOSTILE)
+    write_trajectories(
+        folder.path / "trajectories/step_3.parquet", [rollout("tidy", 3, 1, n, text=HOSTILE) for n in (0, 1)]
+    )
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
+def url(outputs: Path) -> Iterator[str]:
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(create_app(outputs), port=port, log_level="warning", lifespan="on"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield f"http://127.0.0.1:{port}/"
+    server.should_exit = True
+    thread.join(30)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    with Browser(tmp_path / "profile") as browser:
+        browser.size(1280)
+        yield browser
+
+
+def test_clicks_and_keys_lead_from_the_runs_to_a_token_and_back(browser: Browser, url: str, outputs: Path) -> None:
+    browser.open(f"{url}#/")
+    assert browser.text().splitlines()[0] == "Runs"
+
+    browser.settled(lambda: browser.click("a.open"))
+    assert browser.evaluate("location.hash") == "#/run?run=tidy"
+    browser.settled(lambda: browser.click(".steps a[aria-label^='step 2']"))
+    assert "without variance" in browser.text() and "1 of 2" in browser.text()
+    browser.settled(lambda: browser.click(".histogram button:last-child"))  # reward 1
+    assert browser.evaluate("document.querySelectorAll('.cell:not(.faded)').length") == 1
+    browser.settled(lambda: browser.click(".cell:not(.faded)"))
+    assert browser.evaluate("location.hash") == "#/trajectory?run=tidy&step=2&sample=7&rollout=1"
+    assert "#### 42" in browser.text() and '{"expression": "7*6"}' in browser.text()
+    assert browser.evaluate("document.querySelector('.title a[target]').href").startswith("http://127.0.0.1:5000/#/")
+
+    browser.settled(lambda: browser.press("ArrowRight"))
+    assert "took 30 s" in browser.text()
+    browser.settled(lambda: browser.press("ArrowLeft"))
+    browser.settled(lambda: browser.click(".title a[title='key t']"))
+    browser.wait("!!document.querySelector('.tokens .token')")
+    browser.evaluate("document.querySelector('.tokens .token:nth-child(3)').focus()")
+    browser.press("ArrowRight")
+    assert "-0.25 nats" in browser.evaluate("document.querySelector('.token-details').innerText")
+    browser.settled(lambda: browser.click("#tools a"))
+    browser.write("input[name=text]", "#### 42")
+    browser.settled(lambda: browser.press("Enter"))
+    assert browser.wait("document.querySelectorAll('table.hits tbody tr').length") == 2
+
+    assert browser.problems == []
+    assert [address for address in browser.requests if not address.startswith(url)] == []
+
+
+def test_no_text_of_a_run_becomes_a_part_of_the_page(browser: Browser, url: str) -> None:
+    for view in ("", "run?run=tidy", "step?run=tidy&step=3", "trajectory?run=tidy&step=3&sample=1&rollout=0"):
+        browser.open(f"{url}#/{view}")
+        assert HOSTILE in browser.text()
+        assert browser.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    browser.open(f"{url}#/search?run=tidy&text=%3Cscript%3E")
+    browser.wait("document.querySelectorAll('table.hits tbody tr').length")
+    assert "taken" not in browser.evaluate("document.title") and browser.problems == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Browser, url: str, width: int) -> None:
+    place = "run=tidy&step=2&sample=7&rollout=1"
+    for dark, background in ((False, "rgb(245, 246, 244)"), (True, "rgb(16, 19, 22)")):
+        browser.size(width, dark=dark)
+        for view in (
+            "",
+            "run?run=tidy",
+            "step?run=tidy&step=2",
+            f"trajectory?{place}",
+            f"tokens?{place}",
+            "search?run=tidy",
+        ):
+            browser.open(f"{url}#/{view}")
+            assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
+            assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == background
+
+
+def test_what_is_missing_says_what_to_do(browser: Browser, url: str, outputs: Path) -> None:
+    browser.open(f"{url}#/step?run=tidy&step=9")
+    assert "expected a step of run tidy (1 to 3), got 9; choose another step" in browser.text()
+    browser.open(f"{url}#/run?run=other")
+    assert "Open the run" in browser.text()
+    browser.open(f"{url}#/nonsense")
+    assert "There is no view nonsense" in browser.text()

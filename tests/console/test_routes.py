@@ -1,0 +1,370 @@
+"""The console's JSON: exact values on a small run, and folders that are empty, broken or of another kind."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.console.example_run import TRACE_ID, rollout, write_run, write_step
+from trackway.console.app import create_app
+from trackway.trainer.run_state.folder import Activity, RunFolder
+from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.wire.health import Wait
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e"
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    return tmp_path / "outputs"
+
+
+def client_of(outputs: Path) -> TestClient:
+    return TestClient(create_app(outputs))
+
+
+def get(outputs: Path, path: str, **parameters: object) -> dict:
+    reply = client_of(outputs).get(f"/api/{path}", params=parameters)  # pyright: ignore[reportArgumentType]
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def refused(outputs: Path, path: str, **parameters: object) -> tuple[int, str, str]:
+    reply = client_of(outputs).get(f"/api/{path}", params=parameters)  # pyright: ignore[reportArgumentType]
+    error = reply.json()["error"]
+    return reply.status_code, error["code"], error["message"]
+
+
+def test_the_list_has_the_runs_of_the_folder_and_of_the_folders_in_it(outputs: Path) -> None:
+    write_run(outputs / "demo", "inner")
+    write_run(outputs, "tidy", message="done")
+
+    page = get(outputs, "runs")
+
+    assert (page["outputs"], page["total"]) == (str(outputs), 2)
+    assert [run.pop("changed") > 0 for run in page["runs"]] == [True, True]
+    assert [run["key"] for run in page["runs"]] == ["tidy", "demo/inner"]
+    assert page["runs"][0] == {
+        "key": "tidy",
+        "name": "tidy",
+        "state": "finished",
+        "alive": None,
+        "step": 2,
+        "total_steps": 2,
+        "restarts": 0,
+        "message": "done",
+        "reward": {"steps": [1, 2], "values": [0.25, 0.25]},
+        "accuracy": {"steps": [0], "values": [0.25]},
+        "failed": 0,
+        "seconds": 4.0,
+    }
+    assert [run["key"] for run in get(outputs, "runs", offset=1, limit=1)["runs"]] == ["demo/inner"]
+
+
+def test_the_folder_of_one_run_is_a_list_of_it(outputs: Path) -> None:
+    write_run(outputs)
+
+    assert [run["key"] for run in get(outputs / "tidy", "runs")["runs"]] == ["tidy"]
+    assert get(outputs / "tidy", "run", run="tidy")["summary"]["step"] == 2
+
+
+def test_a_run_has_its_newest_metrics_its_files_and_its_rollouts(outputs: Path) -> None:
+    write_run(outputs)
+
+    page = get(outputs, "run", run="tidy")
+
+    assert page["metrics"] == {
+        "actor/entropy": None,
+        "critic/score/mean": 0.25,
+        "timing_s/gen": 1.5,
+        "timing_s/step": 2.0,
+        "val-core/own/acc/mean@1": 0.25,
+    }
+    assert [(file["step"], file["validation"]) for file in page["files"]] == [(0, True), (1, False), (2, False)]
+    assert page["rollouts"] == {"submitted": 8, "used": 8}
+    assert page["mlflow"] == "http://127.0.0.1:5000/#/experiments/3/traces"
+    assert get(outputs, "metrics", run="tidy", name=["timing_s/gen", "actor/entropy", "none"])["series"] == {
+        "timing_s/gen": {"steps": [1, 2], "values": [1.5, 1.5]},
+        "actor/entropy": {"steps": [1, 2], "values": [None, None]},
+        "none": {"steps": [], "values": []},
+    }
+
+
+def test_a_run_is_sent_again_only_once_one_of_its_files_changed(outputs: Path) -> None:
+    folder = write_run(outputs)
+    client = client_of(outputs)
+    first = client.get("/api/run", params={"run": "tidy"})
+    known = {"if-none-match": first.headers["etag"]}
+
+    same = client.get("/api/run", params={"run": "tidy"}, headers=known)
+    write_step(folder, 3)
+    changed = client.get("/api/run", params={"run": "tidy"}, headers=known)
+
+    assert (same.status_code, same.content) == (304, b"")
+    assert changed.status_code == 200 and changed.json()["summary"]["reward"]["steps"] == [1, 2, 3]
+
+
+def test_a_live_run_says_why_it_waits_and_a_dead_one_that_it_is_dead(outputs: Path) -> None:
+    folder = write_run(outputs)
+    state = folder.path / "state.json"
+    state.write_text(state.read_text().replace('"finished"', '"running"'))
+    wait = Wait(who="the learner", waits_for="rollouts of step 3", since=1000, progress="7 of 8")
+    folder.write_activity(Activity(waits=[wait]))
+
+    live = get(outputs, "run", run="tidy")
+    (folder.path / "worker.json").unlink()
+    dead = get(outputs, "run", run="tidy")
+
+    assert (live["summary"]["alive"], live["waits"][0]["waits_for"]) == (True, "rollouts of step 3")
+    assert (dead["summary"]["alive"], dead["waits"]) == (False, [])
+
+
+def test_a_step_has_its_rollouts_by_column_in_the_order_of_numbers(outputs: Path) -> None:
+    write_run(outputs)
+
+    page = get(outputs, "step", run="tidy", step=2)
+
+    assert page == {
+        "step": 2,
+        "validation": False,
+        "total": 4,
+        "offset": 0,
+        "sample_index": ["7", "7", "10", "10"],
+        "rollout_n": [0, 1, 0, 1],
+        "score": [0.0, 1.0, None, 0.0],
+        "stop_reason": ["answered", "answered", "error", "answered"],
+        "error": [None, None, "tool_timeout", None],
+        "num_turns": [4, 4, 4, 4],
+        "tokens": [5, 5, 5, 5],
+        "seconds": [1.5, 2.5, 1.5, 2.5],
+        "incidents": [0, 1, 0, 0],
+        "traced": [False, True, False, False],
+        "prompts": {"7": "How much is 7 x 6?", "10": "How much is 7 x 6?"},
+    }
+    part = get(outputs, "step", run="tidy", step=2, offset=1, limit=2)
+    assert (part["total"], part["sample_index"], part["rollout_n"]) == (4, ["7", "10"], [1, 0])
+    assert get(outputs, "step", run="tidy", step=0, validation=True)["sample_index"] == ["7"]
+
+
+def test_an_index_may_be_text(outputs: Path) -> None:
+    folder = write_run(outputs)
+    rollouts = [rollout("tidy", 3, sample, 0) for sample in ("django-9", 12, "9")]
+    write_trajectories(folder.path / "trajectories/step_3.parquet", rollouts)
+
+    assert get(outputs, "step", run="tidy", step=3)["sample_index"] == ["9", "12", "django-9"]
+    page = get(outputs, "trajectory", run="tidy", step=3, sample="12", rollout=0)
+    assert (page["previous"]["sample"], page["next"]["sample"]) == ("9", "django-9")
+
+
+def test_a_trajectory_has_its_turns_its_group_its_neighbours_and_its_trace(outputs: Path) -> None:
+    write_run(outputs)
+
+    page = get(outputs, "trajectory", run="tidy", step=1, sample="7", rollout=1)
+
+    place = {"step": 1, "validation": False}
+    assert page["previous"] == {**place, "sample": "7", "rollout": 0}
+    assert page["next"] == {**place, "sample": "10", "rollout": 0}
+    assert page["group"] == [0.0, 1.0]
+    assert page["turns"][0]["calls"][0]["seconds"] == 0.25
+    assert page["turns"][1]["messages"][0]["content"] == "#### 42"
+    assert page["reward"] == {"score": 1.0, "components": {"correct": 1.0}}
+    assert (page["prompt_tokens"], page["response_tokens"], page["model_tokens"], page["rows"]) == (2, 5, 4, 1)
+    assert page["trace"] == f"http://127.0.0.1:5000/#/experiments/3/traces?selectedEvaluationId=tr-{TRACE_ID}"
+    assert (page["incidents"], page["error"], page["shortened"]) == (["retried"], None, False)
+    last = get(outputs, "trajectory", run="tidy", step=1, sample="10", rollout=1)
+    assert (last["next"], last["trace"], last["previous"]["rollout"]) == (None, None, 0)
+
+
+def test_a_long_text_loses_its_middle(outputs: Path) -> None:
+    folder = write_run(outputs)
+    text = "a" * 60_000 + "b" * 60_000
+    write_trajectories(folder.path / "trajectories/step_3.parquet", [rollout("tidy", 3, 1, 0, text=text)])
+
+    page = get(outputs, "trajectory", run="tidy", step=3, sample="1", rollout=0)
+
+    content = page["prompt_messages"][0]["content"]
+    assert content == f"{'a' * 50_000}\n… 20000 characters …\n{'b' * 50_000}" and page["shortened"]
+
+
+def test_tokens_have_what_the_row_has_of_them(outputs: Path) -> None:
+    write_run(outputs)
+
+    page = get(outputs, "tokens", run="tidy", step=1, sample="7", rollout=0)
+
+    assert page == {
+        "row": 0,
+        "rows": 1,
+        "total": 7,
+        "offset": 0,
+        "prompt_tokens": 2,
+        "ids": [1, 2, 3, 4, 5, 6, 7],
+        "pieces": None,
+        "mask": [0, 0, 1, 1, 0, 1, 1],
+        "logprobs": [None, None, -0.5, -0.25, None, -2.0, -0.125],
+        "versions": [None, None, 1, 1, None, 2, 2],
+    }
+    part = get(outputs, "tokens", run="tidy", step=1, sample="7", rollout=0, offset=4, limit=2)
+    assert (part["ids"], part["versions"]) == ([5, 6], [None, 2])
+    assert refused(outputs, "tokens", run="tidy", step=1, sample="7", rollout=0, row=1)[:2] == (404, "not_found")
+
+
+def found(page: dict) -> list[tuple[int, bool, str, int]]:
+    places = [hit["address"] for hit in page["hits"]]
+    return [(place["step"], place["validation"], place["sample"], place["rollout"]) for place in places]
+
+
+def test_search_finds_texts_tools_errors_and_rewards_the_newest_step_first(outputs: Path) -> None:
+    write_run(outputs)
+    every = {"run": "tidy"}
+
+    assert found(get(outputs, "search", **every, text="#### 42")) == [(2, False, "7", 1), (1, False, "7", 1)]
+    assert len(found(get(outputs, "search", **every, text='{"EXPRESSION": "7*6"}'))) == 9
+    assert found(get(outputs, "search", **every, text="response_start")) == []  # the name of a field
+    assert found(get(outputs, "search", **every, text='tool "calculator" took')) == [
+        (2, False, "10", 0),
+        (1, False, "10", 0),
+    ]
+    assert len(found(get(outputs, "search", **every, tool="calculator"))) == 9
+    assert found(get(outputs, "search", **every, tool="calc")) == []
+    assert found(get(outputs, "search", **every, error="tool_timeout", last_step=1)) == [(1, False, "10", 0)]
+    assert found(get(outputs, "search", **every, least=0.5, first_step=2)) == [(2, False, "7", 1)]
+    assert found(get(outputs, "search", **every, validation=True)) == [(0, True, "7", 0)]
+    hit = get(outputs, "search", **every, text="tool_TIME", error="tool_timeout")
+    assert hit["hits"] == []  # the code is no text of the conversation
+    [hit] = get(outputs, "search", **every, text="#### 42", first_step=2)["hits"]
+    assert (hit["score"], hit["stop_reason"], hit["tools"], hit["snippet"]) == (
+        1.0,
+        "answered",
+        ["calculator"],
+        "#### 42",
+    )
+
+
+def test_search_goes_on_where_its_last_page_ended(outputs: Path) -> None:
+    write_run(outputs)
+    places, cursor = [], None
+    while True:
+        page = get(outputs, "search", run="tidy", tool="calculator", limit=2, **({"cursor": cursor} if cursor else {}))
+        places += found(page)
+        cursor = page["cursor"]
+        if cursor is None:
+            break
+
+    assert places == found(get(outputs, "search", run="tidy", tool="calculator"))
+    assert len(places) == len(set(places)) == 9
+    assert refused(outputs, "search", run="tidy", cursor="x")[:2] == (422, "invalid_request")
+
+
+def test_a_folder_without_runs_is_an_empty_list(outputs: Path) -> None:
+    assert get(outputs, "runs") == {"outputs": str(outputs), "total": 0, "runs": []}
+    (outputs / "photos").mkdir(parents=True)
+    (outputs / "photos" / "a.parquet").write_bytes(b"not ours")
+    (outputs / "notes.txt").write_text("x")
+    assert get(outputs, "runs")["total"] == 0
+
+
+@pytest.mark.parametrize("key", ["../secret", "/etc", "", "tidy/trajectories", "tidy/../../x"])
+def test_a_key_names_a_run_of_the_folder_and_no_path(outputs: Path, key: str) -> None:
+    write_run(outputs)
+    write_run(outputs.parent, "secret")
+
+    assert refused(outputs, "run", run=key) == (
+        404,
+        "not_found",
+        f"expected a run of {outputs} (tidy), got {key!r}; open the list of runs",
+    )
+
+
+def test_a_broken_state_is_shown_with_its_reason_and_the_steps_can_be_read(outputs: Path) -> None:
+    folder = write_run(outputs)
+    (folder.path / "state.json").write_text('{"run": "tidy", "step": 2, ')
+    with folder.metrics_file.open("a") as file:
+        file.write("not json\n")
+
+    page = get(outputs, "run", run="tidy")
+
+    assert page["summary"]["state"] == "unreadable" and "cannot be read" in page["summary"]["message"]
+    assert page["summary"]["reward"]["steps"] == [1, 2] and len(page["files"]) == 3
+    assert get(outputs, "step", run="tidy", step=2)["total"] == 4
+
+
+def test_a_torn_file_is_named_and_the_others_are_searched(outputs: Path) -> None:
+    folder = write_run(outputs)
+    file = folder.path / "trajectories/step_2.parquet"
+    file.write_bytes(file.read_bytes()[:2000])
+
+    status, code, message = refused(outputs, "step", run="tidy", step=2)
+    assert (status, code) == (409, "conflict")
+    assert message.startswith(f"expected trajectories in {file}, got a file that cannot be read (")
+    page = get(outputs, "search", run="tidy", text="#### 42")
+    assert found(page) == [(1, False, "7", 1)] and len(page["unreadable"]) == 1
+
+
+def test_what_a_run_lacks_is_refused_with_what_it_has(outputs: Path) -> None:
+    write_run(outputs)
+
+    assert refused(outputs, "step", run="tidy", step=9) == (
+        404,
+        "not_found",
+        "expected a step of run tidy (1 to 2), got 9; choose another step",
+    )
+    assert refused(outputs, "trajectory", run="tidy", step=1, sample="7", rollout=9) == (
+        404,
+        "not_found",
+        "expected a rollout of step 1, got sample '7', rollout 9; open the step to choose one",
+    )
+
+
+def test_a_file_of_an_older_version_lacks_columns(outputs: Path) -> None:
+    import pyarrow.parquet as pq
+
+    folder = write_run(outputs)
+    file = folder.path / "trajectories/step_2.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["incidents", "trace_id", "further_rows"]), file)
+
+    page = get(outputs, "step", run="tidy", step=2)
+    assert (page["incidents"], page["traced"]) == ([0] * 4, [False] * 4)
+    assert get(outputs, "trajectory", run="tidy", step=2, sample="7", rollout=1)["trace"] is None
+
+
+def test_hostile_text_arrives_as_json_and_never_as_a_page(outputs: Path) -> None:
+    folder = write_run(outputs, message=HOSTILE)
+    write_trajectories(folder.path / "trajectories/step_3.parquet", [rollout("tidy", 3, 1, 0, text=HOSTILE)])
+    client = client_of(outputs)
+
+    reply = client.get("/api/trajectory", params={"run": "tidy", "step": 3, "sample": "1", "rollout": 0})
+
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.json()["prompt_messages"][0]["content"] == HOSTILE
+    assert json.loads(client.get("/api/runs").text)["runs"][0]["message"] == HOSTILE
+
+
+def test_the_page_runs_its_own_scripts_alone_and_only_this_machine_reads_data(outputs: Path) -> None:
+    write_run(outputs)
+    app = create_app(outputs)
+    page = TestClient(app).get("/")
+    elsewhere = TestClient(app, client=("10.0.0.7", 1))
+
+    assert page.headers["content-security-policy"].startswith(
+        "default-src 'none'; script-src 'self'; style-src 'self';"
+    )
+    assert page.headers["x-content-type-options"] == "nosniff"
+    assert TestClient(app).get("/page/app.js").headers["content-type"].startswith("text/javascript")
+    assert elsewhere.get("/").status_code == 200
+    assert elsewhere.get("/api/runs").status_code == 401
+    assert TestClient(app, headers={"origin": "http://evil.example"}).get("/api/runs").status_code == 401
+    assert TestClient(app).post("/api/runs").status_code == 405
+
+
+def test_the_console_writes_nothing_into_a_run(outputs: Path) -> None:
+    folder = write_run(outputs)
+    before = {path: path.stat().st_mtime_ns for path in sorted(folder.path.rglob("*"))}
+
+    get(outputs, "runs")
+    get(outputs, "run", run="tidy")
+    get(outputs, "trajectory", run="tidy", step=1, sample="7", rollout=1)
+    get(outputs, "search", run="tidy", text="42")
+
+    assert {path: path.stat().st_mtime_ns for path in sorted(folder.path.rglob("*"))} == before
+    assert RunFolder(folder.path).info().state == "finished"
