@@ -141,10 +141,13 @@ def _routes(runs: Runs) -> APIRouter:
     return router
 
 
-def _page_visitor(path: str, headers: RawHeaders) -> Caller | None:
+def _page_visitor(method: str, path: str, headers: RawHeaders) -> Caller | None:
     """The page itself has no data of runs, and a browser sends no token for it."""
-    is_page = path == "/" or path.startswith("/page/")
-    return Caller("page", frozenset()) if is_page else None
+    return Caller("page", frozenset()) if method in ("GET", "HEAD") and _is_page(path) else None
+
+
+def _is_page(path: str) -> bool:
+    return path == "/" or path.startswith("/page/")
 
 
 class _PageHeaders:
@@ -154,7 +157,7 @@ class _PageHeaders:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or _page_visitor(scope["path"].removeprefix(scope.get("root_path", "")), ()) is None:
+        if scope["type"] != "http" or not _is_page(scope["path"].removeprefix(scope.get("root_path", ""))):
             await self.app(scope, receive, send)
             return
 
