@@ -26,7 +26,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast test-vllm test-pods test-agents test-chaos test-install test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
+.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-pods test-agents test-chaos test-install test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -43,6 +43,12 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; A
 
 test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (under 2 minutes on 2 cores).
 	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not vllm and not pods and not manifests and not chaos and not install and not agents' $(ARGS)
+
+gpu-check: $(VENV)/.dev ## Check and measure engine and learner on this machine's GPU, or a smaller model on its CPU; ARGS='--report gpu.md'.
+	$(BIN)/python -m tests.gpu_check $(ARGS)
+
+gpu-check-bundle: $(VENV)/.dev ## Download what gpu-check needs besides PyTorch and transformers, for a machine without a network.
+	$(BIN)/python -m tests.gpu_check.bundle build/gpu-check $(ARGS)
 
 test-vllm: $(VENV)/.dev $(VLLM)/.ready ## Run the rollout engine against a real vLLM on the CPU (3.4 GB, once; minutes).
 	$(PYTEST) -m vllm tests/vllm $(ARGS)

@@ -50,9 +50,9 @@ def batch(pairs: Pairs, good: int) -> list[Trajectory]:
     ]
 
 
-def learner_of(model: Path, dtype: str, lr: float) -> Learner:
+def learner_of(model: Path, dtype: str, lr: float, device: str = "cpu") -> Learner:
     """Of a run from its beginning."""
-    return Learner(learner_config(model, dtype=dtype, lr=lr, bypass_mode=False))
+    return Learner(learner_config(model, dtype=dtype, lr=lr, bypass_mode=False, device=device))
 
 
 def planted(base: Path, folder: Path, change: Callable[[Tensors], object]) -> Path:
@@ -70,9 +70,9 @@ def swap(tensors: Tensors) -> None:
     tensors[first], tensors[second] = tensors[second].clone(), tensors[first].clone()
 
 
-def make_versions(model: Path, pairs: Pairs, root: Path, dtype: str, lr: float) -> Versions:
+def make_versions(model: Path, pairs: Pairs, root: Path, dtype: str, lr: float, device: str = "cpu") -> Versions:
     """Of a run that begins at the model and trains on these pairs, in its type and with its learning rate."""
-    run, another_run = learner_of(model, dtype, lr), learner_of(model, dtype, lr)
+    run, another_run = (learner_of(model, dtype, lr, device) for _ in range(2))
     run.update(batch(pairs, good=1))
     run.export(root / "1")
     run.update(batch(pairs, good=1))

@@ -1,0 +1,245 @@
+"""Checks of results: engine and learner in bfloat16 against float32, offloading, the ranks, the proof of weights."""
+
+import asyncio
+import gc
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from tests.gpu_check.findings import Finding
+from tests.gpu_check.model import Shape, prompts, reference
+from tests.services.rollout.planted_weights import batch, make_versions
+from tests.services.trainer.learner_settings import learner_config
+from trackway.rollout.engines.protocol import Generation
+from trackway.rollout.engines.torch import engine as torch_engine
+from trackway.rollout.engines.torch.engine import TorchEngine
+from trackway.rollout.settings import RolloutSettings
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, join
+from trackway.wire.errors import TrackwayError
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.trajectory import Trajectory
+
+GROUPS, ROLLOUTS, PROMPT, RESPONSE = 4, 4, 48, 48
+"""Of the batch that all checks share; lengths in tokens, that of the longest response."""
+FLOAT32, BFLOAT16_MEAN, BFLOAT16_MAX = 2e-3, 0.03, 0.5
+"""Largest differences of logprobs: in float32 of other kernels (all), in bfloat16 on average and at most."""
+SHARE = 0.05
+"""Largest relative difference of a metric in bfloat16."""
+LR = 3e-4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that is checked, and a batch that its own engine sampled in float32."""
+
+    shape: Shape
+    folder: Path
+    device: torch.device
+    generations: Sequence[Generation]
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """One per rollout."""
+        return [prompt for prompt in prompts(self.shape, GROUPS, PROMPT) for _ in range(ROLLOUTS)]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The batch, with rewards that differ within each group."""
+        pairs = [(prompt, list(made.token_ids)) for prompt, made in zip(self.prompts, self.generations, strict=True)]
+        return [
+            trajectory.model_copy(update={"response_logprobs": list(made.logprobs)})
+            for trajectory, made in zip(batch(pairs, good=1), self.generations, strict=True)
+        ]
+
+
+def subject(shape: Shape, folder: Path, device: torch.device) -> Subject:
+    """The model, written to the folder, and its batch."""
+    shape.write(folder)
+    asked = [prompt for prompt in prompts(shape, GROUPS, PROMPT) for _ in range(ROLLOUTS)]
+    return Subject(shape, folder, device, generate(folder, device, "float32", asked))
+
+
+def engine_of(folder: Path, device: torch.device, dtype: str, slots: int = GROUPS * ROLLOUTS) -> TorchEngine:
+    """An embedded engine that is not started."""
+    settings = RolloutSettings(
+        model_path=folder,
+        device="cuda" if device.type == "cuda" else "cpu",
+        dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        max_num_seqs=slots,
+        max_model_len=1024,
+    )
+    return TorchEngine(settings)
+
+
+def generate(folder: Path, device: torch.device, dtype: str, asked: Sequence[list[int]]) -> list[Generation]:
+    """Continuations of the prompts, of different lengths, by an engine of its own."""
+
+    async def run() -> list[Generation]:
+        engine = engine_of(folder, device, dtype)
+        await engine.start()
+        try:
+            requests = [
+                engine.generate(prompt, SamplingParams(max_tokens=RESPONSE - n, ignore_eos=True, seed=n), str(n))
+                for n, prompt in enumerate(asked)
+            ]
+            return await asyncio.gather(*requests)
+        finally:
+            await engine.stop()
+
+    return asyncio.run(run())
+
+
+def check_engine(subject: Subject) -> list[Finding]:
+    """The logprobs of what the engine sampled, in both types, against transformers in float32."""
+    model = reference(subject.folder, subject.device)
+    found: list[Finding] = []
+    for dtype in ("float32", "bfloat16"):
+        made = (
+            subject.generations
+            if dtype == "float32"
+            else generate(subject.folder, subject.device, dtype, subject.prompts)
+        )
+        off = [
+            abs(ours - theirs)
+            for prompt, generation in zip(subject.prompts, made, strict=True)
+            for ours, theirs in zip(
+                generation.logprobs, _logprobs(model, prompt, list(generation.token_ids)), strict=True
+            )
+        ]
+        if dtype == "float32":
+            found.append(Finding.below("logprobs in float32, largest difference", _largest(off), FLOAT32))
+        else:
+            found.append(Finding.below("logprobs in bfloat16, mean difference", sum(off) / len(off), BFLOAT16_MEAN))
+            found.append(Finding.below("logprobs in bfloat16, largest difference", _largest(off), BFLOAT16_MAX))
+    return found
+
+
+def check_learner(subject: Subject) -> list[Finding]:
+    """Logprobs and one update in bfloat16 against float32, padded and packed, and against the sampler."""
+    exact, exact_metrics = _trained(subject, "float32")
+    found = [Finding.below("sampler against learner in float32, largest", _mismatch(subject, exact), FLOAT32)]
+    for dtype, packed in (("float32", True), ("bfloat16", False), ("bfloat16", True)):
+        logprobs, metrics = _trained(subject, dtype, packed)
+        off = [abs(ours - theirs) for ours, theirs in zip(_flat(logprobs), _flat(exact), strict=True)]
+        name = f"{dtype}, {'packed' if packed else 'padded'}"
+        limit = FLOAT32 if dtype == "float32" else BFLOAT16_MEAN
+        value = _largest(off) if dtype == "float32" else sum(off) / len(off)
+        found.append(Finding.below(f"logprobs in {name}, {'largest' if dtype == 'float32' else 'mean'}", value, limit))
+        for metric in ("actor/grad_norm", "actor/entropy"):
+            apart = abs(metrics[metric] - exact_metrics[metric]) / abs(exact_metrics[metric])
+            found.append(Finding.below(f"{metric} in {name}, relative", apart, SHARE))
+    return found
+
+
+def check_offload(subject: Subject) -> list[Finding]:
+    """Weights and moments are away between updates, and change no result."""
+    _, expected = _trained(subject, "float32")
+    away = {"param_offload": True, "optimizer_offload": True}
+    learner = Learner(learner_config(subject.folder, device=str(subject.device), lr=LR, **away))
+    metrics = learner.update(subject.trajectories).metrics
+    apart = max(abs(metrics[name] - expected[name]) for name in ("actor/grad_norm", "actor/pg_loss"))
+    found = [Finding.below("largest difference of gradient norm and loss", apart, FLOAT32)]
+    if subject.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated() / 2**20
+        weights = sum(parameter.numel() for parameter in learner.policy.model.parameters()) * 4 / 2**20
+        found.append(Finding.below("memory on the GPU after an update, of the weights", left / weights, 0.05))
+    return found
+
+
+def check_proof(subject: Subject, folder: Path) -> list[Finding]:
+    """Right weights are accepted in bfloat16, and planted wrong ones are refused by name."""
+    pairs = [(prompt, list(made.token_ids)) for prompt, made in zip(subject.prompts, subject.generations, strict=True)]
+    versions = make_versions(subject.folder, pairs, folder, "bfloat16", LR, str(subject.device))
+
+    async def verdicts() -> dict[str, str]:
+        engine, load, found = engine_of(subject.folder, subject.device, "bfloat16"), torch_engine.load, {}
+        await engine.start()
+        for name, held in versions.folders.items():
+            await engine.load_weights(versions.folders["old kept"], 1, None)
+            torch_engine.load = lambda decoder, _, held=held: load(decoder, held)
+            try:
+                await engine.load_weights(versions.folders["right"], 2, versions.proof)
+            except TrackwayError as error:
+                found[name] = str(error.detail["verdict"])
+            else:
+                found[name] = "accepted"
+            finally:
+                torch_engine.load = load
+        await engine.stop()
+        return found
+
+    wanted = dict.fromkeys(versions.folders, "wrong") | {"right": "accepted", "old kept": "stale"}
+    found = asyncio.run(verdicts())
+    return [Finding.equal(name, wanted[name], found[name]) for name in wanted]
+
+
+def check_ranks(subject: Subject) -> list[Finding]:
+    """A learner whose weights FSDP2 shards over one rank gives the results of one without."""
+    logprobs, expected = _trained(subject, "float32")
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    try:
+        sharded, metrics = _trained(subject, "float32", ranks=join(store, 0, 1, subject.device.type, 60.0))
+    finally:
+        distributed.destroy_process_group()
+    off = [abs(ours - theirs) for ours, theirs in zip(_flat(sharded), _flat(logprobs), strict=True)]
+    apart = abs(metrics["actor/grad_norm"] / expected["actor/grad_norm"] - 1)
+    return [
+        Finding.below("logprobs, largest difference", _largest(off), FLOAT32),
+        Finding.below("actor/grad_norm, relative", apart, FLOAT32),
+    ]
+
+
+CHECKS: dict[str, Callable[[Subject, Path], list[Finding]]] = {
+    "engine": lambda subject, _: check_engine(subject),
+    "learner": lambda subject, _: check_learner(subject),
+    "offload": lambda subject, _: check_offload(subject),
+    "FSDP2, one rank": lambda subject, _: check_ranks(subject),
+    "proof of weights": check_proof,
+}
+"""By name: what is checked, given the subject and an empty folder."""
+
+
+def _trained(
+    subject: Subject, dtype: str, packed: bool = False, ranks: Ranks = ALONE
+) -> tuple[list[list[float]], dict[str, float]]:
+    """The logprobs of the batch before an update, and the update's metrics."""
+    config = learner_config(
+        subject.folder,
+        device=str(subject.device),
+        dtype=dtype,
+        lr=LR,
+        remove_padding=packed,
+        micro_batch_size=4,
+        calculate_entropy=True,
+    )
+    learner = Learner(config, ranks)
+    return learner.log_probs(subject.trajectories), learner.update(subject.trajectories).metrics
+
+
+def _mismatch(subject: Subject, logprobs: Sequence[Sequence[float]]) -> float:
+    sampled = _flat([list(made.logprobs) for made in subject.generations])
+    return _largest([abs(ours - theirs) for ours, theirs in zip(sampled, _flat(logprobs), strict=True)])
+
+
+def _flat(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [value for row in rows for value in row]
+
+
+def _largest(values: Sequence[float]) -> float:
+    """The largest value; NaN if one is."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+@torch.inference_mode()
+def _logprobs(model: torch.nn.Module, prompt: list[int], response: list[int]) -> list[float]:
+    ids = torch.tensor([prompt + response], device=next(model.parameters()).device)
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None]).squeeze(-1).tolist()
