@@ -25,6 +25,7 @@ KEYS = {
     "temperature": f"{POLICY}.rollout.temperature",
     "remove_padding": f"{POLICY}.model.use_remove_padding",
     "gradient_checkpointing": f"{POLICY}.model.enable_gradient_checkpointing",
+    **{name: f"{POLICY}.model.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")},
     "param_offload": f"{ACTOR}.fsdp_config.param_offload",
     "optimizer_offload": f"{ACTOR}.fsdp_config.optimizer_offload",
     "ref_param_offload": f"{POLICY}.ref.fsdp_config.param_offload",

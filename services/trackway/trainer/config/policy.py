@@ -43,6 +43,15 @@ class ModelConfig(Section):
     change."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass to save memory."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of a LoRA adapter, which is trained instead of the model's own weights and merged into what is published; 0
+    trains the whole model. Learning rates are about ten times those of the whole model."""
+    lora_alpha: float = Field(default=16, gt=0)
+    """The adapter's update is scaled by this divided by its rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Adapted layers by the last parts of their names, or as a regular expression; `all-linear` leaves out the head."""
+    exclude_modules: str | list[str] | None = None
+    """Layers that are not adapted, in the same way."""
 
 
 class OptimConfig(Section):

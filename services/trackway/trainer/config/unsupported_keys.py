@@ -34,7 +34,6 @@ _PADDING = ("pad_to_length", "pad_to_length_bucket")
 _SEED = "trackway.seed is the seed of the learner, of the rows and of the rollouts"
 _TEXT = "rows are text"
 _PROFILERS = "global_profiler.tool and global_profiler.steps decide"
-_ADAPTERS = "the whole model is trained"
 _DISTILLATION = "only with distillation.enabled"
 
 NO_EFFECT: dict[str, str] = {
@@ -152,10 +151,8 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": "a metric of Megatron's",
     "actor_rollout_ref.rollout.mtp.*": "only with model.mtp.enable",
     "actor_rollout_ref.rollout.qat.*": "only with qat.enable",
-    "actor_rollout_ref.model.lora_alpha": _ADAPTERS,
-    "actor_rollout_ref.model.target_modules": _ADAPTERS,
-    "actor_rollout_ref.model.exclude_modules": _ADAPTERS,
-    "actor_rollout_ref.model.lora.*": _ADAPTERS,
+    "actor_rollout_ref.model.lora.merge": "adapters are merged before each publication, for every engine",
+    "actor_rollout_ref.model.lora.*": "only Megatron reads it; model.lora_rank and its neighbours decide",
     "actor_rollout_ref.model.mtp.*": "only with model.mtp.enable",
     "actor_rollout_ref.model.use_liger": "the loss is computed by PyTorch",
     "actor_rollout_ref.model.fused_kernel_options.*": "the loss is computed by PyTorch",
@@ -196,7 +193,7 @@ class Only(NamedTuple):
 
 
 _MANAGERS = ("naive", "dapo", "batch", "prime", "gdpo", "rate_limited", "remote")
-_NO_ADAPTERS = "adapters are not trained; train the whole model"
+_NO_START = "training starts with a new adapter; merge this one into the model"
 _NO_REWARD_MODEL = "serve the model anywhere and name its URL in `judges` of the reward service"
 _NO_MEGATRON = "the learner is PyTorch's; take the keys of verl's FSDP recipe"
 _OWN_SANDBOX = "run code in a scorer of your own: give custom_reward_function.path"
@@ -220,10 +217,9 @@ ONLY: dict[str, Only] = {
     "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": Only((1,), "set rollout.n"),
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Only((), "write an engine (CONTRIBUTING.md)"),
     "actor_rollout_ref.rollout.agent.custom_async_server.name": Only((), "write an engine (CONTRIBUTING.md)"),
-    "actor_rollout_ref.model.lora_rank": Only((0,), _NO_ADAPTERS),
-    "actor_rollout_ref.model.lora.rank": Only((0,), _NO_ADAPTERS),
-    "actor_rollout_ref.model.lora_adapter_path": Only((), f"{_NO_ADAPTERS} with the adapter merged into it"),
-    "actor_rollout_ref.model.lora.adapter_path": Only((), f"{_NO_ADAPTERS} with the adapter merged into it"),
+    "actor_rollout_ref.model.lora.rank": Only((0,), "set actor_rollout_ref.model.lora_rank"),
+    "actor_rollout_ref.model.lora_adapter_path": Only((), _NO_START),
+    "actor_rollout_ref.model.lora.adapter_path": Only((), _NO_START),
     "actor_rollout_ref.model.mtp.enable": Only((False,), "multi-token prediction is not implemented; leave it out"),
     "actor_rollout_ref.model.hf_config_path": Only((), "the configuration lies beside the weights, in model.path"),
     "actor_rollout_ref.model.tokenizer_path": Only((), "the tokenizer lies beside the weights, in model.path"),

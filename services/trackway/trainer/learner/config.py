@@ -1,9 +1,23 @@
 """What the learner is configured with: sections of the run's configuration, and values that they do not hold."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trackway.trainer.config.algorithm import OPTIMAL_BASELINES, AlgorithmConfig
 from trackway.trainer.config.policy import ActorConfig, ModelConfig, RefConfig, RolloutConfig
+
+
+class LoraSettings(NamedTuple):
+    """What an adapter is made of."""
+
+    rank: int
+    alpha: float
+    target_modules: str | list[str]
+    """Names of modules, a regular expression over their whole names, or `all-linear`, which leaves out the head."""
+    exclude_modules: str | list[str] | None
+    """Names of modules, or a regular expression; None for none."""
+    seed: int
+    """Of the random A."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +54,14 @@ class LearnerConfig:
     def model_path(self) -> str:
         """Folder or Hugging Face id of the model that training starts from, and of the reference model."""
         return self.model.path or ""
+
+    @property
+    def lora(self) -> LoraSettings | None:
+        """The adapter that is trained; None trains the whole model."""
+        model = self.model
+        if not model.lora_rank:
+            return None
+        return LoraSettings(model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, self.seed)
 
     @property
     def loss_mode(self) -> str:

@@ -40,8 +40,7 @@ from trackway.trainer.learner.loss import (
     token_logprobs,
 )
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
-from trackway.trainer.learner.offload import CpuOffload
-from trackway.trainer.learner.policy import MicroBatch, Policy
+from trackway.trainer.learner.policy import BaseModel, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
 from trackway.trainer.learner.ranks.balance import PassLimit
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, save_whole
@@ -54,6 +53,7 @@ from trackway.trainer.learner.weight_proof import (
     rounding_of,
     tensor_digests,
 )
+from trackway.trainer.learner.weights.offload import CpuOffload
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary, WeightProof
@@ -61,6 +61,10 @@ from trackway.wire.weights import Canary, WeightProof
 CANARY_LENGTH = 16
 CANARY_TOLERANCE = {"bfloat16": 0.25}
 """By compute dtype, else the wire's default; a bfloat16 sampler was up to 0.054 from a float32 trainer."""
+
+BASE_TOLERANCE = 1e-2
+"""Largest difference of one model's logprobs between devices; an adapter on another model would train and publish
+something else, without an error."""
 
 
 class EmptyBatchError(ValueError):
@@ -141,15 +145,16 @@ class Learner:
             offload=fsdp.param_offload or fsdp.offload_policy,
             ranks=ranks,
             reshard_after_forward=fsdp.reshard_after_forward,
+            lora=config.lora,
         )
         self.threads = config.threads or self._choose_threads()
         """CPU threads of torch in this process."""
         torch.set_num_threads(self.threads)
-        self.reference = _reference(config, ranks) if config.uses_reference else None
+        self.reference = self._reference() if config.uses_reference else None
         self.reward_kl_coef = config.algorithm.kl_ctrl.kl_coef
         """Coefficient of the KL penalty in the reward of the next update."""
         self.optimizer = AdamW(
-            self.policy.model.parameters(),
+            [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad],
             lr=optim.lr,
             betas=optim.betas,
             weight_decay=optim.weight_decay,
@@ -163,6 +168,21 @@ class Learner:
         self._shuffler = torch.Generator().manual_seed(config.seed)
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
+
+    def _reference(self) -> Policy | BaseModel:
+        config = self.config
+        if self.policy.adapter is not None:
+            return BaseModel(self.policy)
+        return Policy(
+            config.model_path,
+            config.dtype,
+            config.device,
+            remove_padding=config.model.use_remove_padding,
+            offload=config.ref.fsdp_config.param_offload,
+            frozen=True,
+            ranks=self.ranks,
+            reshard_after_forward=config.actor.fsdp_config.reshard_after_forward,
+        )
 
     def _choose_threads(self) -> int:
         if self.policy.device.type != "cpu":
@@ -229,16 +249,21 @@ class Learner:
         return result
 
     def save(self, folder: Path) -> None:
-        """Writes everything that a new learner of the same configuration, on any number of ranks, needs to continue."""
+        """Writes everything that a new learner of the same configuration, on any number of ranks, needs to continue.
+
+        Of a model with an adapter only the adapter is written, and by what its base model can be told from others.
+        """
         progress = {"updates": torch.tensor(self.updates), "shuffler": self._shuffler.get_state()}
         if self.config.algorithm.kl_ctrl.type == "adaptive":
             progress["reward_kl_coef"] = torch.tensor(self.reward_kl_coef, dtype=torch.float64)
+        if self.policy.adapter is not None:
+            progress["base_logprobs"] = self._base_logprobs()
         files: dict[Path, Callable[[], Mapping[str, Tensor]]] = {
             folder / "model.safetensors": self.policy.tensors,
             folder / "optim.safetensors": lambda: adamw.named_state(self.optimizer, self.policy.model),
             folder / "extra_state.safetensors": lambda: progress,
         }
-        if self.reference is not None:
+        if isinstance(self.reference, Policy):
             files[folder / "reference.safetensors"] = self.reference.tensors
         save_whole(files, self.ranks)
 
@@ -248,15 +273,17 @@ class Learner:
         Raises ValueError when the checkpoint belongs to another model.
         """
         self.policy.load(folder / "model.safetensors")
+        progress = load_file(folder / "extra_state.safetensors")
+        if "base_logprobs" in progress:
+            self._check_base(progress["base_logprobs"])
         adamw.load_optimizer(self.optimizer, self.policy.model, folder / "optim.safetensors")
         self.moments.offload()
-        progress = load_file(folder / "extra_state.safetensors")
         self.updates = int(progress["updates"])
         self._shuffler.set_state(progress["shuffler"])
         if self.config.algorithm.kl_ctrl.type == "adaptive" and "reward_kl_coef" in progress:
             self.reward_kl_coef = float(progress["reward_kl_coef"])
         reference = folder / "reference.safetensors"
-        if self.reference is not None and reference.exists():
+        if isinstance(self.reference, Policy) and reference.exists():
             self.reference.load(reference)
 
     def export(self, folder: Path) -> None:
@@ -281,6 +308,17 @@ class Learner:
             dtype=str(self.policy.published_dtype).removeprefix("torch."),
             rounding=rounding_of(probes, self.policy.published_logprobs(sequences, torch.bfloat16)),
         )
+
+    def _base_logprobs(self) -> Tensor:
+        return torch.tensor(self.policy.base_logprobs(self._canary_tokens()), dtype=torch.float64)
+
+    def _check_base(self, saved: Tensor) -> None:
+        difference = float((self._base_logprobs() - saved).abs().max())
+        if difference > BASE_TOLERANCE:
+            raise ValueError(
+                f"expected the base model that the adapter was trained on, got {self.config.model_path}, whose "
+                f"logprobs differ by {difference:.2g}; resume with that model"
+            )
 
     def _canary_tokens(self) -> list[int]:
         # Low ids exist in every tokenizer, while a model's vocabulary is often padded beyond its tokenizer.
@@ -501,16 +539,3 @@ def _trainable(mini: TrainingBatch) -> TrainingBatch:
 def _mean(rows: Sequence[Metrics]) -> Metrics:
     """The mean of each metric of the rows, which have the same ones; empty without rows."""
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} if rows else {}
-
-
-def _reference(config: LearnerConfig, ranks: Ranks) -> Policy:
-    return Policy(
-        config.model_path,
-        config.dtype,
-        config.device,
-        remove_padding=config.model.use_remove_padding,
-        offload=config.ref.fsdp_config.param_offload,
-        frozen=True,
-        ranks=ranks,
-        reshard_after_forward=config.actor.fsdp_config.reshard_after_forward,
-    )

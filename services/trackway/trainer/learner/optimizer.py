@@ -41,8 +41,8 @@ def state_tensors(optimizer: AdamW) -> Iterator[Tensor]:
 
 
 def named_state(optimizer: AdamW, model: nn.Module) -> dict[str, Tensor]:
-    """AdamW's state of each named parameter, as `<parameter>.<moment>`."""
-    states = [(name, optimizer.state[parameter]) for name, parameter in model.named_parameters()]
+    """AdamW's state of each trained parameter, as `<parameter>.<moment>`."""
+    states = [(name, optimizer.state[parameter]) for name, parameter in _trained(model)]
     return {f"{name}.{key}": state[key] for name, state in states for key in state}
 
 
@@ -50,12 +50,16 @@ def load_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:
     """Restores the saved `named_state`; a parameter without saved state gets none."""
     saved = load_file(file)
     state = {}
-    for index, (name, parameter) in enumerate(model.named_parameters()):
+    for index, (name, parameter) in enumerate(_trained(model)):
         if f"{name}.step" in saved:
             step, *moments = (saved[f"{name}.{key}"] for key in MOMENTS)
             shards = [shard_like(moment, parameter) for moment in moments]
             state[index] = dict(zip(MOMENTS, (step, *shards), strict=True))
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def step(optimizer: AdamW, model: nn.Module, clip_grad: float) -> tuple[float, bool]:

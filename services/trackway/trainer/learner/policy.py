@@ -9,7 +9,7 @@ Vocabulary logits are computed only where the response mask is set. Parameters a
 import copy
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -24,13 +24,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from trackway.trainer.learner.algorithm import check_known
 from trackway.trainer.learner.batch import TrainingBatch
+from trackway.trainer.learner.config import LoraSettings
 from trackway.trainer.learner.finite import require_finite
 from trackway.trainer.learner.loss import at_mask, token_logprobs
-from trackway.trainer.learner.offload import CpuOffload
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
 from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, reshard, shard, shard_like
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
+from trackway.trainer.learner.weights.adapter import Adapter, base_names
+from trackway.trainer.learner.weights.offload import CpuOffload
 
 MASTER_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """Compute dtype by name -> dtype of the weights, of the optimizer's state and of all logprobs."""
@@ -69,7 +71,8 @@ class Policy:
 
     `dtype` is a key of MASTER_DTYPES. An offloaded model is on the device only inside `cpu_offload.on_device()`;
     a frozen model has no gradients. `remove_padding` packs the batches of a model that can be packed. Among several
-    ranks every method but `logits` gives each of them the same result, and is a collective.
+    ranks every method but `logits` gives each of them the same result, and is a collective. With `lora` an adapter is
+    trained, and the model's own weights stay as they were loaded.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Policy:
         frozen: bool = False,
         ranks: Ranks = ALONE,
         reshard_after_forward: bool = True,
+        lora: LoraSettings | None = None,
     ) -> None:
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(path)
@@ -92,9 +96,13 @@ class Policy:
         self.master_dtype = MASTER_DTYPES[dtype]
         self.device = torch.device(device)
         self.ranks = ranks
+        self.adapter: Adapter | None = None
+        """What is trained, instead of the model's own weights."""
         self.model = _load_model(self.folder, self.master_dtype)
         require_finite(self.tensors())
         self.model.requires_grad_(not frozen)
+        if lora is not None:
+            self.adapter = Adapter(self.model, lora)
         self.model.train(gradient_checkpointing)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -169,7 +177,7 @@ class Policy:
         self, sequences: Sequence[list[int]], compute: torch.dtype = torch.float32
     ) -> list[ScoredSequence]:
         """`sequence_logprobs` under the published weights: rounded to the published dtype, computed in `compute`."""
-        with self._inference(), rounded(self.model, self.published_dtype, compute):
+        with self._inference(), self._merged(), rounded(self.model, self.published_dtype, compute):
             scored = [self._logprobs(group, autocast=False) for group in _groups(sequences)]
         return list(map(ScoredSequence, sequences, chain.from_iterable(scored)))
 
@@ -177,6 +185,11 @@ class Policy:
         """Logprobs of tokens 1..n-1 of one sequence, each given those before it, at temperature 1."""
         with self._inference():
             return self._logprobs([token_ids])[0]
+
+    def base_logprobs(self, token_ids: list[int]) -> list[float]:
+        """`sequence_logprobs` of the model without its adapter, computed in the dtype of the weights."""
+        with self._inference(), nullcontext() if self.adapter is None else self.adapter.off():
+            return self._logprobs([token_ids], autocast=False)[0]
 
     def _logprobs(self, sequences: Sequence[list[int]], *, autocast: bool = True) -> list[list[float]]:
         """Logprobs of tokens 1..n-1 of each sequence, computed as one batch."""
@@ -199,9 +212,19 @@ class Policy:
     def _memory(self) -> Iterator[Tensor]:
         return chain(self.model.parameters(), self.model.buffers()) if self.ranks.mesh is None else iter(())
 
+    def _merged(self) -> AbstractContextManager[None]:
+        """A context in which the model's own weights are those that engines get."""
+        return nullcontext() if self.adapter is None else self.adapter.merged()
+
     def tensors(self) -> dict[str, Tensor]:
-        """Every weight once, by name: of tied weights only the first name. Of a sharded model, this rank's shards."""
+        """Every weight once, by name: of tied weights only the first name. Of a sharded model, this rank's shards.
+
+        With an adapter only its own.
+        """
         reshard(self.model)
+        if self.adapter is not None:
+            trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+            return {name: tensor for name, tensor in self.model.state_dict().items() if name in trained}
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = names - {name for name, _ in self.model.named_parameters()}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
@@ -216,7 +239,7 @@ class Policy:
         if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in own.items()}:
             raise ValueError(
                 f"expected the weights of {self.folder.name}, got other names or shapes in {file}; "
-                "resume with the model that the run started from"
+                "resume with the model and the LoRA keys that the run started from"
             )
         require_finite(saved)
         with torch.no_grad():
@@ -225,10 +248,34 @@ class Policy:
 
     def export(self, folder: Path) -> None:
         """A folder that transformers and the engines load: config, safetensors, tokenizer files."""
-        state = gathered(self.model.state_dict(), self.ranks.is_first, self.published_dtype)
-        if self.ranks.is_first:
-            export_model(self.model, folder, state, self.published_dtype)
-            copy_tokenizer(self.folder, folder)
+        with self._merged():
+            named = base_names(self.model.state_dict())
+            state = gathered(named, self.ranks.is_first, self.published_dtype)
+            if self.ranks.is_first:
+                export_model(self.model, folder, state, self.published_dtype)
+                copy_tokenizer(self.folder, folder)
+
+
+class BaseModel:
+    """The model of a policy without its adapter, as its reference model: there is no second copy of the weights."""
+
+    def __init__(self, policy: Policy) -> None:
+        """Raises ValueError for a policy without an adapter."""
+        if policy.adapter is None:
+            raise ValueError("expected a policy with an adapter, got one that is trained whole; load a second model")
+        self._policy = policy
+        self._adapter = policy.adapter
+        self.cpu_offload = policy.cpu_offload
+
+    def logprobs(self, batch: TrainingBatch, temperature: float, limit: PassLimit) -> Tensor:
+        """As of a Policy."""
+        with self._adapter.off():
+            return self._policy.logprobs(batch, temperature, limit)
+
+    def logits(self, batch: TrainingBatch, temperature: float) -> Tensor:
+        """As of a Policy."""
+        with self._adapter.off():
+            return self._policy.logits(batch, temperature)
 
 
 def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:

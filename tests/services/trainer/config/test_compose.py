@@ -287,7 +287,8 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
     [
         ("trainer.critic_warmup=5", "trainer.critic_warmup: expected 0, got 5; the actor trains from the first step"),
         ("reward_model.enable=True", "reward_model.enable: expected False, got True; serve the model anywhere"),
-        ("actor_rollout_ref.model.lora_rank=32", "lora_rank: expected 0, got 32; adapters are not trained"),
+        ("+actor_rollout_ref.model.lora.rank=32", "lora.rank: expected 0, got 32; set"),
+        ("+actor_rollout_ref.model.lora_adapter_path=a", "lora_adapter_path: expected null, got a; training"),
         ("+actor_rollout_ref.model.override_config.tie=true", "override_config.tie: expected null, got True; change"),
         ("+reward.reward_kwargs.alpha=1", "reward.reward_kwargs.alpha: expected null, got 1; give arguments"),
         ("trainer.default_local_dir=s3://b/c", "trainer.default_local_dir: expected a folder, got the URL s3://b/c"),

@@ -14,7 +14,7 @@ from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
 from trackway.trainer.config.policy import FSDPConfig, PolicyLossConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
-from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.config import LearnerConfig, LoraSettings
 from trackway.trainer.loop.from_config import (
     group_filter,
     learner_config,
@@ -114,6 +114,10 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{MODEL}.path": ("m", {"learner.model_path": "m"}),
     f"{MODEL}.use_remove_padding": (False, {"learner.model.use_remove_padding": False}),
     f"{MODEL}.enable_gradient_checkpointing": (False, {"learner.model.enable_gradient_checkpointing": False}),
+    f"{MODEL}.lora_rank": (8, {"learner.lora": LoraSettings(8, 16, "all-linear", None, 42)}),
+    f"{MODEL}.lora_alpha": (32, {}),
+    f"{MODEL}.target_modules": (["q_proj"], {}),
+    f"{MODEL}.exclude_modules": ("k_proj", {}),
     f"{ACTOR}.optim.lr": (0.5, {"learner.actor.optim.lr": 0.5}),
     f"{ACTOR}.optim.betas": ([0.1, 0.2], {"learner.actor.optim.betas": (0.1, 0.2)}),
     f"{ACTOR}.optim.weight_decay": (3.0, {"learner.actor.optim.weight_decay": 3.0}),
@@ -310,6 +314,13 @@ TOGETHER: list[tuple[Keys, Fields]] = [
     ({"global_profiler.steps": [2]}, {}),
     ({"trainer.n_gpus_per_node": 4, "trainer.nnodes": 2}, {"plan.gpus": 8}),
     ({"trainer.n_gpus_per_node": 0, "trainer.nnodes": 2}, {}),
+    (
+        {
+            **{f"{MODEL}.lora_rank": 8, f"{MODEL}.lora_alpha": 4.5, f"{MODEL}.target_modules": "q|v"},
+            f"{MODEL}.exclude_modules": ["k"],
+        },
+        {"learner.lora": LoraSettings(8, 4.5, "q|v", ["k"], 42)},
+    ),
     ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 4096}, fills(4096)),
     (
         {f"{ACTOR}.use_dynamic_bsz": True, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 8192},

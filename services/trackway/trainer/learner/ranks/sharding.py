@@ -81,18 +81,24 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, reshard_after_forward: bo
 
 
 def reshard(model: PreTrainedModel) -> None:
-    """Frees the root's gathered weights, which FSDP2 keeps after a forward without a backward."""
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    """Frees the gathered weights that FSDP2 keeps after a forward without a backward: the root's, at least."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor. A collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(tensors: Mapping[str, Tensor], keep: bool, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """The whole tensors on the CPU; empty unless `keep`. A collective if one of them is sharded."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+        complete = whole(tensor).detach()
         if keep:
-            result[name] = whole.to("cpu", dtype).contiguous()
+            result[name] = complete.to("cpu", dtype).contiguous()
     return result
 
 
@@ -103,23 +109,23 @@ def save_whole(files: Mapping[Path, Callable[[], Mapping[str, Tensor]]], ranks: 
     """
     failure: Exception | None = None
     for file, tensors in files.items():
-        whole = gathered(tensors(), ranks.is_first and failure is None)
+        complete = gathered(tensors(), ranks.is_first and failure is None)
         if not ranks.is_first or failure is not None:
             continue
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(whole, file)
+            save_file(complete, file)
         except Exception as error:
             failure = error
     if failure is not None:
         raise failure
 
 
-def shard_like(whole: Tensor, like: Tensor) -> Tensor:
+def shard_like(complete: Tensor, like: Tensor) -> Tensor:
     """The whole tensor, or this rank's shard of it if `like` is sharded; every rank has the whole one."""
     if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return complete
+    return distribute_tensor(complete, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def local(tensors: Iterable[Tensor]) -> Iterable[Tensor]:

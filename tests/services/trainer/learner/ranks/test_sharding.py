@@ -43,6 +43,8 @@ VARIANTS = {
     "packed by tokens": {"remove_padding": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40},
     "whole mini-batch": {"micro_batch_size": 8, "reshard_after_forward": False},
     "checkpointed": {"gradient_checkpointing": True, "micro_batch_size": 3, "offload_policy": True},
+    "LoRA": {"lora_rank": 3, "lr": 1e-2},
+    "LoRA, never resharded": {"lora_rank": 3, "reshard_after_forward": False, "kl_loss_type": "full"},
     "full KL": {"kl_loss_type": "full", "remove_padding": True},
     "kl_cov, shuffled": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2, "shuffle": True},
     "weights normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "ppo_epochs": 2},
@@ -155,6 +157,8 @@ def test_updates_of_two_ranks_are_those_of_one_process_with(
     outcomes = two_ranks.run(trained, config, batches[:2], tmp_path / "several")
 
     assert_same(outcomes, expected, TOLERANCE["float64"])
+    ours, theirs = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("several", "one"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE["float64"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

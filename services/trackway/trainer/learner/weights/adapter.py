@@ -1,0 +1,112 @@
+"""LoRA: low-rank matrices beside the linear layers, which alone are trained (Hu et al., 2021, arXiv 2106.09685).
+
+An adapted layer computes W x + s B A x with s = alpha / rank. A is random and B zero at first, so that training starts
+at the base model, which is also the reference model. PEFT makes the layers and names them. Engines get the whole
+weights W + s B A, so every engine serves them, and none has to scale or to name an adapter.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trackway.trainer.learner.config import LoraSettings
+from trackway.trainer.learner.ranks.sharding import reshard, shard_like, whole
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import Linear
+
+NAME = "default"
+"""PEFT's name of an adapter."""
+_BASE_LAYER, _MATRICES = ".base_layer", ".lora_"
+"""Parts of PEFT's names: of the weights of an adapted layer, and of the adapter's own."""
+
+
+class _Layer(NamedTuple):
+    """An adapted layer and its parts. Their weights are looked up at each use, since FSDP2 exchanges them."""
+
+    lora: "Linear"
+    base: nn.Linear
+    a: nn.Linear
+    b: nn.Linear
+
+    @classmethod
+    def of(cls, lora: "Linear") -> Self:
+        parts = (lora.base_layer, lora.lora_A[NAME], lora.lora_B[NAME])
+        return cls(lora, *(cast(nn.Linear, part) for part in parts))
+
+
+class Adapter:
+    """The adapter of a model, whose own weights are frozen."""
+
+    def __init__(self, model: PreTrainedModel, settings: LoraSettings) -> None:
+        """Adds the adapter to the model. Raises ValueError where no module matches, or one that cannot be adapted."""
+        # Here, since only LoRA needs it and it takes half a second.
+        from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import Linear, LoraLayer
+
+        targets, excluded = settings.target_modules, settings.exclude_modules
+        config = LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]  # PEFT only divides it
+            target_modules=targets,
+            exclude_modules=excluded,
+            task_type="CAUSAL_LM",
+        )
+        head = model.get_output_embeddings()
+        # Every rank draws the same matrices, and training draws what it would without an adapter.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            inject_adapter_in_model(config, model)
+        adapted = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        others = [name for name, layer in adapted.items() if not isinstance(layer, Linear) or layer.base_layer is head]
+        if others:
+            raise ValueError(
+                f"expected model.target_modules to name linear layers other than the head, got {targets!r}, "
+                f"which names {', '.join(others)}; name others, or take all-linear"
+            )
+        self._model = model
+        self._layers = [_Layer.of(layer) for layer in adapted.values() if isinstance(layer, Linear)]
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """A context in which the model computes without the adapter."""
+        # PEFT's own switch also clears `requires_grad`, which FSDP2 reads only when it first gathers a parameter.
+        for layer in self._layers:
+            layer.lora.merged_adapters.append(NAME)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.lora.merged_adapters.pop()
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """A context in which the model's own weights include the adapter; they are exactly as before after it.
+
+        It takes a second copy of the adapted weights. Among several ranks a collective.
+        """
+        originals: list[Tensor] = []
+        reshard(self._model)
+        try:
+            with torch.no_grad():
+                for layer in self._layers:
+                    weight = layer.base.weight
+                    update = whole(layer.b.weight) @ whole(layer.a.weight) * layer.lora.scaling[NAME]
+                    originals.append(weight.detach().clone())
+                    weight.add_(shard_like(update.T if layer.lora.fan_in_fan_out else update, weight))
+            with self.off():
+                yield
+        finally:
+            reshard(self._model)
+            with torch.no_grad():
+                for layer, original in zip(self._layers, originals, strict=False):
+                    layer.base.weight.copy_(original)
+
+
+def base_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's own weights by the names that they have without an adapter."""
+    return {name.replace(_BASE_LAYER, ""): tensor for name, tensor in state.items() if _MATRICES not in name}
