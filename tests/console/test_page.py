@@ -67,10 +67,21 @@ def test_clicks_and_keys_lead_from_the_runs_to_a_token_and_back(browser: Browser
     browser.evaluate("document.querySelector('.tokens .token:nth-child(3)').focus()")
     browser.press("ArrowRight")
     assert "-0.25 nats" in browser.evaluate("document.querySelector('.token-details').innerText")
-    browser.settled(lambda: browser.click("#tools a"))
+    browser.settled(lambda: browser.click("#tools a[href*='search']"))
     browser.write("input[name=text]", "#### 42")
     browser.settled(lambda: browser.press("Enter"))
     assert browser.wait("document.querySelectorAll('table.hits tbody tr').length") == 2
+
+    browser.settled(lambda: browser.click("table.hits a.open"))
+    browser.settled(lambda: browser.click("a.button[href*='compare']"))
+    assert browser.evaluate("[...document.querySelectorAll('.compare mark')].map((node) => node.innerText)") == ["13"]
+    browser.settled(lambda: browser.click(".compare a.strong"))
+    browser.settled(lambda: browser.click("a.button[href*='prompt']"))
+    assert browser.evaluate("document.querySelectorAll('.by-step-row').length") == 2
+    browser.settled(lambda: browser.click("#tools a[href*='failures']"))
+    assert 'the tool "calculator" took 30 s' in browser.text()
+    browser.settled(lambda: browser.click("td a[href*='search']"))
+    browser.wait("document.querySelectorAll('table.hits tbody tr').length === 2")
 
     assert browser.problems == []
     assert [address for address in browser.requests if not address.startswith((url, "data:"))] == []  # data: Chromium's
@@ -98,6 +109,9 @@ def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Bro
             f"trajectory?{place}",
             f"tokens?{place}",
             "search?run=tidy",
+            "prompt?run=tidy&sample=7",
+            "failures?run=tidy",
+            "compare?run=tidy&of=1/7/0,2/7/1,2/10/0",
         ):
             browser.open(f"{url}#/{view}")
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), view

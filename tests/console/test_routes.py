@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.console.example_run import TRACE_ID, rollout, write_run, write_step
+from tests.console.example_run import MESSAGE, TRACE_ID, rollout, write_run, write_step
 from trackway.console.app import create_app
 from trackway.trainer.run_state.folder import Activity, RunFolder
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.health import Wait
+from trackway.wire.trajectory import Trajectory
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e"
 
@@ -254,6 +255,73 @@ def test_search_goes_on_where_its_last_page_ended(outputs: Path) -> None:
     assert places == found(get(outputs, "search", run="tidy", tool="calculator"))
     assert len(places) == len(set(places)) == 9
     assert refused(outputs, "search", run="tidy", cursor="x")[:2] == (422, "invalid_request")
+
+
+def test_a_prompt_has_its_rollouts_in_all_steps(outputs: Path) -> None:
+    write_run(outputs)
+
+    page = get(outputs, "prompt", run="tidy", sample="7")
+
+    assert (page["prompt"], page["unreadable"]) == ("How much is 7 x 6?", [])
+    places = [(found["step"], found["rollout"], found["score"], found["answer"]) for found in page["rollouts"]]
+    assert places == [(1, 0, 0.0, "#### 13"), (1, 1, 1.0, "#### 42"), (2, 0, 0.0, "#### 13"), (2, 1, 1.0, "#### 42")]
+    validation = get(outputs, "prompt", run="tidy", sample="7", validation=True)
+    assert [found["step"] for found in validation["rollouts"]] == [0]
+    assert get(outputs, "prompt", run="tidy", sample="8")["rollouts"] == []
+
+
+def test_failures_are_grouped_by_cause_and_a_torn_file_is_named(outputs: Path) -> None:
+    folder = write_run(outputs, steps=3)
+    file = folder.path / "trajectories/step_2.parquet"
+    file.write_bytes(file.read_bytes()[:2000])
+    rollouts = [rollout("tidy", 3, 10, 0), rollout("tidy", 3, 10, 0)]
+    assert rollouts[0].error is not None
+    rollouts[0].error.message = MESSAGE.replace("30", "31.5")
+    write_trajectories(folder.path / "trajectories/step_3.parquet", rollouts)
+
+    page = get(outputs, "failures", run="tidy")
+
+    place = {"step": 3, "validation": False, "sample": "10", "rollout": 0}
+    steps = {"steps": [1, 3], "values": [1.0, 2.0]}
+    timeout = {"code": "tool_timeout", "count": 3, "steps": steps, "validation": 0, "example": place}
+    message = page["failures"][0].pop("message")
+    assert message in (MESSAGE, MESSAGE.replace("30", "31.5"))
+    assert page["failures"] == [
+        {"kind": "trajectory", "tool": None, **timeout},
+        {"kind": "call", "tool": "calculator", "message": "", **timeout},
+        {
+            "kind": "incident",
+            "code": "retried",
+            "tool": None,
+            "message": "",
+            "count": 1,
+            "steps": {"steps": [1], "values": [1.0]},
+            "validation": 0,
+            "example": {"step": 1, "validation": False, "sample": "7", "rollout": 1},
+        },
+    ]
+    assert len(page["unreadable"]) == 1 and str(file) in page["unreadable"][0]
+    assert len(get(outputs, "prompt", run="tidy", sample="10")["unreadable"]) == 1
+
+
+def test_a_step_can_be_saved_as_numbers_and_as_whole_trajectories(outputs: Path) -> None:
+    folder = write_run(outputs)
+    client = client_of(outputs)
+    step = {"run": "tidy", "step": 2}
+
+    table = client.get("/api/export", params={**step, "format": "csv"}).text.splitlines()
+    lines = client.get("/api/export", params={**step, "format": "jsonl"}).text.splitlines()
+
+    assert table[0] == (
+        "step,validation,sample_index,rollout_n,score,stop_reason,error,num_turns,tokens,seconds,incidents,traced"
+    )
+    assert table[2:4] == [
+        "2,False,7,1,1.0,answered,,4,5,2.5,1,True",
+        "2,False,10,0,,error,tool_timeout,4,5,1.5,0,False",
+    ]
+    written = read_trajectories(folder.path / "trajectories/step_2.parquet")
+    assert [Trajectory.model_validate_json(line) for line in lines] == written
+    assert refused(outputs, "export", run="tidy", step=9, format="csv")[:2] == (404, "not_found")
 
 
 def test_a_folder_without_runs_is_an_empty_list(outputs: Path) -> None:

@@ -1,16 +1,21 @@
 """The console's application: JSON routes over run folders, and the page that shows them."""
 
+from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, StreamingResponse
 from starlette.datastructures import MutableHeaders
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trackway.console.export import as_csv, as_jsonl
+from trackway.console.over_steps import failures_page, prompt_page
 from trackway.console.replies import (
+    FailuresPage,
     Metrics,
+    PromptPage,
     RunPage,
     RunSummaries,
     SearchPage,
@@ -137,6 +142,24 @@ def _routes(runs: Runs) -> APIRouter:
         """Trajectories that match everything given, the newest step first; `cursor` gives the next page."""
         query = SearchQuery(text, tool, error, stop_reason, least, most, first_step, last_step, validation)
         return search(reader, runs.find(run), query, limit, cursor)
+
+    @router.get("/api/prompt", response_model=PromptPage)
+    def one_prompt(run: RunKey, sample: str, validation: Validation = False) -> PromptPage:
+        """The rollouts of one sample in all steps."""
+        return prompt_page(reader, runs.find(run), sample, validation)
+
+    @router.get("/api/failures", response_model=FailuresPage)
+    def failures(run: RunKey) -> FailuresPage:
+        """Failures of the whole run by kind, code and message, the most frequent first."""
+        return failures_page(reader, runs.find(run))
+
+    @router.get("/api/export", response_class=StreamingResponse)
+    def export(run: RunKey, step: Step, format: Literal["csv", "jsonl"], validation: Validation = False) -> Response:
+        """The rollouts of a step: CSV of their numbers, or JSONL of whole trajectories."""
+        write, kind = (as_csv, "text/csv") if format == "csv" else (as_jsonl, "application/jsonl")
+        lines = write(reader, runs.find(run), step, validation)
+        first = next(lines, "")  # an unreadable file is an error and not a short one
+        return StreamingResponse(chain((first,), lines), media_type=kind)
 
     return router
 

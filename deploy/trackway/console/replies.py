@@ -193,3 +193,55 @@ class SearchPage(WireReply):
     """Continues the search; None at its end."""
     unreadable: list[str]
     """Files that could not be read."""
+
+
+class PromptRollout(WireReply):
+    """A rollout of one prompt."""
+
+    step: int
+    rollout: int
+    score: float | None
+    stop_reason: str
+    error: str | None
+    seconds: float | None
+    answer: str
+    """The beginning of its last message."""
+
+
+class PromptPage(WireReply):
+    """The rollouts of one sample in all steps, or in all validations."""
+
+    sample: str
+    validation: bool
+    prompt: str
+    rollouts: list[PromptRollout]
+    """In the order of steps and rollouts, of the newest steps if there are too many."""
+    unreadable: list[str]
+    """Files that could not be read."""
+
+
+class Failure(WireReply):
+    """Failures with one kind, code and message; numbers in the message may differ."""
+
+    kind: str
+    """`trajectory` for an error that ended a rollout, `call` for a failed tool call, `incident` for a problem from
+    which a rollout recovered."""
+    code: str
+    tool: str | None
+    message: str
+    """One of the messages; empty for calls and incidents, which have none."""
+    count: int
+    steps: Series
+    """Failures by step of training."""
+    validation: int
+    """Those among them in validations."""
+    example: TrajectoryAddress
+    """The newest."""
+
+
+class FailuresPage(WireReply):
+    """Groups of failures, the most frequent first."""
+
+    failures: list[Failure]
+    unreadable: list[str]
+    """Files that could not be read."""

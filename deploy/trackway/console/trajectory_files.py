@@ -2,6 +2,7 @@
 
 import re
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ _NAME = re.compile(r"(val_)?step_(\d+)\.parquet")
 MEMORY = "512MB"
 """Most memory of all queries together; DuckDB fails a query that needs more."""
 THREADS = 2
+_TOGETHER = 64
+"""Files of one query over many."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,32 @@ class ParquetReader:
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
         except duckdb.Error as error:
             raise self._unreadable(file, error) from error
+
+    def across(
+        self, sql: str, files: Sequence[File], **values: object
+    ) -> tuple[list[tuple[File, tuple[Any, ...]]], list[str]]:
+        """The rows of a query over `read_parquet($files)` by file, and the files that cannot be read, with the reason.
+
+        The query's first column is `filename`.
+        """
+        import duckdb
+
+        rows: list[tuple[File, tuple[Any, ...]]] = []
+        unreadable: list[str] = []
+        pending = [list(files[start : start + _TOGETHER]) for start in range(0, len(files), _TOGETHER)]
+        while pending:
+            batch = pending.pop(0)
+            by_name = {str(file.path): file for file in batch}
+            try:
+                found = self._cursor().execute(sql, {"files": list(by_name), **values}).fetchall()
+            except duckdb.Error as error:
+                if len(batch) == 1:
+                    unreadable.append(self._unreadable(batch[0], error).message)
+                else:  # one of them is damaged
+                    pending[:0] = [[file] for file in batch]
+                continue
+            rows += [(by_name[row[0]], row[1:]) for row in found]
+        return rows, unreadable
 
     def _cursor(self) -> "duckdb.DuckDBPyConnection":
         """A connection for this request; requests run in threads."""

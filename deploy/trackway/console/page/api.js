@@ -11,12 +11,20 @@ export class ApiError extends Error {
 
 /** A reply of the console. Raises ApiError with the server's message, also when there is no answer. */
 export async function get(path, parameters = {}, { signal, tag } = {}) {
+  const response = await request(path, parameters, { signal, headers: tag ? { "if-none-match": tag } : {} });
+  if (response.status === 304) return { unchanged: true, tag };
+  return { body: await response.json(), tag: response.headers.get("etag") };
+}
+
+/** A reply as the content of a file. Raises ApiError as `get` does. */
+export const file = async (path, parameters) => (await request(path, parameters, { headers: {} })).blob();
+
+async function request(path, parameters, { signal, headers }) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
     if (value === undefined || value === null || value === "") continue;
     for (const part of Array.isArray(value) ? value : [value]) query.append(name, part);
   }
-  const headers = tag ? { "if-none-match": tag } : {};
   const token = sessionStorage.getItem(TOKEN);
   if (token) headers.authorization = `Bearer ${token}`;
   let response;
@@ -26,10 +34,9 @@ export async function get(path, parameters = {}, { signal, tag } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The console does not answer; start it again with `trackway console`, then reload this page.");
   }
-  if (response.status === 304) return { unchanged: true, tag };
+  if (response.ok || response.status === 304) return response;
   const body = await response.json().catch(() => null);
-  if (!response.ok) throw new ApiError(response.status, body?.error?.message ?? `The console answered ${response.status}.`);
-  return { body, tag: response.headers.get("etag") };
+  throw new ApiError(response.status, body?.error?.message ?? `The console answered ${response.status}.`);
 }
 
 export const keepToken = (token) => sessionStorage.setItem(TOKEN, token);

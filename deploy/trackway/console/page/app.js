@@ -3,7 +3,7 @@
 import { ApiError, get, keepToken, link, route, trajectoryLink } from "./api.js";
 import { h, hideTip, visible } from "./dom.js";
 
-const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search"];
+const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search", "prompt", "compare", "failures"];
 const POLL_MS = 2000;
 
 const main = document.getElementById("main");
@@ -91,10 +91,11 @@ function frame(view, parameters) {
   if (run) crumbs.push([run, link("run", { run })]);
   if (step !== undefined) crumbs.push([val ? `validation ${step}` : `step ${step}`, link("step", { run, step, val })]);
   if (sample !== undefined && rollout !== undefined) crumbs.push([`${sample} · ${rollout}`, trajectoryLink("trajectory", run, { step, validation: val, sample, rollout })]);
-  if (["tokens", "search"].includes(view)) crumbs.push([view, null]);
+  if (view === "prompt") crumbs.push([`sample ${sample}`, null]);
+  if (["tokens", "search", "compare", "failures"].includes(view)) crumbs.push([view, null]);
   crumbs.at(-1)[1] = null;
   document.getElementById("crumbs").replaceChildren(...crumbs.map(([text, href]) => name(text, href)));
-  const tools = run ? [["Search", "search"]] : [];
+  const tools = run ? [["Failures", "failures"], ["Search", "search"]] : [];
   document.getElementById("tools").replaceChildren(...tools.map(([text, target]) =>
     h("a", { href: link(target, { run }), "aria-current": target === view ? "page" : null }, text)));
   document.title = `${crumbs.slice(1).map(([text]) => text).join(" · ") || "Runs"} – Trackway`;

@@ -1,6 +1,6 @@
 // Parts that several views show.
 
-import { link, trajectoryLink } from "../api.js";
+import { file, link, trajectoryLink } from "../api.js";
 import { h, number, tip, visible } from "../dom.js";
 
 const ENDED = ["finished", "failed", "stopped", "unreadable"];
@@ -75,4 +75,21 @@ export function pager(visit, before, after, words) {
   const button = (href, text, label) =>
     h("a", { class: `button ${href ? "" : "off"}`, href, "aria-disabled": href ? null : "true", title: label }, text);
   return h("span", { class: "pager" }, button(before, "←", `previous ${words}, key ←`), button(after, "→", `next ${words}, key →`));
+}
+
+/** A button that saves a reply as a file. It is fetched, because a link would not send the token. */
+export function download(path, parameters, name, text) {
+  const button = h("button", { type: "button", title: `save ${name}`, onclick: async () => {
+    button.disabled = true;
+    try {
+      const address = URL.createObjectURL(await file(path, parameters));
+      h("a", { href: address, download: name }).click();
+      setTimeout(() => URL.revokeObjectURL(address), 60_000);
+    } catch (error) {
+      button.replaceWith(h("span", { class: "chip bad", role: "alert" }, error.message));
+    } finally {
+      button.disabled = false;
+    }
+  } }, text);
+  return button;
 }

@@ -3,7 +3,7 @@
 import { link, trajectoryLink } from "../api.js";
 import { histogram } from "../charts.js";
 import { deviation, empty, h, mean, number, panel, plural, roving, seconds, visible } from "../dom.js";
-import { cell, pager, range, scoreChip, stepLinks } from "./parts.js";
+import { cell, download, pager, range, scoreChip, stepLinks } from "./parts.js";
 
 const BINS = 12;
 const SLOWEST = 6;
@@ -36,6 +36,7 @@ export default async function step(visit) {
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, page.validation ? `Validation after step ${page.step}` : `Step ${page.step}`),
       scoreChip(mean(rollouts.map((rollout) => rollout.score)), scale), h("span", { class: "spacer" }),
+      ["csv", "jsonl"].map((format) => download(`export`, { run, step: number_, validation: page.validation ? true : undefined, format }, `${run.replaceAll("/", "-")}-${page.validation ? "val-" : ""}step-${number_}.${format}`, format.toUpperCase())),
       other && h("a", { class: "button", href: link("step", { run, step: number_, val: !page.validation }) }, page.validation ? "its training" : "its validation"),
       pager(visit, before, after, "step")),
     h("div", { class: "step-top" },
@@ -130,7 +131,7 @@ function grid(run, groups, matches, scale, single, prompts) {
   };
   if (single) return roving(h("div", { class: "cells" }, groups.flatMap((group) => group.rollouts.map(one))), "a.cell");
   return roving(h("div", { class: groups.length > 100 ? "groups many" : "groups" }, groups.map((group) => h("div", { class: `group ${group.spread === 0 ? "flat" : ""}` },
-    h("div", { class: "group-head" }, h("b", {}, visible(group.sample)), h("span", { class: "clip", title: group.prompt }, visible(group.prompt))),
+    h("div", { class: "group-head" }, h("a", { class: "strong", href: link("prompt", { run, sample: group.sample, val: group.rollouts[0].address.validation }), tabindex: -1, title: "this prompt in all steps" }, visible(group.sample)), h("span", { class: "clip", title: group.prompt }, visible(group.prompt))),
     h("div", { class: "cells" }, group.rollouts.map(one)),
     h("div", { class: "group-foot" }, h("span", {}, `mean ${number(group.mean, 2)}`),
       h("span", {}, group.spread === 0 ? "no variance" : group.spread === null ? "" : `± ${number(group.spread, 2)}`))))), "a.cell");

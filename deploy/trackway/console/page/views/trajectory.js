@@ -2,6 +2,7 @@
 
 import { addressed, link, trajectoryLink } from "../api.js";
 import { h, number, panel, plural, seconds, tip, visible } from "../dom.js";
+import { compareLink } from "./compare.js";
 import { cell, facts, outside, pager, range, scoreChip } from "./parts.js";
 
 export default async function trajectory(visit) {
@@ -16,6 +17,8 @@ export default async function trajectory(visit) {
       h("span", { class: `chip ${page.error ? "bad" : ""}` }, page.stop_reason), page.incidents.map((incident) => h("span", { class: "chip warn" }, incident.replaceAll("_", " "))),
       h("span", { class: "spacer" }),
       page.trace ? outside(page.trace, "Trace") : page.trace_id && h("code", { class: "dim" }, page.trace_id),
+      page.group.length > 1 && h("a", { class: "button", href: compareLink(run, group(page)) }, "Compare group"),
+      h("a", { class: "button", href: link("prompt", { run, sample: page.address.sample, val: page.address.validation }) }, "Over steps"),
       h("a", { class: "button", href: trajectoryLink("tokens", run, page.address), title: "key t" }, "Tokens"),
       pager(visit, to(page.previous), to(page.next), "rollout")),
     page.group.length > 1 && h("div", { class: "cells strip" }, page.group.map((score, rollout) =>
@@ -28,6 +31,9 @@ export default async function trajectory(visit) {
         page.log && h("details", { class: "message" }, h("summary", {}, "log of the agent"), h("pre", {}, visible(page.log)))),
       h("div", { class: "stack" }, swimlane(page), rewards(page), about(page, run))));
 }
+
+/** The rollout and others of its prompt; `compareLink` takes the first of them. */
+const group = (page) => [page.address, ...page.group.map((_, rollout) => ({ ...page.address, rollout })).filter(({ rollout }) => rollout !== page.address.rollout)];
 
 function bubble(message, kind = message.role) {
   return h("article", { class: `message ${kind}` }, h("h3", {}, kind), message.content

@@ -1,0 +1,59 @@
+"""A step's rollouts as a file: CSV of their numbers, or JSONL of whole trajectories."""
+
+import csv
+import io
+from collections.abc import Iterator
+
+from trackway.console.steps import MOST_ROLLOUTS, step_page
+from trackway.console.trajectory_files import ParquetReader, file_of
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_record import from_record
+
+_CHUNK = 128
+"""Trajectories in memory at once."""
+_COLUMNS = (
+    "sample_index",
+    "rollout_n",
+    "score",
+    "stop_reason",
+    "error",
+    "num_turns",
+    "tokens",
+    "seconds",
+    "incidents",
+    "traced",
+)
+
+
+def as_csv(reader: ParquetReader, folder: RunFolder, step: int, validation: bool) -> Iterator[str]:
+    """A line for each rollout, after the names of the columns. Raises TrackwayError before the first line."""
+    offset, total = 0, 1
+    while offset < total:
+        page = step_page(reader, folder, step, validation, offset, MOST_ROLLOUTS)
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        if offset == 0:
+            writer.writerow(("step", "validation", *_COLUMNS))
+        columns = [getattr(page, name) for name in _COLUMNS]
+        writer.writerows((step, validation, *row) for row in zip(*columns, strict=True))
+        yield text.getvalue()
+        offset, total = offset + MOST_ROLLOUTS, page.total
+
+
+def as_jsonl(reader: ParquetReader, folder: RunFolder, step: int, validation: bool) -> Iterator[str]:
+    """A trajectory per line, with its tokens, as the agent returned it. Raises TrackwayError before the first line."""
+    file, start = file_of(folder, step, validation), 0
+    while True:
+        records = reader.records(
+            "SELECT * FROM read_parquet($file, file_row_number = true) WHERE file_row_number >= $start "
+            f"ORDER BY file_row_number LIMIT {_CHUNK}",
+            file,
+            start=start,
+        )
+        for record in records:
+            del record["file_row_number"]
+            kept = {name: value for name, value in record.items() if value is not None}
+            yield from_record(kept).model_dump_json() + "\n"
+        if len(records) < _CHUNK:
+            return
+        start += len(records)

@@ -1,0 +1,119 @@
+"""What goes over all steps of a run: one prompt, and failures by their cause."""
+
+import json
+from collections.abc import Iterable
+from itertools import groupby
+
+from trackway.console.replies import Failure, FailuresPage, PromptPage, PromptRollout, Series, TrajectoryAddress
+from trackway.console.runs import finite
+from trackway.console.steps import last_user_text
+from trackway.console.trajectory_files import File, ParquetReader, trajectory_files
+from trackway.trainer.run_state.folder import RunFolder
+
+MOST_ROLLOUTS = 2000
+"""Rollouts of one prompt in a reply."""
+MOST_GROUPS = 200
+"""Groups of failures in a reply."""
+_ANSWER_CHARS = 200
+_FROM = "FROM read_parquet($files, union_by_name = true, filename = true)"
+
+
+def prompt_page(reader: ParquetReader, folder: RunFolder, sample: str, validation: bool) -> PromptPage:
+    """The rollouts of a sample in all steps; validation has samples of its own."""
+    files = [file for file in trajectory_files(folder) if file.validation == validation]
+    rows, unreadable = reader.across(
+        "SELECT filename, rollout_n, score, stop_reason, json_extract_string(error, '$.code'), "
+        "CAST(json_extract(timings, '$.total') AS DOUBLE), turns, prompt_messages "
+        f"{_FROM} WHERE CAST(sample_index AS VARCHAR) = $sample",
+        files,
+        sample=sample,
+    )
+    rows.sort(key=lambda item: (item[0].step, item[1][0]))
+    return PromptPage(
+        sample=sample,
+        validation=validation,
+        prompt=last_user_text(rows[-1][1][-1]) if rows else "",
+        rollouts=[
+            PromptRollout(
+                step=file.step,
+                rollout=rollout,
+                score=None if score is None else finite(score),
+                stop_reason=stop_reason,
+                error=error,
+                seconds=seconds,
+                answer=_answer(turns),
+            )
+            for file, (rollout, score, stop_reason, error, seconds, turns, _) in rows[-MOST_ROLLOUTS:]
+        ],
+        unreadable=unreadable[:20],
+    )
+
+
+def _answer(turns: str) -> str:
+    """The beginning of the last message with a text."""
+    texts = [message["content"] for turn in json.loads(turns) for message in turn["messages"]]
+    return next((text for text in reversed(texts) if text.strip()), "")[:_ANSWER_CHARS]
+
+
+_FAILURES = {
+    "trajectory": (
+        "json_extract_string(error, '$.code') AS code, NULL AS tool, "
+        "json_extract_string(error, '$.message') AS message",
+        "error <> 'null'",
+    ),
+    "call": (
+        "json_extract_string(call, '$.error') AS code, json_extract_string(call, '$.tool') AS tool, '' AS message",
+        "json_extract_string(call, '$.error') IS NOT NULL",
+    ),
+    "incident": ("incident AS code, NULL AS tool, '' AS message", "true"),
+}
+"""Code, tool and message of each kind of failure, and its condition."""
+_ROWS = {
+    "trajectory": _FROM,
+    "call": f"FROM (SELECT *, unnest(json_extract(turns, '$[*].calls[*]')) AS call {_FROM} "
+    'WHERE contains(turns, \'"error":"\'))',
+    "incident": f"FROM (SELECT *, unnest(incidents) AS incident {_FROM})",
+}
+
+
+def failures_page(reader: ParquetReader, folder: RunFolder) -> FailuresPage:
+    """Failures of the whole run by kind, code and message, whose numbers are left out of the comparison."""
+    files = trajectory_files(folder)
+    failures: list[Failure] = []
+    unreadable: list[str] = []
+    for kind, (selected, condition) in _FAILURES.items():
+        rows, damaged = reader.across(
+            "SELECT filename, code, tool, regexp_replace(left(message, 300), '[0-9]+([.][0-9]+)?', 'N', 'g'), "
+            "any_value(message), count(*), max_by(CAST(sample_index AS VARCHAR), rollout_n), max(rollout_n) "
+            f"FROM (SELECT filename, sample_index, rollout_n, {selected} {_ROWS[kind]} WHERE {condition}) "
+            "GROUP BY ALL",
+            files,
+        )
+        unreadable += [message for message in damaged if message not in unreadable]
+        rows.sort(key=lambda item: (*(part or "" for part in item[1][:3]), item[0].step, item[0].validation))
+        for (code, tool, _), group in groupby(rows, key=lambda item: item[1][:3]):
+            failures.append(_failure(kind, code, tool, list(group)))
+    failures.sort(key=lambda failure: -failure.count)
+    return FailuresPage(failures=failures[:MOST_GROUPS], unreadable=unreadable[:20])
+
+
+def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tuple]]) -> Failure:
+    newest, last = rows[-1]
+    _, _, _, message, _, sample, rollout = last
+    return Failure(
+        kind=kind,
+        code=code,
+        tool=tool,
+        message=message[:2000],
+        count=_count(rows),
+        steps=Series(
+            steps=[file.step for file, _ in rows if not file.validation],
+            values=[float(row[4]) for file, row in rows if not file.validation],
+        ),
+        validation=_count(item for item in rows if item[0].validation),
+        example=TrajectoryAddress(step=newest.step, validation=newest.validation, sample=sample, rollout=rollout),
+    )
+
+
+def _count(rows: Iterable[tuple[File, tuple]]) -> int:
+    return sum(row[4] for _, row in rows)

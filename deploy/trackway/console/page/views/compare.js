@@ -1,0 +1,57 @@
+// Two to eight trajectories side by side.
+
+import { link, trajectoryLink } from "../api.js";
+import { empty, h, number, seconds, visible } from "../dom.js";
+import { scoreChip } from "./parts.js";
+
+const MOST = 8;
+
+const encoded = ({ step, validation, sample, rollout }) => `${validation ? "v" : ""}${step}/${encodeURIComponent(sample)}/${rollout}`;
+export const compareLink = (run, addresses) => link("compare", { run, of: addresses.slice(0, MOST).map(encoded).join(",") });
+
+export default async function compare(visit) {
+  const { run, of = "" } = visit.parameters;
+  const addresses = of.split(",").filter(Boolean).slice(0, MOST).map((text) => {
+    const [step, sample, rollout] = text.split("/");
+    return { step: step.replace("v", ""), validation: step.startsWith("v") ? true : undefined, sample: decodeURIComponent(sample ?? ""), rollout };
+  });
+  if (addresses.length < 2) return empty("Two to eight trajectories can be compared.", h("a", { href: link("run", { run }) }, "Open a trajectory of the run, then Compare"));
+  const pages = await Promise.all(addresses.map((address) => visit.get("trajectory", { run, ...address })));
+  const [first] = pages;
+  const rows = [
+    ["reward", (page) => number(page.reward?.score ?? null)], ["ended by", (page) => page.error?.code ?? page.stop_reason],
+    ["time", (page) => seconds(page.timings.total)], ["response", (page) => `${number(page.response_tokens)} tokens`],
+    ["weights", (page) => [...new Set(page.weight_versions.map((span) => span.version))].join(", ") || "–"],
+    ["incidents", (page) => page.incidents.join(", ") || "–"],
+  ];
+  const turns = Math.max(...pages.map((page) => page.turns.length));
+  const without = (index) => compareLink(run, pages.filter((_, other) => other !== index).map((page) => page.address));
+  const cells = (draw) => pages.map((page, index) => h("div", { class: "column" }, draw(page, index)));
+  const line = (name, draw) => [h("div", { class: "row-name" }, name), ...cells(draw)];
+  const text = (page, of) => marked(of(page), page === first ? null : of(first));
+  return [h("div", { class: "title" }, h("h1", {}, `${pages.length} trajectories`), h("span", { class: "dim" }, "what differs from the first is marked")),
+    h("div", { class: "panel scroll compare", style: { "--columns": pages.length } },
+      line("", (page, index) => [h("a", { class: "strong", href: trajectoryLink("trajectory", run, page.address) }, `${page.address.validation ? "v" : "step "}${page.address.step} · ${visible(page.address.sample)} · ${page.address.rollout}`),
+        " ", scoreChip(page.reward?.score ?? null), pages.length > 2 && h("a", { class: "button small", href: without(index), "aria-label": "leave this one out" }, "×")]),
+      rows.map(([name, of_]) => line(name, (page) => h("span", { class: of_(page) === of_(first) ? null : "differs" }, visible(of_(page))))),
+      line("prompt", (page) => h("pre", {}, text(page, (of_) => of_.prompt_messages.map((message) => message.content).join("\n")))),
+      Array.from({ length: turns }, (_, index) => line(`turn ${index + 1}`, (page) => page.turns[index]
+        ? h("pre", {}, text(page, (of_) => spoken(of_.turns[index]))) : h("p", { class: "dim" }, "no such turn"))))];
+}
+
+/** A turn as a text: what was said, what was called, what came back. */
+const spoken = (turn) => turn === undefined ? "" : turn.messages.map((message) => [
+  message.role === "tool" ? `→ ${message.content}` : message.content,
+  ...(message.tool_calls ?? []).map((call) => `${call.function.name}(${call.function.arguments})`),
+].filter(Boolean).join("\n")).join("\n");
+
+/** The text with what lies between the common beginning and the common end marked. */
+function marked(text, other) {
+  if (other === null || text === other) return visible(text);
+  let start = 0;
+  while (start < Math.min(text.length, other.length) && text[start] === other[start]) start += 1;
+  let end = 0;
+  while (end < Math.min(text.length, other.length) - start && text.at(-1 - end) === other.at(-1 - end)) end += 1;
+  const until = text.length - end;
+  return [visible(text.slice(0, start)), h("mark", {}, visible(text.slice(start, until)) || "∅"), visible(text.slice(until))];
+}
