@@ -129,9 +129,9 @@ def _row(rows: Rows, number: int) -> tuple[Sample, RowLocation]:
 def advantages_of(trajectories: list[Trajectory], config: RunConfig) -> list[float | None]:
     """The advantage of each trajectory within the group; None for one that a training step would leave out.
 
-    What an estimator takes from the batch is taken from the group. One that needs the model's distribution is replaced
-    by rloo, whose baseline is the group's mean too, and there is no KL penalty. Raises ValueError when an own estimator
-    cannot be loaded.
+    What an estimator takes from the batch is taken from the group. One that needs more, such as the model's
+    distribution or a greedy rollout, is replaced by rloo, whose baseline is the group's mean too, and there is no KL
+    penalty. Raises ValueError when an own estimator cannot be loaded.
     """
     import torch
 
@@ -151,7 +151,7 @@ def advantages_of(trajectories: list[Trajectory], config: RunConfig) -> list[flo
         components=[{"score": reward.score, **reward.components} for reward in rewards],
     )
     algorithm = config.algorithm
-    if algorithm.adv_estimator in OPTIMAL_BASELINES:
+    if algorithm.adv_estimator in (*OPTIMAL_BASELINES, "remax"):
         algorithm = algorithm.with_values({"adv_estimator": "rloo"})
     if ":" in algorithm.adv_estimator and config.trackway.code_path:
         add_to_path(Path(config.trackway.code_path))

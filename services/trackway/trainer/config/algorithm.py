@@ -15,13 +15,12 @@ from trackway.trainer.config.section import Section
 
 ESTIMATORS = (
     *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo"),
-    *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 """Names of `adv_estimator`; each is a function of that name in `trackway.trainer.learner.advantages`."""
 MISSING_ESTIMATORS = {
     "gae": "there is no critic; take reinforce_plus_plus, its advantage without one",
-    "remax": "there are no greedy rollouts for its baseline; take rloo, whose baseline is the other rollouts",
 }
 """verl's estimators that are refused, with what is missing and what to take."""
 OPTIMAL_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
@@ -70,8 +69,8 @@ class AlgorithmConfig(Section):
 
     adv_estimator: str = "grpo"
     """Estimator of advantages: grpo, grpo_vectorized, grpo_passk, rloo, rloo_vectorized, opo, gpg, gdpo,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, optimal_token_baseline, tir_optimal_token_baseline, or an own
-    function as `module:function`. verl's default is gae, which needs a critic that Trackway does not have."""
+    reinforce_plus_plus, reinforce_plus_plus_baseline, remax, optimal_token_baseline, tir_optimal_token_baseline, or an
+    own function as `module:function`. verl's default is gae, which needs a critic that Trackway does not have."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation in the grpo estimators and gdpo; false gives Dr.GRPO."""
     gamma: float = Field(default=1.0, ge=0, le=1)

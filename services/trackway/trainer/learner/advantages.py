@@ -14,6 +14,7 @@ from torch import Tensor
 from trackway.trainer.config.algorithm import ESTIMATORS as NAMES
 from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.learner.algorithm import grpo_advantages
+from trackway.trainer.learner.filtering import REWARD_BASELINE
 from trackway.trainer.learner.own_functions import own_function
 
 STD_EPS = 1e-6
@@ -139,6 +140,17 @@ def reinforce_plus_plus(config: AlgorithmConfig, inputs: AdvantageInputs) -> Ten
 def reinforce_plus_plus_baseline(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """REINFORCE++ with the group's mean as baseline (arXiv:2501.03262), whitened over the batch's tokens."""
     return _whitened(_centred(inputs.scores, inputs.groups), inputs.mask)
+
+
+def remax(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
+    """ReMax (arXiv:2310.10505): the rewards to go less the score of a greedy rollout of the same prompt.
+
+    Raises ValueError for a trajectory without the component `reward_baseline`, which the training loop sets.
+    """
+    if not all(REWARD_BASELINE in components for components in inputs.components):
+        raise ValueError(f"expected the component {REWARD_BASELINE!r} of each reward, got a trajectory without it")
+    baselines = torch.tensor([[components[REWARD_BASELINE]] for components in inputs.components], dtype=torch.float64)
+    return rewards_to_go(inputs.rewards, inputs.mask) - baselines * inputs.mask
 
 
 def optimal_token_baseline(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:

@@ -118,6 +118,8 @@ def train_status(trajectory: Trajectory, version: int, max_staleness: int | None
     return TrainStatus.STALE if stale else TrainStatus.USED
 
 
+REWARD_BASELINE = "reward_baseline"
+"""Component of a reward: the score of a greedy rollout of the same prompt, under verl's name."""
 UNSHAPED = "score"
 """The reward component with the score before the penalty on long responses, where there is one."""
 _REWARD_METRICS = ("reward", "seq_reward", "seq_final_reward")

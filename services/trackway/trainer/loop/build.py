@@ -112,7 +112,8 @@ def _training(
     active = ActiveTime()
 
     def rollouts(template: GroupTemplate) -> Rollouts:
-        return Rollouts(agents, template, retry_policy(config), active, overlong_penalty(config))
+        baseline = config.algorithm.adv_estimator == "remax" and not template.validation
+        return Rollouts(agents, template, retry_policy(config), active, overlong_penalty(config), baseline)
 
     return Training(
         plan=schedule,

@@ -16,6 +16,7 @@ from trackway.clients import AgentClient, Deadline
 from trackway.system import Backoff
 from trackway.system.waits import Waiting, Waits, longest_chain, noted_in
 from trackway.trainer.learner.overlong import OverlongPenalty
+from trackway.trainer.loop.greedy_baseline import with_baseline
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -64,6 +65,11 @@ class GroupTemplate:
             report_waits_s=REPORT_WAITS_S,
         )
 
+    def greedy(self, request: GroupRequest) -> GroupRequest:
+        """The request for one greedy rollout more, whose number `rollout_n` is n."""
+        params = request.sampling_params.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
+        return request.model_copy(update={"n": self.n + 1, "rollouts": [self.n], "sampling_params": params})
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
@@ -87,12 +93,14 @@ class Rollouts:
         retry_policy: RetryPolicy,
         active: ActiveTime | None = None,
         overlong: OverlongPenalty | None = None,
+        greedy_baseline: bool = False,
     ) -> None:
         self._client = client
         self._template = template
         self._retry_policy = retry_policy
         self._slots = asyncio.Semaphore(retry_policy.max_inflight)
         self._overlong = overlong
+        self._greedy_baseline = greedy_baseline
         self.active = active or ActiveTime()
         """The time in which groups were requested; one object for all rollouts of a run."""
         self.waits = Waits()
@@ -124,29 +132,40 @@ class Rollouts:
         return [trajectory for group in groups for trajectory in group.result()]
 
     async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
-        """All n rollouts of one sample, in order; a failed rollout has its `error` set."""
+        """All n rollouts of one sample, in order; a failed rollout has its `error` set.
+
+        With a greedy baseline a greedy rollout is requested at the same time; its score becomes a component of theirs.
+        """
         async with self._slots:
             request = self._template.group(sample, step, min_weight_version, trace)
-            timeout_s = self._retry_policy.timeout_s
             name = f"group {step}/{sample.index}"
-            with self.active(), self.waits(name, "the agent service", timeout_s) as waiting, noted_in([waiting]):
-                return await self._group(request, waiting)
+            if not self._greedy_baseline:
+                return await self._waited_for(request, name)
+            async with asyncio.TaskGroup() as tasks:
+                sampled = tasks.create_task(self._waited_for(request, name))
+                greedy = tasks.create_task(self._waited_for(self._template.greedy(request), f"{name}, greedy"))
+            return with_baseline(sampled.result(), greedy.result()[0])
+
+    async def _waited_for(self, request: GroupRequest, name: str) -> list[Trajectory]:
+        timeout_s = self._retry_policy.timeout_s
+        with self.active(), self.waits(name, "the agent service", timeout_s) as waiting, noted_in([waiting]):
+            return await self._group(request, waiting)
 
     async def _group(self, request: GroupRequest, waiting: Waiting) -> list[Trajectory]:
         deadline = Deadline.after(self._retry_policy.timeout_s)
         got: dict[int, Trajectory] = {}
         problem: TrackwayError | None = None
-        fruitless = 0
+        wanted, fruitless = request.rollout_numbers(), 0
 
         def progress() -> str:
             asked_again = f"; asked again after: {problem}" if problem is not None else ""
-            return f"{len(got)} of {request.n} rollouts have ended{asked_again}"
+            return f"{len(got)} of {len(wanted)} rollouts have ended{asked_again}"
 
         waiting.progress = progress
         backoff = Backoff(self._retry_policy.backoff_s, LONGEST_PAUSE_S, spread=(0.5, 1.0))
         while fruitless < self._retry_policy.attempts:
             if problem is not None:
-                self.retries += request.n - len(got)
+                self.retries += len(wanted) - len(got)
                 await asyncio.sleep(min(backoff.pause_s(max(1, fruitless)), deadline.remaining))
             had = len(got)
             problem = await self._receive(_for_missing(request, got), got, deadline, waiting)
@@ -155,7 +174,7 @@ class Rollouts:
             fruitless = 0 if len(got) > had else fruitless + 1
             logger.warning("group %s: %s; asking again", request.sample.index, problem)
         error = problem or TrackwayError(ErrorCode.INTERNAL, "no rollout came and no error was given")
-        return [got.get(n) or request.failed(n, error) for n in request.rollout_numbers()]
+        return [got.get(n) or request.failed(n, error) for n in wanted]
 
     async def _receive(
         self, request: GroupRequest, got: dict[int, Trajectory], deadline: Deadline, waiting: Waiting

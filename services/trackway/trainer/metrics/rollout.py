@@ -74,9 +74,11 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
     versions = [[span.version for span in of_one] or [version] for of_one in spans]
     full = [len(trajectory.prompt_ids) >= max_prompt_length for trajectory in used]
     components = [trajectory.reward.components for trajectory in used if trajectory.reward is not None]
+    baselines = [found["reward_baseline"] for found in components if "reward_baseline" in found]
     penalties = [found["overlong_reward"] for found in components if "overlong_reward" in found]
     return {
         **spread("critic/overlong_reward", penalties),
+        **spread("critic/reward_baseline", baselines),
         **spread(f"{_OFF_POLICY}_spans", [max(seen) - min(seen) + 1 for seen in versions]),
         **spread(f"{_OFF_POLICY}_staleness", [version - max(seen) for seen in versions]),
         **spread(f"{_OFF_POLICY}_staleness_worst", [version - min(seen) for seen in versions]),

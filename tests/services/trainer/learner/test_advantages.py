@@ -127,6 +127,22 @@ def test_reinforce_plus_plus_discounts_by_tokens_of_the_model_and_whitens(gamma:
     close(actual[torch.tensor(MASK, dtype=torch.bool)], whitened(to_go))
 
 
+def test_remax_takes_the_greedy_score_off_each_token_of_the_model():
+    given = inputs(
+        [2.0, 0.5], ["a", "a"], [[1, 0, 1], [0, 1, 0]], [{"reward_baseline": 0.75}, {"reward_baseline": 2.0}]
+    )
+
+    close(advantages("remax", given), [[1.25, 0, 1.25], [0, -1.5, 0]])
+    # With a KL penalty of 1/4 at the first token, the tokens after it have the rewards that are still to come.
+    penalised = given._replace(rewards=given.rewards - tensor([0.25, 0, 0], [0, 0, 0]))
+    close(advantages("remax", penalised), [[1.0, 0, 1.25], [0, -1.5, 0]])
+
+
+def test_remax_without_the_greedy_score_says_so():
+    with pytest.raises(ValueError, match="expected the component 'reward_baseline' of each reward"):
+        advantages("remax", inputs([1.0, 2.0], ["a", "a"], [[1], [1]], [{"reward_baseline": 1.0}, {}]))
+
+
 def test_rewards_to_go_carry_what_stands_outside_the_mask_to_the_tokens_before_it():
     rewards = tensor([1.0, 2.0, 4.0, 8.0, 16.0])
     mask = torch.tensor([[1, 0, 1, 1, 0]], dtype=torch.bool)
@@ -242,7 +258,7 @@ def test_a_trajectorys_advantage_is_the_mean_over_its_trained_tokens():
 
 
 def test_equal_scores_have_no_advantage_in_any_estimator_with_a_group():
-    equal = inputs([0.1] * 3, ["a"] * 3, [[1, 1]] * 3, components=[{"score": 0.1}] * 3)
+    equal = inputs([0.1] * 3, ["a"] * 3, [[1, 1]] * 3, components=[{"score": 0.1, "reward_baseline": 0.1}] * 3)
     equal = equal._replace(logp=torch.full((3, 2), -1.0, dtype=F64), sum_pi_squared=torch.full((3, 2), 0.5, dtype=F64))
 
     for name in ESTIMATORS:
@@ -292,7 +308,6 @@ def test_an_own_function_that_does_not_do_is_named(own_module: str, name: str, p
             {"adv_estimator": "gae"},
             "adv_estimator: gae is not implemented: there is no critic; take reinforce_plus_plus",
         ),
-        ({"adv_estimator": "remax"}, "adv_estimator: remax is not implemented: there are no greedy rollouts"),
         ({"adv_estimator": "grop"}, "adv_estimator: expected one of grpo, grpo_vectorized"),
         ({"adv_estimator": "gdpo"}, "gdpo_reward_keys: expected reward components with adv_estimator=gdpo, got none"),
         (

@@ -38,10 +38,14 @@ from tests.services.trainer.learner.test_golden_update import (
 from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.advantages import ESTIMATORS
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.policy import Policy
+from trackway.trainer.loop.greedy_baseline import with_baseline
 
 Table = list[list[float]]
 """By row and model token of the row."""
 
+GREEDY = [0.25, 1.0]
+"""Scores of the greedy rollouts of the two groups, for remax."""
 CENTRED = [0.5, -0.5, -0.25, 0.25]
 TOKENS = [sum(mask) for mask in MASKS]
 GAMMA = 0.5
@@ -103,6 +107,7 @@ EXPECTED: dict[str, Callable[[Model], Table]] = {
     "gdpo": lambda _: whitened(on_tokens(ADVANTAGES)),
     "reinforce_plus_plus": lambda _: whitened(to_go(GAMMA)),
     "reinforce_plus_plus_baseline": lambda _: whitened(on_tokens(CENTRED)),
+    "remax": lambda _: on_tokens([0.75, -0.25, -0.75, -0.25]),
     "optimal_token_baseline": lambda model: optimal(model, packed=False),
     "tir_optimal_token_baseline": lambda model: optimal(model, packed=True),
 }
@@ -144,7 +149,7 @@ def new_learner(folder: Path, algorithm: dict[str, object], **settings: object) 
     )
     learner = Learner(config)
     for policy in (learner.policy, learner.reference):
-        if policy is not None:
+        if isinstance(policy, Policy):
             norm_in_float64(policy)
     return learner
 
@@ -162,7 +167,9 @@ def test_two_steps_with_an_estimator_are_those_written_out(saved_model: Path, ro
     table = EXPECTED[name](model)
     losses = steps(model, table)
 
-    result = learner.update(trajectories(rollout))
+    made = trajectories(rollout)
+    groups = [with_baseline(made[2 * i : 2 * i + 2], rollout(score=score)) for i, score in enumerate(GREEDY)]
+    result = learner.update([trajectory for group in groups for trajectory in group])
 
     for part, weights in weights_of(learner).items():
         np.testing.assert_allclose(weights, model.weights[part], rtol=0, atol=1e-11)

@@ -93,6 +93,23 @@ async def test_a_publication_says_where_it_is(folder: RunFolder, named, monkeypa
     assert during == [("the publication of the weights after step 0", f"copies version 1 to the weight store {store}")]
 
 
+async def test_remax_asks_for_a_greedy_rollout_with_each_group_of_the_training(
+    folder: RunFolder, tmp_path: Path, agent
+) -> None:
+    tree = folder.config().model_dump(mode="json")
+    run = RunFolder(tmp_path / "outputs" / "other")
+    run.create(resolve(leaves(tree) | {"algorithm.adv_estimator": "remax"}), folder.services())
+    training, tracking = await build(run, asyncio.Event(), False, Waits())
+    trajectories = await training.rollout(await training.publish())
+    training.publisher.close()
+    tracking.close("FINISHED", 10.0)
+
+    requests = [request for request in agent.requests if not request.validation]
+    greedy = [request for request in requests if request.sampling_params.temperature == 0.0]
+    assert len(requests) == 2 * len(greedy) > 0
+    assert all("reward_baseline" in t.reward.components for t in trajectories if t.reward)
+
+
 async def test_the_filter_the_penalty_the_samples_and_the_profiler_are_built_from_their_keys(
     folder: RunFolder, tmp_path: Path, agent
 ) -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from trackway.wire.errors import ErrorCode
 from trackway.wire.health import Wait
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import StopReason
+from trackway.wire.trajectory import StopReason, Trajectory
 
 pytestmark = pytest.mark.anyio
 
@@ -105,6 +106,42 @@ async def test_a_stream_that_broke_after_a_further_trajectory_is_no_failed_attem
     assert [trajectory.error for trajectory in got] == [None] * 4
     assert [request.rollouts for request in agent.requests] == [None, [1, 2, 3], [2, 3], [3]]
     assert asking.retries == 3 + 2 + 1
+
+
+async def test_with_a_greedy_baseline_its_score_is_in_each_reward_and_its_rollout_is_one_more(
+    agent, agent_url, http, sample
+):
+    params = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, max_tokens=9, seed=1)
+    template = replace(TEMPLATE, n=3, sampling_params=params)
+    asking = Rollouts(AgentClient(agent_url, http), template, RetryPolicy(backoff_s=0.01), greedy_baseline=True)
+    got = await asking.collect([sample(5)], 3, 9, traced=frozenset({0}))
+
+    sampled, greedy = sorted(agent.requests, key=lambda request: request.n)
+    assert (sampled.n, sampled.rollouts, sampled.sampling_params) == (3, None, params)
+    assert (greedy.n, greedy.rollouts, greedy.trace) == (4, [3], True)
+    assert greedy.sampling_params == SamplingParams(temperature=0.0, max_tokens=9, seed=1)
+    assert (greedy.step, greedy.min_weight_version, greedy.tags(3).rollout_n) == (3, 9, 3)
+    assert [trajectory.tags.rollout_n for trajectory in got] == [0, 1, 2]
+    rewards = [(t.reward.score, t.reward.components) for t in got if t.reward]
+    assert rewards == [(float(n % 2), {"acc": float(n % 2), "reward_baseline": 1.0}) for n in range(3)]
+    assert asking.retries == 0
+
+
+async def test_a_group_without_its_greedy_score_fails_and_a_broken_greedy_rollout_is_asked_again(
+    agent, agent_url, http, sample
+):
+    def unscored(trajectory: Trajectory) -> Trajectory:
+        return trajectory.model_copy(update={"reward": None}) if trajectory.tags.rollout_n == 4 else trajectory
+
+    agent.change, agent.breaks = unscored, [0, 0]  # the first streams of both requests
+    asking = Rollouts(AgentClient(agent_url, http), TEMPLATE, RetryPolicy(backoff_s=0.01), greedy_baseline=True)
+    got = await asking.collect([sample(1)], 1, 0)
+
+    assert [trajectory.error.message for trajectory in got if trajectory.error] == [
+        "the greedy rollout run/1/1/4 of the group failed: expected a reward, got none"
+    ] * 4
+    assert {trajectory.stop_reason for trajectory in got} == {StopReason.ERROR}
+    assert asking.retries == 4 + 1
 
 
 @ENDS_SOON
