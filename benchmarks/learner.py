@@ -27,6 +27,7 @@ from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.packing import PackedRow
 from trackway.trainer.learner.policy import Policy
+from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
 from trackway.trainer.loop.from_config import learner_config
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 
@@ -127,7 +128,8 @@ def row(passes: dict[str, Callable[[], object]], rounds: int) -> str:
 def padding(batch: list[Trajectory]) -> float:
     """The share of computed positions that are padding, in micro-batches of similar length."""
     made = TrainingBatch.of(batch, [0.0] * len(batch))
-    computed = sum(part.input_ids.numel() for _, part in made.micro_batches(MICRO_BATCH))
+    passes = [rows for rounds in rounds_of(made.lengths.tolist(), PassLimit(MICRO_BATCH)) for rows in rounds]
+    computed = sum(made.rows(torch.tensor(rows)).input_ids.numel() for rows in passes)
     return 1 - int(made.lengths.sum()) / computed
 
 
