@@ -257,6 +257,19 @@ def test_search_goes_on_where_its_last_page_ended(outputs: Path) -> None:
     assert refused(outputs, "search", run="tidy", cursor="x")[:2] == (422, "invalid_request")
 
 
+def test_search_finds_a_rare_text_in_an_old_step_behind_a_torn_file(outputs: Path) -> None:
+    folder = write_run(outputs, steps=7)
+    rare = rollout("tidy", 1, 3, 0, text='say "Ärger" \\ once')
+    write_trajectories(folder.path / "trajectories/step_1.parquet", [rollout("tidy", 1, 2, 0), rare])
+    file = folder.path / "trajectories/step_3.parquet"
+    file.write_bytes(file.read_bytes()[:2000])
+
+    page = get(outputs, "search", run="tidy", text='"ärger" \\')
+
+    assert (found(page), page["files"], page["cursor"]) == ([(1, False, "3", 0)], 8, None)
+    assert len(page["unreadable"]) == 1 and str(file) in page["unreadable"][0]
+
+
 def test_a_prompt_has_its_rollouts_in_all_steps(outputs: Path) -> None:
     write_run(outputs)
 

@@ -14,6 +14,8 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 BUDGET_S = 1.0
 """Seconds after which a page ends, with a cursor to go on."""
+_MOST_TOGETHER = 16
+"""Files read at once while nothing is found; as many as half the budget allows."""
 _CHUNK = 256
 """Candidates read at once from a file."""
 _AROUND = 60
@@ -46,20 +48,38 @@ def search(reader: ParquetReader, folder: RunFolder, query: Query, limit: int, c
     at, row = _place(files, cursor)
     hits: list[Hit] = []
     unreadable: list[str] = []
-    started, searched = time.monotonic(), 0
+    started, searched, together = time.monotonic(), 0, 1
     while at < len(files):
-        searched += 1
-        try:
-            for number, hit in _hits(reader, files[at], query, row):
-                if len(hits) == limit:
-                    return _page(hits, searched, (files[at], number), unreadable)
-                hits.append(hit)
-        except TrackwayError as error:
-            unreadable.append(error.message)
-        at, row = at + 1, 0
+        batch = files[at : at + together]
+        matching, damaged = _matching(reader, batch, query) if together > 1 else (batch, [])
+        unreadable += damaged
+        before = len(hits)
+        for file in matching:
+            try:
+                for number, hit in _hits(reader, file, query, row):
+                    if len(hits) == limit:
+                        return _page(hits, searched + batch.index(file) + 1, (file, number), unreadable)
+                    hits.append(hit)
+            except TrackwayError as error:
+                unreadable.append(error.message)
+            row = 0
+        at, searched = at + len(batch), searched + len(batch)
+        together = 1 if len(hits) > before else min(2 * together, _MOST_TOGETHER)
         if time.monotonic() - started > BUDGET_S and at < len(files):
             return _page(hits, searched, (files[at], 0), unreadable)
     return _page(hits, searched, None, unreadable)
+
+
+def _matching(reader: ParquetReader, files: list[File], query: Query) -> tuple[list[File], list[str]]:
+    """The files that may have a hit, read in parallel, and those that cannot be read, with the reason."""
+    where, values = _conditions(query)
+    rows, unreadable = reader.across(
+        f"SELECT DISTINCT filename FROM read_parquet($files, union_by_name = true, filename = true) WHERE true{where}",
+        files,
+        **values,
+    )
+    found = {file for file, _ in rows}
+    return [file for file in files if file in found], unreadable
 
 
 def _page(hits: list[Hit], files: int, place: tuple[File, int] | None, unreadable: list[str]) -> SearchPage:
@@ -130,10 +150,17 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
         # Arguments of calls are JSON within JSON.
         once = json.dumps(query.text.lower(), ensure_ascii=False)[1:-1]
         twice = json.dumps(once, ensure_ascii=False)[1:-1]
-        columns = [f"contains(lower({name}), {{}})" for name in ("turns", "prompt_messages", "error")]
-        found = [column.format(value) for column in columns for value in ("$once", "$twice")]
-        add(f"({' OR '.join([*found, 'contains(lower(log), $plain)'])})", once=once, twice=twice)
-        values["plain"] = query.text.lower()
+        found = [f"contains(lower({name}), $once)" for name in ("turns", "prompt_messages", "error")]
+        plain = query.text.lower()
+        if once == plain:
+            found.append("contains(lower(log), $once)")
+        else:
+            found.append("contains(lower(log), $plain)")
+            values["plain"] = plain
+        if twice != once:
+            found.append("contains(lower(turns), $twice)")
+            values["twice"] = twice
+        add(f"({' OR '.join(found)})", once=once)
     if query.tool:
         add("list_contains(json_extract_string(turns, '$[*].calls[*].tool'), $tool)", tool=query.tool)
     if query.error:
