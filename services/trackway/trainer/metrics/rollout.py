@@ -3,7 +3,7 @@
 The learner adds `actor/*`, `critic/*`, lengths, turns and tokens.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from trackway.trainer.metrics.clock import Metrics
@@ -13,6 +13,8 @@ from trackway.wire.trajectory import Trajectory
 
 _TIMED = ("generate_sequences", "tool_calls", "compute_score")
 _PER_TOKEN = {"gen", "ref", "adv", "update_actor"}
+_OF_TRAINER = ("overlong_reward", "reward_baseline")
+"""Components that the trainer adds to a reward."""
 _OFF_POLICY = "training/off_policy/trajectory"
 _SAME = {"response_length/": "response_length_non_aborted/", "num_turns/": "training/num_turns/"}
 """A batch contains no aborted trajectories, so both names have the same value."""
@@ -64,7 +66,10 @@ def calls_executed(trajectory: Trajectory) -> int:
 
 
 def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: int) -> Metrics:
-    """Staleness of the trained trajectories' weights, and the share of prompts at the maximum length.
+    """Components of the rewards, staleness of the weights, and the share of prompts at the maximum length.
+
+    A component is `reward/<name>` over the trajectories that have it, or `critic/<name>` if the trainer added it; those
+    of tools are left to `tool_metrics`.
 
     `trajectory_staleness` is how many versions the newest weights of a trajectory are behind `version`,
     `trajectory_staleness_worst` the same for its oldest weights, and `trajectory_spans` the number of versions it
@@ -73,12 +78,13 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
     spans = [[span for row in trajectory.rows for span in row.weight_versions] for trajectory in used]
     versions = [[span.version for span in of_one] or [version] for of_one in spans]
     full = [len(trajectory.prompt_ids) >= max_prompt_length for trajectory in used]
-    components = [trajectory.reward.components for trajectory in used if trajectory.reward is not None]
-    baselines = [found["reward_baseline"] for found in components if "reward_baseline" in found]
-    penalties = [found["overlong_reward"] for found in components if "overlong_reward" in found]
+    components: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in used:
+        for name, value in (trajectory.reward.components if trajectory.reward else {}).items():
+            if "/" not in name:
+                components[f"critic/{name}" if name in _OF_TRAINER else f"reward/{name}"].append(value)
     return {
-        **spread("critic/overlong_reward", penalties),
-        **spread("critic/reward_baseline", baselines),
+        **{key: value for name in sorted(components) for key, value in spread(name, components[name]).items()},
         **spread(f"{_OFF_POLICY}_spans", [max(seen) - min(seen) + 1 for seen in versions]),
         **spread(f"{_OFF_POLICY}_staleness", [version - max(seen) for seen in versions]),
         **spread(f"{_OFF_POLICY}_staleness_worst", [version - min(seen) for seen in versions]),

@@ -82,6 +82,24 @@ def test_how_old_the_weights_were_is_told_of_the_newest_and_the_oldest_of_each_t
     assert told("staleness_worst") == [1.0, 3.0, 0.0]
 
 
+def test_components_of_rewards_are_metrics_of_the_trajectories_that_have_them():
+    given = [
+        {"clarity": 0.25, "tool/calculator": 1.0, "overlong_reward": -0.5},
+        {"clarity": 0.75, "reward_baseline": 1.0},
+        {},
+    ]
+    rows = [trajectory().model_copy(update={"reward": Reward(score=1.0, components=found)}) for found in given]
+
+    metrics = update_metrics([*rows, trajectory().model_copy(update={"reward": None})], 1, 3)
+
+    found = {name: value for name, value in metrics.items() if name.startswith(("reward/", "critic/"))}
+    assert found == {
+        **{"reward/clarity/mean": 0.5, "reward/clarity/max": 0.75, "reward/clarity/min": 0.25},
+        **{f"critic/overlong_reward/{kind}": -0.5 for kind in ("mean", "max", "min")},
+        **{f"critic/reward_baseline/{kind}": 1.0 for kind in ("mean", "max", "min")},
+    }
+
+
 def test_the_clip_ratio_of_prompts_is_the_share_as_long_as_allowed():
     long = trajectory().model_copy(update={"prompt_ids": [1, 2, 3]})
 
