@@ -1,0 +1,32 @@
+"""The promise: what a learner of another kind publishes is what the engine samples from."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.e2e.test_training import quiet, trajectories_of
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs import launch
+from trackway.wire.trainer import RunState
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def test_the_engine_samples_from_the_adapter_that_two_ranks_train(deployment: Deployment, started) -> None:
+    words = ("trackway.learner_ranks=2", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.optim.lr=0.01")
+    info = launch.follow(deployment, started("adapter", 3, *words).run, quiet)
+
+    rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
+    drifts = [row["data"]["training/rollout_logprob_diff_max"] for row in rows if row["step"]]
+    versions = {span.version for trajectory in trajectories_of(info) for span in trajectory.weight_versions}
+    [file] = Path(info.folder).rglob("global_step_3/actor/model.safetensors")
+    with safe_open(file, framework="pt") as saved:
+        names = set(saved.keys())
+
+    assert (info.state, info.restarts) == (RunState.FINISHED, 0)
+    assert [trajectory.error for trajectory in trajectories_of(info) if trajectory.error] == []
+    assert len(drifts) == 3 and max(drifts) < 1e-4
+    assert versions == {1, 2, 3, 4}  # the last one answers the validation
+    assert names and all(".lora_" in name for name in names)
