@@ -4,9 +4,9 @@
 # ///
 r"""A graph of LangGraph: the model and its calculator in turns.
 
-    export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/langgraph_agent.py"]' && trackway up
-    trackway train --config-name tiny_demo actor_rollout_ref.rollout.multi_turn.enable=false \
-        actor_rollout_ref.rollout.agent.default_agent_loop=external
+export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/langgraph_agent.py"]' && trackway up
+trackway data make-tiny rows --agent-name external
+trackway train --config-name tiny_demo data.train_files=$PWD/rows/train.parquet data.val_files=$PWD/rows/test.parquet
 """
 
 import json

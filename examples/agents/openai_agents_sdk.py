@@ -4,9 +4,9 @@
 # ///
 r"""An agent of the OpenAI Agents SDK, which calls the model by Responses; its tracing to OpenAI is switched off.
 
-    export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/openai_agents_sdk.py"]' && trackway up
-    trackway train --config-name tiny_demo actor_rollout_ref.rollout.multi_turn.enable=false \
-        actor_rollout_ref.rollout.agent.default_agent_loop=external
+export TRACKWAY_EXTERNAL__COMMAND='["uv", "run", "examples/agents/openai_agents_sdk.py"]' && trackway up
+trackway data make-tiny rows --agent-name external
+trackway train --config-name tiny_demo data.train_files=$PWD/rows/train.parquet data.val_files=$PWD/rows/test.parquet
 """
 
 import json

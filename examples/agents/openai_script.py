@@ -1,8 +1,8 @@
 r"""An agent that only knows OpenAI's SDK: answers a question with a calculator.
 
-    export TRACKWAY_EXTERNAL__COMMAND='["python", "examples/agents/openai_script.py"]' && trackway up
-    trackway train --config-name tiny_demo actor_rollout_ref.rollout.multi_turn.enable=false \
-        actor_rollout_ref.rollout.agent.default_agent_loop=external
+export TRACKWAY_EXTERNAL__COMMAND='["python", "examples/agents/openai_script.py"]' && trackway up
+trackway data make-tiny rows --agent-name external
+trackway train --config-name tiny_demo data.train_files=$PWD/rows/train.parquet data.val_files=$PWD/rows/test.parquet
 """
 
 import json

@@ -29,12 +29,13 @@ def make_tiny(
     train_size: Annotated[int, typer.Option(min=1)] = 2000,
     test_size: Annotated[int, typer.Option(min=1)] = 256,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    agent_name: Annotated[str, typer.Option(help="The agent loop of the rows, such as external.")] = "tool_agent",
     as_json: Annotated[bool, json_of("the files and their numbers of rows")] = False,
 ) -> None:
     """Write the tiny word-problem dataset.  Example: trackway data make-tiny data/tiny"""
     from trackway.trainer.data import make_tiny
 
-    _show_dataset(make_tiny(out, train_size, test_size, seed), as_json)
+    _show_dataset(make_tiny(out, train_size, test_size, seed, agent_name), as_json)
 
 
 @app.command("gsm8k", context_settings=VERL_SPELLING)

@@ -11,7 +11,7 @@ from trackway.trainer.data.gsm8k import Gsm8kRows, load_gsm8k
 from trackway.trainer.data.hub import hub_records
 from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.data.records import SUFFIXES, Record, Rejected, read_records
-from trackway.trainer.data.rows import Split
+from trackway.trainer.data.rows import AGENT_NAME, Split
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -63,7 +63,9 @@ class DatasetSummary:
         return "\n".join([*map(str, self.splits), *(f"copied to {url}" for url in self.copies)])
 
 
-def make_tiny(out_dir: Path, train_size: int, test_size: int, seed: int) -> DatasetSummary:
+def make_tiny(
+    out_dir: Path, train_size: int, test_size: int, seed: int, agent_name: str = AGENT_NAME
+) -> DatasetSummary:
     """Write the tiny word problems; the test split uses number pairs that do not occur in the train split."""
     sizes: dict[Split, int] = {"train": train_size, "test": test_size}
     for split, size in sizes.items():
@@ -71,8 +73,9 @@ def make_tiny(out_dir: Path, train_size: int, test_size: int, seed: int) -> Data
             raise TrackwayError(
                 ErrorCode.INVALID_REQUEST, f"expected at least 1 {split} problem, got {size}; raise its number"
             )
-    splits = [_write_split(out_dir, split, make_tiny_rows(split, size, seed)) for split, size in sizes.items()]
-    return DatasetSummary(tuple(splits))
+    rows = {split: make_tiny_rows(split, size, seed) for split, size in sizes.items()}
+    named = {split: [row.model_copy(update={"agent_name": agent_name}) for row in rows[split]] for split in rows}
+    return DatasetSummary(tuple(_write_split(out_dir, split, named[split]) for split in sizes))
 
 
 def make_gsm8k(

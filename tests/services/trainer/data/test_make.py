@@ -35,6 +35,13 @@ def test_make_tiny_writes_both_splits_of_the_sizes_asked_for(tmp_path: Path) -> 
     assert read_rows(tmp_path / "tiny" / "test.parquet") == make_tiny_rows("test", 3, seed=1)
 
 
+def test_make_tiny_names_the_agent_loop_of_its_rows(tmp_path: Path) -> None:
+    make_tiny(tmp_path, train_size=2, test_size=1, seed=1, agent_name="external")
+
+    rows = [*read_rows(tmp_path / "train.parquet"), *read_rows(tmp_path / "test.parquet")]
+    assert [row.agent_name for row in rows] == ["external"] * 3
+
+
 def test_make_tiny_refuses_an_empty_split_before_it_writes(tmp_path: Path) -> None:
     with pytest.raises(TrackwayError, match="expected at least 1 test problem, got 0"):
         make_tiny(tmp_path, train_size=5, test_size=0, seed=1)
