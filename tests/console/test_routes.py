@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import SecretStr
 
 from tests.console.example_run import MESSAGE, TRACE_ID, rollout, write_run, write_step
 from trackway.console.app import create_app
+from trackway.serving import AuthSettings, ServiceSettings
+from trackway.serving.tokens import Token
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.health import Wait
@@ -436,6 +439,17 @@ def test_the_page_runs_its_own_scripts_alone_and_only_this_machine_reads_data(ou
     assert elsewhere.get("/api/runs").status_code == 401
     assert TestClient(app, headers={"origin": "http://evil.example"}).get("/api/runs").status_code == 401
     assert TestClient(app).post("/api/runs").status_code == 405
+
+
+def test_with_tokens_the_page_is_open_and_its_data_needs_one(outputs: Path) -> None:
+    write_run(outputs)
+    auth = AuthSettings(tokens={"people": Token(secret=SecretStr("a-secret-of-people"))})
+    client = TestClient(create_app(outputs, ServiceSettings(auth=auth)))
+
+    assert client.get("/").status_code == 200
+    assert client.get("/api/runs").status_code == 401
+    known = {"authorization": "Bearer a-secret-of-people"}
+    assert client.get("/api/runs", headers=known).json()["total"] == 1
 
 
 def test_the_console_writes_nothing_into_a_run(outputs: Path) -> None:
