@@ -1,6 +1,7 @@
 """Weighted sums of scorers."""
 
 import pytest
+from pydantic import ValidationError
 
 from trackway.reward.functions import FunctionScorer
 from trackway.reward.gsm8k import Gsm8kScorer
@@ -40,6 +41,20 @@ async def test_the_score_is_the_sum_of_weights_times_scores_and_each_score_is_a_
 
     assert reward.score == 3.0 * 0.5 - 0.25 * 4.0
     assert reward.components == {"half": 0.5, "length": 4.0, "length.half": 7.0, "letters": 4.0}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("text", ["it is 1000", "#### 1,000."])  # right by `flexible`, and by `normalized`
+async def test_a_scorer_of_several_methods_scores_by_its_first(text: str) -> None:
+    scorer = combined([Gsm8kScorer()], [sum_of(gsm8k=1.0)])[0]
+    request = ScoreRequest(data_source="sums", solution_str=text, ground_truth="1000")
+
+    assert (await scorer.score(request, "default")).score == 0.0
+
+
+def test_a_sum_of_nothing_is_refused() -> None:
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        sum_of()
 
 
 @pytest.mark.anyio

@@ -326,3 +326,20 @@ def test_an_estimator_that_cannot_do_what_is_asked_is_refused(keys: dict[str, st
         resolve({f"algorithm.{key}": value for key, value in keys.items()})
 
     assert problem in caught.value.message
+
+
+def test_the_smallest_groups_and_batches_are_divided_by_what_they_have():
+    after_a_group_of_one = inputs([3.0, 1.0, 0.5], ["c", "a", "a"], [[1]] * 3)
+    close(advantages("grpo_passk", after_a_group_of_one, norm_adv_by_std_in_grpo=False), [0, 0.5, 0])
+    close(advantages("gpg", inputs([1.0, 0.0], ["a", "a"], [[1], [1]])), [1, -1])
+    rejected = inputs([4.0, 2.0], ["a", "a"], [[1], [1]])._replace(mask=torch.tensor([[True], [False]]))
+    close(advantages("opo", rejected), [0, -2])
+    close(per_trajectory(tensor([3.0, 9.0]), torch.tensor([[True, False]])), [3])
+    scale = math.sqrt(0.5 + 1e-8)  # two tokens: the variance of 1 and 0 is 1/2
+    pair = inputs([1.0, 0.0], ["a", "b"], [[1], [1]])
+    close(advantages("reinforce_plus_plus_baseline", pair), [0.5 / scale, -0.5 / scale])
+
+
+def test_an_optimal_baseline_needs_both_parts_of_the_distribution():
+    with pytest.raises(ValueError, match="calculate_sum_pi_squared=true"):
+        advantages("optimal_token_baseline", inputs(logp=torch.zeros(6, 5)))

@@ -34,6 +34,17 @@ def test_a_penalised_reward_keeps_the_score_as_a_component(rollout: Rollout, log
     assert shaped.model_copy(update={"reward": trajectory.reward}) == trajectory
 
 
+def test_a_response_that_is_short_enough_has_a_penalty_of_0_which_is_logged_on_request(rollout: Rollout):
+    trajectory = rollout(reward=Reward(score=1.0))  # a response of 6 tokens
+
+    logged, plain = OverlongPenalty(10, 4, 1.0, log=True), OverlongPenalty(10, 4, 1.0)
+
+    assert logged.applied(trajectory).reward == Reward(
+        score=1.0, components={"score": 1.0, "overlong_reward": 0.0, "overlong": 0.0}
+    )
+    assert plain.applied(trajectory).reward == Reward(score=1.0, components={"score": 1.0})
+
+
 def test_of_several_rows_the_last_counts_and_without_a_reward_nothing_changes(rollout: Rollout):
     row = TokenRow(prompt_ids=[1], response_ids=[1] * 7, response_mask=[1] * 7, response_logprobs=[0.0] * 7)
     penalty, unscored = OverlongPenalty(8, 4, 1.0), rollout(reward=None)
