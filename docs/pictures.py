@@ -1,5 +1,5 @@
-"""Makes the pictures of the README and the docs from the last demo: a trajectory and the filter dialog in MLflow, a
-comparison (these by headless Chromium), and the reward curve.
+"""Makes the pictures of the README and the docs from the last demo: a trajectory and the filter dialog in MLflow, pages
+of the console, a comparison (these by headless Chromium), and the reward curve.
 
 make demo && make picture        (Debian: apt-get install chromium chromium-driver)
 """
@@ -53,6 +53,7 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     shutil.copy(outputs / "reward.png", PICTURES / "reward.png")
     compare(outputs, PICTURES / "compare.png")
+    console(outputs)
     port = free_port()
     server = mlflow_server.start(outputs / "mlflow", port)
     try:
@@ -75,6 +76,29 @@ def compare(outputs: Path, image: Path) -> None:
         browser.get(page.as_uri())
         browser.save_screenshot(str(image))
     print(image)
+
+
+def console(outputs: Path) -> None:
+    """The first step in the console, and a trajectory of it that was rewarded."""
+    [right] = json.loads(trackway(outputs, "list", "--step", "1", "--reward-min", "1", "--limit", "1", "--json"))
+    run = next(outputs.glob("*/state.json")).parent.name
+    step = f"run={run}&step=1"
+    rollout = f"{step}&sample={right['tags']['sample_index']}&rollout={right['tags']['rollout_n']}"
+    views = {"step": (f"#/step?{step}", 700), "trajectory": (f"#/trajectory?{rollout}", 700)}
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    words = ["console", "--outputs", str(outputs), "--port", str(port)]
+    with subprocess.Popen([sys.executable, "-m", "trackway.deploy.cli", *words]) as server, chromium() as browser:
+        try:
+            wait_for_server(browser, url)
+            for name, (address, height) in views.items():
+                browser.set_window_size(1280, height)
+                browser.get(f"{url}/{address}")
+                ready = f"return document.getElementById('main').dataset.ready === {json.dumps(address)}"
+                WebDriverWait(browser, WAIT_S).until(lambda page, ready=ready: page.execute_script(ready))
+                browser.save_screenshot(str(PICTURES / f"console-{name}.png"))
+                print(PICTURES / f"console-{name}.png")
+        finally:
+            server.terminate()
 
 
 def trackway(outputs: Path, *words: str) -> str:
@@ -126,16 +150,16 @@ def filter_dialog(mlflow_url: str, outputs: Path, image: Path) -> None:
     print(image)
 
 
-def wait_for_server(browser: webdriver.Chrome, url: str) -> None:
-    """Load the start page as soon as MLflow answers."""
+def wait_for_server(browser: webdriver.Chrome, url: str, health: str = "/health") -> None:
+    """Load the start page as soon as the server answers."""
     end = time.monotonic() + WAIT_S
     while time.monotonic() < end:
         try:
-            if httpx.get(f"{url}/health").status_code == 200:
+            if httpx.get(f"{url}{health}").status_code == 200:
                 return browser.get(url)
         except httpx.TransportError:
             time.sleep(0.5)
-    sys.exit(f"MLflow did not answer at {url} within {WAIT_S} s")
+    sys.exit(f"nothing answered at {url} within {WAIT_S} s")
 
 
 def a_good_trace(outputs: Path) -> tuple[str, str]:

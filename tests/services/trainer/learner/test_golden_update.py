@@ -229,7 +229,7 @@ def test_four_adamw_steps_are_those_written_out(
         ppo_epochs=2,
     )
     learner = Learner(config)
-    assert learner.reference is not None
+    assert isinstance(learner.reference, Policy)
     for policy in (learner.policy, learner.reference):
         norm_in_float64(policy)
     model, reference = Model(weights_of(learner)), Model(weights_of(learner))

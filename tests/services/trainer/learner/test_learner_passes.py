@@ -7,6 +7,7 @@ import pytest
 
 from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.policy import Policy
 from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
@@ -22,7 +23,7 @@ def forwards(tiny_model: Path, sizes: Mapping[str, int], batch: list[Trajectory]
     """Trajectories of each forward of an update with a reference and recomputed old logprobs."""
     config = learner_config(tiny_model, use_kl_loss=True, bypass_mode=False, **sizes)
     learner, seen = Learner(config), []
-    assert learner.reference is not None
+    assert isinstance(learner.reference, Policy)
     for policy in (learner.policy, learner.reference):
         policy.model.register_forward_pre_hook(
             lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True

@@ -28,6 +28,7 @@ from tests.services.trainer.learner.test_golden_update import (
 )
 from trackway.trainer.config.algorithm import KlControlConfig
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.policy import Policy
 from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
 
 __all__ = ["saved_model"]
@@ -62,7 +63,7 @@ def test_the_mean_kl_is_over_trajectories_of_the_mean_over_their_tokens():
 
 def scale_reference(learner: Learner) -> Model:
     """Makes the reference another model than the policy; gives it written out."""
-    assert learner.reference is not None
+    assert isinstance(learner.reference, Policy)
     with torch.no_grad():
         for parameter in learner.reference.model.parameters():
             parameter.mul_(1.25)

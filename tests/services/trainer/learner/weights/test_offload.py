@@ -11,6 +11,7 @@ import torch
 from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.policy import Policy
 from trackway.trainer.learner.optimizer import state_tensors
 from trackway.trainer.learner.weights.offload import CpuOffload
 from trackway.wire.trajectory import Trajectory
@@ -55,7 +56,7 @@ def test_an_offloaded_learner_computes_the_same_as_one_without_offload(
 @pytest.mark.parametrize("kind", ["low_var_kl", "full"])
 def test_each_part_is_on_the_device_only_while_it_is_computed_with(config: Config, rollout: Rollout, kind: str):
     learner = Learner(config(**AWAY, kl_loss_type=kind))
-    assert learner.reference is not None
+    assert isinstance(learner.reference, Policy)
     policy, reference = learner.policy.cpu_offload, learner.reference.cpu_offload
     moments = learner.moments
     seen: set[tuple[str, bool, bool, bool]] = set()
@@ -90,7 +91,7 @@ def test_without_offload_everything_stays_and_on_a_cpu_nothing_moves(config: Con
     for trained in (learner, away):
         trained.update(pairs(rollout))
 
-    assert learner.reference is not None
+    assert isinstance(learner.reference, Policy)
     assert learner.policy.cpu_offload.is_on_device and learner.reference.cpu_offload.is_on_device
     assert learner.moments.is_on_device
     assert [p.data_ptr() for p in away.policy.model.parameters()] == before
