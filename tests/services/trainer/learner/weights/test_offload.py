@@ -11,8 +11,8 @@ import torch
 from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.policy import Policy
 from trackway.trainer.learner.optimizer import state_tensors
+from trackway.trainer.learner.policy import Policy
 from trackway.trainer.learner.weights.offload import CpuOffload
 from trackway.wire.trajectory import Trajectory
 
