@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, HttpUrl, SecretStr, field_validator, model_validator
 
 from trackway.clients import CallPolicy, Deadline, ServiceClient
-from trackway.wire.base import WireReply, WireRequest
+from trackway.wire.base import Float, Int, WireReply, WireRequest
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.reward import ANY_DATA_SOURCE, ScoreRequest, ScorerInfo
 from trackway.wire.trajectory import Reward
@@ -167,8 +167,8 @@ class _Message(WireRequest):
 class _ChatRequest(WireRequest):
     model: str
     messages: list[_Message] = Field(fail_fast=True)
-    temperature: float
-    max_tokens: int
+    temperature: Float
+    max_tokens: Int
 
 
 class _AnswerMessage(WireReply):
