@@ -140,7 +140,7 @@ def test_the_table_says_what_is_set_what_is_decided_here_and_what_does_nothing(t
 
     assert f"data.train_files [{Path('~/x').expanduser()}] []" in told
     assert "actor_rollout_ref.rollout.name sglang torch, the embedded engine this machine has no GPU" in told
-    assert "trainer.balance_batch the learner is one process" in told
+    assert "trainer.balance_batch the ranks of a learner always get about as many tokens" in told
     assert "trainer.rollout_trace.backend read as actor_rollout_ref.rollout.trace.backend" in told
     assert "data.train_batch_size 1024" in told  # important, though not given
 

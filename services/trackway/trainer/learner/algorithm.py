@@ -62,11 +62,29 @@ class Aggregation(NamedTuple):
     """Trajectories of the mini-batch that have a model token."""
     scale: float = 1.0
     """The fixed length by which seq-mean-token-sum-norm divides every trajectory's sum."""
+    trajectory_tokens: Tensor | None = None
+    """[B]: model tokens of each row's trajectory; None where each row is a whole trajectory."""
 
     @classmethod
-    def over(cls, mask: Tensor, mode: str, scale: float = 1.0) -> "Aggregation":
-        """The totals of a mini-batch whose mask is [B, T]."""
-        return cls(mode, float(mask.sum()), float((mask.sum(-1) > 0).sum()), scale)
+    def over(cls, mask: Tensor, mode: str, scale: float = 1.0, owners: Tensor | None = None) -> "Aggregation":
+        """The totals of a mini-batch whose mask is [B, T]; `owners` [B] numbers the trajectories of its rows.
+
+        The rows of a trajectory are one sequence, however many calls of an agent they come from.
+        """
+        tokens = mask.sum(-1)
+        if owners is None:
+            return cls(mode, float(mask.sum()), float((tokens > 0).sum()), scale)
+        by_trajectory = torch.zeros(int(owners.max()) + 1, dtype=tokens.dtype).index_add(0, owners, tokens)
+        return cls(mode, float(mask.sum()), float((by_trajectory > 0).sum()), scale, by_trajectory[owners])
+
+    def of_rows(self, rows: Tensor) -> "Aggregation":
+        """For a micro-batch of these rows [b]."""
+        return self if self.trajectory_tokens is None else self._replace(trajectory_tokens=self.trajectory_tokens[rows])
+
+    def lengths(self, mask: Tensor) -> Tensor:
+        """[B]: model tokens of the trajectories of the rows whose mask is [B, T]; at least 1."""
+        tokens = mask.sum(-1) if self.trajectory_tokens is None else self.trajectory_tokens.to(mask.device)
+        return tokens.clamp(min=1)
 
 
 def _token_mean(values: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
@@ -86,8 +104,7 @@ def _seq_mean_token_sum_norm(values: Tensor, mask: Tensor, totals: Aggregation) 
 
 
 def _seq_mean_token_mean(values: Tensor, mask: Tensor, totals: Aggregation) -> Tensor:
-    lengths = mask.sum(-1).clamp(min=1)
-    return ((values * mask).sum(-1) / lengths).sum() / totals.sequences
+    return ((values * mask).sum(-1) / totals.lengths(mask)).sum() / totals.sequences
 
 
 AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Aggregation], Tensor]] = {

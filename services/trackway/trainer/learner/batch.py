@@ -45,6 +45,8 @@ class TrainingBatch:
 
     selected: Tensor | None = None
     """[B, T - 1] bool: tokens of the mini-batch that `clip_cov` or `kl_cov` treats apart; None for other losses."""
+    owners: Tensor | None = None
+    """[B] int64: number of each row's trajectory; None where each row is a whole one."""
 
     @classmethod
     def of(

@@ -389,6 +389,8 @@ class Learner:
         else:
             advantages = returns = advantages[torch.tensor(owners)]
         batch = replace(batch, advantages=advantages.to(self.policy.master_dtype))
+        if len(rows) > len(used):
+            batch = replace(batch, owners=torch.tensor(owners))
         return Prepared(batch, mismatch, kl_metrics, by_trajectory, inputs.scores, returns)
 
     def _kl_penalty(self, kl: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
@@ -470,13 +472,14 @@ class Learner:
                 yield torch.tensor([row for owner in part.tolist() for row in rows[owner]])
 
     def _step(self, mini: TrainingBatch) -> StepOutcome:
-        agg = Aggregation.over(mini.response_mask, self.config.actor.loss_agg_mode, self.config.loss_scale_factor)
+        actor = self.config.actor
+        agg = Aggregation.over(mini.response_mask, actor.loss_agg_mode, self.config.loss_scale_factor, mini.owners)
         weights_mean, mini = self._weights_mean(mini), self._with_selection(mini, agg)
         parts: list[MicroLoss] = []
         passes: list[MicroBatch] = []
         limit = PassLimit(self.config.micro_batch_size, self.config.micro_batch_tokens)
         for micro_batch in self.policy.micro_batches(mini, limit):
-            parts.append(self._backward(micro_batch, agg, weights_mean))
+            parts.append(self._backward(micro_batch, agg.of_rows(micro_batch.rows), weights_mean))
             passes.append(micro_batch)
         with self.moments.on_device():
             norm, stepped = adamw.step(self.optimizer, self.policy.model, self.config.clip_grad)

@@ -143,7 +143,8 @@ def geo_mean(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     if inputs.weights is not None:
         losses = losses * inputs.over_tokens((inputs.weights + SMALLEST_WEIGHT).log()).exp()
     clipped = (log_ratio != clamped).to(log_ratio.dtype)
-    return (losses * inputs.mask.any(-1, keepdim=True)).sum() / inputs.agg.sequences, {
+    share = inputs.mask.sum(-1) / inputs.agg.lengths(inputs.mask)  # of a row in its trajectory; 1 where it is whole
+    return (losses.squeeze(-1) * share).sum() / inputs.agg.sequences, {
         "pg_clipfrac": inputs.token_mean(clipped * (advantages > 0)),
         "pg_clipfrac_lower": inputs.token_mean(clipped * (advantages < 0)),
         "ppo_kl": inputs.token_mean(-log_ratio),

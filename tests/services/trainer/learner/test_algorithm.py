@@ -195,6 +195,27 @@ def test_aggregation_over_masked_tokens(mode: str):
     close(aggregate(VALUES, MASK, Aggregation.over(MASK, mode, SCALE)), AGGREGATED[mode])
 
 
+OF_SESSIONS = {
+    "token-mean": 4.0,
+    "token-sum": 16.0,
+    "seq-mean-token-sum": 8.0,
+    "seq-mean-token-sum-norm": 0.8,
+    "seq-mean-token-mean": (10 / 3 + 6) / 2,
+}
+"""The first and the third row, with the values 1, 2 and 7, are one trajectory; the second, with 6, is another."""
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_the_rows_of_a_trajectory_are_one_sequence(mode: str):
+    mask, owners = torch.tensor([[1, 1, 0], [0, 0, 1], [1, 0, 0]], dtype=torch.bool), torch.tensor([0, 1, 0])
+    agg = Aggregation.over(mask, mode, SCALE, owners)
+    first, last = torch.tensor([0]), torch.tensor([1, 2])
+
+    close(aggregate(VALUES, mask, agg), OF_SESSIONS[mode])
+    parts = [aggregate(VALUES[rows], mask[rows], agg.of_rows(rows)) for rows in (first, last)]
+    close(torch.stack(parts).sum(), OF_SESSIONS[mode])
+
+
 def test_without_a_scale_the_norm_divides_by_one():
     mode = "seq-mean-token-sum-norm"
 

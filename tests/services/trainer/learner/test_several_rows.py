@@ -10,6 +10,7 @@ import torch
 
 from tests.services.trainer.learner.test_learner import gradients
 from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.filtering import TrainStatus, train_status
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.weight_versions import Republication, WeightVersions
@@ -54,6 +55,48 @@ def test_the_gradient_is_that_of_all_rows_with_the_advantage_of_the_session(
 
     assert max(float(g.abs().max()) for g in whole) > 0.01
     torch.testing.assert_close(whole, gradients(config, [first, second, third]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss_mode", ["vanilla", "geo_mean"])
+def test_a_session_is_one_sequence_however_its_rows_are_computed(
+    tiny_model: Path, session: Trajectory, other: Trajectory, loss_mode: str
+) -> None:
+    keys = {"dtype": "float64", "clip_grad": 1e9, "bypass_mode": False, "loss_mode": loss_mode}
+    config = learner_config(tiny_model, loss_agg_mode="seq-mean-token-mean", **keys)
+    by_row = replace(config, actor=config.actor.model_copy(update={"ppo_micro_batch_size_per_gpu": 1}))
+    silent = replace_row(session, response_mask=[0, 0, 0])
+
+    whole = gradients(config, [session, other])
+
+    torch.testing.assert_close(whole, gradients(by_row, [session, other]), rtol=0, atol=1e-12)
+    # A row without a token of the model changes nothing, and one with tokens does.
+    alone = gradients(config, [session.model_copy(update={"further_rows": []}), other])
+    torch.testing.assert_close(gradients(config, [silent, other]), alone, rtol=0, atol=1e-12)
+    assert max(float((a - b).abs().max()) for a, b in zip(whole, alone, strict=True)) > 1e-4
+
+
+def test_the_mean_of_a_session_is_over_the_tokens_of_all_its_rows(
+    tiny_model: Path, rollout: Rollout, session: Trajectory, other: Trajectory
+) -> None:
+    def config(mode: str) -> LearnerConfig:
+        made = learner_config(tiny_model, dtype="float64", clip_grad=1e9, loss_agg_mode=mode)
+        algorithm = made.algorithm.model_copy(update={"norm_adv_by_std_in_grpo": False})
+        return replace(made, algorithm=algorithm)
+
+    # The advantage of a group of one is its score.
+    rows = [rollout(score=0.5), rollout(score=0.5, **SECOND_ROW.model_dump())]
+    last = other.model_copy(update={"reward": rollout(score=-0.5).reward})
+    first, second, third = (gradients(config("token-sum"), [row]) for row in [*rows, last])
+
+    whole = gradients(config("seq-mean-token-mean"), [session, other])
+
+    expected = [((a + b) / (4 + 2) + c / 4) / 2 for a, b, c in zip(first, second, third, strict=True)]
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-6)  # the model's norms compute in float32
+
+
+def replace_row(session: Trajectory, **changes: object) -> Trajectory:
+    """The session with another second row."""
+    return session.model_copy(update={"further_rows": [SECOND_ROW.model_copy(update=changes)]})
 
 
 def test_scores_count_sessions_and_lengths_count_rows(tiny_model: Path, session: Trajectory, other: Trajectory) -> None:
