@@ -40,7 +40,7 @@ from trackway.trainer.learner.loss import (
     token_logprobs,
 )
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
-from trackway.trainer.learner.policy import BaseModel, MicroBatch, Policy
+from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
 from trackway.trainer.learner.ranks.balance import PassLimit
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, save_whole
@@ -169,10 +169,10 @@ class Learner:
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
 
-    def _reference(self) -> Policy | BaseModel:
+    def _reference(self) -> Policy | BasePolicy:
         config = self.config
         if self.policy.adapter is not None:
-            return BaseModel(self.policy)
+            return BasePolicy(self.policy)
         return Policy(
             config.model_path,
             config.dtype,

@@ -256,7 +256,7 @@ class Policy:
                 copy_tokenizer(self.folder, folder)
 
 
-class BaseModel:
+class BasePolicy:
     """The model of a policy without its adapter, as its reference model: there is no second copy of the weights."""
 
     def __init__(self, policy: Policy) -> None:
