@@ -307,8 +307,8 @@ class Session:
         new = prompt[place.known :]
         if new:
             special = asked.add_special_tokens and place.parent is None
-            one = asked.model_copy(update={"prompt": new, "add_special_tokens": special})
-            [new] = await completion_prompts(self.tokenizer, one, self.episode.limits.max_prompt_length)
+            continued = asked.model_copy(update={"prompt": new, "add_special_tokens": special})
+            [new] = await completion_prompts(self.tokenizer, continued, self.episode.limits.max_prompt_length)
         return Placed(place, self.graph.ids(place.parent), [] if isinstance(new, str) else new)
 
     async def _respond(

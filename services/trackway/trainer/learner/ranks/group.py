@@ -231,7 +231,7 @@ class LeadingLearner(Learner):
 
 
 def serve(index: int, port: int) -> None:
-    """What a rank other than the first does: it joins the group, then runs the commands until it is told to stop."""
+    """Runs a rank other than the first: joins the group, then runs commands until the command to stop."""
     store = TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=START_S))
     config, count, deadline_s = pickle.loads(store.get(CONFIG))
     store.set(_joined(index), "")

@@ -1,7 +1,7 @@
 """The process of a learner's rank: `python -m trackway.trainer.learner.ranks.process INDEX PORT PARENT`.
 
-It ends with its parent, the process of the first rank. The exit status is 0 when it was told to stop, EXIT_PEER_LOST
-when a collective failed, and another one when this rank itself has failed; the traceback is on standard error.
+It exits with its parent, the process of the first rank. The exit status is 0 after the command to stop, EXIT_PEER_LOST
+after a failed collective, and any other status after a failure of this rank; the traceback is on standard error.
 """
 
 import argparse

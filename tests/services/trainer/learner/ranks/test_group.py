@@ -43,9 +43,9 @@ def leading(
 def test_a_learner_of_two_ranks_does_what_one_process_does(
     config: LearnerConfig, batch: list[Trajectory], tmp_path: Path
 ):
-    one = Learner(config)
-    one.save(tmp_path / "start")
-    expected = [one.update(batch).metrics for _ in range(2)]
+    alone = Learner(config)
+    alone.save(tmp_path / "start")
+    expected = [alone.update(batch).metrics for _ in range(2)]
 
     with leading(config) as (learner, group):
         learner.load(tmp_path / "start")
@@ -61,8 +61,8 @@ def test_a_learner_of_two_ranks_does_what_one_process_does(
         processes = list(group.processes.values())
 
     assert metrics == [pytest.approx(row, abs=1e-10) for row in expected]
-    assert canary.logprobs == pytest.approx(one.canary().logprobs, abs=1e-10)
-    assert log_probs == [pytest.approx(row, abs=1e-10) for row in one.log_probs(batch)]
+    assert canary.logprobs == pytest.approx(alone.canary().logprobs, abs=1e-10)
+    assert log_probs == [pytest.approx(row, abs=1e-10) for row in alone.log_probs(batch)]
     assert [process.returncode for process in processes] == [0]
 
 
@@ -77,9 +77,9 @@ def test_a_killed_rank_ends_the_update_by_name_and_training_goes_on_from_the_che
         with pytest.raises(RankError, match=error):
             learner.update(batch)
 
-    one = Learner(config)
-    one.update(batch)
-    expected = one.update(batch).metrics
+    alone = Learner(config)
+    alone.update(batch)
+    expected = alone.update(batch).metrics
     resumed = Learner(config)
     resumed.load(tmp_path)
     assert resumed.update(batch).metrics == pytest.approx(expected, abs=1e-10)

@@ -196,7 +196,7 @@ def test_what_several_ranks_export_is_what_one_process_exports(
     ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path
 ):
     config = learner_config(tiny_model, **EVERYTHING)
-    one = trained(ALONE, config, batches[:1], tmp_path / "one")
+    alone = trained(ALONE, config, batches[:1], tmp_path / "one")
 
     first, *others = ranks.run(trained, config, batches[:1], tmp_path / "several")
 
@@ -207,9 +207,9 @@ def test_what_several_ranks_export_is_what_one_process_exports(
     exported = load_file(ours / "model.safetensors")
     torch.testing.assert_close(exported, load_file(theirs / "model.safetensors"), rtol=0, atol=1e-5)
     torch.testing.assert_close(exported["lm_head.weight"], exported["model.embed_tokens.weight"], rtol=0, atol=0)
-    assert [digest.name for digest in first.proof.digests] == [digest.name for digest in one.proof.digests]
+    assert [digest.name for digest in first.proof.digests] == [digest.name for digest in alone.proof.digests]
     assert [other.proof.digests for other in others] == [[]] * len(others)
-    for probe, expected in zip(first.proof.probes, one.proof.probes, strict=True):
+    for probe, expected in zip(first.proof.probes, alone.proof.probes, strict=True):
         assert (probe.token_ids, probe.positions) == (expected.token_ids, expected.positions)
         assert probe.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert probe.previous == pytest.approx(expected.previous, abs=1e-4)
