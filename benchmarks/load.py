@@ -1,7 +1,7 @@
 """Many trajectories at once through five services on Ray Serve, with a simulated engine, traces and killed replicas.
 
     .venv/bin/python benchmarks/load.py --count 3000 --in-flight 1000 --kills
-    .venv/bin/python benchmarks/load.py --count 100000 --in-flight 20000 --kills     the aim of issue 20
+    .venv/bin/python benchmarks/load.py --count 100000 --in-flight 20000 --kills --rounds 3     twenty minutes
 
 Groups of eight are asked for as a run asks for them, with its retries. Each trajectory has two turns with a tool call
 between them. In every round a rollout and an agent replica are killed (`--kills`) once a third has ended. Spans go to
@@ -10,6 +10,7 @@ an OTLP receiver in this process, which counts the traces that are a whole tree.
 
 import argparse
 import asyncio
+import contextlib
 import gzip
 import json
 import os
@@ -138,28 +139,36 @@ def replicas(deployment: Deployment) -> dict[str, list[int]]:
     }
 
 
-def kill_one(deployment: Deployment, service: str) -> None:
+def kill_one(deployment: Deployment, service: str, usage: "Usage") -> None:
     pids = replicas(deployment)[service]
     print(f"  kills {service} replica with pid {pids[0]} of {pids}", flush=True)
+    usage.note()
     os.kill(pids[0], signal.SIGKILL)
 
 
 class Usage:
-    """CPU seconds and resident megabytes of the services' processes, the highest of a round."""
+    """CPU seconds of the services' processes; of a killed one those that were noted last."""
 
     def __init__(self, deployment: Deployment) -> None:
-        self._pids = {name: {pid: self._cpu(pid) for pid in pids} for name, pids in replicas(deployment).items()}
+        self._deployment = deployment
+        self._seconds: dict[tuple[str, int], float] = {}
+        self.note()
+        self._before = dict(self._seconds)
 
-    @staticmethod
-    def _cpu(pid: int) -> float:
-        return sum(psutil.Process(pid).cpu_times()[:2])
+    def note(self) -> None:
+        """Read the processes that live."""
+        for name, pids in replicas(self._deployment).items():
+            for pid in pids:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._seconds[name, pid] = sum(psutil.Process(pid).cpu_times()[:2])
 
     def spent(self) -> dict[str, float]:
-        """CPU seconds since the start, of processes that live."""
-        return {
-            name: sum(self._cpu(pid) - before for pid, before in pids.items() if psutil.pid_exists(pid))
-            for name, pids in self._pids.items()
-        }
+        """CPU seconds by service since the beginning; those of a new process with its start."""
+        self.note()
+        total: Counter[str] = Counter()
+        for (name, pid), seconds in self._seconds.items():
+            total[name] += seconds - self._before.get((name, pid), 0.0)
+        return dict(total)
 
 
 def memory(deployment: Deployment) -> dict[str, list[float]]:
@@ -170,7 +179,7 @@ def memory(deployment: Deployment) -> dict[str, list[float]]:
     }
 
 
-async def roll_out(deployment: Deployment, args: argparse.Namespace, step: int) -> list[Trajectory]:
+async def roll_out(deployment: Deployment, args: argparse.Namespace, step: int, usage: Usage) -> list[Trajectory]:
     """One round, as the trainer collects a batch; some groups are traced."""
     policy = CallPolicy(max_in_flight=args.in_flight, total_s=args.timeout_s, read_s=args.timeout_s)
     client = AgentClient(deployment.url("agent"), policy=policy, direct=True)
@@ -197,7 +206,7 @@ async def roll_out(deployment: Deployment, args: argparse.Namespace, step: int) 
         while len(ended) < args.count // 3:
             await asyncio.sleep(0.1)
         for service in ("rollout", "agent"):
-            await asyncio.to_thread(kill_one, deployment, service)
+            await asyncio.to_thread(kill_one, deployment, service, usage)
 
     async with asyncio.TaskGroup() as tasks:
         for position in range(len(samples)):
@@ -212,7 +221,7 @@ def measure(deployment: Deployment, args: argparse.Namespace, spans: Spans) -> l
     rounds: list[dict[str, object]] = []
     for step in range(1, args.rounds + 1):
         usage, started, own = Usage(deployment), time.perf_counter(), time.process_time()
-        ended = run(roll_out(deployment, args, step))
+        ended = run(roll_out(deployment, args, step, usage))
         seconds = time.perf_counter() - started
         cpu, own = usage.spent(), time.process_time() - own
         time.sleep(SETTLE_S)

@@ -18,7 +18,7 @@ from trackway.wire.rollout import (
     GenerateReply,
     GenerateRequest,
     MemoryPart,
-    PauseMode,
+    SleepMode,
     SleepReplies,
     SleepReply,
     WeightsReply,
@@ -102,7 +102,7 @@ class RolloutClient(ServiceClient):
         """Which replicas can release memory, and which parts they have released."""
         return await self._each("GET", "/is_sleeping", deadline)
 
-    async def sleep(self, mode: PauseMode = "wait", deadline: Deadline | None = None) -> SleepReplies:
+    async def sleep(self, mode: SleepMode = "wait", deadline: Deadline | None = None) -> SleepReplies:
         """Pause every replica and release its memory; the error names those that did not."""
         return await self._each("POST", f"/sleep?mode={mode}", deadline)
 

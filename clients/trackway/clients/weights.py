@@ -20,7 +20,7 @@ from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLo
 from trackway.system import atomic_write, digests, find_difference, new_folder, remove_drafts
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary, FileDigest, LatestWeights, WeightManifest, WeightProof
+from trackway.wire.weights import Canary, FileDigest, LatestWeights, UpdateMode, WeightManifest, WeightProof
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
@@ -49,6 +49,7 @@ class WeightStore:
         folder: Path,
         canary: Canary | None = None,
         proof: WeightProof | None = None,
+        update_mode: UpdateMode | None = None,
     ) -> WeightManifest:
         """Make the files directly inside `folder` the newest version.
 
@@ -56,7 +57,9 @@ class WeightStore:
         with other digests or is not greater than the latest. Raises DISK_FULL or NOT_WRITABLE when it cannot be
         written; readers then stay at the old version, and the new one is removed.
         """
-        manifest = WeightManifest(version=version, run=run, files=describe(folder), canary=canary, proof=proof)
+        manifest = WeightManifest(
+            version=version, run=run, files=describe(folder), canary=canary, proof=proof, update_mode=update_mode
+        )
         latest = self.latest()
         if latest is not None and version <= latest.version:
             return self._published(manifest, latest)

@@ -11,6 +11,7 @@ from trackway.wire.trajectory import WeightSpan, add_span
 from trackway.wire.weights import Verdict
 
 PauseMode = Literal["wait", "abort", "keep"]
+SleepMode = Literal["wait", "abort", "keep", "retract"]
 MemoryPart = Literal["weights", "kv_cache"]
 
 

@@ -1,10 +1,14 @@
 """Published weights: a folder per version with a manifest of digests, and `latest.json`, which names the newest."""
 
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field
 
 from trackway.wire.base import WireReply
+
+UpdateMode = Literal["keep", "wait", "abort"]
+"""Requests in flight when weights change: they continue, finish first, or are aborted and continued."""
 
 
 class FileDigest(WireReply):
@@ -94,6 +98,8 @@ class WeightManifest(WireReply):
     canary: Canary | None = None
     """For replicas of a release that does not know `proof`."""
     proof: WeightProof | None = None
+    update_mode: UpdateMode | None = None
+    """None: each rollout service's own."""
 
 
 class LatestWeights(WireReply):

@@ -35,6 +35,7 @@ from trackway.wire.rollout import (
     PausedReply,
     PauseReply,
     PauseRequest,
+    SleepMode,
     SleepReply,
     WeightInfo,
     WeightsReply,
@@ -151,8 +152,9 @@ def control_routes(service: RolloutService) -> ServiceRouter:
         return service.weight_info()
 
     @router.post("/sleep", dependencies=operator)
-    async def sleep(mode: PauseMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
-        """Pause, then release GPU memory (all of it, or the parts in `tags`); needs an engine with sleep mode."""
+    async def sleep(mode: SleepMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None) -> SleepReply:
+        """Pause, then release GPU memory (all of it, or the parts in `tags`); needs an engine with sleep mode. With
+        `retract`, requests wait for the wake-up, and those in flight keep their tokens."""
         return await service.sleep(mode, tags)
 
     @router.post("/wake_up", dependencies=operator)

@@ -1,5 +1,6 @@
-"""Generation across weight updates: an aborted generation resumes under the new weights."""
+"""Generation across weight updates and sleep: an aborted generation resumes under the newest weights."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -9,9 +10,12 @@ from typing import NamedTuple
 from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import Engine, FinishReason, Generation, Piece
 from trackway.rollout.weight_watcher import WeightWatcher
+from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import GenerateRequest, SamplingParams
 
 _NEXT_SEED = 1_000_003
+RETRACTED_S = 3600.0
+"""Longest wait of a request for an engine that went to sleep. Callers' own deadlines are shorter."""
 
 
 @dataclass(eq=False)
@@ -24,19 +28,22 @@ class _Call:
 class _Attempt(NamedTuple):
     prompt: list[int]
     params: SamplingParams
-    updates: int
-    """The watcher's update count at the start."""
+    cuts: int
+    """Weight updates and retractions until its start."""
 
 
 class ResumableGeneration:
-    """Resumes generations that a weight update has aborted."""
+    """Resumes generations that a weight update or a retraction has aborted."""
 
     def __init__(self, engine: Engine, watcher: WeightWatcher) -> None:
         self._engine, self._watcher = engine, watcher
         self._calls: set[_Call] = set()
+        self._retractions = 0
+        self._released = asyncio.Event()
+        self._released.set()
 
     async def generate(self, request: GenerateRequest, request_id: str) -> Generation:
-        """As `Engine.generate`; waits while a weight update holds requests back."""
+        """As `Engine.generate`; waits while a weight update or a retraction holds requests back."""
         collector = Collector()
         with self._call(request_id) as call:
             while True:
@@ -47,7 +54,7 @@ class ResumableGeneration:
                     return collector.generation()
 
     async def stream(self, request: GenerateRequest, request_id: str) -> AsyncGenerator[Piece]:
-        """As `Engine.stream`; waits while a weight update holds requests back."""
+        """As `Engine.stream`; waits while a weight update or a retraction holds requests back."""
         token_ids: list[int] = []
         with self._call(request_id) as call:
             while True:
@@ -76,6 +83,19 @@ class ResumableGeneration:
         for call in self._calls:
             call.given_up = True
 
+    def retract(self) -> None:
+        """Hold requests back until `release`; those that the engine aborts meanwhile resume then."""
+        self._retractions += 1
+        self._released.clear()
+
+    def release(self) -> None:
+        """Let the requests go on."""
+        self._released.set()
+
+    @property
+    def _cuts(self) -> int:
+        return self._watcher.updates + self._retractions
+
     @contextlib.contextmanager
     def _call(self, request_id: str) -> Iterator[_Call]:
         call = _Call(request_id)
@@ -86,15 +106,24 @@ class ResumableGeneration:
             self._calls.discard(call)
 
     async def _attempt(self, request: GenerateRequest, generated: Sequence[int]) -> _Attempt:
+        await self._until_released()
         await self._watcher.gate()
         params = request.sampling_params
         if generated:
             seed = None if params.seed is None else params.seed + _NEXT_SEED * len(generated)
             params = params.model_copy(update={"max_tokens": params.max_tokens - len(generated), "seed": seed})
-        return _Attempt([*request.token_ids, *generated], params, self._watcher.updates)
+        return _Attempt([*request.token_ids, *generated], params, self._cuts)
+
+    async def _until_released(self) -> None:
+        try:
+            async with asyncio.timeout(RETRACTED_S):
+                await self._released.wait()
+        except TimeoutError:
+            message = f"expected the engine to wake up within {RETRACTED_S:.0f} s, got none; POST /wake_up, retry later"
+            raise TrackwayError(ErrorCode.PAUSED, message) from None
 
     def _continues(
         self, call: _Call, attempt: _Attempt, request: GenerateRequest, reason: FinishReason | None, generated: int
     ) -> bool:
-        cut_by_update = reason == "abort" and not call.given_up and self._watcher.updates > attempt.updates
-        return cut_by_update and generated < request.sampling_params.max_tokens
+        was_cut = reason == "abort" and not call.given_up and self._cuts > attempt.cuts
+        return was_cut and generated < request.sampling_params.max_tokens

@@ -25,6 +25,7 @@ from trackway.wire.rollout import (
     ModelList,
     PausedReply,
     PauseReply,
+    SleepMode,
     SleepReply,
     TokenLogprob,
     Usage,
@@ -152,7 +153,7 @@ class RolloutService:
     async def resume(self) -> PauseReply:
         """Accept requests again; raises CONFLICT while memory is released."""
         async with self._watcher.control:
-            await self._engine.resume()
+            await self._resume()
         return self._paused()
 
     def is_paused(self) -> PausedReply:
@@ -163,11 +164,19 @@ class RolloutService:
         """Abort generations, which return their tokens so far."""
         return AbortReply(aborted=await self._resumable.abort(request_ids))
 
-    async def sleep(self, mode: PauseMode, parts: Sequence[MemoryPart] | None) -> SleepReply:
-        """Pause, then release memory for the trainer."""
+    async def sleep(self, mode: SleepMode, parts: Sequence[MemoryPart] | None) -> SleepReply:
+        """Pause, then release memory for the trainer.
+
+        With `retract`, requests in flight and new ones wait for the wake-up; those in flight keep their tokens and
+        continue under the weights of then.
+        """
         self._needs_sleep()
         async with self._watcher.control:
-            await self._pause(mode)
+            if mode == "retract":
+                self._resumable.retract()
+                await self._engine.pause("abort")
+            else:
+                await self._pause(mode)
             await self._engine.sleep(parts or _PARTS)
         return self.sleeping()
 
@@ -182,7 +191,7 @@ class RolloutService:
         async with self._watcher.control:
             await self._engine.wake_up(parts or _PARTS)
             if not self._engine.asleep:
-                await self._engine.resume()
+                await self._resume()
         if self._watcher.behind(min_weight_version):
             await self._watcher.catch_up(min_weight_version, within_s)
         return self.sleeping()
@@ -201,6 +210,10 @@ class RolloutService:
         if mode == "abort":
             self._resumable.give_up_all()
         await self._engine.pause(mode)
+
+    async def _resume(self) -> None:
+        await self._engine.resume()
+        self._resumable.release()
 
     def _paused(self) -> PauseReply:
         stats = self._engine.stats()

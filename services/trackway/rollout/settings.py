@@ -7,6 +7,7 @@ from pydantic import Field
 
 from trackway.rollout.sim_settings import SimSettings
 from trackway.serving import ServiceSettings
+from trackway.wire.weights import UpdateMode
 
 
 class RolloutSettings(ServiceSettings):
@@ -63,9 +64,10 @@ class RolloutSettings(ServiceSettings):
     """Longest wait of a request for weights that are not loaded yet; then 409 `weights_behind`."""
     weights_late_s: float = Field(default=2.0, ge=0.0)
     """A longer wait for weights is recorded as the trajectory's incident `weights_behind`."""
-    update_mode: Literal["keep", "wait", "abort"] = "keep"
+    update_mode: UpdateMode = "keep"
     """Requests in flight when weights change: `keep` continues with the KV cache, `wait` finishes them first,
-    `abort` ends them early and the agent resumes them."""
+    `abort` ends them early and the service continues them with their tokens. A run may want another mode
+    (`async_training.partial_rollout`)."""
     update_drain_s: float = Field(default=300.0, gt=0.0)
     """With `update_mode` wait: requests that need longer than this are aborted, and the agent resumes them."""
     stuck_s: float = Field(default=60.0, gt=0.0)

@@ -3,7 +3,7 @@
 A replica generates only after it has read the store, so a late or restarted one never serves old weights. If a version
 does not load (corrupt, or proof failed), the old one stays, the failure is logged once, and loading is retried.
 `update_mode` decides about requests in flight: `keep` loads while they run, `wait` and `abort` hold new requests back
-while those in flight finish or are aborted.
+while those in flight finish or are aborted. A version whose run wants a mode is loaded in that one.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from trackway.rollout.engines.protocol import Engine, PauseMode
 from trackway.rollout.engines.weight_proof import proof_of
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
-from trackway.wire.weights import WeightManifest
+from trackway.wire.weights import UpdateMode, WeightManifest
 
 _log = logging.getLogger(__name__)
 _SLOWEST_RETRY_S = 5.0
@@ -34,12 +34,12 @@ class WeightWatcher:
         cache: Path,
         interval_s: float,
         wait_s: float,
-        update_mode: PauseMode = "keep",
+        update_mode: UpdateMode = "keep",
         drain_s: float = 300.0,
     ) -> None:
         self._engine, self._store, self._cache = engine, store, cache
         self._interval_s, self._wait_s, self._drain_s = interval_s, wait_s, drain_s
-        self._update_mode: PauseMode = update_mode
+        self._update_mode: UpdateMode = update_mode
         self.updates = 0
         """Number of loads started; a request aborted while it grew was aborted by an update."""
         self.control = asyncio.Lock()
@@ -146,7 +146,7 @@ class WeightWatcher:
         folder = await asyncio.to_thread(store.fetch, version, self._cache)
         if self._refused is not None and self._refused[0] == manifest:
             raise self._refused[1]
-        async with self.control, self._held():
+        async with self.control, self._held(manifest.update_mode or self._update_mode):
             self.updates += 1
             try:
                 await self._engine.load_weights(folder, version, proof_of(manifest))
@@ -172,15 +172,15 @@ class WeightWatcher:
             shutil.rmtree(old, ignore_errors=True)
 
     @contextlib.asynccontextmanager
-    async def _held(self) -> AsyncIterator[None]:
+    async def _held(self, mode: UpdateMode) -> AsyncIterator[None]:
         """Finish or abort requests and hold new ones back, unless they may keep running or the engine is paused."""
-        if self._update_mode == "keep" or self._engine.paused:
+        if mode == "keep" or self._engine.paused:
             yield
             return
         self._gate.clear()
         self.updates += 1
         try:
-            await self._pause(self._update_mode)
+            await self._pause(mode)
             yield
         finally:
             await self._engine.resume()

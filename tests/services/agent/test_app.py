@@ -2,10 +2,12 @@
 
 import asyncio
 
+import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.services.agent.agent_services import AgentServices, call, group, open_services, until
+from tests.services.agent.replaceable import Answer
 from tests.services.agent.scripted_model import END
 from trackway.agent.app import create_app
 from trackway.agent.settings import AgentSettings
@@ -77,6 +79,36 @@ async def test_the_stream_says_what_the_rollouts_wait_for_that_do_not_end(
         ("rollout 1/7/0", "tool counter", True),
         ("rollout 1/7/1", "the rollout service, turn 0", True),
     ]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("code", [ErrorCode.OVERLOADED, ErrorCode.WEIGHTS_BEHIND, ErrorCode.PAUSED])
+async def test_the_stream_says_why_an_engine_is_asked_again(
+    services: AgentServices, agent: AgentClient, code: ErrorCode
+) -> None:
+    refusal, said, released = (
+        TrackwayError(code, "expected room, got none", retry_after_s=0.02),
+        list[str](),
+        asyncio.Event(),
+    )
+
+    async def refuses(answer: Answer) -> httpx.Response:
+        if released.is_set():
+            return await answer()
+        services.rollout.faults.append(refuses)
+        body = refusal.to_reply().model_dump(mode="json")
+        return httpx.Response(refusal.status, json=body)
+
+    def on_waits(waits: list[Wait]) -> None:
+        said.append(waits[0].progress)
+        released.set()
+
+    services.rollout.faults.append(refuses)
+    services.model.scripts = {0: [ANSWER]}
+    [ended] = [trajectory async for trajectory in agent.group(group(n=1, report_waits_s=0.1), on_waits=on_waits)]
+
+    assert (ended.error, ended.stop_reason) == (None, "answered")
+    assert said[0] == f"asked again after: {code}: expected room, got none"
 
 
 @pytest.mark.anyio

@@ -15,8 +15,10 @@ from tests.services.rollout.engine_runs import until
 from tests.time_limits import ENDS_SOON
 from trackway.clients.weights import WeightStore
 from trackway.rollout.app import create_app
+from trackway.rollout.engines.sim.engine import SimEngine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
+from trackway.rollout.sim_settings import SimSettings
 
 pytestmark = pytest.mark.anyio
 
@@ -95,6 +97,34 @@ async def test_memory_comes_back_in_stages_and_generation_with_the_last(running:
         "expected all memory to be awake, got kv_cache and weights asleep; POST /wake_up first",
     )
     assert (staged["asleep"], still["is_paused"], awake["is_sleeping"]) == (["kv_cache"], True, False)
+
+
+async def test_what_a_sleep_retracts_and_what_comes_meanwhile_is_answered_after_the_wake_up(
+    running: Running, store: WeightStore, other_path: Path, tmp_path: Path
+) -> None:
+    url = str(tmp_path / "weights")
+    sim = SimSettings(step_s=0.002, step_slope_s=0.0)
+    settings = RolloutSettings(engine="sim", sim=sim, enable_sleep=True, weights_url=url, watch_interval_s=60)
+    engine = SimEngine(settings)
+    async with running(create_app(settings, engine)) as client:
+        begun = asyncio.create_task(client.post("/generate", json=ENDLESS))
+        await until(lambda: engine.stats().running == 1)
+        await client.post("/sleep?mode=retract")
+        late = asyncio.create_task(client.post("/generate", json={"token_ids": [11], "min_weight_version": 1}))
+        store.publish(1, "run", other_path)
+        await client.post("/wake_up?tags=weights&min_weight_version=1")
+        waits = not begun.done() and not late.done()
+        await client.post("/wake_up?tags=kv_cache")
+        [first] = (await begun).json()["choices"]
+        [second] = (await late).json()["choices"]
+
+    assert waits
+    assert (len(first["token_ids"]), first["finish_reason"], first["weight_versions"][-1]["version"]) == (
+        900,
+        "length",
+        1,
+    )
+    assert [span["version"] for span in second["weight_versions"]] == [1]
 
 
 async def test_a_wake_up_answers_when_the_weights_asked_for_are_loaded(

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.services.rollout.engine_runs import until, watching
 from trackway.clients.weights import WeightStore
+from trackway.rollout import continuation
 from trackway.rollout.continuation import ResumableGeneration
 from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import Generation, PauseMode, Piece
@@ -123,6 +124,36 @@ async def test_the_gate_is_no_wait_without_an_end(surviving: Surviving, store: W
             await survivor.generate(LONG, "late")
         await answer
     assert raised.value.code is ErrorCode.PAUSED
+
+
+async def test_a_retracted_generation_keeps_its_tokens_and_goes_on_once_it_is_released(
+    surviving: Surviving, engine: TorchEngine, store: WeightStore, other_path: Path
+) -> None:
+    async with surviving("keep") as (survivor, watcher), begun(survivor) as answer:
+        survivor.retract()
+        await engine.pause("abort")
+        await asyncio.to_thread(store.publish, 1, "run", other_path)
+        await watcher.catch_up(1)
+        await engine.resume()
+        waits = engine.stats().running == 0 and not answer.done()
+        survivor.release()
+        whole, pieces = await answer
+    first, second = whole.spans
+    assert waits
+    assert (first.version, first.start, second.version, second.end) == (0, 0, 1, LENGTH)
+    assert 0 < first.end == second.start < LENGTH and len(whole.token_ids) == LENGTH
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+
+
+async def test_a_retracted_generation_does_not_wait_for_ever(
+    surviving: Surviving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(continuation, "RETRACTED_S", 0.01)
+    async with surviving("keep") as (survivor, _):
+        survivor.retract()
+        with pytest.raises(TrackwayError, match="expected the engine to wake up within 0 s, got none") as caught:
+            await survivor.generate(LONG, "held")
+    assert caught.value.code is ErrorCode.PAUSED
 
 
 async def test_what_someone_aborts_is_not_continued_by_an_update(surviving: Surviving) -> None:

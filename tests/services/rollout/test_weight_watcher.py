@@ -255,20 +255,22 @@ async def test_a_load_is_logged_with_its_proof(
 
 
 @pytest.mark.parametrize(
-    ("mode", "paused", "events", "updates"),
+    ("mode", "wanted", "paused", "events", "updates"),
     [
-        ("keep", False, ["load 1"], 1),
-        ("keep", True, ["load 1"], 1),
-        ("wait", True, ["load 1"], 1),
-        ("wait", False, ["pause wait", "load 1", "resume"], 2),
-        ("abort", False, ["pause abort", "load 1", "resume"], 2),
+        ("keep", None, False, ["load 1"], 1),
+        ("keep", None, True, ["load 1"], 1),
+        ("wait", None, True, ["load 1"], 1),
+        ("wait", None, False, ["pause wait", "load 1", "resume"], 2),
+        ("abort", None, False, ["pause abort", "load 1", "resume"], 2),
+        ("abort", "keep", False, ["load 1"], 1),
+        ("keep", "wait", False, ["pause wait", "load 1", "resume"], 2),
     ],
 )
 async def test_requests_are_held_back_unless_they_may_run_on_or_none_can(
-    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, mode, paused, events, updates
+    engine: NotingEngine, store: WeightStore, source: Path, tmp_path: Path, mode, wanted, paused, events, updates
 ) -> None:
     engine.paused = paused
-    store.publish(1, "run", source)
+    store.publish(1, "run", source, update_mode=wanted)
     async with watching(engine, store, tmp_path / "cache", interval_s=60, mode=mode) as watcher:
         assert (engine.events, watcher.updates) == (events, updates)
 

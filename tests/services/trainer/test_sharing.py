@@ -51,18 +51,6 @@ async def test_engines_that_must_sleep_and_cannot_are_named(serving):
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("shared_http")
-async def test_engines_that_would_sleep_during_rollouts_are_refused(serving):
-    with serving(service(True)) as url, pytest.raises(TrackwayError) as refused:
-        await open_engines(Sharing(runs_ahead=True), url)
-    with serving(service(True)) as url:
-        assert await open_engines(Sharing(wanted=False, runs_ahead=True), url) is None
-
-    assert refused.value.code is ErrorCode.INVALID_REQUEST
-    assert "set async_training.staleness_threshold=0, or give the learner a GPU of its own" in refused.value.message
-
-
-@pytest.mark.anyio
-@pytest.mark.usefixtures("shared_http")
 async def test_a_service_of_one_replica_without_ray_and_one_that_knows_no_sleep(serving):
     alone, plain = FastAPI(), FastAPI()
 

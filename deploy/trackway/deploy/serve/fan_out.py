@@ -15,7 +15,7 @@ from trackway.serving.auth import presented
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.headers import REQUEST_DEADLINE
 from trackway.wire.health import ReplicaInfo, ReplicaList, ServiceName
-from trackway.wire.rollout import MemoryPart, PauseMode, SleepReplies, SleepReply
+from trackway.wire.rollout import MemoryPart, SleepMode, SleepReplies, SleepReply
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ def sleep_routes(broadcast: Broadcast) -> ServiceRouter:
 
     @router.post("/sleep", dependencies=operator)
     async def sleep(
-        request: Request, mode: PauseMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None
+        request: Request, mode: SleepMode = "wait", tags: Annotated[list[MemoryPart] | None, Query()] = None
     ) -> SleepReplies:
         """`/sleep` of every replica."""
         return await _steer(broadcast, request, "POST", f"/sleep?{request.url.query}")

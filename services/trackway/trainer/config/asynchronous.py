@@ -32,15 +32,26 @@ class AsyncTrainingConfig(Section):
     is the bound."""
     trigger_parameter_sync_step: int = Field(default=1, ge=1)
     """Steps between two publications of the weights (verl's default is 4)."""
+    partial_rollout: bool | None = None
+    """Whether a generation in flight goes on under new weights. True: with the tokens that it has, whose cache is
+    computed again; false: replicas load new weights once their generations have ended. Null leaves it to the rollout
+    service's `update_mode`, which by default continues them with their cache (verl's default is true)."""
     require_batches: int | None = Field(default=None, ge=1)
     """Mini-batches of a step: `data.train_batch_size` is this times `actor.ppo_mini_batch_size`. Null leaves it to
     `data.train_batch_size` (verl's default is 1)."""
 
 
+class ColocateAsyncConfig(Section):
+    """The V1 trainer with engines on the learner's GPUs."""
+
+    num_warmup_batches: float = Field(default=1.0, ge=0)
+    """Batches that generation runs ahead: sets `async_training.staleness_threshold`."""
+
+
 class SeparateAsyncConfig(Section):
     """The V1 trainer with engines on GPUs of their own."""
 
-    num_warmup_batches: int = Field(default=1, ge=0)
+    num_warmup_batches: float = Field(default=1.0, ge=0)
     """Batches that generation runs ahead: sets `async_training.staleness_threshold`."""
     parameter_sync_step: int = Field(default=4, ge=1)
     """Mini-batches between two publications, which are one step here: `data.train_batch_size` is this times
@@ -48,7 +59,7 @@ class SeparateAsyncConfig(Section):
 
 
 class SamplerConfig(Section):
-    """Which rollouts the V1 trainer takes in `separate_async`."""
+    """Which rollouts the V1 trainer takes in `separate_async` and `colocate_async`."""
 
     max_off_policy_threshold: int = Field(default=8, ge=1)
     """Versions from a rollout's own to the trained one, both counted: `trackway.max_staleness` is one less."""
@@ -60,7 +71,10 @@ class V1Config(Section):
     """The V1 trainer's way to overlap generation and training."""
 
     trainer_mode: Literal["sync", "colocate_async", "separate_async"] = "sync"
-    """`separate_async` overlaps them. `sync` leaves the decision to `async_training`; `colocate_async` is refused."""
+    """`separate_async` overlaps them. With `colocate_async` engines on the learner's GPUs sleep while it computes, but
+    a step does not wait for its slowest rollouts, which go on after it. `sync` leaves the decision to
+    `async_training`."""
+    colocate_async: ColocateAsyncConfig = Field(default_factory=ColocateAsyncConfig)
     separate_async: SeparateAsyncConfig = Field(default_factory=SeparateAsyncConfig)
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
 
@@ -77,23 +91,19 @@ class RolloutSectionConfig(Section):
 def translate(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """The keys, by dotted name, with those set that follow from keys of verl's asynchronous trainers.
 
-    Values that do not fit their fields are left to validation. Raises TrackwayError(INVALID_REQUEST) for
-    `colocate_async`, and for keys that disagree.
+    Values that do not fit their fields are left to validation. Raises TrackwayError(INVALID_REQUEST) for keys that
+    disagree.
     """
     found = dict(given)
     mode, mini = given.get("trainer.v1.trainer_mode"), _number(given, _MINI_BATCH, 256)
-    if mode == "colocate_async":
-        message = (
-            "trainer.v1.trainer_mode: expected sync or separate_async, got colocate_async; engines on the learner's "
-            "GPUs sleep while it computes, so nothing overlaps: take sync, or separate_async with GPUs for the engines"
-        )
-        raise TrackwayError(ErrorCode.INVALID_REQUEST, message, key="trainer.v1.trainer_mode")
     if mode == "separate_async":
-        source = "trainer.v1.separate_async"
-        steps = _number(given, f"{source}.parameter_sync_step", 4)
-        _set(found, _BATCH, steps * mini, f"{source}.parameter_sync_step x {_MINI_BATCH}", (0, 1024))
-        warm_up = _number(given, f"{source}.num_warmup_batches", 1)
-        _set(found, "async_training.staleness_threshold", float(warm_up), f"{source}.num_warmup_batches", (0, 0.0))
+        source = "trainer.v1.separate_async.parameter_sync_step"
+        _set(found, _BATCH, _number(given, source, 4) * mini, f"{source} x {_MINI_BATCH}", (0, 1024))
+    if mode in ("separate_async", "colocate_async"):
+        source = f"trainer.v1.{mode}.num_warmup_batches"
+        warm_up = given.get(source, 1)
+        if isinstance(warm_up, int | float):
+            _set(found, "async_training.staleness_threshold", float(warm_up), source, (0, 0.0))
         threshold = _number(given, "trainer.v1.sampler.max_off_policy_threshold", 8)
         _set(found, "trackway.max_staleness", threshold - 1, "trainer.v1.sampler.max_off_policy_threshold less 1")
         strategy = given.get("trainer.v1.sampler.max_off_policy_strategy", "drop")

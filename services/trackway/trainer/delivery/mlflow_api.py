@@ -18,6 +18,7 @@ TIMEOUT_S = 30.0
 """MLflow itself waits 20 s for a locked SQLite database."""
 CREATE_TIMEOUT_S = 60.0
 """Timeout for creating a run. Longer, because a retry after a timed-out but completed request creates a second run."""
+LINK_ATTEMPTS = 3
 UID_TAG = "trackway.run_uid"
 """Tag of an MLflow run with the uid of its Trackway run."""
 
@@ -112,9 +113,18 @@ class MlflowApi:
         self._call("POST", "runs/log-batch", json={"run_id": run_id, "metrics": values})
 
     def link(self, trace_ids: Sequence[str], run_id: str) -> None:
-        """Link up to 100 traces (32 hex digits) to the run; they may arrive later."""
+        """Link up to 100 traces (32 hex digits) to the run; they may arrive later.
+
+        MLflow links the traces that it receives as well. Where it links one at the same moment, it refuses the call and
+        writes nothing; repeated, the call links the others.
+        """
         body = {"trace_ids": [f"tr-{trace_id}" for trace_id in trace_ids], "run_id": run_id}
-        self._call("POST", "traces/link-to-run", json=body)
+        for _ in range(LINK_ATTEMPTS):
+            answer = self._ask("POST", "traces/link-to-run", json=body)
+            if answer.status_code != 400 or "entity_associations" not in answer.text:
+                _raise_failure(answer)
+                return
+        raise Later("MLflow links the same traces to the run at present")
 
     def assess(self, trace_id: str, assessment: Mapping[str, JsonValue]) -> None:
         """Record an assessment of a trace; NotThere while the trace has not arrived."""

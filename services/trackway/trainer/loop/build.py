@@ -30,6 +30,7 @@ from trackway.trainer.loop.from_config import (
     retry_policy,
     sharing,
     training_template,
+    update_mode,
     validation_template,
 )
 from trackway.trainer.loop.resume import begin
@@ -106,7 +107,8 @@ def _training(
     tracking.catch_up(folder.rows())
     store, uid = WeightStore(services.weights_url), folder.info().uid
     with waits(RUN, f"the lock of the weight store {services.weights_url}", CLAIM_WAIT_S):
-        publisher = Publisher(store, learner, folder.name, uid, folder.path / "export", own.keep_weights)
+        scratch, mode = folder.path / "export", update_mode(config)
+        publisher = Publisher(store, learner, folder.name, uid, scratch, own.keep_weights, mode)
     agents = _agent_client(config, services)
 
     active = ActiveTime()

@@ -3,6 +3,8 @@
     rollouts are in -> sleep -> update, publish -> weights wake and the new ones load -> KV cache wakes -> next rollouts
 
 Going to sleep aborts requests in flight. The run has already collected its rollouts, so none of them are its own.
+Where rollouts run ahead of the learner, its own are still in flight: these keep their tokens, and go on after the
+wake-up under the new weights (verl's `colocate_async`).
 
 A replica cannot start asleep: if one starts while the learner trains, it takes its share of the GPU. There are as many
 replicas as shared GPUs, so this happens only when a replica replaces a dead one. If it finds no memory, Serve restarts
@@ -28,10 +30,6 @@ _CHECK_S = 60.0
 _CLOSE_S = 60.0
 _ATTEMPTS = 20
 _KEY = "actor_rollout_ref.rollout.free_cache_engine"
-_NEVER_ASLEEP = (
-    "async_training: expected rollout engines that work while the learner computes, got engines that sleep then; set "
-    f"async_training.staleness_threshold=0, or give the learner a GPU of its own (trackway.device) and set {_KEY}=false"
-)
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Sharing:
     timeout_s: float = 600.0
     """Deadline for each call to sleep or wake up."""
     runs_ahead: bool = False
-    """Whether rollouts go on while the learner computes, so that engines must not sleep."""
+    """Whether rollouts of later steps are in flight when the learner computes."""
 
 
 class Engines:
@@ -58,7 +56,8 @@ class Engines:
     async def sleep(self) -> None:
         """Return when every engine has released its GPU memory."""
         self._awake = False
-        await self._call("go to sleep", self._client.sleep("abort", self._deadline()))
+        mode = "retract" if self._sharing.runs_ahead else "abort"
+        await self._call("go to sleep", self._client.sleep(mode, self._deadline()))
 
     async def wake_up(self, version: int) -> None:
         """Return when every engine is awake with the weights `version`; engines that are awake only load them."""
@@ -113,8 +112,6 @@ async def open_engines(sharing: Sharing, url: str | None) -> Engines | None:
         replicas = []
     always_awake = [replica.replica for replica in replicas if not replica.can_sleep]
     if replicas and not always_awake:
-        if sharing.runs_ahead:
-            raise TrackwayError(ErrorCode.INVALID_REQUEST, _NEVER_ASLEEP)
         return Engines(client, sharing)
     if sharing.wanted:
         raise _cannot(f"{', '.join(always_awake)} that cannot" if replicas else f"none at {url}")

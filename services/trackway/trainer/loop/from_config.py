@@ -19,6 +19,7 @@ from trackway.trainer.loop.scheduler import Pacing
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
+from trackway.wire.weights import UpdateMode
 
 
 def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
@@ -181,6 +182,12 @@ def sharing(config: RunConfig) -> Sharing:
     rollout = config.actor_rollout_ref.rollout
     staged = rollout.multi_stage_wake_up is not False
     return Sharing(rollout.free_cache_engine, staged, config.trackway.sleep_timeout_s, pacing(config).runs_ahead)
+
+
+def update_mode(config: RunConfig) -> UpdateMode | None:
+    """What becomes of generations in flight when new weights are loaded; None: as the rollout service does it."""
+    partial = config.async_training.partial_rollout
+    return None if partial is None else "abort" if partial else "wait"
 
 
 def _device(wanted: str) -> str:

@@ -247,14 +247,14 @@ class Training:
         """`metrics` of the newest step, with the accuracy on the held-out rows if there are any.
 
         Raises StopRequested when a stop is requested meanwhile; a resumed run then validates the step first. Where
-        rollouts run ahead of the learner, the validation goes on beside the training: it returns at once, and `log`
-        adds the accuracy to the row of this step later.
+        rollouts run ahead of the learner on engines that never sleep, the validation goes on beside the training: it
+        returns at once, and `log` adds the accuracy to the row of this step later.
         """
         metrics = metrics or {}
         self.progress = self.progress.model_copy(update={"unvalidated": {}})
         if not self.validation_rows:
             return metrics
-        if self.scheduler.pacing.runs_ahead:
+        if self.scheduler.pacing.runs_ahead and self.engines is None:
             self._begin_validation(OpenValidation(step=self.step, version=version))
             return metrics
         collecting = self.validation_rollouts.collect(

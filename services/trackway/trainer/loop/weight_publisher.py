@@ -9,6 +9,7 @@ from trackway.clients.weights import WeightStore
 from trackway.system import writing
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.errors import TrackwayError
+from trackway.wire.weights import UpdateMode
 
 CLAIM_WAIT_S = 120.0
 """Wait for the lock of this run's last process: a file server keeps the locks of a dead machine for about 90 s."""
@@ -21,14 +22,25 @@ class Publisher:
     Versions are numbered across the store: every run continues from the last published version, so that a replica
     cannot mistake another run's weights for its own. Raises CONFLICT while another publisher holds the store's lock.
     `uid` distinguishes a resumed run, which may take over its own lock, from another run of the same name.
+    `update_mode` is what the run wants for requests in flight when a version is loaded.
     """
 
-    def __init__(self, store: WeightStore, learner: Learner, run: str, uid: str, scratch: Path, keep: int) -> None:
+    def __init__(
+        self,
+        store: WeightStore,
+        learner: Learner,
+        run: str,
+        uid: str,
+        scratch: Path,
+        keep: int,
+        update_mode: UpdateMode | None = None,
+    ) -> None:
         self._store = store
         self._learner = learner
         self._run = run
         self._scratch = scratch
         self._keep = keep
+        self._update_mode: UpdateMode | None = update_mode
         self._published: int | None = None
         self._doing = ""
         self._claim = _claim(store, f"run {run} ({uid[:8]})")
@@ -63,7 +75,7 @@ class Publisher:
                 self._learner.export(self._scratch)
             proof = self._learner.proof(self._scratch, self._published)
             self._doing = f"copies version {version} to the weight store {self._store.url}"
-            self._store.publish(version, self._run, self._scratch, self._learner.canary(), proof)
+            self._store.publish(version, self._run, self._scratch, self._learner.canary(), proof, self._update_mode)
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
         self._published = version

@@ -5,7 +5,7 @@ from pydantic import JsonValue
 
 from trackway.trainer.config import RunConfig, compose, no_effect
 from trackway.trainer.config.compose import resolve
-from trackway.trainer.loop.from_config import pacing
+from trackway.trainer.loop.from_config import pacing, update_mode
 from trackway.trainer.loop.scheduler import Pacing
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -31,10 +31,9 @@ def test_fully_async_counts_a_step_in_mini_batches_and_a_run_in_prompts():
     )
 
     assert decided(config) == (Pacing(batch_size=128, depth=0.1, bound=1, sync_every=4), 400, 40)
-    assert config.algorithm.rollout_correction.bypass_mode
+    assert config.algorithm.rollout_correction.bypass_mode and update_mode(config) == "abort"
     assert dict(no_effect(config.trackway.ignored_keys)) == {
         "rollout.nnodes": "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)",
-        "async_training.partial_rollout": "the rollout service's update_mode decides: keep, wait or abort",
         "async_training.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode decides",
         "async_training.use_trainer_do_validate": "rollout replicas run the validation, beside the training",
     }
@@ -69,6 +68,12 @@ def test_the_v1_trainer_with_separate_engines_publishes_after_each_batch(words: 
     assert resolve(config.model_dump(mode="json")) == config  # as the trainer service does with what it is sent
 
 
+def test_the_v1_trainer_with_engines_on_its_gpus_publishes_after_each_batch_and_runs_ahead_by_part_of_one():
+    config = compose(["trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=0.5"])
+
+    assert pacing(config) == Pacing(batch_size=1024, depth=0.5, bound=7, drop=True)
+
+
 def test_the_v1_trainers_mode_sync_leaves_the_decision_to_async_training():
     assert pacing(compose(["trainer.v1.trainer_mode=sync", f"{SAMPLER}.max_off_policy_threshold=2"])) == Pacing(1024)
     ahead = compose(["trainer.v1.trainer_mode=sync", "async_training.staleness_threshold=1"])
@@ -78,7 +83,10 @@ def test_the_v1_trainers_mode_sync_leaves_the_decision_to_async_training():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trainer.v1.trainer_mode=colocate_async"], "expected sync or separate_async, got colocate_async; engines on"),
+        (
+            ["trainer.v1.trainer_mode=colocate_async", "async_training.staleness_threshold=3"],
+            "trainer.v1.colocate_async.num_warmup_batches, which is 1.0, got 3",
+        ),
         ([SEPARATE, "data.train_batch_size=512"], f"parameter_sync_step x {MINI}, which is 1024, got 512; make them"),
         ([SEPARATE, "async_training.staleness_threshold=3"], "num_warmup_batches, which is 1.0, got 3"),
         (

@@ -24,7 +24,7 @@ NOT_ARRIVED = (404, "RESOURCE_DOES_NOT_EXIST: no such trace")
 
 
 class Server:
-    """The one route of MLflow that feedback needs; answers each request with the next of these."""
+    """The routes of MLflow that feedback needs; answers each request with the next of these."""
 
     def __init__(self, *answers: tuple[int, str]) -> None:
         self.received: list[tuple[str, dict]] = []
@@ -36,6 +36,13 @@ class Server:
         @app.post("/api/3.0/mlflow/traces/{trace_id}/assessments")
         async def create(trace_id: str, request: Request) -> JSONResponse:
             self.received.append((trace_id, (await request.json())["assessment"]))
+            status, message = self._answers.pop(0) if self._answers else (200, "")
+            return JSONResponse({"message": message}, status)
+
+        @app.post("/api/2.0/mlflow/traces/link-to-run")
+        async def link(request: Request) -> JSONResponse:
+            body = await request.json()
+            self.received.append((body["run_id"], body))
             status, message = self._answers.pop(0) if self._answers else (200, "")
             return JSONResponse({"message": message}, status)
 
@@ -52,7 +59,7 @@ def queue(tmp_path: Path) -> FeedbackQueue:
     return FeedbackQueue(tmp_path / "feedback")
 
 
-def send(queue: FeedbackQueue, uri: str, deadline_s: float = 30.0) -> list[str]:
+def send(queue: FeedbackQueue, uri: str, deadline_s: float = 30.0, run_id: str | None = None) -> list[str]:
     """Until nothing waits; why something was lost."""
     api, lost = MlflowApi(uri), list[str]()
     feedback = MlflowFeedback(api, deadline_s)
@@ -60,7 +67,7 @@ def send(queue: FeedbackQueue, uri: str, deadline_s: float = 30.0) -> list[str]:
     while queue.waiting:
         assert time.monotonic() < end, "something still waits"
         try:
-            sent = queue.send(lambda assessments: feedback.send(assessments, None))
+            sent = queue.send(lambda assessments: feedback.send(assessments, run_id))
         except Later:
             time.sleep(0.02)
         else:
@@ -106,6 +113,31 @@ def test_a_value_that_is_refused_is_lost_alone_and_not_sent_again(serving, queue
 
     assert [body["assessment_name"] for _, body in server.received] == ["reward", "fate"]
     assert lost == [f'feedback reward for trace {"t" * 32}: MLflow answered HTTP 400: {{"message":"no"}}']
+
+
+@pytest.mark.parametrize("collisions", [1, 4])
+def test_traces_that_mlflow_links_itself_at_the_same_moment_are_linked_all_the_same(
+    serving, queue: FeedbackQueue, collisions: int
+):
+    constraint = "(sqlite3.IntegrityError) UNIQUE constraint failed: entity_associations.source_type, ..."
+    server = Server(*[(400, constraint)] * collisions)
+    queue.push([Assessment("t" * 32, "", {}, link=True), Assessment("u" * 32, "", {}, link=True)])
+    with serving(server.app()) as uri:
+        lost = send(queue, uri, run_id="r")
+
+    assert server.received == [("r", {"trace_ids": [f"tr-{'t' * 32}", f"tr-{'u' * 32}"], "run_id": "r"})] * (
+        collisions + 1
+    )
+    assert lost == []
+
+
+def test_links_that_mlflow_refuses_are_counted_and_not_sent_again(serving, queue: FeedbackQueue):
+    server = Server((400, "no such run"))
+    queue.push([Assessment("t" * 32, "", {}, link=True)])
+    with serving(server.app()) as uri:
+        lost = send(queue, uri, run_id="r")
+
+    assert (len(server.received), len(lost)) == (1, 1) and "traces are not linked to the run" in lost[0]
 
 
 def test_a_value_that_is_not_finite_is_said_in_words(serving, queue: FeedbackQueue):

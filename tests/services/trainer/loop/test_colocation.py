@@ -173,6 +173,21 @@ async def test_engines_sleep_while_the_learner_computes_and_have_the_new_weights
         assert {"timing_s/sleep", "timing_s/wake_up", "timing_s/update_actor"} <= row.data.keys()
 
 
+async def test_rollouts_in_flight_outlive_the_sleep_and_a_validation_does_not_run_beside_it(
+    started: Started, replicas: Replicas, agent
+):
+    async with started("async_training.staleness_threshold=1") as run:
+        state = await fit(run)
+
+    assert [event for event in replicas.events if not event.startswith("rollout")] == [
+        *("wake weights, v1", "wake kv_cache, v0"),
+        *("sleep, retract", "update", "wake weights, v2", "wake kv_cache, v0", "validate 1, v2"),
+        *("sleep, retract", "update", "wake weights, v3", "wake kv_cache, v0", "validate 2, v3"),
+    ]
+    assert (state, run.progress.step, replicas.asleep) == (RunState.FINISHED, 2, set())
+    assert [row.data["val-core/openai/gsm8k/acc/mean@1"] for row in run.folder.rows()] == [0.0, 0.0]
+
+
 async def test_all_memory_comes_back_at_once_when_the_run_wants_no_stages(started: Started, replicas: Replicas):
     async with started("actor_rollout_ref.rollout.multi_stage_wake_up=false") as run:
         await fit(run)

@@ -26,6 +26,7 @@ from trackway.trainer.loop.from_config import (
     sharing,
     trace_target,
     training_template,
+    update_mode,
     validation_template,
 )
 from trackway.trainer.loop.rollout_client import GroupTemplate
@@ -110,6 +111,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
         19,
         {"pacing.sync_every": 19, "sharing.runs_ahead": True, "learner.engine_threads": 1, **CORRECTED},
     ),
+    "async_training.partial_rollout": (False, {"publisher.update_mode": "wait"}),
     "trackway.staleness_strategy": ("drop", {"pacing.drop": True}),
     f"{MODEL}.path": ("m", {"learner.model_path": "m"}),
     f"{MODEL}.use_remove_padding": (False, {"learner.model.use_remove_padding": False}),
@@ -427,6 +429,7 @@ def reached(config: RunConfig) -> Fields:
         "validation": dict(_template_fields(validation_template(config, "run", target))),
         "retry_policy": asdict(retry_policy(config)),
         "sharing": asdict(sharing(config)),
+        "publisher": {"update_mode": update_mode(config)},
         "pacing": asdict(pacing(config)),
     }
     return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}

@@ -1,9 +1,10 @@
 """One update of a run: what is trained on, what is dropped, the step's metrics and the feedback on traces."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import Tensor
@@ -37,6 +38,7 @@ from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory, WeightSpan
+from trackway.wire.weights import WeightManifest
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -346,6 +348,41 @@ async def test_a_step_names_the_groups_that_it_waits_for(training: Training, age
     ]
     assert {(group.until or 0) - group.since for group in wait.because} == {1_800_000}
     assert training.waits.current() == []
+
+
+async def test_a_slow_learner_and_a_slow_weight_store_are_named_by_what_they_do(training: Training, tmp_path: Path):
+    reached, released = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+
+    class SlowStore(WeightStore):
+        def publish(self, *given: Any, **named: Any) -> WeightManifest:
+            reached[1].set()
+            assert released[1].wait(30)
+            return super().publish(*given, **named)
+
+    class SlowExport:
+        def __init__(self, learner: Learner) -> None:
+            self.canary, self.proof = learner.canary, learner.proof
+            self._export = learner.export
+
+        def export(self, folder: Path) -> None:
+            reached[0].set()
+            assert released[0].wait(30)
+            self._export(folder)
+
+    training.publisher.close()
+    store, learner = SlowStore(str(tmp_path / "slow")), cast(Learner, SlowExport(training.learner))
+    training.publisher = Publisher(store, learner, "run", "uid", tmp_path / "export", 2)
+    publishing, said = asyncio.create_task(training.publish()), []
+    for begun, go_on in zip(reached, released, strict=True):
+        await asyncio.to_thread(begun.wait, 30)
+        said += [(wait.waits_for, wait.progress) for wait in training.waits.current()]
+        go_on.set()
+
+    assert await publishing == 1
+    assert said == [
+        ("the publication of the weights after step 0", f"exports version 1 to {tmp_path}/export"),
+        ("the publication of the weights after step 0", f"copies version 1 to the weight store {tmp_path}/slow"),
+    ]
 
 
 async def test_a_step_with_no_trajectory_to_train_on_fails_with_the_counts(training: Training, rollout: Rollout):

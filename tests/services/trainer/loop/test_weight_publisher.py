@@ -31,6 +31,15 @@ def test_a_run_waits_for_its_own_last_process_to_let_go(tmp_path: Path) -> None:
     assert (waited, waiting.is_alive()) == (True, False)
 
 
+def test_each_version_says_what_its_run_wants_for_requests_in_flight(tmp_path: Path) -> None:
+    store = WeightStore(str(tmp_path / "store"))
+    publisher = Publisher(store, cast(Learner, Exporter(8)), "run", "0123456789abcdef", tmp_path / "export", 2, "wait")
+    publisher.publish()
+    publisher.close()
+
+    assert store.manifest(1).update_mode == "wait"
+
+
 def test_a_run_waits_neither_for_another_run_nor_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_publisher, "CLAIM_WAIT_S", 0.0)
     holder = open_publisher(tmp_path, "mine")

@@ -1,0 +1,244 @@
+"""What the demo's task is learned with: held-out accuracy by setting, over seeds, on one deployment.
+
+    .venv/bin/python benchmarks/learning.py staleness    generation ahead of the learner, with and without correction
+    .venv/bin/python benchmarks/learning.py estimators   every `algorithm.adv_estimator`
+    .venv/bin/python benchmarks/learning.py losses       every `actor.policy_loss.loss_mode`
+
+Each run is the demo's, with the words of its setting; further words (`key=value`) hold for all runs. A run takes about
+a minute on two cores. Runs that `--outputs` already holds are not repeated, so that an interrupted command goes on.
+The tables are printed after each setting, and written to `--outputs` with every run's accuracies.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+from checkout import run_in
+
+from trackway.deploy.bundled import TINY_MODEL
+from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.local.settings import UpSettings
+from trackway.deploy.local.up import bring_up, take_down
+from trackway.deploy.runs import launch, plot
+from trackway.deploy.runs.demo import HELD_OUT_ROWS, TRAIN_ROWS
+from trackway.system import atomic_write
+from trackway.system.user_error import UserError
+from trackway.trainer.config import compose
+from trackway.trainer.data import make_tiny
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.errors import TrackwayError
+from trackway.wire.trainer import MetricsRow, RunInfo
+
+Settings = Mapping[str, Sequence[str]]
+"""Name of a setting -> its words."""
+
+GOAL = 0.8
+"""Held-out accuracy that a setting is meant to reach."""
+ESTIMATOR = "algorithm.adv_estimator"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+CLIP = "actor_rollout_ref.actor.clip_ratio"
+CORRECTION = "algorithm.rollout_correction"
+
+
+def _behind(versions: float, correction: str, *words: str) -> list[str]:
+    return [f"async_training.staleness_threshold={versions}", f"{CORRECTION}={correction}", *words]
+
+
+def _clipped(low: float, high: float) -> list[str]:
+    return [f"{CLIP}_low={low}", f"{CLIP}_high={high}"]
+
+
+# Four updates from each batch and a publication every eighth update: the sampled weights are far from the trained ones.
+_FAR = ("async_training.trigger_parameter_sync_step=8", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
+STALENESS: Settings = {
+    "in turns": [],
+    **{f"S = {versions}, disabled": _behind(versions, "disabled") for versions in (0.3, 1, 4)},
+    **{f"S = {versions}, token_is": _behind(versions, "decoupled_token_is") for versions in (0.3, 1, 4)},
+    "far, disabled": _behind(4, "disabled", *_FAR),
+    "far, token_is": _behind(4, "decoupled_token_is", *_FAR),
+}
+ESTIMATORS: Settings = {
+    **{
+        name: [f"{ESTIMATOR}={name}"]
+        for name in (
+            "grpo",
+            "rloo",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "remax",
+            "opo",
+            "grpo_passk",
+            "optimal_token_baseline",
+            "tir_optimal_token_baseline",
+        )
+    },
+    "dr_grpo": ["algorithm.norm_adv_by_std_in_grpo=false"],
+    "gpg": [f"{ESTIMATOR}=gpg", f"{LOSS}=gpg"],
+}
+LOSSES: Settings = {
+    "vanilla": [],
+    "gspo": [
+        f"{LOSS}=gspo",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        *_clipped(3e-4, 4e-4),
+    ],
+    **{name: [f"{LOSS}={name}"] for name in ("sapo", "cispo", "gpg", "dro", "clip_cov", "kl_cov", "geo_mean")},
+    "dppo_tv": [f"{LOSS}=dppo_tv", *_clipped(0.15, 0.15)],
+    "dppo_kl": [f"{LOSS}=dppo_kl", *_clipped(0.05, 0.05)],
+}
+PARTS: Mapping[str, Settings] = {"staleness": STALENESS, "estimators": ESTIMATORS, "losses": LOSSES}
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What one run learned."""
+
+    setting: str
+    seed: int
+    accuracies: dict[int, float]
+    """Held out, by step; the first is of step 0."""
+    staleness: float
+    """Versions by which a trajectory's oldest token is behind the trained weights, mean over the steps."""
+    train_reward: float
+    """Mean of the last five steps."""
+    error: str = ""
+    """Why the run ended early."""
+
+    @property
+    def accuracy(self) -> float:
+        """After the last step; 0 for a run that failed."""
+        return 0.0 if self.error else self.accuracies[max(self.accuracies)]
+
+    @classmethod
+    def of(cls, setting: str, seed: int, rows: Sequence[MetricsRow], error: str = "") -> "Learned":
+        """From the metrics of a run."""
+        accuracies = {
+            row.step: float(value) for row in rows for key, value in row.data.items() if plot.is_accuracy(key)
+        }
+        rewards = [float(row.data["critic/score/mean"]) for row in rows if "critic/score/mean" in row.data]
+        stale = [
+            float(row.data.get("training/off_policy/trajectory_staleness_worst/mean", 0.0)) for row in rows if row.step
+        ]
+        return cls(
+            setting=setting,
+            seed=seed,
+            accuracies=accuracies,
+            staleness=statistics.fmean(stale or [0.0]),
+            train_reward=statistics.fmean(rewards[-5:] or [0.0]),
+            error=error,
+        )
+
+
+def words_of(part: str, setting: str, seed: int, args: argparse.Namespace) -> tuple[str, list[str]]:
+    """The run's name and its words."""
+    data = args.outputs / f"tiny-seed{seed}"
+    slug = "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in setting)
+    name = f"{part}-{slug}-seed{seed}"
+    return name, [
+        f"data.train_files={data / 'train.parquet'}",
+        f"data.val_files={data / 'test.parquet'}",
+        f"actor_rollout_ref.model.path={TINY_MODEL}",
+        f"trackway.seed={seed}",
+        f"trainer.experiment_name={name}",
+        f"trainer.total_training_steps={args.steps}",
+        "trainer.save_freq=-1",
+        "trackway.trace_prompts_per_step=0",
+        "trackway.trace_validation_samples=0",
+        *PARTS[part][setting],
+        *args.words,
+    ]
+
+
+def finished(outputs: Path, name: str, steps: int) -> list[MetricsRow] | None:
+    """The rows of a run that ended with its last step; None when there is none."""
+    folder = RunFolder(outputs / name)
+    rows = folder.rows() if folder.exists else []
+    return rows if rows and rows[-1].step == steps else None
+
+
+def learn(deployment: Deployment, part: str, setting: str, seed: int, args: argparse.Namespace) -> Learned:
+    """One run, unless its folder holds it already."""
+    name, words = words_of(part, setting, seed, args)
+    rows = finished(args.outputs, name, args.steps)
+    if rows is not None:
+        return Learned.of(setting, seed, rows)
+    make_tiny(args.outputs / f"tiny-seed{seed}", TRAIN_ROWS, HELD_OUT_ROWS, seed)
+    folder, number = name, 1
+    while RunFolder(args.outputs / folder).exists:  # an earlier attempt
+        number += 1
+        folder = f"{name}-{number}"
+    config = launch.placed(compose(words, config_name="tiny_demo"), deployment)
+    error = ""
+    try:
+        info = launch.follow(deployment, launch.start_run(deployment, config, folder).run, progress)
+        error = "" if info.step == args.steps else f"ended at step {info.step}"
+    except (UserError, TrackwayError) as failure:
+        error = str(failure)
+    return Learned.of(setting, seed, RunFolder(args.outputs / folder).rows(), error)
+
+
+def progress(info: RunInfo) -> None:
+    """One line that is written over."""
+    print(f"\r{info.run}: step {info.step} of {info.total_steps} ", end="", file=sys.stderr, flush=True)
+
+
+def table(learned: Sequence[Learned]) -> Iterator[str]:
+    """Markdown: a row for each setting."""
+    seeds = sorted({run.seed for run in learned})
+    yield f"| setting | accuracy, seeds {', '.join(map(str, seeds))} | mean | reward at the end | staleness | {GOAL} |"
+    yield "|---|---|---|---|---|---|"
+    for setting in dict.fromkeys(run.setting for run in learned):
+        runs = [run for run in learned if run.setting == setting]
+        each = ", ".join("failed" if run.error else f"{run.accuracy:.2f}" for run in runs)
+        mean, reward, stale = (
+            statistics.fmean(values)
+            for values in zip(*((run.accuracy, run.train_reward, run.staleness) for run in runs), strict=True)
+        )
+        reached = sum(run.accuracy >= GOAL for run in runs)
+        yield f"| {setting} | {each} | {mean:.2f} | {reward:.2f} | {stale:.2f} | {reached} of {len(runs)} |"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("words", nargs="*", help="configuration of every run: key=value")
+    parser.add_argument("--only", nargs="+", metavar="SETTING", help="these settings of the part")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--outputs", type=Path, default=Path("outputs/learning"), help="folder of the runs")
+    args = parser.parse_args()
+    args.outputs = args.outputs.resolve()
+    unknown = set(args.only or []) - set(PARTS[args.part])
+    if unknown:
+        parser.error(f"--only: expected of {', '.join(PARTS[args.part])}, got {', '.join(sorted(unknown))}")
+    run_in(None, parser)
+    return args
+
+
+def main() -> None:
+    """Train every setting with every seed, and print the table."""
+    args = arguments()
+    places = {"port": 0, "dashboard_port": 0, "ray_port": 0, "mlflow_port": 0}
+    deployment = bring_up(UpSettings(outputs=args.outputs, **places), lambda name, state: None)
+    learned: list[Learned] = []
+    try:
+        for setting in args.only or PARTS[args.part]:
+            learned += [learn(deployment, args.part, setting, seed, args) for seed in args.seeds]
+            text = "\n".join(table(learned))
+            print(f"\n{text}", flush=True)
+            atomic_write(args.outputs / f"{args.part}.md", text + "\n")
+            atomic_write(args.outputs / f"{args.part}.json", json.dumps([asdict(run) for run in learned], indent=1))
+    finally:
+        take_down(deployment)
+
+
+if __name__ == "__main__":
+    main()
