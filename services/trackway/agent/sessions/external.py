@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+from asyncio.subprocess import PIPE, STDOUT, Process, SubprocessStreamProtocol
 from collections.abc import Awaitable, Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -105,14 +106,16 @@ def register_external(settings: AgentSettings) -> None:
 
 async def run_program(settings: ExternalSettings, access: SessionAccess, episode: Episode) -> None:
     """Run the command to its end, and end all its processes with it. Raises AGENT_FAILED unless it exits with 0."""
+    loop = asyncio.get_running_loop()
     held, holding = os.pipe()
     with open(holding, "wb", buffering=0) as owner:
         try:
-            process = await asyncio.create_subprocess_exec(
+            transport, protocol = await loop.subprocess_exec(
+                lambda: SubprocessStreamProtocol(_READ_BYTES, loop),
                 *guarded(settings, held),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=STDOUT,
                 cwd=settings.folder,
                 env=environment(os.environ, settings, access),
                 start_new_session=True,
@@ -120,6 +123,7 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
             )
         finally:
             os.close(held)
+        process = Process(transport, protocol, loop)
         assert process.stdin is not None and process.stdout is not None
         reading = asyncio.create_task(_last(process.stdout, settings.max_output_bytes, episode))
         try:
@@ -129,9 +133,13 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
             process.stdin.close()
             code = await process.wait()
         finally:
-            owner.close()
-            await _ended(process)
-            await _read_up(reading)
+            try:
+                owner.close()
+                await _ended(process)
+                await _read_up(reading)
+            finally:
+                reading.cancel()
+                transport.close()  # a process that could not be ended may hold its pipes open
     if code != 0:
         message = f"expected the agent's program {settings.command[0]!r} to exit with 0, got {code}; it said last:"
         raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message} {episode.log[-_MESSAGE_CHARS:].strip() or 'nothing'}")
@@ -145,7 +153,7 @@ def guarded(settings: ExternalSettings, owner: int) -> list[str]:
     return [*guard, *settings.command]
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
+async def _ended(process: Process) -> None:
     """Wait until the guard has ended all processes; kill the process group where it does not.
 
     asyncio's `wait` also waits for the pipes, which a process that could not be ended may hold open.

@@ -1,7 +1,11 @@
 """Agents of the user's own, started for each rollout: what they are given, how they are bounded, what is trained."""
 
 import asyncio
+import gc
+import os
+import signal
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,12 +21,14 @@ from tests.services.agent.sessions.external_services import Serve
 from tests.services.agent.sessions.test_session import ANSWER, COUNT
 from tests.services.rollout.model_routes.openai_server import serving as server
 from tests.services.trainer.learner_settings import learner_config
-from trackway.agent.sessions.external import guarded
+from trackway.agent.episode import Episode
+from trackway.agent.sessions import external as external_agents
+from trackway.agent.sessions.external import guarded, run_program
 from trackway.agent.settings import AgentSettings, ExternalSettings
 from trackway.trainer.learner.filtering import filter_trajectories
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.errors import ErrorCode
-from trackway.wire.sessions.session import ExternalRollout, SessionBounds
+from trackway.wire.sessions.session import ExternalRollout, SessionAccess, SessionBounds
 from trackway.wire.trajectory import StopReason
 
 pytestmark = pytest.mark.anyio
@@ -147,6 +153,30 @@ async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path) -
     assert await process.wait() == -9
 
     await until(lambda: not _runs(int(number.read_text())))
+
+
+def test_nothing_stays_open_of_a_program_whose_processes_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(external_agents, "guarded", lambda settings, owner: settings.command)
+    monkeypatch.setattr(external_agents, "_GUARD_S", 0.02)
+    settings = ExternalSettings(command=["sh", "-c", "setsid sleep 60 & echo $!"])
+    access = SessionAccess(session_id="s", base_url="http://127.0.0.1:9/v1", api_key="k")
+    episode = Episode.begin(group("external"), 0, "external")
+
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            running = asyncio.create_task(run_program(settings, access, episode))
+            await until(lambda: episode.log.endswith("\n"))
+            running.cancel()
+            await asyncio.wait({running})
+
+    gc.collect()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        asyncio.run(run())
+        gc.collect()
+    os.kill(int(episode.log), signal.SIGKILL)
+
+    assert [str(warning.message) for warning in warned if warning.category is ResourceWarning] == []
 
 
 async def test_output_is_kept_from_its_end(serving: Serve) -> None:
