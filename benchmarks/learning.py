@@ -226,8 +226,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Train every setting with every seed, and print the table."""
     args = arguments()
-    places = {"port": 0, "dashboard_port": 0, "ray_port": 0, "mlflow_port": 0}
-    deployment = bring_up(UpSettings(outputs=args.outputs, **places), lambda name, state: None)
+    settings = UpSettings(outputs=args.outputs, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
+    deployment = bring_up(settings, lambda name, state: None)
     learned: list[Learned] = []
     try:
         for setting in args.only or PARTS[args.part]:

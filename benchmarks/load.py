@@ -165,7 +165,7 @@ class Usage:
     def spent(self) -> dict[str, float]:
         """CPU seconds by service since the beginning; those of a new process with its start."""
         self.note()
-        total: Counter[str] = Counter()
+        total: defaultdict[str, float] = defaultdict(float)
         for (name, pid), seconds in self._seconds.items():
             total[name] += seconds - self._before.get((name, pid), 0.0)
         return dict(total)
