@@ -22,10 +22,16 @@ KEYS = {
     "ref_max_token_len_per_gpu": f"{POLICY}.ref.log_prob_max_token_len_per_gpu",
     "reshard_after_forward": f"{ACTOR}.fsdp_config.reshard_after_forward",
     "offload_policy": f"{ACTOR}.fsdp_config.offload_policy",
+    "ulysses_size": f"{ACTOR}.ulysses_sequence_parallel_size",
+    "use_fused_kernels": f"{POLICY}.model.use_fused_kernels",
+    "chunk_size": f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size",
     "temperature": f"{POLICY}.rollout.temperature",
     "remove_padding": f"{POLICY}.model.use_remove_padding",
     "gradient_checkpointing": f"{POLICY}.model.enable_gradient_checkpointing",
-    **{name: f"{POLICY}.model.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")},
+    **{
+        name: f"{POLICY}.model.{name}"
+        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
+    },
     "param_offload": f"{ACTOR}.fsdp_config.param_offload",
     "optimizer_offload": f"{ACTOR}.fsdp_config.optimizer_offload",
     "ref_param_offload": f"{POLICY}.ref.fsdp_config.param_offload",

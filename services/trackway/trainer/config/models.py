@@ -399,6 +399,22 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _sequences_divide_the_ranks(self) -> Self:
+        actor, count = self.actor_rollout_ref.actor, self.trackway.learner_ranks
+        size = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
+        if count > 1 and count % size:
+            raise ValueError(
+                "actor_rollout_ref.actor.ulysses_sequence_parallel_size: expected a divisor of trackway.learner_ranks "
+                f"({count}), got {size}"
+            )
+        if count > 1 and size > 1 and not self.actor_rollout_ref.model.use_remove_padding:
+            raise ValueError(
+                "actor_rollout_ref.model.use_remove_padding: expected true with "
+                f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}, got false; it divides packed rows"
+            )
+        return self
+
     @property
     def may_be_stale(self) -> bool:
         """Whether a step may train on rollouts of older weights than those it updates."""

@@ -43,6 +43,10 @@ class ModelConfig(Section):
     change."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass to save memory."""
+    use_fused_kernels: bool | None = None
+    """Compute logits in chunks of `actor.fsdp_config.entropy_from_logits_chunk_size` tokens, and again in the backward
+    pass, so that they are never held whole; null does so where those of a pass would take more than 256 MiB in float32.
+    The result does not change."""
     lora_rank: int = Field(default=0, ge=0)
     """Rank of a LoRA adapter, which is trained instead of the model's own weights and merged into what is published; 0
     trains the whole model. Learning rates are about ten times those of the whole model."""
@@ -52,6 +56,15 @@ class ModelConfig(Section):
     """Adapted layers by the last parts of their names, or as a regular expression; `all-linear` leaves out the head."""
     exclude_modules: str | list[str] | None = None
     """Layers that are not adapted, in the same way."""
+    lora_adapter_path: str | None = None
+    """Folder or Hugging Face id of an adapter as PEFT writes it, from which training starts; null starts a new one.
+    Needs `lora_rank`, `lora_alpha` and `target_modules` as the adapter has them."""
+
+    @model_validator(mode="after")
+    def _an_adapter_has_its_rank(self) -> Self:
+        if self.lora_adapter_path is not None and not self.lora_rank:
+            raise ValueError("lora_rank: expected the rank of lora_adapter_path, got 0; set it")
+        return self
 
 
 class OptimConfig(Section):
@@ -130,6 +143,10 @@ class FSDPConfig(Section):
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer between its forward and its backward, which gathers them again; no effect
     in one process."""
+    ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
+    """Another name of `actor.ulysses_sequence_parallel_size`; the larger one counts."""
+    entropy_from_logits_chunk_size: int = Field(default=1024, ge=1)
+    """Most tokens whose logits exist at a time with `model.use_fused_kernels`."""
     offload_policy: bool = False
     """Keep weights and moments in main memory, as `param_offload` and `optimizer_offload` do; a learner of several
     ranks then steps its optimizer there too."""
@@ -162,6 +179,9 @@ class ActorConfig(Section):
     depend on it."""
     ppo_max_token_len_per_gpu: int = Field(default=16384, ge=1)
     """Most tokens of a pass with `use_dynamic_bsz`; a longer trajectory is computed alone."""
+    ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
+    """Ranks of the learner that divide the tokens of each packed row, for long rows (Ulysses); it divides
+    `trackway.learner_ranks` and the model's attention heads. No effect in one process."""
     ppo_epochs: int = Field(default=1, ge=1)
     """Passes over each batch."""
     shuffle: bool = False

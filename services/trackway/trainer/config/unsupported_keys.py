@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 _DEPLOYED = "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)"
-_SHARDING = "the learner has no sequence parallelism"
+_SEQUENCES = "actor.ulysses_sequence_parallel_size decides"
 _FSDP2 = "trackway.learner_ranks shards the learner by FSDP2, over all ranks, computing in trackway.dtype"
 _ACTOR_MICRO = "actor.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
 _MICRO = "rollout.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
@@ -24,12 +24,13 @@ _DUMPS = "traces and trainer.validation_data_dir have the samples of validations
 _AGENT = "the agent service's deployment decides"
 _FSDP = (
     *("wrap_policy.*", "fsdp_size", "forward_prefetch", "strategy", "use_orig_params", "forward_only"),
-    *("ulysses_sequence_parallel_size", "use_no_sync_for_gradient_accumulation", "turbo_config.*"),
+    *("use_no_sync_for_gradient_accumulation", "turbo_config.*"),
 )
 """Keys below `fsdp_config`."""
 _DTYPE = "trackway.dtype is the learner's type; its weights stay float32"
 _SAME_NUMBERS = "memory and speed only; the numbers are the same"
-_LOGITS = ("entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size", "entropy_checkpointing")
+_LOGITS = ("entropy_from_logits_with_chunking", "entropy_checkpointing")
+_CHUNK_SIZE = "actor.fsdp_config.entropy_from_logits_chunk_size decides"
 _PADDING = ("pad_to_length", "pad_to_length_bucket")
 _SEED = "trackway.seed is the seed of the learner, of the rows and of the rollouts"
 _TEXT = "rows are text"
@@ -50,10 +51,8 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.model.use_shm": "weights are pulled from the weight store",
     "actor_rollout_ref.model.trust_remote_code": "models are loaded without remote code",
     "actor_rollout_ref.model.enable_activation_offload": "activations stay on the device",
-    "actor_rollout_ref.model.use_fused_kernels": "the loss is computed by PyTorch",
     "actor_rollout_ref.actor.strategy": _FSDP2,
     **{f"actor_rollout_ref.actor.fsdp_config.{name}": _FSDP2 for name in _FSDP},
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": _SHARDING,
     "actor_rollout_ref.actor.use_torch_compile": "the learner runs eagerly",
     "actor_rollout_ref.actor.calculate_entropy": "the entropy is always computed and logged",
     "actor_rollout_ref.actor.data_loader_seed": "trackway.seed is the seed of the learner",
@@ -82,7 +81,8 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
     "actor_rollout_ref.ref.strategy": _FSDP2,
     "actor_rollout_ref.ref.use_torch_compile": "the learner runs eagerly",
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _SHARDING,
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _SEQUENCES,
+    "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": _SEQUENCES,
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _REF_MICRO,
     **{f"actor_rollout_ref.ref.fsdp_config.{name}": _FSDP2 for name in _FSDP},
     "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": "the reference is sharded as the actor is",
@@ -132,7 +132,10 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.actor.ppo_micro_batch_size": _ACTOR_MICRO,
     "actor_rollout_ref.actor.freeze_vision_tower": _TEXT,
     "actor_rollout_ref.actor.use_prefix_grouper": _SAME_NUMBERS,
-    "actor_rollout_ref.actor.use_fused_kernels": "the loss is computed by PyTorch",
+    "actor_rollout_ref.actor.use_fused_kernels": "model.use_fused_kernels decides",
+    "actor_rollout_ref.actor.entropy_from_logits_chunk_size": _CHUNK_SIZE,
+    "actor_rollout_ref.ref.entropy_from_logits_chunk_size": _CHUNK_SIZE,
+    "actor_rollout_ref.ref.fsdp_config.entropy_from_logits_chunk_size": _CHUNK_SIZE,
     "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding decides",
     "actor_rollout_ref.actor.qat.*": "only with qat.enable",
     "actor_rollout_ref.ref.rollout_n": "actor_rollout_ref.rollout.n decides",
@@ -191,7 +194,6 @@ class Only(NamedTuple):
 
 
 _MANAGERS = ("naive", "dapo", "batch", "prime", "gdpo", "rate_limited", "remote")
-_NO_START = "training starts with a new adapter; merge this one into the model"
 _NO_REWARD_MODEL = "serve the model anywhere and name its URL in `judges` of the reward service"
 _NO_MEGATRON = "the learner is PyTorch's; take the keys of verl's FSDP recipe"
 _OWN_SANDBOX = "run code in a scorer of your own: give custom_reward_function.path"
@@ -216,8 +218,7 @@ ONLY: dict[str, Only] = {
     "actor_rollout_ref.rollout.agent.custom_async_server.path": Only((), "write an engine (CONTRIBUTING.md)"),
     "actor_rollout_ref.rollout.agent.custom_async_server.name": Only((), "write an engine (CONTRIBUTING.md)"),
     "actor_rollout_ref.model.lora.rank": Only((0,), "set actor_rollout_ref.model.lora_rank"),
-    "actor_rollout_ref.model.lora_adapter_path": Only((), _NO_START),
-    "actor_rollout_ref.model.lora.adapter_path": Only((), _NO_START),
+    "actor_rollout_ref.model.lora.adapter_path": Only((), "set actor_rollout_ref.model.lora_adapter_path"),
     "actor_rollout_ref.model.mtp.enable": Only((False,), "multi-token prediction is not implemented; leave it out"),
     "actor_rollout_ref.model.hf_config_path": Only((), "the configuration lies beside the weights, in model.path"),
     "actor_rollout_ref.model.tokenizer_path": Only((), "the tokenizer lies beside the weights, in model.path"),

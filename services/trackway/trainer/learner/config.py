@@ -18,6 +18,8 @@ class LoraSettings(NamedTuple):
     """Names of modules, or a regular expression; None for none."""
     seed: int
     """Of the random A."""
+    adapter_path: str | None = None
+    """Folder or Hugging Face id of an adapter to start from; None for a new one."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,14 @@ class LearnerConfig:
         model = self.model
         if not model.lora_rank:
             return None
-        return LoraSettings(model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, self.seed)
+        return LoraSettings(
+            model.lora_rank,
+            model.lora_alpha,
+            model.target_modules,
+            model.exclude_modules,
+            self.seed,
+            model.lora_adapter_path,
+        )
 
     @property
     def loss_mode(self) -> str:
@@ -144,6 +153,17 @@ class LearnerConfig:
     def uses_reference(self) -> bool:
         """Whether a KL term needs the reference policy."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Consecutive ranks that divide the tokens of a row."""
+        actor = self.actor
+        return max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
+
+    @property
+    def uses_full_kl(self) -> bool:
+        """Whether the loss has the KL term over the whole vocabulary."""
+        return self.actor.use_kl_loss and self.actor.kl_loss_type == "full"
 
     @property
     def measures_distribution(self) -> bool:

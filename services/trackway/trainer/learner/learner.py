@@ -27,19 +27,13 @@ from trackway.trainer.learner.advantages import (
     rewards_to_go,
     token_rewards,
 )
-from trackway.trainer.learner.algorithm import EXACT_KL, Aggregation, by_token, kl_penalty
+from trackway.trainer.learner.algorithm import Aggregation, by_token, kl_penalty
 from trackway.trainer.learner.batch import ResponseColumns, TrainingBatch, rows_of, token_versions
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.finite import require_finite_logprobs
-from trackway.trainer.learner.loss import (
-    MicroLoss,
-    at_mask,
-    micro_loss,
-    proximal_logprobs,
-    sum_pi_squared,
-    token_logprobs,
-)
+from trackway.trainer.learner.loss import MicroLoss, at_mask, measures_of, micro_loss, proximal_logprobs
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
+from trackway.trainer.learner.passes.head import sum_pi_squared, token_logprobs
 from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
 from trackway.trainer.learner.ranks.balance import PassLimit
@@ -130,7 +124,7 @@ class Learner:
 
     def __init__(self, config: LearnerConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
-        self.ranks = ranks
+        self.ranks = ranks = ranks.dividing_sequences(config.sequence_parallel_size)
         model, optim, fsdp = config.model, config.actor.optim, config.actor.fsdp_config
         # Own ones that cannot be loaded are errors before the model loads.
         estimator(config.algorithm.adv_estimator)
@@ -146,6 +140,8 @@ class Learner:
             ranks=ranks,
             reshard_after_forward=fsdp.reshard_after_forward,
             lora=config.lora,
+            head_in_chunks=model.use_fused_kernels,
+            head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
         )
         self.threads = config.threads or self._choose_threads()
         """CPU threads of torch in this process."""
@@ -182,6 +178,8 @@ class Learner:
             frozen=True,
             ranks=self.ranks,
             reshard_after_forward=config.actor.fsdp_config.reshard_after_forward,
+            head_in_chunks=config.model.use_fused_kernels,
+            head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
         )
 
     def _choose_threads(self) -> int:
@@ -443,16 +441,14 @@ class Learner:
         return PassLimit(self.config.log_prob_micro_batch_size, self.config.log_prob_micro_batch_tokens)
 
     @property
-    def _exact_kl(self) -> bool:
-        return self.config.actor.use_kl_loss and self.config.actor.kl_loss_type == EXACT_KL
-
-    @property
     def _needs_ref_logprobs(self) -> bool:
-        return self.config.algorithm.use_kl_in_reward or (self.config.actor.use_kl_loss and not self._exact_kl)
+        return self.config.algorithm.use_kl_in_reward or (
+            self.config.actor.use_kl_loss and not self.config.uses_full_kl
+        )
 
     def _exact_reference(self) -> AbstractContextManager[None]:
         """Keeps the reference on the device for the full KL, which needs it in each micro-batch."""
-        if self.reference is None or not self._exact_kl:
+        if self.reference is None or not self.config.uses_full_kl:
             return nullcontext()
         return self.reference.cpu_offload.on_device()
 
@@ -489,8 +485,8 @@ class Learner:
         metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
         logp = torch.zeros_like(mini.old_logprobs)
         sampled = torch.cat([part.logp for part in parts]).cpu().split([len(part.logp) for part in parts])
-        for (rows, micro, counts), values in zip(passes, sampled, strict=True):
-            if counts:
+        for (rows, micro, _, reports), values in zip(passes, sampled, strict=True):
+            if reports:
                 mask = micro.response_mask
                 logp[rows, : mask.shape[1]] = at_mask(mask, values).to(logp.dtype)
         return StepOutcome(metrics, mini, self.ranks.summed(logp))
@@ -522,14 +518,14 @@ class Learner:
 
     def _backward(self, micro_batch: MicroBatch, agg: Aggregation, weights_mean: float | None) -> MicroLoss:
         """Adds the gradient of the micro-batch, zeros unless it counts; its logits are freed on return."""
-        micro, counts = micro_batch.batch.to(self.policy.device), micro_batch.counts
-        temperature, ref_logits = self.config.rollout.temperature, None
-        if self.reference is not None and self._exact_kl:
-            with torch.no_grad():
-                ref_logits = self.reference.logits(micro, temperature)
-        part = micro_loss(self.config, micro, self.policy.logits(micro, temperature), ref_logits, agg, weights_mean)
-        (part.loss if counts else part.loss * 0).backward()
-        metrics = part.metrics if counts else {name: torch.zeros(()) for name in part.metrics}
+        micro = micro_batch.batch.to(self.policy.device)
+        temperature, ref = self.config.rollout.temperature, None
+        if self.reference is not None and self.config.uses_full_kl:
+            ref = self.reference.ref_inputs(micro, temperature)
+        values = self.policy.token_values(micro, temperature, *measures_of(self.config), ref=ref)
+        part = micro_loss(self.config, micro, values, agg, weights_mean)
+        (part.loss if micro_batch.counts else part.loss * 0).backward()
+        metrics = part.metrics if micro_batch.reports else {name: torch.zeros(()) for name in part.metrics}
         return part._replace(loss=part.loss.detach(), metrics=metrics)
 
 

@@ -1,21 +1,15 @@
 """The loss of a micro-batch: the clipped policy loss, less the entropy bonus, plus the KL penalty."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trackway.trainer.learner.algorithm import (
-    EXACT_KL,
-    Aggregation,
-    aggregate,
-    by_token,
-    entropy_from_logits,
-    exact_kl,
-    kl_penalty,
-)
+from trackway.trainer.learner.algorithm import Aggregation, aggregate, by_token, kl_penalty
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.passes.head import Measure, entropy, entropy_without_gradient, full_kl, token_logprobs
 from trackway.trainer.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.trainer.learner.rollout_correction import correct, loglinear_logprobs
 
@@ -29,30 +23,35 @@ class MicroLoss(NamedTuple):
     """[N]: logprobs of the model tokens, without a gradient."""
 
 
+def measures_of(config: LearnerConfig) -> list[Measure]:
+    """What `micro_loss` needs of the policy's logits, in the order of its `values`."""
+    measures = [token_logprobs, entropy if config.actor.entropy_coeff != 0.0 else entropy_without_gradient]
+    return [*measures, full_kl] if config.uses_full_kl else measures
+
+
 def micro_loss(
     config: LearnerConfig,
     micro: TrainingBatch,
-    logits: Tensor,
-    ref_logits: Tensor | None,
+    values: Sequence[Tensor],
     agg: Aggregation,
     weights_mean: float | None = None,
 ) -> MicroLoss:
-    """The loss from the policy's tempered logits [N, V] at the response mask; the full KL needs `ref_logits` [N, V].
+    """The loss from what `measures_of` measured of the policy's tempered logits at the response mask, [N] each.
 
     `weights_mean` divides importance weights that the loss itself computes; None for their mean in this micro-batch.
     """
     actor, mask = config.actor, micro.response_mask
-    logp = at_mask(mask, token_logprobs(logits, micro))
+    logp, entropies, *kl = (at_mask(mask, measured) for measured in values)
     pg_loss, stats = _policy_loss(config, micro, logp, agg, weights_mean)
-    with torch.set_grad_enabled(actor.entropy_coeff != 0.0):
-        entropy = aggregate(at_mask(mask, entropy_from_logits(logits)), mask, agg)
-    loss = pg_loss - actor.entropy_coeff * entropy
+    entropy_mean = aggregate(entropies, mask, agg)
+    loss = pg_loss - actor.entropy_coeff * entropy_mean
     metrics = {f"actor/{name}": value for name, value in stats.items()}
-    metrics |= {"actor/pg_loss": pg_loss.detach(), "actor/entropy": entropy.detach()}
+    metrics |= {"actor/pg_loss": pg_loss.detach(), "actor/entropy": entropy_mean.detach()}
     if actor.entropy_coeff != 0.0:
-        metrics["actor/entropy_loss"] = entropy.detach()
+        metrics["actor/entropy_loss"] = entropy_mean.detach()
     if actor.use_kl_loss:
-        kl_loss = aggregate(_kl(actor.kl_loss_type, micro, logp, logits, ref_logits), mask, agg)
+        of_tokens = kl[0] if kl else kl_penalty(logp, micro.ref_logprobs, actor.kl_loss_type)
+        kl_loss = aggregate(of_tokens, mask, agg)
         loss = loss + actor.kl_loss_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss.detach()
     return MicroLoss(loss, metrics, logp.detach()[mask])
@@ -87,25 +86,6 @@ def proximal_logprobs(batch: TrainingBatch, logp: Tensor) -> Tensor:
     return loglinear_logprobs(logp, batch.old_logprobs, batch.loglinear_share)
 
 
-def token_logprobs(logits: Tensor, batch: TrainingBatch) -> Tensor:
-    """[N]: logprobs of the predicted tokens under the response mask, from the logits [N, V] there."""
-    targets = batch.input_ids[:, 1:][batch.response_mask]
-    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-
-
-def sum_pi_squared(logits: Tensor, batch: TrainingBatch) -> Tensor:
-    """[N]: the sum over the vocabulary of squared probabilities, from logits [N, V]."""
-    return (2 * torch.log_softmax(logits, dim=-1)).exp().sum(-1)
-
-
 def at_mask(mask: Tensor, values: Tensor) -> Tensor:
     """[B, T] with the N values where the mask is set, row by row, and zeros elsewhere."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
-
-
-def _kl(kind: str, micro: TrainingBatch, logp: Tensor, logits: Tensor, ref_logits: Tensor | None) -> Tensor:
-    if kind != EXACT_KL:
-        return kl_penalty(logp, micro.ref_logprobs, kind)
-    if ref_logits is None:
-        raise ValueError("expected the reference's logits for the full KL, got none; compute them for this micro-batch")
-    return at_mask(micro.response_mask, exact_kl(logits, ref_logits))

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from trackway.trainer.learner.batch import TrainingBatch
+from trackway.trainer.learner.ranks.sequence_parallel import SequenceRanks
 
 ATTENTION = "trackway_by_sequence"
 FULL = "full_attention"
@@ -24,6 +25,8 @@ class SequenceLengths:
     """Where a packed row is split; passed to the attention layers through the model's keyword arguments."""
 
     sizes: list[int]
+    ranks: SequenceRanks | None = None
+    """The ranks over which the tokens of the row are divided; None for a whole row."""
     seen: bool = False
     """Whether an attention layer has used it."""
 
@@ -38,10 +41,15 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The S input tokens of a batch; the last token of a trajectory predicts nothing and is not an input."""
+    """The S input tokens of a batch, or one rank's share of them.
+
+    The last token of a trajectory predicts nothing and is not an input.
+    """
 
     input_ids: Tensor
     """[1, S]."""
+    target_ids: Tensor
+    """[1, S]: the tokens that they predict."""
     position_ids: Tensor
     """[1, S]."""
     response_mask: Tensor
@@ -55,9 +63,21 @@ class PackedRow:
         positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
         return cls(
             input_ids=batch.input_ids[:, :-1][inputs].unsqueeze(0),
+            target_ids=batch.input_ids[:, 1:][inputs].unsqueeze(0),
             position_ids=positions[inputs].unsqueeze(0),
             response_mask=batch.response_mask[inputs].unsqueeze(0),
             lengths=SequenceLengths((batch.lengths - 1).tolist()),
+        )
+
+    def share(self, ranks: SequenceRanks) -> Self:
+        """This rank's tokens of the row; padding is a sequence of its own."""
+        padding = -self.input_ids.shape[1] % ranks.size
+        return type(self)(
+            input_ids=ranks.share(self.input_ids),
+            target_ids=ranks.share(self.target_ids),
+            position_ids=ranks.share(self.position_ids),
+            response_mask=ranks.share(self.response_mask),
+            lengths=SequenceLengths(self.lengths.sizes + [padding] * bool(padding), ranks),
         )
 
 
@@ -76,6 +96,15 @@ def can_pack(model: PreTrainedModel) -> bool:
     )
 
 
+class _Causal(torch.nn.Module):
+    """An attention layer with as many key and value heads as query heads."""
+
+    is_causal = True
+
+
+_CAUSAL = _Causal()
+
+
 def attend_by_sequence(
     module: torch.nn.Module,
     query: Tensor,
@@ -85,14 +114,23 @@ def attend_by_sequence(
     sequence_lengths: SequenceLengths | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """PyTorch's attention over [B, heads, S, D], or over each sequence of a packed row [1, heads, S, D]."""
+    """PyTorch's attention over [B, heads, S, D], or over each sequence of a packed row [1, heads, S, D].
+
+    Of a row that is divided over ranks, each has its own S tokens.
+    """
     if sequence_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # pyright: ignore[reportArgumentType]
     sequence_lengths.seen = True
-    sizes = sequence_lengths.sizes
+    sizes, ranks = sequence_lengths.sizes, sequence_lengths.ranks
+    if ranks is not None:
+        if key.shape[1] % ranks.size:
+            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+            module = _CAUSAL
+        query, key, value = map(ranks.by_heads, (query, key, value))
     sequences = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
     outputs = [sdpa_attention_forward(module, q, k, v, None, **kwargs)[0] for q, k, v in sequences]  # pyright: ignore[reportArgumentType]
-    return torch.cat(outputs, dim=1), None
+    output = torch.cat(outputs, dim=1)
+    return output if ranks is None else ranks.by_tokens(output), None
 
 
 AttentionInterface.register(ATTENTION, attend_by_sequence)

@@ -2,8 +2,8 @@
 
 A batch is computed as one packed row, or as rows padded on the right: the model is causal, so padding can never reach
 an earlier position, and no attention mask is passed, which keeps attention on the kernel that skips the upper triangle.
-Vocabulary logits are computed only where the response mask is set. Parameters are float32 masters (or float64);
-"bfloat16" means autocast around the forward.
+Vocabulary logits are computed only where the response mask is set, and large ones in chunks of tokens
+(passes/head.py). Parameters are float32 masters (or float64); "bfloat16" means autocast around the forward.
 """
 
 import copy
@@ -26,9 +26,20 @@ from trackway.trainer.learner.algorithm import check_known
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LoraSettings
 from trackway.trainer.learner.finite import require_finite
-from trackway.trainer.learner.loss import at_mask, token_logprobs
+from trackway.trainer.learner.loss import at_mask
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
+from trackway.trainer.learner.passes.head import (
+    HeadChunks,
+    Measure,
+    RefInputs,
+    TokenLogits,
+    head_logits,
+    in_head,
+    measure_in_chunks,
+    token_logprobs,
+)
 from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
+from trackway.trainer.learner.ranks.sequence_parallel import require_divisible
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, reshard, shard, shard_like
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
 from trackway.trainer.learner.weights.adapter import Adapter, base_names
@@ -64,6 +75,22 @@ class MicroBatch(NamedTuple):
     """Those rows."""
     counts: bool
     """False where this rank has no rows: it computes a row of another rank along with it, and drops the result."""
+    reports: bool
+    """Whether the results are taken from this rank: of ranks that compute the same rows, from the first."""
+
+
+class ModelInputs(NamedTuple):
+    """What the model is given of a batch, as one packed row or as padded rows."""
+
+    keywords: Mapping[str, Tensor | SequenceLengths]
+    where: Tensor
+    """[b, t] bool: the N positions of its tokens that predict one of the model's own."""
+    targets: Tensor
+    """[N] int64: those predicted tokens."""
+    lengths: SequenceLengths | None = None
+    """None for padded rows."""
+    whole: Tensor | None = None
+    """[1, S] bool: `where` of the whole packed row, of which this rank has a share."""
 
 
 class Policy:
@@ -71,8 +98,9 @@ class Policy:
 
     `dtype` is a key of MASTER_DTYPES. An offloaded model is on the device only inside `cpu_offload.on_device()`;
     a frozen model has no gradients. `remove_padding` packs the batches of a model that can be packed. Among several
-    ranks every method but `logits` gives each of them the same result, and is a collective. With `lora` an adapter is
-    trained, and the model's own weights stay as they were loaded.
+    ranks every method but `token_values` and `ref_inputs` gives each of them the same result, and is a collective. With
+    `lora` an adapter is trained, and the model's own weights stay as they were loaded. `head_in_chunks` and
+    `head_chunk_size` are those of HeadChunks.
     """
 
     def __init__(
@@ -88,6 +116,8 @@ class Policy:
         ranks: Ranks = ALONE,
         reshard_after_forward: bool = True,
         lora: LoraSettings | None = None,
+        head_in_chunks: bool | None = None,
+        head_chunk_size: int = 1024,
     ) -> None:
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(path)
@@ -100,15 +130,19 @@ class Policy:
         """What is trained, instead of the model's own weights."""
         self.model = _load_model(self.folder, self.master_dtype)
         require_finite(self.tensors())
+        self.chunks = HeadChunks.of(self.model, head_in_chunks, head_chunk_size)
         self.model.requires_grad_(not frozen)
         if lora is not None:
-            self.adapter = Adapter(self.model, lora)
+            start = None if lora.adapter_path is None else model_folder(lora.adapter_path)
+            self.adapter = Adapter(self.model, lora, start)
         self.model.train(gradient_checkpointing)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.packs = remove_padding and can_pack(self.model)
         if self.packs:
             self.model.set_attn_implementation(ATTENTION)
+        if ranks.sequences is not None:
+            require_divisible(self.model, ranks.sequences.size, packs=self.packs)
         if ranks.mesh is not None:
             shard(self.model, ranks.mesh, reshard_after_forward=reshard_after_forward, offload=offload)
         self.is_offloaded_by_fsdp = offload and ranks.mesh is not None
@@ -118,23 +152,80 @@ class Policy:
         with self.cpu_offload.on_device():
             pass
 
-    def logits(self, batch: TrainingBatch, temperature: float) -> Tensor:
-        """[N, V] in the master dtype: logits / temperature at the N positions of the response mask, row by row."""
+    def token_values(
+        self, batch: TrainingBatch, temperature: float, *measures: Measure, ref: RefInputs | None = None
+    ) -> list[Tensor]:
+        """[N] each, in the master dtype: what the measures make of logits / temperature at the response mask.
+
+        The N positions are in the order of the rows. `ref` is a reference's, of the same batch at the same temperature.
+        """
+        given = self.model_inputs(batch)
+        values = self._values(given, temperature, measures, ref)
+        if given.lengths is not None:
+            given.lengths.check_seen(self.model)
+        if self.ranks.sequences is None or given.whole is None:
+            return values
+        return self.ranks.sequences.gathered(values, given.where, given.whole)
+
+    def ref_inputs(self, batch: TrainingBatch, temperature: float) -> RefInputs:
+        """What the logits of this model, as a reference, are computed from; without a gradient."""
+        given = self.model_inputs(batch)
+        with torch.no_grad():
+            if not self.chunks.are_possible:
+                return RefInputs(self._tempered(self._logits(given), temperature), _as_it_is)
+            hidden = self._run(lambda states: states[given.where].unsqueeze(0), given)
+
+        def logits(part: Tensor) -> Tensor:
+            with torch.no_grad(), self._autocast():
+                return self._tempered(head_logits(self.model, part), temperature)
+
+        return RefInputs(hidden, logits)
+
+    def model_inputs(self, batch: TrainingBatch) -> ModelInputs:
+        """What this rank's model is given of a batch."""
         if not self.packs:
-            return _tempered(self._forward(batch.response_mask, {"input_ids": batch.input_ids[:, :-1]}), temperature)
+            targets = batch.input_ids[:, 1:][batch.response_mask]
+            return ModelInputs({"input_ids": batch.input_ids[:, :-1]}, batch.response_mask, targets)
         row = PackedRow.of(batch)
-        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids, "sequence_lengths": row.lengths}
-        logits = self._forward(row.response_mask, inputs)
-        row.lengths.check_seen(self.model)
-        return _tempered(logits, temperature)
+        whole = row.response_mask
+        if self.ranks.sequences is not None:
+            row = row.share(self.ranks.sequences)
+        keywords = {"input_ids": row.input_ids, "position_ids": row.position_ids, "sequence_lengths": row.lengths}
+        return ModelInputs(keywords, row.response_mask, row.target_ids[row.response_mask], row.lengths, whole)
+
+    def _values(
+        self,
+        given: ModelInputs,
+        temperature: float,
+        measures: Sequence[Measure],
+        ref: RefInputs | None = None,
+        *,
+        autocast: bool = True,
+    ) -> list[Tensor]:
+        """[N] each: what the measures make of logits / temperature."""
+        if not self.chunks.splits(len(given.targets)):
+            logits = self._tempered(self._logits(given, autocast=autocast), temperature)
+            ref_logits = None if ref is None else ref.logits(ref.values)
+            return [measure(TokenLogits(logits, given.targets, ref_logits)) for measure in measures]
+
+        def logits_of(hidden: Tensor) -> Tensor:
+            return self._tempered(head_logits(self.model, hidden), temperature)
+
+        def head(hidden: Tensor) -> Tensor:
+            picked = hidden[given.where]
+            return measure_in_chunks(logits_of, picked, given.targets, measures, self.chunks.size, ref).unsqueeze(0)
+
+        return list(self._run(head, given, autocast=autocast).unbind(-1))
 
     def micro_batches(self, batch: TrainingBatch, limit: PassLimit) -> Iterator[MicroBatch]:
-        """The micro-batches of this rank; each rank has the same number of them."""
-        rounds = rounds_of(batch.lengths.tolist(), limit, self.ranks.count, has_padding=not self.packs)
+        """The micro-batches of this rank; each rank has the same number of them. `limit` is that of one rank."""
+        if limit.tokens is not None and self.ranks.sequences is not None:
+            limit = limit._replace(tokens=limit.tokens * self.ranks.sequences.size)
+        rounds = rounds_of(batch.lengths.tolist(), limit, self.ranks.row_groups, has_padding=not self.packs)
         for micro_batches in rounds:
-            own = micro_batches[self.ranks.index]
+            own = micro_batches[self.ranks.row_group]
             rows = torch.tensor(own or [int(batch.lengths.argmin())])
-            yield MicroBatch(rows, batch.rows(rows), bool(own))
+            yield MicroBatch(rows, batch.rows(rows), bool(own), bool(own) and self.ranks.reports)
 
     def logprobs(self, batch: TrainingBatch, temperature: float, limit: PassLimit) -> Tensor:
         """[B, T - 1] on the CPU, zeros outside the response mask, without a gradient."""
@@ -145,18 +236,16 @@ class Policy:
         batch: TrainingBatch,
         temperature: float,
         limit: PassLimit,
-        *measures: Callable[[Tensor, TrainingBatch], Tensor],
+        *measures: Measure,
     ) -> list[Tensor]:
-        """What each measure makes of logits [N, V] and their micro-batch, from one pass: as `logprobs`, [N] each."""
+        """What each measure makes of the logits, from one pass: as `logprobs` each."""
         results = [torch.zeros_like(batch.old_logprobs) for _ in measures]
         with self._inference():
-            for rows, micro, counts in self.micro_batches(batch, limit):
-                on_device = micro.to(self.device)
-                logits = self.logits(on_device, temperature)
-                for result, measure in zip(results, measures, strict=True):
-                    values = measure(logits, on_device).cpu()
-                    if counts:
-                        result[rows, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, values)
+            for rows, micro, _, reports in self.micro_batches(batch, limit):
+                measured = self.token_values(micro.to(self.device), temperature, *measures)
+                for result, values in zip(results, measured, strict=True):
+                    if reports:
+                        result[rows, : micro.response_mask.shape[1]] = at_mask(micro.response_mask, values.cpu())
         return [self.ranks.summed(result) for result in results]
 
     @contextmanager
@@ -196,18 +285,28 @@ class Policy:
         lengths = [len(ids) - 1 for ids in sequences]
         ids = pad_sequence([torch.tensor(ids) for ids in sequences], batch_first=True).to(self.device)
         scored = torch.arange(max(lengths), device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
-        logits = self._forward(scored, {"input_ids": ids[:, :-1]}, autocast=autocast)
-        logp = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:][scored].unsqueeze(-1)).squeeze(-1)
+        given = ModelInputs({"input_ids": ids[:, :-1]}, scored, ids[:, 1:][scored])
+        (logp,) = self._values(given, 1.0, [token_logprobs], autocast=autocast)
         return [part.tolist() for part in logp.split(lengths)]
 
-    def _forward(
-        self, where: Tensor, inputs: Mapping[str, Tensor | SequenceLengths], *, autocast: bool = True
-    ) -> Tensor:
-        """[N, V] in the master dtype: logits of the N positions where `where` [B, T] is True, row by row."""
-        enabled = autocast and self.dtype == "bfloat16"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled), _head_only(self.model, where):
-            logits = self.model(**inputs, use_cache=False).logits
-        return logits.squeeze(0).to(self.master_dtype)
+    def _logits(self, given: ModelInputs, *, autocast: bool = True) -> Tensor:
+        """[N, V]: the logits, whole."""
+        return self._run(
+            lambda hidden: head_logits(self.model, hidden[given.where].unsqueeze(0)), given, autocast=autocast
+        )
+
+    def _run(self, head: Callable[[Tensor], Tensor], given: ModelInputs, *, autocast: bool = True) -> Tensor:
+        """[N, ...]: what the model makes of what `head` computes, [1, N, ...], of its hidden states [B, T, H]."""
+        with self._autocast(enabled=autocast), in_head(self.model, head):
+            return self.model(**given.keywords, use_cache=False).logits.squeeze(0)
+
+    def _autocast(self, *, enabled: bool = True) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled and self.dtype == "bfloat16")
+
+    def _tempered(self, logits: Tensor, temperature: float) -> Tensor:
+        """logits / temperature in the master dtype; no copy where it would be the same."""
+        logits = logits.to(self.master_dtype)
+        return logits if temperature == 1.0 else logits / temperature
 
     def _memory(self) -> Iterator[Tensor]:
         return chain(self.model.parameters(), self.model.buffers()) if self.ranks.mesh is None else iter(())
@@ -272,10 +371,10 @@ class BasePolicy:
         with self._adapter.off():
             return self._policy.logprobs(batch, temperature, limit)
 
-    def logits(self, batch: TrainingBatch, temperature: float) -> Tensor:
-        """As of a Policy."""
+    def ref_inputs(self, batch: TrainingBatch, temperature: float) -> RefInputs:
+        """As of a Policy. Its head has no adapter."""
         with self._adapter.off():
-            return self._policy.logits(batch, temperature)
+            return self._policy.ref_inputs(batch, temperature)
 
 
 def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
@@ -288,9 +387,8 @@ def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
             start = end
 
 
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature; no copy at temperature 1, since logits are the largest tensor of a step."""
-    return logits if temperature == 1.0 else logits / temperature
+def _as_it_is(values: Tensor) -> Tensor:
+    return values
 
 
 def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -299,23 +397,6 @@ def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     for name in [key for key in config.to_dict() if key.endswith(("dropout", "pdrop"))]:
         setattr(config, name, 0.0)
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
-
-
-@contextmanager
-def _head_only(model: PreTrainedModel, where: Tensor) -> Iterator[None]:
-    """A context in which the vocabulary head sees only the hidden states [B, T, H] at `where` [B, T], as [1, N, H]."""
-
-    def pick(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-        return inputs[0][where].unsqueeze(0)
-
-    head = model.get_output_embeddings()
-    if head is None:
-        raise ValueError(f"expected a causal language model with a vocabulary head, got {type(model).__name__}")
-    handle = head.register_forward_pre_hook(pick)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def export_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -137,6 +137,17 @@ def test_several_ranks_of_a_learner_cannot_share_one_gpu():
     assert compose([ranks, "trackway.device=cuda"]).trackway.learner_ranks == 2
 
 
+def test_sequences_are_divided_over_ranks_that_they_fit_and_packed():
+    key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+
+    with pytest.raises(TrackwayError, match=r"ulysses_sequence_parallel_size: expected a divisor of .* \(6\), got 4"):
+        compose(["trackway.learner_ranks=6", f"{key}=4"])
+    with pytest.raises(TrackwayError, match=r"use_remove_padding: expected true with .*=2, got false"):
+        compose(["trackway.learner_ranks=6", f"{key}=2", "actor_rollout_ref.model.use_remove_padding=false"])
+    assert compose(["trackway.learner_ranks=6", f"{key}=3"]).actor_rollout_ref.actor.ulysses_sequence_parallel_size == 3
+    assert compose([f"{key}=8"]).trackway.learner_ranks == 1  # a recipe of verl's, in one process
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -288,7 +299,7 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
         ("trainer.critic_warmup=5", "trainer.critic_warmup: expected 0, got 5; the actor trains from the first step"),
         ("reward_model.enable=True", "reward_model.enable: expected False, got True; serve the model anywhere"),
         ("+actor_rollout_ref.model.lora.rank=32", "lora.rank: expected 0, got 32; set"),
-        ("+actor_rollout_ref.model.lora_adapter_path=a", "lora_adapter_path: expected null, got a; training"),
+        ("+actor_rollout_ref.model.lora_adapter_path=a", "lora_rank: expected the rank of lora_adapter_path, got 0"),
         ("+actor_rollout_ref.model.override_config.tie=true", "override_config.tie: expected null, got True; change"),
         ("+reward.reward_kwargs.alpha=1", "reward.reward_kwargs.alpha: expected null, got 1; give arguments"),
         ("trainer.default_local_dir=s3://b/c", "trainer.default_local_dir: expected a folder, got the URL s3://b/c"),

@@ -9,7 +9,8 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.algorithm import Aggregation
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.loss import MicroLoss, at_mask, micro_loss, token_logprobs
+from trackway.trainer.learner.loss import MicroLoss, at_mask, measures_of, micro_loss
+from trackway.trainer.learner.passes.head import TokenLogits
 
 F64 = torch.float64
 LN3 = math.log(3)
@@ -40,12 +41,21 @@ def config(**changed: object) -> LearnerConfig:
     return learner_config("m", **{"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 2.5, **changed})
 
 
+def values_of(
+    config: LearnerConfig, micro: TrainingBatch, logits: torch.Tensor, ref_logits: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """What the loss needs of these logits."""
+    tokens = TokenLogits(logits, micro.input_ids[:, 1:][micro.response_mask], ref_logits)
+    return [measure(tokens) for measure in measures_of(config)]
+
+
 def loss_of(
     config: LearnerConfig, ref_logits: torch.Tensor | None = None, ref_logprobs: float = 0.0
 ) -> tuple[MicroLoss, torch.Tensor]:
     """The loss of the batch, and its gradient with respect to the logits."""
     logits = torch.tensor(LOGITS, dtype=F64, requires_grad=True)
-    result = micro_loss(config, batch(ref_logprobs), logits, ref_logits, AGG)
+    micro = batch(ref_logprobs)
+    result = micro_loss(config, micro, values_of(config, micro, logits, ref_logits), AGG)
     (gradient,) = torch.autograd.grad(result.loss, logits, retain_graph=True)
     return result, gradient
 
@@ -112,11 +122,10 @@ def test_the_kl_to_the_references_logprobs_is_added_with_its_weight(kind: str, k
     logits = torch.zeros(4, 2, dtype=F64, requires_grad=True)
 
     # Every token has ln 1/2, the reference 1 less.
-    result = micro_loss(
-        config(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type=kind), batch(math.log(1 / 2) - 1), logits, None, AGG
-    )
+    with_kl, micro = config(use_kl_loss=True, kl_loss_coef=0.3, kl_loss_type=kind), batch(math.log(1 / 2) - 1)
+    result = micro_loss(with_kl, micro, values_of(with_kl, micro, logits), AGG)
 
-    plain = micro_loss(config(), batch(), logits, None, AGG)
+    plain = micro_loss(config(), batch(), values_of(config(), batch(), logits), AGG)
     assert float(result.metrics["actor/kl_loss"]) == pytest.approx(kl, rel=1e-12)
     assert float((result.loss - plain.loss).detach()) == pytest.approx(0.3 * kl, rel=1e-12)
     assert set(result.metrics) - set(plain.metrics) == {"actor/kl_loss"}
@@ -140,7 +149,9 @@ def test_the_full_kl_without_the_references_logits_is_refused():
 
 
 def test_a_token_has_the_logprob_of_the_distribution_before_it():
-    assert token_logprobs(torch.tensor(LOGITS, dtype=F64), batch()).tolist() == pytest.approx(LOGP)
+    logprobs, _ = values_of(config(), batch(), torch.tensor(LOGITS, dtype=F64))
+
+    assert logprobs.tolist() == pytest.approx(LOGP)
 
 
 def test_values_are_put_where_the_mask_is_set_row_by_row():

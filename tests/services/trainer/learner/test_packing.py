@@ -14,6 +14,7 @@ from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, attend_by_sequence, can_pack
+from trackway.trainer.learner.passes.head import token_logprobs
 from trackway.trainer.learner.policy import Policy
 from trackway.wire.trajectory import Trajectory
 
@@ -121,6 +122,7 @@ def test_a_packed_row_is_the_inputs_end_to_end_with_positions_of_their_own(rollo
     row = PackedRow.of(TrainingBatch.of([rollout(), short], [0.0, 0.0]))
 
     assert row.input_ids.tolist() == [[10, 11, 12, 20, 21, 30, 31, 22, 1, 2]]
+    assert row.target_ids.tolist() == [[11, 12, 20, 21, 30, 31, 22, 23, 2, 3]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 0, 1]]
     assert row.response_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 1, 1, 0, 1]]
     assert row.lengths.sizes == [8, 2]
@@ -218,7 +220,7 @@ def test_attention_that_is_not_told_the_lengths_is_an_error(tiny_model: Path, ro
     policy.model.set_attn_implementation("sdpa")
 
     with pytest.raises(RuntimeError, match="attention of Qwen3ForCausalLM to be given the lengths of 8 sequences"):
-        policy.logits(TrainingBatch.of(ragged(rollout), [0.0] * 8), 1.0)
+        policy.token_values(TrainingBatch.of(ragged(rollout), [0.0] * 8), 1.0, token_logprobs)
 
 
 def test_a_packing_model_is_exported_like_any_other(tiny_model: Path, tmp_path: Path):

@@ -74,6 +74,7 @@ SECTIONS = ("kl_ctrl", "filter_groups", "rollout_correction")
 READ_AS_GIVEN = (
     "model.use_remove_padding",
     "model.enable_gradient_checkpointing",
+    "model.use_fused_kernels",
     *(f"actor.optim.{name}" for name in ("lr", "betas", "weight_decay", "lr_scheduler_type", "min_lr_ratio")),
     *(f"actor.optim.{name}" for name in ("num_cycles", "zero_indexed_step")),
     *(f"actor.fsdp_config.{name}" for name in FSDPConfig.model_fields),
@@ -116,6 +117,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{MODEL}.path": ("m", {"learner.model_path": "m"}),
     f"{MODEL}.use_remove_padding": (False, {"learner.model.use_remove_padding": False}),
     f"{MODEL}.enable_gradient_checkpointing": (False, {"learner.model.enable_gradient_checkpointing": False}),
+    f"{MODEL}.use_fused_kernels": (True, {"learner.model.use_fused_kernels": True}),
     f"{MODEL}.lora_rank": (8, {"learner.lora": LoraSettings(8, 16, "all-linear", None, 42)}),
     f"{MODEL}.lora_alpha": (32, {}),
     f"{MODEL}.target_modules": (["q_proj"], {}),
@@ -135,6 +137,15 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.fsdp_config.optimizer_offload": (True, {"learner.actor.fsdp_config.optimizer_offload": True}),
     f"{ACTOR}.fsdp_config.offload_policy": (True, {"learner.actor.fsdp_config.offload_policy": True}),
     f"{ACTOR}.fsdp_config.reshard_after_forward": (False, {"learner.actor.fsdp_config.reshard_after_forward": False}),
+    f"{ACTOR}.fsdp_config.entropy_from_logits_chunk_size": (
+        64,
+        {"learner.actor.fsdp_config.entropy_from_logits_chunk_size": 64},
+    ),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": (
+        2,
+        {"learner.actor.fsdp_config.ulysses_sequence_parallel_size": 2, "learner.sequence_parallel_size": 2},
+    ),
+    f"{ACTOR}.ulysses_sequence_parallel_size": (4, {"learner.sequence_parallel_size": 4}),
     f"{ACTOR}.use_dynamic_bsz": (True, fills(16384)),
     f"{ACTOR}.ppo_max_token_len_per_gpu": (4096, {}),
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": (
@@ -322,6 +333,19 @@ TOGETHER: list[tuple[Keys, Fields]] = [
             f"{MODEL}.exclude_modules": ["k"],
         },
         {"learner.lora": LoraSettings(8, 4.5, "q|v", ["k"], 42)},
+    ),
+    (
+        {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora_adapter_path": "a"},
+        {"learner.lora": LoraSettings(8, 16, "all-linear", None, 42, "a")},
+    ),
+    (
+        {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "full"},
+        {
+            "learner.actor.use_kl_loss": True,
+            "learner.actor.kl_loss_type": "full",
+            "learner.uses_reference": True,
+            "learner.uses_full_kl": True,
+        },
     ),
     ({f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 4096}, fills(4096)),
     (

@@ -10,15 +10,18 @@ nothing is sharded, and nothing is sent.
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, distributed
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
+
+from trackway.trainer.learner.ranks.sequence_parallel import SequenceRanks
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """PyTorch's communication backends by the learner's device; values of the CPU are summed on every device."""
@@ -27,15 +30,50 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 class Ranks:
     """The ranks of one learner as one of them sees them; without a mesh, one process."""
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh | None = None, timeout: timedelta | None = None, sequences: SequenceRanks | None = None
+    ) -> None:
+        """`timeout` is that of the mesh's collectives."""
         self.mesh = mesh
+        self.sequences = sequences
+        """The ranks with the same rows as this one, each with its share of their tokens; None for a rank alone."""
         self.count = 1 if mesh is None else mesh.size()
         self.index = 0 if mesh is None else mesh.get_rank()
+        per_row = 1 if sequences is None else sequences.size
+        self.row_groups = self.count // per_row
+        """Groups of ranks with rows of their own."""
+        self.row_group = self.index // per_row
+        self._timeout = timeout
+        self._divided: dict[int, Ranks] = {}
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes files and gives answers."""
         return self.index == 0
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's results count, of those with the same rows."""
+        return self.sequences is None or self.sequences.index == 0
+
+    def dividing_sequences(self, size: int) -> "Ranks":
+        """The same ranks, of which each `size` consecutive ones divide the tokens of a row. A collective.
+
+        Without a mesh they are as they were. Raises ValueError unless `size` divides their number.
+        """
+        if self.mesh is None or size == 1:
+            return self
+        if self.count % size:
+            raise ValueError(
+                "expected trackway.learner_ranks to be a multiple of actor.ulysses_sequence_parallel_size "
+                f"({size}), got {self.count}; change one of them"
+            )
+        if size not in self._divided:
+            members = [list(range(first, first + size)) for first in range(0, self.count, size)]
+            groups = [distributed.new_group(ranks, timeout=self._timeout) for ranks in members]
+            own = SequenceRanks(size, self.index % size, cast(ProcessGroup, groups[self.index // size]))
+            self._divided[size] = Ranks(self.mesh, self._timeout, own)
+        return self._divided[size]
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over the ranks of their values on the CPU, which may be overwritten. A collective."""
@@ -58,7 +96,7 @@ def join(store: Store, index: int, count: int, device: str, deadline_s: float) -
         torch.cuda.set_device(index)
     timeout = timedelta(seconds=deadline_s)
     distributed.init_process_group(BACKENDS[device], store=store, rank=index, world_size=count, timeout=timeout)
-    return Ranks(init_device_mesh(device, (count,)))
+    return Ranks(init_device_mesh(device, (count,)), timeout)
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, *, reshard_after_forward: bool, offload: bool) -> None:

@@ -7,14 +7,18 @@ weights W + s B A, so every engine serves them, and none has to scale or to name
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trackway.trainer.learner.config import LoraSettings
+from trackway.trainer.learner.finite import require_finite
 from trackway.trainer.learner.ranks.sharding import reshard, shard_like, whole
+from trackway.trainer.learner.weights.peft_folder import WEIGHTS, layers_of, model_names, read_config
 
 if TYPE_CHECKING:
     from peft.tuners.lora import Linear
@@ -42,8 +46,11 @@ class _Layer(NamedTuple):
 class Adapter:
     """The adapter of a model, whose own weights are frozen."""
 
-    def __init__(self, model: PreTrainedModel, settings: LoraSettings) -> None:
-        """Adds the adapter to the model. Raises ValueError where no module matches, or one that cannot be adapted."""
+    def __init__(self, model: PreTrainedModel, settings: LoraSettings, start: Path | None = None) -> None:
+        """Adds the adapter to the model: a new one, or that of PEFT's folder `start`.
+
+        Raises ValueError where no module matches, or one that cannot be adapted, and for another adapter in the folder.
+        """
         # Here, since only LoRA needs it and it takes half a second.
         from peft import LoraConfig, inject_adapter_in_model
         from peft.tuners.lora import Linear, LoraLayer
@@ -70,6 +77,8 @@ class Adapter:
             )
         self._model = model
         self._layers = [_Layer.of(layer) for layer in adapted.values() if isinstance(layer, Linear)]
+        if start is not None:
+            _load(model, start, settings)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -105,6 +114,22 @@ class Adapter:
             with torch.no_grad():
                 for layer, original in zip(self._layers, originals, strict=False):
                     layer.base.weight.copy_(original)
+
+
+def _load(model: PreTrainedModel, folder: Path, settings: LoraSettings) -> None:
+    read_config(folder, settings.rank, settings.alpha)
+    saved = model_names(load_file(folder / WEIGHTS))
+    own = {name: parameter for name, parameter in model.named_parameters() if _MATRICES in name}
+    if {name: tensor.shape for name, tensor in saved.items()} != {name: tensor.shape for name, tensor in own.items()}:
+        missing = sorted(set(layers_of(own)) ^ set(layers_of(saved))) or ["other shapes"]
+        raise ValueError(
+            f"expected the adapter {folder} to adapt the layers of model.target_modules, got a difference at "
+            f"{', '.join(missing[:3])}; set the keys and the model that it was made with"
+        )
+    require_finite(saved)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(saved[name])
 
 
 def base_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.trainer.learner_settings import learner_config
 from tests.services.trainer.rank_processes import RankProcesses, rank_processes
@@ -45,10 +45,27 @@ VARIANTS = {
     "checkpointed": {"gradient_checkpointing": True, "micro_batch_size": 3, "offload_policy": True},
     "LoRA": {"lora_rank": 3, "lr": 1e-2},
     "LoRA, never resharded": {"lora_rank": 3, "reshard_after_forward": False, "kl_loss_type": "full"},
+    "LoRA, head in chunks": {"lora_rank": 3, "use_fused_kernels": True, "chunk_size": 4, "remove_padding": True},
     "full KL": {"kl_loss_type": "full", "remove_padding": True},
+    "head in chunks": {"use_fused_kernels": True, "chunk_size": 3, "kl_loss_type": "full", "micro_batch_size": 4},
     "kl_cov, shuffled": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2, "shuffle": True},
     "weights normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "ppo_epochs": 2},
 }
+
+
+SEQUENCES = {
+    "one row at a time": (2, 2, {"micro_batch_size": 1}),
+    "checkpointed, head in chunks": (
+        2,
+        2,
+        {"gradient_checkpointing": True, "use_fused_kernels": True, "chunk_size": 5},
+    ),
+    "LoRA, full KL": (2, 2, {"lora_rank": 3, "kl_loss_type": "full", "use_dynamic_bsz": True}),
+    "two rows at a time": (4, 2, {"loss_agg_mode": "seq-mean-token-mean", "micro_batch_size": 1}),
+    "by tokens": (4, 2, {"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 20}),
+    "more ranks than KV heads": (4, 4, {"kl_loss_type": "full", "micro_batch_size": 2}),
+}
+"""Ranks, and how many of them divide a row."""
 
 
 def ragged(rollout: Rollout, seed: int) -> list[Trajectory]:
@@ -246,6 +263,74 @@ def test_weights_that_the_number_of_ranks_does_not_divide_are_sharded_too(
 
     assert_same(outcomes, expected, TOLERANCE["float64"])
     assert "lm_head.weight" in expected.weights
+
+
+@pytest.fixture(scope="module")
+def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of 4 query heads and 2 KV heads."""
+    folder = tmp_path_factory.mktemp("four_heads")
+    torch.manual_seed(2)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        tie_word_embeddings=True,
+        initializer_range=0.5,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("variant", SEQUENCES)
+def test_ranks_that_divide_the_tokens_of_a_row_update_as_one_process_does(
+    request: pytest.FixtureRequest, four_heads: Path, batches: list[list[Trajectory]], tmp_path: Path, variant: str
+):
+    count, size, settings = SEQUENCES[variant]
+    settings = EVERYTHING | {"remove_padding": True} | settings
+    ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[count])
+    config = learner_config(four_heads, dtype="float64", ulysses_size=size, **settings)
+    expected = trained(ALONE, config, batches[:3], tmp_path / "one")
+
+    outcomes = ranks.run(trained, config, batches[:3], tmp_path / "several")
+
+    assert_same(outcomes, expected, TOLERANCE["float64"])
+
+
+def test_they_do_so_within_the_rounding_of_float32(
+    four_ranks: RankProcesses, four_heads: Path, batches: list[list[Trajectory]], tmp_path: Path
+):
+    settings = EVERYTHING | {"remove_padding": True, "micro_batch_size": 2, "lr": 1e-4}
+    config = learner_config(four_heads, ulysses_size=2, **settings)
+    expected = trained(ALONE, config, batches, tmp_path / "one")
+
+    outcomes = four_ranks.run(trained, config, batches, tmp_path / "several")
+
+    assert_same(outcomes, expected, TOLERANCE["float32"])
+
+
+def refusal(ranks: Ranks, config: LearnerConfig) -> str:
+    """The error of a learner that cannot be made."""
+    with pytest.raises(ValueError, match="expected") as raised:
+        Learner(config, ranks)
+    return str(raised.value)
+
+
+def test_rows_that_cannot_be_divided_are_refused_by_name(
+    two_ranks: RankProcesses, untied_model: Path, four_heads: Path
+):
+    def refused(model: Path, **settings: object) -> str:
+        return two_ranks.run(refusal, learner_config(model, **settings))[0]
+
+    key = "actor.ulysses_sequence_parallel_size"
+    heads = f"expected {key} to divide the model's 3 attention heads, got 2; lower it"
+    assert refused(untied_model, ulysses_size=2, remove_padding=True) == heads
+    assert refused(four_heads, ulysses_size=2).startswith(f"expected packed rows with {key}=2, got padded ones")
+    assert f"to be a multiple of {key} (3), got 2" in refused(four_heads, ulysses_size=3, remove_padding=True)
 
 
 def held(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory]) -> tuple[int, int]:

@@ -1,0 +1,177 @@
+"""What is measured of a model's logits, in chunks of tokens, so that the logits never exist whole.
+
+A loss needs a few numbers of each token's logits [V], which for large vocabularies are the largest tensors of a step.
+`in_head` puts the measuring into the forward of the vocabulary head: the logits of one chunk of tokens are computed,
+measured and freed, and with a gradient computed again in the backward pass. There the head's weights are those that the
+model computes with: gathered by FSDP2, under autocast, rounded.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Self, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from trackway.trainer.learner.algorithm import entropy_from_logits, exact_kl
+
+WHOLE_LOGITS = 2**26
+"""Values of the logits of a pass up to which they are computed whole by default: 256 MiB in float32. Computing the head
+twice costs time, which only larger logits are worth."""
+
+
+class TokenLogits(NamedTuple):
+    """The logits of n tokens."""
+
+    logits: Tensor
+    """[n, V], divided by the temperature."""
+    targets: Tensor
+    """[n] int64: the tokens that they predict."""
+    ref_logits: Tensor | None = None
+    """[n, V]: those of the reference; None without one."""
+
+
+Measure: TypeAlias = Callable[[TokenLogits], Tensor]
+"""[n]: a number of each token."""
+
+
+class RefInputs(NamedTuple):
+    """What the logits of a reference are computed from."""
+
+    values: Tensor
+    """[N, ...]: of each token."""
+    logits: Callable[[Tensor], Tensor]
+    """[n, V], divided by the temperature, from the values of n tokens."""
+
+
+def token_logprobs(tokens: TokenLogits) -> Tensor:
+    """The logprobs of the predicted tokens."""
+    return -nn.functional.cross_entropy(tokens.logits, tokens.targets, reduction="none")
+
+
+def sum_pi_squared(tokens: TokenLogits) -> Tensor:
+    """The sum over the vocabulary of squared probabilities."""
+    return (2 * torch.log_softmax(tokens.logits, dim=-1)).exp().sum(-1)
+
+
+def entropy(tokens: TokenLogits) -> Tensor:
+    """The entropy in nats."""
+    return entropy_from_logits(tokens.logits)
+
+
+def entropy_without_gradient(tokens: TokenLogits) -> Tensor:
+    """The entropy in nats, of which nothing is kept for the backward pass."""
+    with torch.no_grad():
+        return entropy_from_logits(tokens.logits)
+
+
+def full_kl(tokens: TokenLogits) -> Tensor:
+    """The KL divergence from the reference over the vocabulary. Raises ValueError without a reference's logits."""
+    if tokens.ref_logits is None:
+        raise ValueError("expected the reference's logits for the full KL, got none; compute them for this micro-batch")
+    return exact_kl(tokens.logits, tokens.ref_logits)
+
+
+@dataclass(frozen=True)
+class HeadChunks:
+    """Whether logits are computed in chunks, and of how many tokens."""
+
+    size: int
+    """Most tokens of a chunk."""
+    are_possible: bool
+    """Whether the model's logits are what its head computes; some models scale them, or bound them, afterwards."""
+    largest_whole: float
+    """Tokens whose logits are computed whole, at most, if that is more than `size`."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, wanted: bool | None, size: int) -> Self:
+        """Chunks of `size` tokens of the model's head; with None only for logits of more than WHOLE_LOGITS values.
+
+        Raises ValueError where they are wanted and not possible.
+        """
+        are_possible, width = _probed(model)
+        if wanted and not are_possible:
+            raise ValueError(
+                f"expected a model whose logits are what its head computes, got {type(model).__name__}, which changes "
+                "them afterwards; set actor_rollout_ref.model.use_fused_kernels=null"
+            )
+        by_default = WHOLE_LOGITS / width if are_possible else math.inf
+        return cls(size, are_possible, {True: 0, False: math.inf, None: by_default}[wanted])
+
+    def splits(self, tokens: int) -> bool:
+        """Whether the logits of so many tokens are computed in chunks."""
+        return tokens > max(self.size, self.largest_whole)
+
+
+def measure_in_chunks(
+    logits: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    measures: Sequence[Measure],
+    chunk_size: int,
+    ref: RefInputs | None = None,
+) -> Tensor:
+    """[N, measures] of the hidden states [N, H] before the head, `chunk_size` tokens at a time.
+
+    `logits` makes [n, V], divided by the temperature, of [n, H]. With a gradient, each chunk's are computed twice.
+    """
+
+    def measured(part: Tensor, predicted: Tensor, ref_part: Tensor | None) -> Tensor:
+        ref_logits = None
+        if ref is not None and ref_part is not None:
+            with torch.no_grad():
+                ref_logits = ref.logits(ref_part)
+        tokens = TokenLogits(logits(part), predicted, ref_logits)
+        return torch.stack([measure(tokens) for measure in measures], dim=-1)
+
+    parts = hidden.split(chunk_size)
+    ref_parts = [None] * len(parts) if ref is None else ref.values.split(chunk_size)
+    chunks = zip(parts, targets.split(chunk_size), ref_parts, strict=True)
+    if not torch.is_grad_enabled():
+        return torch.cat([measured(*chunk) for chunk in chunks])
+    return torch.cat([checkpoint(measured, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks])
+
+
+@contextmanager
+def in_head(model: PreTrainedModel, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """A context in which the model's head computes this of the hidden states [B, T, H], and the model returns it."""
+    head = head_of(model)
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """[n, V] of hidden states [n, H], also inside `in_head`."""
+    head = head_of(model)
+    return type(head).forward(head, hidden)
+
+
+def _probed(model: PreTrainedModel) -> tuple[bool, int]:
+    """Whether the model's logits are what its head computes, and how many there are of a token."""
+    computed: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        computed.append(output)
+
+    handle = head_of(model).register_forward_hook(keep)
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False).logits
+    finally:
+        handle.remove()
+    return computed[0] is logits, logits.shape[-1]
+
+
+def head_of(model: PreTrainedModel) -> nn.Module:
+    """The vocabulary head. Raises ValueError for a model without one."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"expected a causal language model with a vocabulary head, got {type(model).__name__}")
+    return head
