@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trackway.deploy.commands import console, demo, doctor, new_project, services, training, trial, why
+from trackway.deploy.commands import console, demo, doctor, export, new_project, services, training, trial, why
 from trackway.deploy.terminal.entry import enter
 from trackway.deploy.terminal.group import group
 
@@ -15,6 +15,7 @@ app.add_typer(services.app)
 app.add_typer(training.app)
 app.add_typer(trial.app)
 app.add_typer(demo.app)
+app.add_typer(export.app)
 app.add_typer(console.app)
 app.add_typer(doctor.app)
 app.add_typer(why.app)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from trackway.deploy.cli import app
 from trackway.deploy.commands.why import reasons
@@ -14,6 +14,7 @@ from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
+from trackway.wire.errors import TrackwayError
 from trackway.wire.health import Wait
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 
@@ -181,3 +182,21 @@ def test_runs_of_attached_services_are_asked_for_and_their_log_is_elsewhere(
 def test_a_sparkline_has_the_newest_values_between_the_least_and_the_greatest() -> None:
     assert sparkline([9.0, 0.0, 1.0, 2.0, float("nan"), 7.0], width=4) == "▁▂▃█"
     assert (sparkline([]), sparkline([0.5, 0.5])) == ("", "▁▁")
+
+
+def test_a_checkpoint_is_exported_by_the_runs_name(outputs: Path, tmp_path: Path) -> None:
+    model = outputs / "old/checkpoints/global_step_3/actor/huggingface/config.json"
+    model.parent.mkdir(parents=True)
+    model.write_text("{}")
+    (outputs / "old/checkpoints/global_step_3/state.json").write_text("{}")
+
+    def export(*words: str) -> Result:
+        return CliRunner().invoke(app, ["export", *words, "--outputs", str(outputs)])
+
+    told = export("old", str(tmp_path / "model"))
+    assert told.exit_code == 0
+    assert told.stdout.endswith(f"global_step_3 is now the model {tmp_path}/model, which transformers loads\n")
+    assert (tmp_path / "model/config.json").read_text() == "{}"
+    assert json.loads(export("old", str(tmp_path / "json"), "--step", "3", "--json").stdout)["files"] == ["config.json"]
+    with pytest.raises(TrackwayError, match="expected a checkpoint of inner, got none"):
+        CliRunner().invoke(app, ["export", "inner", "x", "--outputs", str(outputs)], catch_exceptions=False)
