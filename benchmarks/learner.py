@@ -1,15 +1,24 @@
 """The learner's micro-batches packed into one row against padded ones: seconds and CPU seconds, side by side.
 
     .venv/bin/python benchmarks/learner.py [--quick]
+    .venv/bin/python benchmarks/learner.py --memory    # ranks, logits in chunks, checkpoints: seconds and peak memory
 
 A random Qwen3 of 5.0 million parameters, float32, one thread; 24 trajectories in micro-batches of 8, which the learner
 sorts by length. "whole row" is the packed row with the mask that transformers makes of its positions, in place of
 attention by sequence. The contenders take turns; each cell shows the best round of each, since other work on the
 machine only ever makes a round slower, and its ratio to padded rows.
+
+`--memory` trains a random Qwen3 of 54 million parameters with a vocabulary of 49,152 on 12 trajectories of 256 tokens
+in one pass, each contender in processes of its own with one thread each. Peaks are of resident memory, less what a rank
+has before it loads the model.
 """
 
 import argparse
+import json
+import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,13 +30,15 @@ from typing import NamedTuple
 import torch
 from engine_contenders import VOCABULARY, random_model
 from pydantic import JsonValue
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trackway.trainer.config import resolve
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.packing import PackedRow
-from trackway.trainer.learner.policy import Policy
+from trackway.trainer.learner.policy import ModelInputs, Policy
 from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
+from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
 from trackway.trainer.loop.from_config import learner_config
 from trackway.wire.trajectory import Reward, StopReason, Tags, Trajectory
 
@@ -43,11 +54,11 @@ LENGTHS: dict[str, Callable[[random.Random], int]] = {
 class WholeRow(Policy):
     """A packed row under one mask, as transformers makes it of positions that start again."""
 
-    def logits(self, batch: TrainingBatch, temperature: float) -> torch.Tensor:
+    def model_inputs(self, batch: TrainingBatch) -> ModelInputs:
         """As the base's."""
         row = PackedRow.of(batch)
-        inputs = {"input_ids": row.input_ids, "position_ids": row.position_ids}
-        return self._forward(row.response_mask, inputs) / temperature
+        keywords = {"input_ids": row.input_ids, "position_ids": row.position_ids}
+        return ModelInputs(keywords, row.response_mask, row.target_ids[row.response_mask])
 
 
 class Cost(NamedTuple):
@@ -65,22 +76,25 @@ def trajectories(name: str) -> list[Trajectory]:
         size = LENGTHS[name](draw)
         prompt = [(7 * position + row // ROLLOUTS) % VOCABULARY for position in range(64)]
         mask = [int(place % 64 < 32) for place in range(size)]
-        made.append(
-            Trajectory(
-                id=f"r/1/{row}",
-                session_id="s",
-                tags=Tags(experiment_name="e", step=1, sample_index=row // ROLLOUTS, rollout_n=row % ROLLOUTS),
-                agent_name="a",
-                data_source="d",
-                prompt_ids=prompt,
-                response_ids=[draw.randrange(VOCABULARY) for _ in range(size)],
-                response_mask=mask,
-                response_logprobs=[-7.0 * bit for bit in mask],
-                reward=Reward(score=float(row % 2)),
-                stop_reason=StopReason.ANSWERED,
-            )
-        )
+        made.append(trajectory(row, prompt, [draw.randrange(VOCABULARY) for _ in range(size)], mask))
     return made
+
+
+def trajectory(row: int, prompt: list[int], response: list[int], mask: list[int]) -> Trajectory:
+    """One that every second of its group is better than."""
+    return Trajectory(
+        id=f"r/1/{row}",
+        session_id="s",
+        tags=Tags(experiment_name="e", step=1, sample_index=row // ROLLOUTS, rollout_n=row % ROLLOUTS),
+        agent_name="a",
+        data_source="d",
+        prompt_ids=prompt,
+        response_ids=response,
+        response_mask=mask,
+        response_logprobs=[-7.0 * bit for bit in mask],
+        reward=Reward(score=float(row % 2)),
+        stop_reason=StopReason.ANSWERED,
+    )
 
 
 def cost(work: Callable[[], object]) -> Cost:
@@ -133,11 +147,100 @@ def padding(batch: list[Trajectory]) -> float:
     return 1 - int(made.lengths.sum()) / computed
 
 
+LARGE = {"vocab_size": 49_152, "hidden_size": 512, "num_hidden_layers": 10, "intermediate_size": 1408}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True}
+CONTENDERS: dict[str, tuple[int, dict[str, JsonValue]]] = {
+    "1 rank, whole logits": (1, {"model.use_fused_kernels": False}),
+    "1 rank": (1, {}),
+    "2 ranks": (2, {}),
+    "2 ranks, rows divided": (2, {"actor.ulysses_sequence_parallel_size": 2}),
+}
+
+
+class Measured(NamedTuple):
+    """Of one contender: the second update, a checkpoint, and the memory of each rank."""
+
+    update_s: float
+    save_s: float
+    update_peaks_mb: list[float]
+    save_peaks_mb: list[float]
+
+
+def peak_mb(pid: int) -> float:
+    """Peak of the resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def forget_peak(pid: int) -> None:
+    """Starts the peak again at the present memory."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def measure(folder: Path, name: str) -> Measured:
+    """Runs one contender in this process, and its other ranks in theirs."""
+    count, changed = CONTENDERS[name]
+    keys: dict[str, JsonValue] = {
+        "actor_rollout_ref.model.path": str(folder),
+        "algorithm.rollout_correction.bypass_mode": True,
+        "trackway.device": "cpu",
+        "trackway.threads": 1,
+        **{f"actor_rollout_ref.{key}": value for key, value in changed.items()},
+    }
+    config = learner_config(resolve(keys), total_steps=1)
+    draw = random.Random(0)
+    tokens = [[draw.randrange(49_152) for _ in range(256)] for _ in range(12)]
+    batch = [trajectory(row, ids[:16], ids[16:], [1] * 240) for row, ids in enumerate(tokens)]
+    group = RankGroup(config, count, 600.0) if count > 1 else None
+    processes = [os.getpid(), *(process.pid for process in (group.processes.values() if group else ()))]
+    before = [peak_mb(pid) for pid in processes]
+    learner = LeadingLearner(config, group) if group else Learner(config)
+    try:
+        learner.update(batch)
+        for pid in processes:
+            forget_peak(pid)
+        update = cost(lambda: learner.update(batch))
+        update_peaks = [peak_mb(pid) for pid in processes]
+        for pid in processes:
+            forget_peak(pid)
+        save = cost(lambda: learner.save(folder / "checkpoint"))
+        save_peaks = [peak_mb(pid) for pid in processes]
+    finally:
+        learner.close()
+    peaks = [[peak - own for peak, own in zip(of, before, strict=True)] for of in (update_peaks, save_peaks)]
+    return Measured(update.wall_s, save.wall_s, *peaks)
+
+
+def print_memory() -> None:
+    """Print a row for each contender."""
+    print(f"{'':24} | update s | peak MB of each rank | save s | peak MB of each rank")
+    with tempfile.TemporaryDirectory() as name:
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**LARGE, **HEADS)).save_pretrained(name)
+        (Path(name) / "tokenizer_config.json").write_text("{}")
+        for contender in CONTENDERS:
+            command = [sys.executable, __file__, "--contender", contender, "--folder", name]
+            last_line = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+            made = Measured(**json.loads(last_line))
+            update, save = (" ".join(f"{mb:.0f}" for mb in mbs) for mbs in (made.update_peaks_mb, made.save_peaks_mb))
+            print(f"{contender:24} | {made.update_s:8.1f} | {update:20} | {made.save_s:6.1f} | {save}", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round instead of two")
-    rounds = 1 if parser.parse_args().quick else 2
+    parser.add_argument("--memory", action="store_true", help="peak memory of each rank instead")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        print(json.dumps(measure(options.folder, options.contender)._asdict()))
+        return
+    if options.memory:
+        print_memory()
+        return
+    rounds = 1 if options.quick else 2
     with tempfile.TemporaryDirectory() as name:
         random_model(Path(name))
         contenders = learners(Path(name))
