@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.passes.head import HeadChunks
+from trackway.trainer.learner.passes.head import HeadChunks, entropy, token_logprobs
 from trackway.wire.trajectory import Trajectory
 
 Rollout = Callable[..., Trajectory]
@@ -72,7 +73,7 @@ def updated(folder: Path, batch: list[Trajectory], **settings: object) -> tuple[
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("model", "settings"),
+    ("name", "settings"),
     [
         ("tiny_model", {}),
         ("tiny_model", {"remove_padding": True, "gradient_checkpointing": True, "chunk_size": 1}),
@@ -84,9 +85,9 @@ def updated(folder: Path, batch: list[Trajectory], **settings: object) -> tuple[
     ],
 )
 def test_the_head_in_chunks_gives_the_gradients_and_metrics_of_whole_logits(
-    request: pytest.FixtureRequest, batch: list[Trajectory], dtype: str, model: str, settings: dict[str, object]
+    request: pytest.FixtureRequest, batch: list[Trajectory], dtype: str, name: str, settings: dict[str, object]
 ):
-    folder, atol = request.getfixturevalue(model), TOLERANCE[dtype]
+    folder, atol = request.getfixturevalue(name), TOLERANCE[dtype]
     expected, theirs = updated(folder, batch, **settings | {"dtype": dtype, "use_fused_kernels": False})
 
     gradients, ours = updated(folder, batch, **IN_CHUNKS | settings | {"dtype": dtype})
@@ -114,23 +115,45 @@ class LargestLogits(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("kind", ["low_var_kl", "full"])
-def test_no_more_logits_than_a_chunk_of_them_ever_exist(
-    tiny_model: Path, batch: list[Trajectory], tmp_path: Path, kind: str
-):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.config.intermediate_size = 48
-    type(model)(model.config).save_pretrained(tmp_path)  # only logits have 64 columns
+@pytest.fixture(scope="module")
+def model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with other sizes, so that only logits have 64 columns."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny = AutoModelForCausalLM.from_pretrained(tiny_model)
+    tiny.config.intermediate_size = 48
+    type(tiny)(tiny.config).save_pretrained(folder)
+    return folder
 
+
+@pytest.mark.parametrize("kind", ["low_var_kl", "full"])
+def test_no_more_logits_than_a_chunk_of_them_ever_exist(model: Path, batch: list[Trajectory], kind: str):
     def most_rows(**settings: object) -> int:
         keys = EVERYTHING | {"kl_loss_type": kind, "remove_padding": True} | settings
-        learner = Learner(learner_config(tmp_path, **keys))
+        learner = Learner(learner_config(model, **keys))
         with LargestLogits() as largest:
             learner.update(batch)
         return largest.rows
 
     assert most_rows(use_fused_kernels=True, chunk_size=2) == 2
     assert most_rows(use_fused_kernels=False) > 20
+
+
+def test_none_of_them_is_kept_for_the_backward_pass(model: Path, batch: list[Trajectory]):
+    def kept(**settings: object) -> int:
+        policy, sizes = Learner(learner_config(model, **settings)).policy, list[int]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.shape[-1:] == (64,) and tensor.shape != (32, 64):
+                sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            policy.token_values(TrainingBatch.of(batch, [0.0] * len(batch)), 1.0, token_logprobs, entropy)
+        return sum(sizes)
+
+    assert kept(use_fused_kernels=False) > 0
+    assert kept(use_fused_kernels=True, chunk_size=1000) > 0
+    assert kept(**IN_CHUNKS) == 0
 
 
 def test_by_default_only_large_logits_are_computed_in_chunks(tiny_model: Path):
