@@ -1,9 +1,14 @@
 """A small run, written by the trainer's own writers."""
 
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from trackway.trainer.config import compose
+from trackway.trainer.learner.filtering import filter_trajectories
 from trackway.trainer.run_state.folder import Activity, RunFolder
+from trackway.trainer.run_state.token_values import write_token_values
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.chat import FunctionCall, Message, ToolCall
@@ -49,6 +54,37 @@ def write_step(folder: RunFolder, step: int) -> None:
     write_trajectories(folder.path / f"trajectories/step_{step}.parquet", rollouts)
     data = {"critic/score/mean": 0.25, "timing_s/step": 2.0, "timing_s/gen": 1.5, "actor/entropy": float("nan")}
     folder.append_row(MetricsRow(step=step, timestamp=1000 + step, data=data))
+
+
+class Values(NamedTuple):
+    """As the learner's TokenValues, without torch."""
+
+    lengths: list[int]
+    logprobs: np.ndarray
+    entropies: np.ndarray
+    advantages: np.ndarray
+    clipped: np.ndarray
+    kept: np.ndarray
+
+
+def write_values(folder: RunFolder, step: int) -> int:
+    """Token values of a step: rollout 1 of sample 10 is stale; the second token of each is clipped, the last rejected.
+
+    The learner's logprobs are 0.25 below the sampler's, but 1.5 at the fourth token of rollout 1 of sample 7.
+    """
+    rollouts = [rollout(folder.name, step, sample, n) for sample in (7, 10) for n in (0, 1)]
+    rollouts[3].weight_versions = [WeightSpan(version=0, start=0, end=5)]
+    batch = filter_trajectories(rollouts, step, max_staleness=step - 1)
+    nan = float("nan")
+    values: Any = Values(
+        lengths=[5, 5],
+        logprobs=np.array([-0.75, -0.5, nan, -2.25, -0.375, -0.75, -0.5, nan, -3.5, -0.375], np.float32),
+        entropies=np.array([1.0, 0.5, nan, 2.0, nan] * 2, np.float32),
+        advantages=np.array([-0.5, -0.5, nan, -0.5, -0.5, 0.5, 0.5, nan, 0.5, 0.5], np.float32),
+        clipped=np.array([False, True, False, False, False] * 2),
+        kept=np.array([True, True, False, True, False] * 2),
+    )
+    return write_token_values(folder.path / f"token_values/step_{step}.parquet", step, batch, values)
 
 
 def rollout(

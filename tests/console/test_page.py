@@ -1,16 +1,13 @@
 """The console's page in a real browser, from the list of runs to a token."""
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 
+from tests.console import accessibility
 from tests.console.browser import Browser
-from tests.console.example_run import rollout, write_run
-from trackway.console.app import create_app
-from trackway.system import free_port
+from tests.console.conftest import Serve
+from tests.console.example_run import rollout, write_run, write_values
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 
 pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
@@ -20,6 +17,7 @@ HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title=
 @pytest.fixture
 def outputs(tmp_path: Path) -> Path:
     folder = write_run(tmp_path / "outputs", message=HOSTILE)
+    write_values(folder, 2)
     write_trajectories(
         folder.path / "trajectories/step_3.parquet", [rollout("tidy", 3, 1, n, text=HOSTILE) for n in (0, 1)]
     )
@@ -27,21 +25,8 @@ def outputs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def url(outputs: Path) -> Iterator[str]:
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(create_app(outputs), port=port, log_level="warning", lifespan="on"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    yield f"http://127.0.0.1:{port}/"
-    server.should_exit = True
-    thread.join(30)
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    with Browser(tmp_path / "profile") as browser:
-        browser.size(1280)
-        yield browser
+def url(outputs: Path, serve: Serve) -> str:
+    return serve(outputs)
 
 
 def test_clicks_and_keys_lead_from_the_runs_to_a_token_and_back(browser: Browser, url: str, outputs: Path) -> None:
@@ -112,10 +97,16 @@ def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Bro
             "prompt?run=tidy&sample=7",
             "failures?run=tidy",
             "compare?run=tidy&of=1/7/0,2/7/1,2/10/0",
+            f"tokens?{place}&tint=advantage",
+            f"tokens?{place}&tint=clip",
+            "sql?run=tidy&query=SELECT%20step,%20score%20FROM%20trajectories",
+            "system",
+            "try",
         ):
             browser.open(f"{url}#/{view}")
             assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
             assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == background
+            assert accessibility.faults(browser) == [], view
 
 
 def test_what_is_missing_says_what_to_do(browser: Browser, url: str, outputs: Path) -> None:

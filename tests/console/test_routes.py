@@ -1,13 +1,16 @@
 """The console's JSON: exact values on a small run, and folders that are empty, broken or of another kind."""
 
+import base64
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
-from tests.console.example_run import MESSAGE, TRACE_ID, rollout, write_run, write_step
+from tests.console.example_run import MESSAGE, TRACE_ID, rollout, write_run, write_step, write_values
+from trackway.console import spans
 from trackway.console.app import create_app
 from trackway.serving import AuthSettings, ServiceSettings
 from trackway.serving.tokens import Token
@@ -62,6 +65,8 @@ def test_the_list_has_the_runs_of_the_folder_and_of_the_folders_in_it(outputs: P
         "accuracy": {"steps": [0], "values": [0.25]},
         "failed": 0,
         "seconds": 4.0,
+        "tokens": None,
+        "gpu_seconds": None,
     }
     assert [run["key"] for run in get(outputs, "runs", offset=1, limit=1)["runs"]] == ["demo/inner"]
 
@@ -142,6 +147,9 @@ def test_a_step_has_its_rollouts_by_column_in_the_order_of_numbers(outputs: Path
         "num_turns": [4, 4, 4, 4],
         "tokens": [5, 5, 5, 5],
         "seconds": [1.5, 2.5, 1.5, 2.5],
+        "generate_s": [0.75] * 4,
+        "tools_s": [0.25] * 4,
+        "score_s": [0.125] * 4,
         "incidents": [0, 1, 0, 0],
         "traced": [False, True, False, False],
         "prompts": {"7": "How much is 7 x 6?", "10": "How much is 7 x 6?"},
@@ -207,10 +215,37 @@ def test_tokens_have_what_the_row_has_of_them(outputs: Path) -> None:
         "mask": [0, 0, 1, 1, 0, 1, 1],
         "logprobs": [None, None, -0.5, -0.25, None, -2.0, -0.125],
         "versions": [None, None, 1, 1, None, 2, 2],
+        "learner": None,
+        "unreadable": "",
     }
     part = get(outputs, "tokens", run="tidy", step=1, sample="7", rollout=0, offset=4, limit=2)
     assert (part["ids"], part["versions"]) == ([5, 6], [None, 2])
     assert refused(outputs, "tokens", run="tidy", step=1, sample="7", rollout=0, row=1)[:2] == (404, "not_found")
+
+
+def test_tokens_have_what_the_learner_computed_of_them(outputs: Path) -> None:
+    folder = write_run(outputs)
+    write_values(folder, 2)
+    place = {"run": "tidy", "step": 2}
+
+    page = get(outputs, "tokens", **place, sample="7", rollout=1, offset=1, limit=5)
+
+    assert page["learner"] == {
+        "status": "used",
+        "logprobs": [None, -0.75, -0.5, None, -3.5],
+        "entropies": [None, 1.0, 0.5, None, 2.0],
+        "advantages": [None, 0.5, 0.5, None, 0.5],
+        "clipped": [False, False, True, False, False],
+        "kept": [False, True, True, False, True],
+    }
+    statuses = [get(outputs, "tokens", **place, sample="10", rollout=n)["learner"] for n in (0, 1)]
+    assert [learner["status"] for learner in statuses] == ["error", "stale"]
+    assert statuses[1]["logprobs"] == statuses[1]["kept"] == []
+    assert get(outputs, "tokens", run="tidy", step=0, validation=True, sample="7", rollout=0)["learner"] is None
+    file = folder.path / "token_values/step_2.parquet"
+    file.write_bytes(file.read_bytes()[:300])
+    page = get(outputs, "tokens", **place, sample="7", rollout=1)
+    assert (page["learner"], page["total"]) == (None, 7) and str(file) in page["unreadable"]
 
 
 def found(page: dict) -> list[tuple[int, bool, str, int]]:
@@ -243,6 +278,42 @@ def test_search_finds_texts_tools_errors_and_rewards_the_newest_step_first(outpu
         ["calculator"],
         "#### 42",
     )
+
+
+def test_search_takes_a_regular_expression_over_each_text(outputs: Path) -> None:
+    write_run(outputs)
+    every = {"run": "tidy", "regex": True, "first_step": 2}
+
+    [hit] = get(outputs, "search", **every, text=r"^#+ 4\d$")["hits"]
+    assert (hit["address"]["rollout"], hit["snippet"]) == (1, "#### 42")
+    assert len(found(get(outputs, "search", **every, text=r'"EXPRESSION": "7.6"'))) == 4
+    assert found(get(outputs, "search", **every, text="(?-i)HOW MUCH")) == []
+    assert found(get(outputs, "search", **every, text=r"took \d+ s$")) == [(2, False, "10", 0)]
+    status, code, message = refused(outputs, "search", **every, text="4[")
+    assert (status, code) == (422, "invalid_request") and "expected a regular expression (RE2), got '(?i)4['" in message
+
+
+def test_search_finds_an_answer_that_is_wrong_though_the_tool_was_right(outputs: Path) -> None:
+    folder = write_run(outputs)
+    wrong = {"run": "tidy", "tool_right": True, "most": 0, "first_step": 2}
+    # The calculator says 42, which rollout 1 of sample 7 answers; nobody knows the answer of sample 10.
+    assert found(get(outputs, "search", **wrong)) == [(2, False, "7", 0)]
+
+    paid, failed = rollout("tidy", 3, 10, 1), rollout("tidy", 3, 10, 0)
+    paid.turns[0].calls[0].reward = failed.turns[0].calls[0].reward = 1.0
+    write_trajectories(folder.path / "trajectories/step_3.parquet", [paid, failed])
+
+    assert found(get(outputs, "search", **wrong)) == [(3, False, "10", 1), (2, False, "7", 0)]
+
+
+def test_a_tool_and_an_error_are_those_of_one_call(outputs: Path) -> None:
+    folder = write_run(outputs)
+    other = rollout("tidy", 3, 10, 0)
+    other.turns[0].calls.append(other.turns[0].calls[0].model_copy(update={"tool": "search", "error": None}))
+    write_trajectories(folder.path / "trajectories/step_3.parquet", [other])
+
+    assert found(get(outputs, "search", run="tidy", tool="search", error="tool_timeout")) == []
+    assert len(found(get(outputs, "search", run="tidy", tool="calculator", error="tool_timeout"))) == 3
 
 
 def test_search_goes_on_where_its_last_page_ended(outputs: Path) -> None:
@@ -303,13 +374,15 @@ def test_failures_are_grouped_by_cause_and_a_torn_file_is_named(outputs: Path) -
     message = page["failures"][0].pop("message")
     assert message in (MESSAGE, MESSAGE.replace("30", "31.5"))
     assert page["failures"] == [
-        {"kind": "trajectory", "tool": None, **timeout},
-        {"kind": "call", "tool": "calculator", "message": "", **timeout},
+        {"kind": "trajectory", "tool": None, "infrastructure": False, "service": "tools", **timeout},
+        {"kind": "call", "tool": "calculator", "message": "", "infrastructure": False, "service": "tools", **timeout},
         {
             "kind": "incident",
             "code": "retried",
             "tool": None,
             "message": "",
+            "infrastructure": True,
+            "service": "",
             "count": 1,
             "steps": {"steps": [1], "values": [1.0]},
             "validation": 0,
@@ -338,6 +411,48 @@ def test_a_step_can_be_saved_as_numbers_and_as_whole_trajectories(outputs: Path)
     written = read_trajectories(folder.path / "trajectories/step_2.parquet")
     assert [Trajectory.model_validate_json(line) for line in lines] == written
     assert refused(outputs, "export", run="tidy", step=9, format="csv")[:2] == (404, "not_found")
+
+
+def test_the_spans_of_a_trace_come_from_the_mlflow_server_of_the_run(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(outputs)
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(
+            200, json={"traces": [{"spans": [_span(2, 1, 1.5, 2.0, "failed"), _span(1, None, 1.0, 3.0)]}]}
+        )
+
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-another-server")
+    monkeypatch.setattr(spans, "mlflow_http", lambda uri, timeout: httpx.Client(transport=httpx.MockTransport(answer)))
+
+    page = get(outputs, "spans", run="tidy", trace=TRACE_ID)
+
+    assert page == {
+        "spans": [
+            {"name": "span 1", "service": "tools", "depth": 0, "start": 0.0, "seconds": 2.0, "error": ""},
+            {"name": "span 2", "service": "tools", "depth": 1, "start": 0.5, "seconds": 0.5, "error": "failed"},
+        ],
+        "total": 2,
+    }
+    url = f"http://127.0.0.1:5000/api/3.0/mlflow/traces/batchGet?trace_ids=tr-{TRACE_ID}"
+    assert [str(request.url) for request in asked] == [url] and "authorization" not in asked[0].headers
+    assert refused(outputs, "spans", run="tidy", trace="../x")[:2] == (422, "invalid_request")
+
+
+def _span(number: int, parent: int | None, start: float, end: float, error: str = "") -> dict[str, object]:
+    """A span in MLflow's reply."""
+    return {
+        "name": f"span {number}",
+        "span_id": base64.b64encode(bytes([number])).decode(),
+        "parent_span_id": base64.b64encode(bytes([parent])).decode() if parent else "",
+        "start_time_unix_nano": str(int(start * 1e9)),
+        "end_time_unix_nano": str(int(end * 1e9)),
+        "status": {"code": "STATUS_CODE_ERROR", "message": error} if error else {},
+        "attributes": [{"key": "agentic.service", "value": {"string_value": "tools"}}],
+    }
 
 
 def test_a_folder_without_runs_is_an_empty_list(outputs: Path) -> None:

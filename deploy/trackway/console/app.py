@@ -1,9 +1,12 @@
 """The console's application: JSON routes over run folders, and the page that shows them."""
 
+import asyncio
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
+import httpx
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 from starlette.datastructures import MutableHeaders
@@ -13,12 +16,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trackway.console.export import as_csv, as_jsonl
 from trackway.console.over_steps import failures_page, prompt_page
 from trackway.console.replies import (
+    ConsoleInfo,
     FailuresPage,
     Metrics,
     PromptPage,
     RunPage,
     RunSummaries,
     SearchPage,
+    SpansPage,
+    SqlPage,
     StepPage,
     TokensPage,
     TrajectoryAddress,
@@ -27,6 +33,9 @@ from trackway.console.replies import (
 from trackway.console.runs import Runs, series
 from trackway.console.search import Query as SearchQuery
 from trackway.console.search import search
+from trackway.console.services import service_routes
+from trackway.console.spans import spans_page
+from trackway.console.sql import Statement
 from trackway.console.steps import MOST_ROLLOUTS, step_page
 from trackway.console.tokenizer import Tokenizers
 from trackway.console.trajectory import MOST_TOKENS, tokens_page, trajectory_page
@@ -34,15 +43,20 @@ from trackway.console.trajectory_files import ParquetReader
 from trackway.serving import ServiceSettings, service_app
 from trackway.serving.auth import RawHeaders
 from trackway.serving.tokens import Caller
+from trackway.wire.errors import ErrorCode, TrackwayError
 
 PAGE = Path(__file__).parent / "page"
 """HTML, CSS and ES modules, served as they are."""
 MOST_RUNS = 200
 MOST_METRICS = 40
 MOST_HITS = 200
+MOST_SQL_CHARS = 8000
+SQL_AT_ONCE = 2
+DISCONNECT_POLL_S = 0.2
+"""Seconds between two looks whether the caller of a query is still there."""
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 RunKey = Annotated[str, Query(max_length=300, description="The run's folder below the outputs folder.")]
@@ -51,21 +65,37 @@ Validation = Annotated[bool, Query(description="Whether the rollouts are of the 
 Offset = Annotated[int, Query(ge=0)]
 
 
-def create_app(outputs: Path, settings: ServiceSettings | None = None) -> FastAPI:
-    """The console of an outputs folder. Its page is open to callers; the data needs a token if there are tokens."""
-    app = service_app("console", settings or ServiceSettings(), routers=[_routes(Runs(outputs))], guests=_page_visitor)
+def create_app(
+    outputs: Path,
+    settings: ServiceSettings | None = None,
+    services: Mapping[str, str] | None = None,
+    http: httpx.AsyncClient | None = None,
+) -> FastAPI:
+    """The console of an outputs folder. Its page is open to callers; the data needs a token if there are tokens.
+
+    `services`: addresses of running services by name; without them there are no pages over them. `http` reaches them.
+    """
+    urls = dict(services or {})
+    routers = [_routes(Runs(outputs), list(urls)), *([service_routes(urls, http)] if urls else [])]
+    app = service_app("console", settings or ServiceSettings(), routers=routers, guests=_page_visitor)
     app.mount("/page", StaticFiles(directory=PAGE))
     app.add_middleware(_PageHeaders)
     return app
 
 
-def _routes(runs: Runs) -> APIRouter:
+def _routes(runs: Runs, services: list[str]) -> APIRouter:
     router = APIRouter(tags=["console"], generate_unique_id_function=lambda route: route.name)
     reader, tokenizers = ParquetReader(), Tokenizers()
+    sql_slots = asyncio.Semaphore(SQL_AT_ONCE)
 
     @router.get("/", include_in_schema=False)
     async def index() -> FileResponse:
         return FileResponse(PAGE / "index.html")
+
+    @router.get("/api/console", response_model=ConsoleInfo)
+    async def console() -> ConsoleInfo:
+        """The outputs folder, and the services that can be asked."""
+        return ConsoleInfo(outputs=str(runs.outputs), services=services)
 
     @router.get("/api/runs", response_model=RunSummaries)
     def list_runs(offset: Offset = 0, limit: Annotated[int, Query(ge=1, le=MOST_RUNS)] = 50) -> RunSummaries:
@@ -124,10 +154,16 @@ def _routes(runs: Runs) -> APIRouter:
         address = TrajectoryAddress(step=step, validation=validation, sample=sample, rollout=rollout)
         return tokens_page(reader, runs.find(run), tokenizers, address, row, offset, limit)
 
+    @router.get("/api/spans", response_model=SpansPage)
+    def trace_spans(run: RunKey, trace: Annotated[str, Query(pattern="^[0-9a-f]{32}$")]) -> SpansPage:
+        """The spans of a trajectory's trace, from the run's MLflow server."""
+        return spans_page(runs.find(run), trace)
+
     @router.get("/api/search", response_model=SearchPage)
     def found(
         run: RunKey,
         text: Annotated[str, Query(max_length=1000)] = "",
+        regex: Annotated[bool, Query(description="Whether the text is a regular expression.")] = False,
         tool: str = "",
         error: str = "",
         stop_reason: str = "",
@@ -136,12 +172,43 @@ def _routes(runs: Runs) -> APIRouter:
         first_step: int | None = None,
         last_step: int | None = None,
         validation: bool | None = None,
+        tool_right: Annotated[bool, Query(description="Whether a tool gave the right result.")] = False,
         limit: Annotated[int, Query(ge=1, le=MOST_HITS)] = 50,
         cursor: Annotated[str | None, Query(max_length=40)] = None,
     ) -> SearchPage:
         """Trajectories that match everything given, the newest step first; `cursor` gives the next page."""
-        query = SearchQuery(text, tool, error, stop_reason, least, most, first_step, last_step, validation)
+        query = SearchQuery(
+            text=text,
+            is_regex=regex and bool(text),
+            tool=tool,
+            error=error,
+            tool_was_right=tool_right,
+            stop_reason=stop_reason,
+            least=least,
+            most=most,
+            first_step=first_step,
+            last_step=last_step,
+            validation=validation,
+        )
         return search(reader, runs.find(run), query, limit, cursor)
+
+    @router.get("/api/sql", response_model=SqlPage)
+    async def sql(request: Request, run: RunKey, query: Annotated[str, Query(max_length=MOST_SQL_CHARS)]) -> SqlPage:
+        """The rows of one SELECT over a run's trajectories. It ends when the caller closes the connection."""
+        if sql_slots.locked():
+            message = f"expected at most {SQL_AT_ONCE} queries at once, got another; wait for one to end"
+            raise TrackwayError(ErrorCode.OVERLOADED, message)
+        async with sql_slots:
+            statement = Statement(await asyncio.to_thread(runs.find, run), query)
+            running = asyncio.create_task(asyncio.to_thread(statement.run))
+            try:
+                while not running.done():
+                    await asyncio.wait([running], timeout=DISCONNECT_POLL_S)
+                    if await request.is_disconnected():
+                        statement.cancel()
+                return await running
+            finally:
+                statement.cancel()
 
     @router.get("/api/prompt", response_model=PromptPage)
     def one_prompt(run: RunKey, sample: str, validation: Validation = False) -> PromptPage:

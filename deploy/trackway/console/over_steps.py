@@ -1,14 +1,19 @@
 """What goes over all steps of a run: one prompt, and failures by their cause."""
 
 import json
+import re
 from collections.abc import Iterable
 from itertools import groupby
+from typing import get_args
 
 from trackway.console.replies import Failure, FailuresPage, PromptPage, PromptRollout, Series, TrajectoryAddress
 from trackway.console.runs import finite
 from trackway.console.steps import last_user_text
 from trackway.console.trajectory_files import File, ParquetReader, trajectory_files
+from trackway.trainer.learner.filtering import INFRASTRUCTURE
 from trackway.trainer.run_state.folder import RunFolder
+from trackway.wire.errors import ErrorCode
+from trackway.wire.health import ServiceName
 
 MOST_ROLLOUTS = 2000
 """Rollouts of one prompt in a reply."""
@@ -105,6 +110,8 @@ def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tupl
         code=code,
         tool=tool,
         message=message[:2000],
+        infrastructure=kind == "incident" or code in INFRASTRUCTURE,
+        service=_service(kind, code, message),
         count=_count(rows),
         steps=Series(
             steps=[file.step for file, _ in rows if not file.validation],
@@ -113,6 +120,32 @@ def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tupl
         validation=_count(item for item in rows if item[0].validation),
         example=TrajectoryAddress(step=newest.step, validation=newest.validation, sample=sample, rollout=rollout),
     )
+
+
+_AT = re.compile(rf"\b({'|'.join(get_args(ServiceName))})\b")
+_BY_CODE = {
+    "rollout": (
+        ErrorCode.ENGINE_FAILED,
+        ErrorCode.WEIGHTS_BEHIND,
+        ErrorCode.WEIGHTS_CORRUPT,
+        ErrorCode.WEIGHTS_STALE,
+        ErrorCode.PAUSED,
+    ),
+    "tools": (ErrorCode.INSTANCE_LOST, ErrorCode.INSTANCE_NOT_FOUND, ErrorCode.TOOL_FAILED, ErrorCode.TOOL_TIMEOUT),
+    "agent": (ErrorCode.AGENT_FAILED,),
+    "reward": (ErrorCode.UNKNOWN_DATA_SOURCE,),
+}
+
+
+def _service(kind: str, code: str, message: str) -> str:
+    """The service that failed: by the code where it says so, else the first one that the message names."""
+    if kind == "call":
+        return "tools"
+    for service, codes in _BY_CODE.items():
+        if code in codes:
+            return service
+    named = _AT.search(message)
+    return named[1] if named else ""
 
 
 def _count(rows: Iterable[tuple[File, tuple]]) -> int:

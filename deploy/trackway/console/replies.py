@@ -3,9 +3,10 @@
 from pydantic import Field
 
 from trackway.wire.base import WireReply
-from trackway.wire.chat import Message
+from trackway.wire.chat import Message, ToolSchema
 from trackway.wire.errors import ErrorBody
 from trackway.wire.health import Wait
+from trackway.wire.reward import ScorerInfo
 from trackway.wire.trainer import BackendSummary, RunState, TraceSummary
 from trackway.wire.trajectory import Reward, Timings, Turn, WeightSpan
 
@@ -40,6 +41,10 @@ class RunSummary(WireReply):
     """Trajectories with an error, validation included."""
     seconds: float | None = None
     """Seconds of its steps so far; None if not recorded."""
+    tokens: int | None = None
+    """Tokens of its steps so far, prompts included; None if not recorded."""
+    gpu_seconds: float | None = None
+    """`seconds` times the GPUs of its configuration; None without GPUs there."""
 
 
 class RunSummaries(WireReply):
@@ -100,6 +105,10 @@ class StepPage(WireReply):
     tokens: list[int]
     """Tokens of the response."""
     seconds: list[float | None]
+    """Of the whole rollout; the next three are parts of it, and the rest is queues, parsing and the network."""
+    generate_s: list[float | None]
+    tools_s: list[float | None]
+    score_s: list[float | None]
     incidents: list[int]
     """Number of problems from which the rollout recovered."""
     traced: list[bool]
@@ -169,6 +178,24 @@ class TokensPage(WireReply):
     """The sampler's, in nats; None for tokens that were not sampled."""
     versions: list[int | None]
     """Weight version that sampled the token."""
+    learner: "LearnerTokens | None"
+    """None without `trackway.save_token_values`, for validation, and before the update."""
+    unreadable: str
+    """Why the learner's file cannot be read; empty if it can."""
+
+
+class LearnerTokens(WireReply):
+    """What the update computed of the same tokens, by column; null for what it did not compute."""
+
+    status: str
+    """`used`, or why the trajectory was not trained on; the columns are then empty."""
+    logprobs: list[float | None]
+    entropies: list[float | None]
+    advantages: list[float | None]
+    clipped: list[bool]
+    """Whether the probability ratio left the clip range where PPO's loss has no gradient."""
+    kept: list[bool]
+    """Whether the token is in the loss: a token of the model that no rejection left out."""
 
 
 class Hit(WireReply):
@@ -193,6 +220,26 @@ class SearchPage(WireReply):
     """Continues the search; None at its end."""
     unreadable: list[str]
     """Files that could not be read."""
+
+
+class SqlColumn(WireReply):
+    """A column of the reply to a query."""
+
+    name: str
+    type: str
+    """DuckDB's."""
+
+
+class SqlPage(WireReply):
+    """The rows of a query."""
+
+    columns: list[SqlColumn]
+    rows: list[list[str | int | float | bool | None]]
+    """Lists and structures as JSON text."""
+    truncated: bool
+    """Whether there are more rows than one reply holds."""
+    unreadable: list[str]
+    """Files that could not be read, with the reason; the rows are of the others."""
 
 
 class PromptRollout(WireReply):
@@ -230,6 +277,10 @@ class Failure(WireReply):
     tool: str | None
     message: str
     """One of the messages; empty for calls and incidents, which have none."""
+    infrastructure: bool
+    """Whether a service, a machine or the network failed, and not the row, the agent loop or the tool itself."""
+    service: str
+    """Where it failed, as its code or message says; empty if they do not."""
     count: int
     steps: Series
     """Failures by step of training."""
@@ -245,3 +296,91 @@ class FailuresPage(WireReply):
     failures: list[Failure]
     unreadable: list[str]
     """Files that could not be read."""
+
+
+class SpanBar(WireReply):
+    """A span of a trace."""
+
+    name: str
+    service: str
+    depth: int
+    """Spans above it."""
+    start: float
+    """Seconds after the trace's start."""
+    seconds: float | None
+    """None while it is open."""
+    error: str
+    """Message of its error; empty for none."""
+
+
+class SpansPage(WireReply):
+    """The spans of a trace, by their start."""
+
+    spans: list[SpanBar]
+    total: int
+    """Spans of the trace; the list may hold fewer."""
+
+
+class ReplicaState(WireReply):
+    """A replica of a running service."""
+
+    replica: str
+    pid: int
+    ready: bool
+    reason: str
+    """Why it is not ready."""
+    version: int | None
+    """Of its weights; None for services without any."""
+    latest: int | None
+    """The newest published version."""
+    verdict: str
+    """Of the proof of these weights; empty without one."""
+    trace_backends: list[str]
+    spans_ended: int
+    spans_waiting: int
+    spans_lost: int
+    threads: int | None
+    code: str
+    """Digest of the user's own code; empty without any."""
+    queues: dict[str, float]
+    """Requests in flight, running, waiting, and the like, by name."""
+
+
+class ServiceState(WireReply):
+    """A service that the console was started with."""
+
+    service: str
+    url: str
+    answers: bool
+    message: str
+    """Why it does not answer."""
+    replicas: list[ReplicaState]
+
+
+class SystemPage(WireReply):
+    """The running services."""
+
+    services: list[ServiceState]
+
+
+class TryOffer(WireReply):
+    """What can be tried; empty where the service does not answer."""
+
+    model: str | None
+    tools: list[ToolSchema]
+    scorers: list[ScorerInfo]
+
+
+class TryAnswer(WireReply):
+    """The answer of a service."""
+
+    text: str
+    facts: dict[str, str | float | int | None]
+
+
+class ConsoleInfo(WireReply):
+    """What this console shows."""
+
+    outputs: str
+    services: list[str]
+    """Names of the services whose addresses it was started with."""

@@ -1,5 +1,6 @@
 """The runs of an outputs folder, read from their files."""
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -60,7 +61,8 @@ class Runs:
         folder = self.find(key)
         info, rows = folder.info(), self.rows(key)
         ended = info.state in ENDED
-        seconds = [row.data["timing_s/step"] for row in rows if math.isfinite(row.data.get("timing_s/step", math.nan))]
+        seconds, tokens = _total(rows, "timing_s/step"), _total(rows, "perf/total_num_tokens")
+        gpus = _gpus(folder)
         return RunSummary(
             key=key,
             name=info.run,
@@ -74,7 +76,9 @@ class Runs:
             reward=series(rows, REWARD),
             accuracy=series(rows, next(iter(accuracies(rows)), "")),
             failed=int(sum(value for row in rows for name in _FAILED if (value := row.data.get(name, 0.0)) > 0)),
-            seconds=sum(seconds) if seconds else None,
+            seconds=seconds,
+            tokens=None if tokens is None else int(tokens),
+            gpu_seconds=None if seconds is None or not gpus else seconds * gpus,
         )
 
     def page(self, key: str) -> RunPage:
@@ -111,6 +115,20 @@ def series(rows: Iterable[MetricsRow], name: str) -> Series:
     """The steps that have the metric, and its values."""
     points = [(row.step, row.data[name]) for row in rows if name in row.data]
     return Series(steps=[step for step, _ in points], values=[finite(value) for _, value in points])
+
+
+def _total(rows: Iterable[MetricsRow], name: str) -> float | None:
+    values = [value for row in rows if math.isfinite(value := row.data.get(name, math.nan))]
+    return sum(values) if values else None
+
+
+def _gpus(folder: RunFolder) -> int:
+    """GPUs of the run's configuration."""
+    try:
+        trainer = json.loads((folder.path / "config.json").read_bytes())["trainer"]
+        return int(trainer["n_gpus_per_node"] or 0) * int(trainer["nnodes"] or 1)
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
 
 
 def accuracies(rows: Sequence[MetricsRow]) -> list[str]:

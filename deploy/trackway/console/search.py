@@ -1,6 +1,7 @@
 """Search over the trajectories of a run: the newest step first, a page at a time."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,10 +29,15 @@ class Query:
 
     text: str = ""
     """Text of a message, a tool call or an error, in any case."""
+    is_regex: bool = False
+    """Whether `text` is a regular expression (RE2) over each of these texts; `(?-i)` in it minds the case."""
     tool: str = ""
-    """Name of a called tool."""
+    """Name of a called tool; with `error`, of a call that failed so."""
     error: str = ""
     """Code of an error that ended the rollout, or of a failed call."""
+    tool_was_right: bool = False
+    """A call got a reward from its tool, or its result is the answer of a rollout of the same prompt with a higher
+    score, above 0."""
     stop_reason: str = ""
     least: float | None = None
     """Least score."""
@@ -44,6 +50,8 @@ class Query:
 
 def search(reader: ParquetReader, folder: RunFolder, query: Query, limit: int, cursor: str | None) -> SearchPage:
     """A page of hits: at most `limit`, from the files that could be searched in BUDGET_S. Raises TrackwayError."""
+    if query.is_regex:
+        reader.check_regex(in_any_case(query.text))
     files = [file for file in reversed(trajectory_files(folder)) if _has_step(query, file)]
     at, row = _place(files, cursor)
     hits: list[Hit] = []
@@ -119,22 +127,39 @@ def _has_step(query: Query, file: File) -> bool:
 def _hits(reader: ParquetReader, file: File, query: Query, start: int) -> Iterator[tuple[int, Hit]]:
     """The matching trajectories from a row of the file on, each with the number of its row."""
     where, values = _conditions(query)
+    match = f"regexp_extract({_MATCHING}[1], $regex)" if query.is_regex else "''"
+    answers = _right_answers(reader, file) if query.tool_was_right else {}
     while True:
         rows = reader.records(
             "SELECT file_row_number AS number, CAST(sample_index AS VARCHAR) AS sample, rollout_n AS rollout, score, "
-            "stop_reason, error, turns, prompt_messages, log FROM read_parquet($file, file_row_number = true) "
+            f"stop_reason, error, turns, prompt_messages, log, {match} AS match "
+            "FROM read_parquet($file, file_row_number = true) "
             f"WHERE file_row_number >= $start{where} ORDER BY number LIMIT {_CHUNK}",
             file,
             start=start,
             **values,
         )
         for row in rows:
+            if query.tool_was_right and not _tool_was_right(row, answers.get(row["sample"], [])):
+                continue
             hit = _hit(file, row, query)
             if hit is not None:
                 yield row["number"], hit
         if len(rows) < _CHUNK:
             return
         start = rows[-1]["number"] + 1
+
+
+_TEXTS = (
+    "list_concat(json_extract_string(prompt_messages, '$[*].content'), "
+    "json_extract_string(turns, '$[*].messages[*].content'), "
+    "json_extract_string(turns, '$[*].messages[*].tool_calls[*].function.name'), "
+    "json_extract_string(turns, '$[*].messages[*].tool_calls[*].function.arguments'), "
+    "[json_extract_string(error, '$.message'), log])"
+)
+_MATCHING = f"[text FOR text IN {_TEXTS} IF regexp_matches(text, $regex)]"
+"""The texts of a row that match. DuckDB's RE2 takes linear time; Python's `re` need not end."""
+_CALLS = "json_extract(turns, '$[*].calls[*]')"
 
 
 def _conditions(query: Query) -> tuple[str, dict[str, object]]:
@@ -146,7 +171,9 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
         conditions.append(condition)
         values.update(more)
 
-    if query.text:
+    if query.text and query.is_regex:
+        add(f"len({_MATCHING}) > 0", regex=in_any_case(query.text))
+    elif query.text:
         # Arguments of calls are JSON within JSON.
         once = json.dumps(query.text.lower(), ensure_ascii=False)[1:-1]
         twice = json.dumps(once, ensure_ascii=False)[1:-1]
@@ -161,9 +188,16 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
             found.append("contains(lower(turns), $twice)")
             values["twice"] = twice
         add(f"({' OR '.join(found)})", once=once)
-    if query.tool:
+    if query.tool and query.error:
+        add(
+            f"len([call FOR call IN {_CALLS} IF json_extract_string(call, '$.tool') = $tool "
+            "AND json_extract_string(call, '$.error') = $error]) > 0",
+            tool=query.tool,
+            error=query.error,
+        )
+    elif query.tool:
         add("list_contains(json_extract_string(turns, '$[*].calls[*].tool'), $tool)", tool=query.tool)
-    if query.error:
+    elif query.error:
         add(
             "(json_extract_string(error, '$.code') = $error OR "
             "list_contains(json_extract_string(turns, '$[*].calls[*].error'), $error))",
@@ -171,6 +205,8 @@ def _conditions(query: Query) -> tuple[str, dict[str, object]]:
         )
     if query.stop_reason:
         add("stop_reason = $stop_reason", stop_reason=query.stop_reason)
+    if query.tool_was_right:
+        add(f"len({_CALLS}) > 0")
     if query.least is not None:
         add("score >= $least", least=query.least)
     if query.most is not None:
@@ -185,7 +221,7 @@ def _hit(file: File, row: dict[str, Any], query: Query) -> Hit | None:
     texts = [*_texts(json.loads(row["prompt_messages"])), *_texts(m for turn in turns for m in turn["messages"])]
     texts += [error["message"]] if error else []
     texts += [row["log"]] if row["log"] else []
-    snippet = _snippet(texts, query.text.lower())
+    snippet = _snippet(texts, row["match"].lower() if query.is_regex else query.text.lower())
     if snippet is None:
         return None
     return Hit(
@@ -198,6 +234,40 @@ def _hit(file: File, row: dict[str, Any], query: Query) -> Hit | None:
         tools=list(dict.fromkeys(call["tool"] for turn in turns for call in turn["calls"])),
         snippet=snippet,
     )
+
+
+def in_any_case(regex: str) -> str:
+    """The expression, which minds the case only where it says so itself."""
+    return f"(?i){regex}"
+
+
+def _right_answers(reader: ParquetReader, file: File) -> dict[str, list[tuple[float, set[str]]]]:
+    """By sample, each score above 0 and the words of the answer that got it."""
+    rows = reader.query(
+        "SELECT DISTINCT CAST(sample_index AS VARCHAR), score, "
+        "json_extract_string(turns, '$[*].messages[*].content')[-1] FROM read_parquet($file) WHERE score > 0",
+        file,
+    )
+    answers: dict[str, list[tuple[float, set[str]]]] = {}
+    for sample, score, answer in rows:
+        answers.setdefault(sample, []).append((score, set((answer or "").split())))
+    return answers
+
+
+def _tool_was_right(row: dict[str, Any], answers: list[tuple[float, set[str]]]) -> bool:
+    """Whether a call of the row got a reward, or its result is a word of a better answer."""
+    score = -math.inf if row["score"] is None else row["score"]
+    better = [words for other, words in answers if other > score]
+    for turn in json.loads(row["turns"]):
+        right = {call["tool_call_id"] for call in turn["calls"] if call["reward"] > 0}
+        failed = {call["tool_call_id"] for call in turn["calls"] if call["error"]}
+        for message in turn["messages"]:
+            call_id = message["tool_call_id"]
+            if message["role"] != "tool" or call_id in failed:
+                continue
+            if call_id in right or any(message["content"].strip() in words for words in better):
+                return True
+    return False
 
 
 def _texts(messages: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> Iterator[str]:

@@ -21,11 +21,16 @@ COLUMNS = {
     "num_turns": "num_turns",
     "tokens": "len(response_ids)",
     "seconds": "CAST(json_extract(timings, '$.total') AS DOUBLE)",
+    "generate_s": "CAST(json_extract(timings, '$.generate_sequences') AS DOUBLE)",
+    "tools_s": "CAST(json_extract(timings, '$.tool_calls') AS DOUBLE)",
+    "score_s": "CAST(json_extract(timings, '$.compute_score') AS DOUBLE)",
     "incidents": "len(incidents)",
     "traced": "trace_id IS NOT NULL",
 }
 """SQL of each column of a step's page."""
-_SOURCE = {"tokens": "response_ids", "seconds": "timings", "traced": "trace_id"}
+_SOURCE = {"tokens": "response_ids", "traced": "trace_id"} | dict.fromkeys(
+    ("seconds", "generate_s", "tools_s", "score_s"), "timings"
+)
 _DEFAULTS = {"rollout_n": "0", "num_turns": "0", "tokens": "0", "incidents": "0", "traced": "false"}
 
 

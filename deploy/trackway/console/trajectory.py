@@ -5,11 +5,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trackway.console.replies import TokensPage, TrajectoryAddress, TrajectoryPage
+from trackway.console.replies import LearnerTokens, TokensPage, TrajectoryAddress, TrajectoryPage
 from trackway.console.runs import finite, mlflow_page
 from trackway.console.steps import order
 from trackway.console.tokenizer import Tokenizers
-from trackway.console.trajectory_files import File, ParquetReader, file_of
+from trackway.console.trajectory_files import File, ParquetReader, file_of, token_values_of
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_record import from_record
 from trackway.wire.chat import Message
@@ -108,6 +108,7 @@ def tokens_page(
     mask = [0] * prompt + list(tokens.response_mask)
     logprobs = [None] * prompt + [finite(value) for value in tokens.response_logprobs]
     shown = slice(offset, offset + limit)
+    learner, unreadable = _learner_tokens(reader, folder, address, row, prompt, shown)
     return TokensPage(
         row=row,
         rows=len(rows),
@@ -122,7 +123,48 @@ def tokens_page(
             for logprob, is_trained, version in zip(logprobs[shown], mask[shown], versions[shown], strict=True)
         ],
         versions=versions[shown],
+        learner=learner,
+        unreadable=unreadable,
     )
+
+
+def _learner_tokens(
+    reader: ParquetReader, folder: RunFolder, address: TrajectoryAddress, row: int, prompt: int, shown: slice
+) -> tuple[LearnerTokens | None, str]:
+    """What the update computed of the shown tokens if it is on disk, and why it cannot be read."""
+    file = token_values_of(folder, address.step)
+    if address.validation or file is None:
+        return None, ""
+    try:
+        found = reader.query(
+            "SELECT status, logprobs, entropies, advantages, clipped, kept FROM read_parquet($file) "
+            "WHERE sample_index = $sample AND rollout_n = $rollout AND row = $row",
+            file,
+            sample=address.sample,
+            rollout=address.rollout,
+            row=row,
+        )
+    except TrackwayError as error:
+        return None, error.message
+    if not found:
+        return None, ""
+    status, logprobs, entropies, advantages, clipped, kept = found[0]
+
+    def numbers(values: list[float] | None) -> list[float | None]:
+        return [] if values is None else ([None] * prompt + [finite(value) for value in values])[shown]
+
+    def flags(values: list[bool] | None) -> list[bool]:
+        return [] if values is None else ([False] * prompt + values)[shown]
+
+    tokens = LearnerTokens(
+        status=status,
+        logprobs=numbers(logprobs),
+        entropies=numbers(entropies),
+        advantages=numbers(advantages),
+        clipped=flags(clipped),
+        kept=flags(kept),
+    )
+    return tokens, ""
 
 
 def _versions(spans: Sequence[WeightSpan], length: int) -> list[int | None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import TOKEN_VALUES, RunFolder
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 if TYPE_CHECKING:
@@ -43,6 +43,17 @@ def trajectory_files(folder: RunFolder) -> list[File]:
         if named is not None:
             found.append(File(path, int(named[2]), named[1] is not None, path.stat().st_size))
     return sorted(found, key=lambda file: (file.step, file.validation))
+
+
+def token_value_files(folder: RunFolder) -> list[Path]:
+    """The files of `trackway.save_token_values`, one per step; none without the option."""
+    return sorted((folder.path / TOKEN_VALUES).glob("step_*.parquet"))
+
+
+def token_values_of(folder: RunFolder, step: int) -> File | None:
+    """The file of a step's token values; None without one."""
+    path = folder.path / TOKEN_VALUES / f"step_{step}.parquet"
+    return File(path, step, False, path.stat().st_size) if path.is_file() else None
 
 
 def file_of(folder: RunFolder, step: int, validation: bool) -> File:
@@ -91,6 +102,17 @@ class ParquetReader:
             return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
         except duckdb.Error as error:
             raise self._unreadable(file, error) from error
+
+    def check_regex(self, regex: str) -> None:
+        """Raises TrackwayError(INVALID_REQUEST) unless it is a regular expression that DuckDB can read."""
+        import duckdb
+
+        try:
+            self._cursor().execute("SELECT regexp_matches('', $regex)", {"regex": regex}).fetchall()
+        except duckdb.Error as error:
+            reason = str(error).partition("\n")[0]
+            message = f"expected a regular expression (RE2), got {regex!r}: {reason}; escape signs with a backslash"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
 
     def across(
         self, sql: str, files: Sequence[File], **values: object

@@ -19,7 +19,11 @@ export async function get(path, parameters = {}, { signal, tag } = {}) {
 /** A reply as the content of a file. Raises ApiError as `get` does. */
 export const file = async (path, parameters) => (await request(path, parameters, { headers: {} })).blob();
 
-async function request(path, parameters, { signal, headers }) {
+/** The reply to a body. Raises ApiError as `get` does. */
+export const post = async (path, body, { signal } = {}) =>
+  (await request(path, {}, { signal, headers: { "content-type": "application/json" }, method: "POST", body: JSON.stringify(body) })).json();
+
+async function request(path, parameters, { signal, headers, ...rest }) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
     if (value === undefined || value === null || value === "") continue;
@@ -29,7 +33,7 @@ async function request(path, parameters, { signal, headers }) {
   if (token) headers.authorization = `Bearer ${token}`;
   let response;
   try {
-    response = await fetch(`api/${path}?${query}`, { signal, headers, cache: "no-store" });
+    response = await fetch(`api/${path}?${query}`, { signal, headers, cache: "no-store", ...rest });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The console does not answer; start it again with `trackway console`, then reload this page.");

@@ -3,12 +3,15 @@
 import { ApiError, get, keepToken, link, route, trajectoryLink } from "./api.js";
 import { h, hideTip, visible } from "./dom.js";
 
-const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search", "prompt", "compare", "failures"];
+const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search", "prompt", "compare", "failures", "sql", "system", "try"];
 const POLL_MS = 2000;
 
 const main = document.getElementById("main");
 const progress = document.getElementById("progress");
 let open = null;
+let services = null;
+/** Whether the console was started beside running services; a promise until the first answer. */
+let hasServices = false;
 
 class Visit {
   /** What a view gets: its parameters, requests that end with it, and keys and polls that live as long as it. */
@@ -66,7 +69,9 @@ async function show() {
   try {
     if (!VIEWS.includes(view)) throw new ApiError(404, `There is no view ${view}; start from the list of runs.`);
     const module = await import(`./views/${view}.js`);
-    content = await module.default(visit);
+    services ??= visit.get("console").then((about) => about.services.length > 0);
+    services.catch(() => (services = null)); // asked again with the next page
+    [content, hasServices] = await Promise.all([module.default(visit), services]);
   } catch (error) {
     if (visit.signal.aborted) return;
     content = problem(error, parameters);
@@ -91,11 +96,12 @@ function frame(view, parameters) {
   if (run) crumbs.push([run, link("run", { run })]);
   if (step !== undefined) crumbs.push([val ? `validation ${step}` : `step ${step}`, link("step", { run, step, val })]);
   if (sample !== undefined && rollout !== undefined) crumbs.push([`${sample} · ${rollout}`, trajectoryLink("trajectory", run, { step, validation: val, sample, rollout })]);
+  if (["system", "try"].includes(view)) crumbs.push([view === "try" ? "Try" : "System", null]);
   if (view === "prompt") crumbs.push([`sample ${sample}`, null]);
-  if (["tokens", "search", "compare", "failures"].includes(view)) crumbs.push([view, null]);
+  if (["tokens", "search", "compare", "failures", "sql"].includes(view)) crumbs.push([view === "sql" ? "SQL" : view, null]);
   crumbs.at(-1)[1] = null;
   document.getElementById("crumbs").replaceChildren(...crumbs.map(([text, href]) => name(text, href)));
-  const tools = run ? [["Failures", "failures"], ["Search", "search"]] : [];
+  const tools = run ? [["Failures", "failures"], ["Search", "search"], ["SQL", "sql"]] : hasServices ? [["System", "system"], ["Try", "try"]] : [];
   document.getElementById("tools").replaceChildren(...tools.map(([text, target]) =>
     h("a", { href: link(target, { run }), "aria-current": target === view ? "page" : null }, text)));
   document.title = `${crumbs.slice(1).map(([text]) => text).join(" · ") || "Runs"} – Trackway`;

@@ -28,7 +28,34 @@ function drawn(height, label, draw) {
     }
   });
   observer.observe(box);
-  return box;
+  return h("div", { class: "chart-box" }, box, h("button", { type: "button", class: "plain", title: "save this chart as a picture", onclick: () => save(box, label) }, "PNG"));
+}
+
+const PNG_SCALE = 2;
+const STYLES = ["fill", "stroke", "stroke-width", "stroke-dasharray", "font", "opacity", "visibility"];
+
+/** Saves the chart of a box with the colours that it has now. */
+async function save(box, label) {
+  const svg = box.querySelector("svg");
+  const copy = svg.cloneNode(true);
+  const [shown, copied] = [[svg, ...svg.querySelectorAll("*")], [copy, ...copy.querySelectorAll("*")]];
+  shown.forEach((node, index) => {
+    const style = getComputedStyle(node);
+    STYLES.forEach((name) => copied[index].style.setProperty(name, style.getPropertyValue(name)));
+  });
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  const source = URL.createObjectURL(new Blob([new XMLSerializer().serializeToString(copy)], { type: "image/svg+xml" }));
+  const image = new Image();
+  image.src = source;
+  await image.decode();
+  const canvas = h("canvas", { width: svg.clientWidth * PNG_SCALE, height: svg.clientHeight * PNG_SCALE });
+  const context = canvas.getContext("2d");
+  context.fillStyle = getComputedStyle(box.closest(".panel") ?? document.body).backgroundColor;
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.drawImage(image, 0, 0, canvas.width, canvas.height);
+  const picture = URL.createObjectURL(await new Promise((done) => canvas.toBlob(done, "image/png")));
+  h("a", { href: picture, download: `${label.split(":")[0].replaceAll(/[^\w-]+/g, "-").slice(0, 60)}.png` }).click();
+  setTimeout(() => [source, picture].forEach((address) => URL.revokeObjectURL(address)), 60_000);
 }
 
 /**

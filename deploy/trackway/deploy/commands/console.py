@@ -2,7 +2,8 @@
 
 import os
 from importlib.util import find_spec
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, get_args
 
 import typer
 
@@ -20,9 +21,17 @@ def console(
         "127.0.0.1"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 for any free port.")] = 8100,
+    services_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of running services, each below its own prefix; default: those of `trackway up` or `attach`."
+        ),
+    ] = None,
     as_json: Annotated[bool, json_of("the console's URL and its outputs folder, before it starts to serve")] = False,
 ) -> None:
     """Serve a web page over runs, steps, trajectories and tokens until Ctrl-C. It reads files, and changes nothing.
+
+    Beside running services it shows how they are, and passes on single requests with the token of the browser's user.
 
     Example: trackway console --outputs outputs/demo
     """
@@ -35,10 +44,25 @@ def console(
     port = port or free_port()
     preflight.check_port("--port", port)
     os.nice(10)  # a training run on the same machine goes first
-    application = create_app(outputs)
+    application = create_app(outputs, services=_services(outputs, services_url))
     url = f"http://{host}:{port}/"
     if as_json:
         print_json({"console": url, "outputs": str(outputs)})
     else:
         stdout.print(f"console  {url}   (Ctrl-C stops it)", soft_wrap=True)
     single_service.run_app(application, host, port)
+
+
+def _services(outputs: Path, services_url: str | None) -> dict[str, str]:
+    """Addresses of the services by name; none where nothing was started or attached."""
+    from trackway.deploy.deployment.attach import address
+    from trackway.deploy.deployment.record import Deployment
+    from trackway.wire.health import ServiceName
+
+    if services_url is not None:
+        base = address("--services-url", services_url)
+        return {service: f"{base}/{service}" for service in get_args(ServiceName)}
+    deployment = Deployment.load(outputs.resolve())
+    if deployment is None or not (deployment.attached or deployment.started_here):
+        return {}
+    return {service: deployment.url(service) for service in deployment.services}

@@ -55,9 +55,9 @@ def attach(
         example = f"--service-url {missing[0]}=http://127.0.0.1:8001"
         raise UserError(f"expected --base-url, or an address of {', '.join(missing)}, got none; give {example}")
     deployment = Deployment(
-        base_url="" if base_url is None else _address("--base-url", base_url),
+        base_url="" if base_url is None else address("--base-url", base_url),
         service_urls=own,
-        dashboard_url="" if ray_url is None else _address("--ray-url", ray_url),
+        dashboard_url="" if ray_url is None else address("--ray-url", ray_url),
         mlflow_uri=_without_user("--mlflow-uri", mlflow_uri or ""),
         outputs=outputs.resolve(),
         attached=True,
@@ -135,10 +135,11 @@ def _service_url(given: str) -> tuple[str, str]:
     if name not in get_args(ServiceName):
         names = ", ".join(get_args(ServiceName))
         raise UserError(f"--service-url: expected SERVICE=ADDRESS with one of {names}, got {given!r}")
-    return name, _address("--service-url", url)
+    return name, address("--service-url", url)
 
 
-def _address(option: str, url: str) -> str:
+def address(option: str, url: str) -> str:
+    """The address without a trailing slash. Raises UserError unless it is one of HTTP without a password."""
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:

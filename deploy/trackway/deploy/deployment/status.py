@@ -5,14 +5,14 @@ import time
 from pydantic import BaseModel
 
 from trackway.clients import CallPolicy, ServiceClient, run
+from trackway.clients.replicas import replicas_of
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.serve_config import Replicas
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.system.user_error import UserError
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.health import Health, Ready, ReplicaInfo, ReplicaList
-from trackway.wire.rollout import WeightsReply
+from trackway.wire.health import ReplicaInfo
 
 _ASK = CallPolicy.question(30.0)
 
@@ -109,23 +109,7 @@ def _up_to_date(replica: ReplicaInfo) -> bool:
 
 def replicas_at(url: str) -> list[ReplicaInfo]:
     """Every replica of the service at this URL; raises TrackwayError when it does not answer."""
-    return run(_replicas_of(ServiceClient(url, policy=_ASK)))
-
-
-async def _replicas_of(client: ServiceClient) -> list[ReplicaInfo]:
-    try:
-        return (await client.call("GET", "/replicas", reply=ReplicaList)).replicas
-    except TrackwayError as error:
-        if error.code is not ErrorCode.NOT_FOUND:
-            raise
-    health = await client.call("GET", "/health", reply=Health)  # a service alone, without Ray Serve
-    try:
-        ready = await client.call("GET", "/ready", reply=Ready)
-    except TrackwayError as error:
-        ready = Ready(ready=False, reason=error.message)
-    held = health.service == "rollout" and ready.ready
-    weights = await client.call("GET", "/weights", reply=WeightsReply) if held else None
-    return [ReplicaInfo(health=health, ready=ready, weights=weights)]
+    return run(replicas_of(ServiceClient(url, policy=_ASK))).replicas
 
 
 def _replicas(url: str) -> list[ReplicaInfo]:

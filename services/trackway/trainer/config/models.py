@@ -256,6 +256,9 @@ class TrackwayConfig(Section):
     staleness_strategy: Literal["wait", "drop"] = "wait"
     """Treatment of a group that is about to be too stale to train: the learner waits for it, or it is dropped (verl's
     `max_off_policy_strategy`)."""
+    save_token_values: bool = False
+    """Write what each update computed of its tokens to `outputs/<run>/token_values`: the learner's log-probability,
+    entropy, advantage, and whether the token was clipped or rejected. The console shows them."""
     mlflow_uri: str | None = None
     """MLflow tracking server; None takes the trainer service's, and MLflow is off if that is unset."""
     feedback: bool = True

@@ -11,6 +11,7 @@ and response token i (0-based) lies in column P - 1 + i:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import count
 from typing import Self
 
 import torch
@@ -117,6 +118,82 @@ def token_versions(trajectories: Sequence[Trajectory], width: int, default: floa
         for span in trajectory.weight_versions:
             versions[row, first + span.start : first + span.end] = span.version
     return versions
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """What an update computed of the response tokens of N rows, those of one row after those of the row before.
+
+    NaN and False stand for what was not computed: no value of a token that the model did not write, no entropy of one
+    that is not trained.
+    """
+
+    lengths: list[int]
+    """Response tokens of each row."""
+    logprobs: Tensor
+    """Float32: the learner's, under the weights before the update; where the update takes no pass for them, those
+    before the optimizer step that trained the token first."""
+    entropies: Tensor
+    """Float32, in nats: of the learner's distribution of the token at that step."""
+    advantages: Tensor
+    """Float32."""
+    clipped: Tensor
+    """Bool: the probability ratio left `clip_ratio`'s range, on the side where PPO's loss has no gradient."""
+    kept: Tensor
+    """Bool: the token is in the loss; False where `algorithm.rollout_correction` rejected it."""
+
+
+class TokenRecord:
+    """Collects the values of an update's tokens, [N, T - 1] in the module's columns, over its optimizer steps."""
+
+    def __init__(self, batch: TrainingBatch, logprobs: Tensor | None) -> None:
+        """`logprobs` are those before the update; None takes them from the steps."""
+        nan = torch.full(batch.response_mask.shape, torch.nan)
+        self._takes_logprobs = logprobs is None
+        self._advantages = batch.advantages.float()
+        self._logprobs = nan.clone() if logprobs is None else logprobs.float()
+        self._entropies = nan
+        self._clipped, self._kept = (torch.zeros_like(batch.response_mask) for _ in range(2))
+        self._is_seen = torch.zeros(len(batch), dtype=torch.bool)
+
+    def add(self, index: Tensor, logprobs: Tensor, entropies: Tensor, clipped: Tensor, kept: Tensor) -> None:
+        """The values [b, t] of a step on the rows `index` [b]; of several epochs the first has the values."""
+        columns = slice(0, logprobs.shape[1])
+        self._clipped[index, columns] |= clipped
+        self._kept[index, columns] |= kept
+        is_new = ~self._is_seen[index]
+        new = index[is_new]
+        self._entropies[new, columns] = entropies[is_new].float()
+        if self._takes_logprobs:
+            self._logprobs[new, columns] = logprobs[is_new].float()
+        self._is_seen[new] = True
+
+    def of(self, rows: Sequence[Trajectory]) -> TokenValues:
+        """The values of the response tokens of these rows, those of the batch."""
+        lengths = [len(row.response_ids) for row in rows]
+        starts = [len(row.prompt_ids) - 1 for row in rows]
+        places = [(row, slice(start, start + length)) for row, start, length in zip(count(), starts, lengths)]
+        is_own = torch.tensor([bool(mask) for row in rows for mask in row.response_mask], dtype=torch.bool)
+
+        def flat(values: Tensor) -> Tensor:
+            return torch.cat([values[place] for place in places])
+
+        def numbers(values: Tensor) -> Tensor:
+            return flat(values).masked_fill(~is_own, torch.nan)
+
+        advantages = self._advantages
+        if advantages.dim() == 1:
+            advantages = advantages.unsqueeze(-1).expand(self._logprobs.shape)
+        # A token that no step trained has a zero in the columns of its row.
+        kept = flat(self._kept)
+        return TokenValues(
+            lengths=lengths,
+            logprobs=numbers(self._logprobs),
+            entropies=numbers(self._entropies).masked_fill(~kept, torch.nan),
+            advantages=numbers(advantages),
+            clipped=flat(self._clipped),
+            kept=kept,
+        )
 
 
 class ResponseColumns:

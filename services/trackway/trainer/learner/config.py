@@ -51,6 +51,8 @@ class LearnerConfig:
     """Seed of the shuffling."""
     proximal_logprobs: str
     """`recompute` or `loglinear`: the source of the old logprobs without `bypass_mode`."""
+    save_token_values: bool = False
+    """Whether an update returns what it computed of each token."""
 
     @property
     def model_path(self) -> str:

@@ -28,10 +28,24 @@ from trackway.trainer.learner.advantages import (
     token_rewards,
 )
 from trackway.trainer.learner.algorithm import Aggregation, by_token, kl_penalty
-from trackway.trainer.learner.batch import ResponseColumns, TrainingBatch, rows_of, token_versions
+from trackway.trainer.learner.batch import (
+    ResponseColumns,
+    TokenRecord,
+    TokenValues,
+    TrainingBatch,
+    rows_of,
+    token_versions,
+)
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.finite import require_finite_logprobs
-from trackway.trainer.learner.loss import MicroLoss, at_mask, measures_of, micro_loss, proximal_logprobs
+from trackway.trainer.learner.loss import (
+    MicroLoss,
+    at_mask,
+    clipped_and_kept,
+    measures_of,
+    micro_loss,
+    proximal_logprobs,
+)
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
 from trackway.trainer.learner.passes.head import sum_pi_squared, token_logprobs
 from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
@@ -87,6 +101,8 @@ class StepOutcome(NamedTuple):
     """The trajectories with a model token to train on."""
     logp: Tensor
     """[b, T - 1]: the trainer's logprobs before the step, zeros outside the response mask."""
+    entropies: Tensor | None
+    """[b, T - 1]: the entropies in the same places; None unless the configuration asks for the values of tokens."""
 
 
 class UpdateResult(NamedTuple):
@@ -96,6 +112,8 @@ class UpdateResult(NamedTuple):
     """By verl's names."""
     advantages: list[float]
     """Of each trajectory that was trained on, in the batch's order."""
+    tokens: TokenValues | None = None
+    """Of the rows of these trajectories, in their order; None unless the configuration asks for them."""
 
 
 class Prepared(NamedTuple):
@@ -103,6 +121,8 @@ class Prepared(NamedTuple):
 
     batch: TrainingBatch
     """The N rows."""
+    logprobs: Tensor | None
+    """[N, T - 1]: the policy's logprobs before the update, of rejected tokens too; None without a pass for them."""
     mismatch: Metrics
     """Of recomputed old logprobs against the sampler's; empty without them."""
     kl_metrics: Metrics
@@ -212,15 +232,19 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         steps: list[StepOutcome] = []
+        record = TokenRecord(batch, prepared.logprobs) if self.config.save_token_values else None
         emptied = 0.0
         with self.policy.cpu_offload.on_device(), self._exact_reference():
             for index in self._mini_batches(owners):
-                if not batch.response_mask[index].any():
+                trainable = index[batch.response_mask[index].any(-1)]  # rejection may leave rows without a token
+                if not len(trainable):
                     emptied += 1
                     continue
                 with observe([used[owner] for owner in dict.fromkeys(owners[row] for row in index.tolist())]) as report:
-                    steps.append(self._step(_trainable(batch.rows(index))))
+                    steps.append(self._step(batch.rows(trainable)))
                     report({**steps[-1].metrics, "actor/lr": lr})
+                if record is not None:
+                    self._record(record, trainable, steps[-1])
         self.updates += 1
         metrics = {
             **batch_metrics(used, batch, prepared.rewards, prepared.returns),
@@ -231,7 +255,7 @@ class Learner:
             "actor/lr": lr,
             **({"actor/kl_coef": self.config.actor.kl_loss_coef} if self.config.actor.use_kl_loss else {}),
         }
-        return UpdateResult(metrics, prepared.advantages)
+        return UpdateResult(metrics, prepared.advantages, None if record is None else record.of(rows))
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The current policy's logprob of each response token, 0.0 where the model did not write it."""
@@ -389,7 +413,8 @@ class Learner:
         batch = replace(batch, advantages=advantages.to(self.policy.master_dtype))
         if len(rows) > len(used):
             batch = replace(batch, owners=torch.tensor(owners))
-        return Prepared(batch, mismatch, kl_metrics, by_trajectory, inputs.scores, returns)
+        logprobs = measured[0] if self.config.recompute_old_logprobs else None
+        return Prepared(batch, logprobs, mismatch, kl_metrics, by_trajectory, inputs.scores, returns)
 
     def _kl_penalty(self, kl: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:
         """What the KL takes off the reward of each token, all [B, R], and its metrics. Moves the coefficient on."""
@@ -427,7 +452,8 @@ class Learner:
         """
         correction, first = self.config.algorithm.rollout_correction, steps[0]
         corrections: list[Metrics] = []
-        for _, mini, logp in steps:
+        for step in steps:
+            mini, logp = step.mini, step.logp
             now = logp if correction.bypass_mode else proximal_logprobs(mini, logp)
             corrections.append(correction_metrics(correction, now, mini.old_logprobs, mini.response_mask))
         mask = first.mini.response_mask
@@ -483,13 +509,25 @@ class Learner:
         sums = self.ranks.summed(torch.tensor(own, dtype=torch.float64)).tolist()
         metrics = dict(zip(parts[0].metrics, sums, strict=True))
         metrics |= {"actor/grad_norm": norm, "actor/skipped_steps": float(not stepped)}
-        logp = torch.zeros_like(mini.old_logprobs)
-        sampled = torch.cat([part.logp for part in parts]).cpu().split([len(part.logp) for part in parts])
-        for (rows, micro, _, reports), values in zip(passes, sampled, strict=True):
+        logp = self._in_columns(mini, passes, [part.logp for part in parts])
+        entropies = None
+        if self.config.save_token_values:
+            entropies = self._in_columns(mini, passes, [part.entropies for part in parts])
+        return StepOutcome(metrics, mini, logp, entropies)
+
+    def _in_columns(self, mini: TrainingBatch, passes: Sequence[MicroBatch], values: Sequence[Tensor]) -> Tensor:
+        """[b, T - 1] of the values at the response masks of the passes; zeros elsewhere."""
+        columns = torch.zeros_like(mini.old_logprobs)
+        parts = torch.cat(list(values)).cpu().split([len(part) for part in values])
+        for (rows, micro, _, reports), part in zip(passes, parts, strict=True):
             if reports:
                 mask = micro.response_mask
-                logp[rows, : mask.shape[1]] = at_mask(mask, values).to(logp.dtype)
-        return StepOutcome(metrics, mini, self.ranks.summed(logp))
+                columns[rows, : mask.shape[1]] = at_mask(mask, part).to(columns.dtype)
+        return self.ranks.summed(columns)
+
+    def _record(self, record: TokenRecord, index: Tensor, step: StepOutcome) -> None:
+        assert step.entropies is not None
+        record.add(index, step.logp, step.entropies, *clipped_and_kept(self.config, step.mini, step.logp))
 
     def _with_selection(self, mini: TrainingBatch, agg: Aggregation) -> TrainingBatch:
         """The mini-batch with the tokens that its loss treats apart; it takes a pass of the current weights.
@@ -527,12 +565,6 @@ class Learner:
         (part.loss if micro_batch.counts else part.loss * 0).backward()
         metrics = part.metrics if micro_batch.reports else {name: torch.zeros(()) for name in part.metrics}
         return part._replace(loss=part.loss.detach(), metrics=metrics)
-
-
-def _trainable(mini: TrainingBatch) -> TrainingBatch:
-    """The rows with a model token to train on; rejection may leave rows without one."""
-    trainable = mini.response_mask.any(-1)
-    return mini if bool(trainable.all()) else mini.rows(trainable.nonzero().squeeze(-1))
 
 
 def _mean(rows: Sequence[Metrics]) -> Metrics:

@@ -21,6 +21,8 @@ class MicroLoss(NamedTuple):
     metrics: dict[str, Tensor]
     logp: Tensor
     """[N]: logprobs of the model tokens, without a gradient."""
+    entropies: Tensor
+    """[N]: entropies there, in nats, without a gradient."""
 
 
 def measures_of(config: LearnerConfig) -> list[Measure]:
@@ -54,7 +56,7 @@ def micro_loss(
         kl_loss = aggregate(of_tokens, mask, agg)
         loss = loss + actor.kl_loss_coef * kl_loss
         metrics["actor/kl_loss"] = kl_loss.detach()
-    return MicroLoss(loss, metrics, logp.detach()[mask])
+    return MicroLoss(loss, metrics, logp.detach()[mask], entropies.detach()[mask])
 
 
 def _policy_loss(
@@ -84,6 +86,21 @@ def proximal_logprobs(batch: TrainingBatch, logp: Tensor) -> Tensor:
     if batch.loglinear_share is None:
         return batch.old_logprobs
     return loglinear_logprobs(logp, batch.old_logprobs, batch.loglinear_share)
+
+
+def clipped_and_kept(config: LearnerConfig, mini: TrainingBatch, logp: Tensor) -> tuple[Tensor, Tensor]:
+    """Bool [B, T] each, from the trained policy's logprobs [B, T]: the ratio left the range of `clip_ratio` on the side
+    where PPO's loss has no gradient; and the token is in the policy loss.
+    """
+    old_logp, kept = proximal_logprobs(mini, logp), mini.response_mask
+    correction = config.algorithm.rollout_correction
+    if not config.recompute_old_logprobs:
+        now = logp if correction.bypass_mode else old_logp
+        _, kept = correct(correction, now - mini.old_logprobs, kept)
+    low, high = config.clip_range
+    ratio, advantages = (logp - old_logp).exp(), by_token(mini.advantages)
+    is_beyond = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+    return is_beyond & kept, kept
 
 
 def at_mask(mask: Tensor, values: Tensor) -> Tensor:

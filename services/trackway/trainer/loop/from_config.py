@@ -40,6 +40,7 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         engine_threads=int(pacing(config).runs_ahead),
         seed=own.seed,
         proximal_logprobs=own.proximal_logprobs,
+        save_token_values=own.save_token_values,
     )
 
 

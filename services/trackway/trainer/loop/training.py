@@ -18,6 +18,7 @@ from typing import TypeVar
 from trackway.system import StorageError
 from trackway.system.waits import Waiting, Waits
 from trackway.trainer.data.dataset import Prompts, traced_positions
+from trackway.trainer.learner.batch import TokenValues
 from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
 from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateResult
@@ -37,8 +38,9 @@ from trackway.trainer.metrics.rollout import (
 )
 from trackway.trainer.metrics.validation import validation_metrics
 from trackway.trainer.run_state.checkpoint import find_latest, save_checkpoint
-from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.folder import TOKEN_VALUES, RunFolder
 from trackway.trainer.run_state.generations import Generations
+from trackway.trainer.run_state.token_values import write_token_values
 from trackway.trainer.run_state.trajectory_dump import write_trajectories
 from trackway.trainer.traces.run import RunTraces
 from trackway.trainer.traces.step import shown_metrics
@@ -54,6 +56,7 @@ _WAITS_FOR = {
     "rollout": "the rollouts of step {next}",
     "sleep": "the engines to go to sleep",
     "update_actor": "the update of step {next}",
+    "save_token_values": "the values of tokens of step {next} to be written",
     "update_weights": "the publication of the weights after step {done}",
     "wake_up": "the engines to wake up",
     "testing": "the validation at step {done}",
@@ -202,7 +205,9 @@ class Training:
         renumbered = [versions.renumbered(trajectory) for trajectory in trajectories]
         batch = filter_trajectories(renumbered, version, self.plan.max_staleness)
         with self._part("update_actor"):
-            metrics, advantages = await asyncio.to_thread(self._learn, batch, version)
+            metrics, advantages, tokens = await asyncio.to_thread(self._learn, batch, version)
+        if tokens is not None:
+            metrics |= await self._save_token_values(batch, tokens)
         self.traces.assess(batch, advantages, self.step + 1)
         self.scheduler.used(batch.counts)
         self.traces.dropped(self.scheduler.take_dropped())
@@ -486,6 +491,18 @@ class Training:
         except EmptyBatchError as error:
             counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in batch.counts.items())
             raise TrackwayError(ErrorCode.INVALID_REQUEST, f"step {self.step + 1}: {counts}: {error}") from error
+
+    async def _save_token_values(self, batch: FilteredBatch, tokens: TokenValues) -> Metrics:
+        """The bytes written; a disk that refuses them does not end the run, which has learned from them already."""
+        step = self.step + 1
+        path = self.folder.path / TOKEN_VALUES / f"step_{step}.parquet"
+        with self._part("save_token_values"):
+            try:
+                written = await asyncio.to_thread(write_token_values, path, step, batch, tokens)
+            except OSError as error:
+                logger.warning("the values of tokens of step %d are not written: %s", step, error)
+                written = 0
+        return {"training/token_values_bytes": float(written)}
 
     def _traced(self, number: int, size: int) -> frozenset[int]:
         """The places of a batch whose rollouts are traced."""

@@ -3,9 +3,11 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import pyarrow.parquet as pq
 import pytest
 from torch import Tensor
 
@@ -267,6 +269,38 @@ async def test_the_metrics_of_a_step_are_these(training: Training, rollout: Roll
     metrics = await training.update(mixed_step(rollout), version=7)
 
     assert metrics == pytest.approx(ROW, rel=1e-4)
+
+
+async def test_the_values_of_tokens_are_written_beside_the_trajectories_and_stop_no_run(
+    training: Training, rollout: Rollout
+):
+    training.learner.config = replace(training.learner.config, save_token_values=True)
+    file = training.folder.path / "token_values" / "step_1.parquet"
+
+    metrics = await training.update(mixed_step(rollout), version=7)
+
+    rows = pq.read_table(file).to_pylist()
+    statuses = [
+        "used",
+        "used",
+        "stale",
+        "infrastructure",
+        "no_model_token",
+        "unscored",
+        "used",
+        "used",
+        "infrastructure",
+    ]
+    assert [row["status"] for row in rows] == statuses
+    assert [None if row["kept"] is None else sum(row["kept"]) for row in rows] == [4, 4, *[None] * 4, 2, 4, None]
+    assert [row["sample_index"] for row in rows] == ["0"] * 4 + ["1"] * 5
+    written = metrics.pop("training/token_values_bytes")
+    assert written == file.stat().st_size and metrics == pytest.approx(ROW, rel=1e-4)
+
+    file.unlink()
+    file.parent.rmdir()
+    file.parent.write_text("")  # a file where the folder belongs
+    assert (await training.update(mixed_step(rollout), version=7))["training/token_values_bytes"] == 0.0
 
 
 async def test_a_step_decides_once_for_each_trajectory_and_computes_its_advantages_once(

@@ -1,6 +1,7 @@
 // Two to eight trajectories side by side.
 
 import { link, trajectoryLink } from "../api.js";
+import { differences } from "../diff.js";
 import { empty, h, number, seconds, visible } from "../dom.js";
 import { scoreChip } from "./parts.js";
 
@@ -45,13 +46,10 @@ const spoken = (turn) => turn === undefined ? "" : turn.messages.map((message) =
   ...(message.tool_calls ?? []).map((call) => `${call.function.name}(${call.function.arguments})`),
 ].filter(Boolean).join("\n")).join("\n");
 
-/** The text with what lies between the common beginning and the common end marked. */
+/** The text with the words marked that the other lacks there; a sign where it lacks words of the other. */
 function marked(text, other) {
   if (other === null || text === other) return visible(text);
-  let start = 0;
-  while (start < Math.min(text.length, other.length) && text[start] === other[start]) start += 1;
-  let end = 0;
-  while (end < Math.min(text.length, other.length) - start && text.at(-1 - end) === other.at(-1 - end)) end += 1;
-  const until = text.length - end;
-  return [visible(text.slice(0, start)), h("mark", {}, visible(text.slice(start, until)) || "∅"), visible(text.slice(until))];
+  const pieces = differences(text, other);
+  if (pieces.every(({ same }) => same)) return [visible(text), h("mark", { title: "words of the first are missing here" }, "∅")];
+  return pieces.map((piece) => (piece.same ? visible(piece.text) : h("mark", {}, visible(piece.text))));
 }

@@ -7,14 +7,18 @@ import { empty, h, number, plural, roving, visible } from "../dom.js";
 const KINDS = { trajectory: "ended rollouts", call: "failed tool calls, which the model saw", incident: "problems from which rollouts recovered" };
 
 export default async function failures(visit) {
-  const { run } = visit.parameters;
+  const { run, only = "" } = visit.parameters;
   const [page, about] = await Promise.all([visit.get("failures", { run }), visit.get("run", { run })]);
   const damaged = page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message)));
-  const title = h("div", { class: "title" }, h("h1", {}, "Failures"), h("span", { class: "dim" }, plural(page.failures.reduce((sum, failure) => sum + failure.count, 0), "failure")));
+  const kept = page.failures.filter((failure) => !only || failure.infrastructure === (only === "infrastructure"));
+  const filters = { "": "all", infrastructure: "infrastructure", own: "tools and rows" };
+  const title = h("div", { class: "title" }, h("h1", {}, "Failures"), h("span", { class: "dim" }, plural(kept.reduce((sum, failure) => sum + failure.count, 0), "failure")), h("span", { class: "spacer" }),
+    h("div", { class: "segments", role: "group", "aria-label": "Which failures" }, Object.entries(filters).map(([name, words]) => h("a", { href: link("failures", { run, only: name }), "aria-current": name === only ? "true" : null }, words))));
   if (!page.failures.length) return [title, ...damaged, empty("Nothing failed: no rollout ended by an error, no call failed, nothing was tried again.", h("a", { href: link("run", { run }) }, "Open the run"))];
   const steps = about.files.filter((file) => !file.validation).map((file) => file.step);
+  if (!kept.length) return [title, ...damaged, empty("None of the failures is of this kind.", h("a", { href: link("failures", { run }) }, "Show all"))];
   return [title, ...damaged, ...Object.entries(KINDS).map(([kind, words]) => {
-    const found = page.failures.filter((failure) => failure.kind === kind);
+    const found = kept.filter((failure) => failure.kind === kind);
     return found.length > 0 && h("section", { class: "panel flush scroll" }, h("table", { class: "causes" },
       h("caption", {}, words),
       h("thead", {}, h("tr", {}, ["what", "count", "by step", "newest", ""].map((name, index) => h("th", { scope: "col", class: index === 1 ? "num" : null }, name)))),
@@ -26,7 +30,8 @@ function row(run, failure, steps) {
   const { example } = failure;
   const bySteps = new Map(failure.steps.steps.map((step, index) => [step, failure.steps.values[index]]));
   const search = failure.kind === "incident" ? null : link("search", { run, error: failure.code, tool: failure.tool });
-  return h("tr", {}, h("td", {}, h("b", {}, failure.code.replaceAll("_", " ")), failure.tool && ` · ${visible(failure.tool)}`, failure.message && h("div", { class: "found" }, visible(failure.message))),
+  return h("tr", {}, h("td", {}, h("b", {}, failure.code.replaceAll("_", " ")), failure.tool && ` · ${visible(failure.tool)}`, " ",
+    failure.service && h("span", { class: "chip" }, failure.service), " ", failure.infrastructure && h("span", { class: "chip warn", title: "a service, a machine or the network failed" }, "infrastructure"), failure.message && h("div", { class: "found" }, visible(failure.message))),
     h("td", { class: "num strong" }, number(failure.count)),
     h("td", { class: "nowrap" }, steps.length > 1 ? spark(steps.map((step) => bySteps.get(step) ?? 0), "failures") : null, failure.validation > 0 && h("div", { class: "dim small" }, `${number(failure.validation)} in validation`)),
     h("td", { class: "nowrap" }, h("a", { class: "open", href: trajectoryLink("trajectory", run, example) }, `${example.validation ? "v" : "step "}${example.step} · ${visible(example.sample)} · ${example.rollout}`)),

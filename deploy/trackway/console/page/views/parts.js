@@ -93,3 +93,36 @@ export function download(path, parameters, name, text) {
   } }, text);
   return button;
 }
+
+const SAVED = "trackway-queries";
+const MOST_SAVED = 30;
+
+function saved(kind) {
+  try {
+    const found = JSON.parse(localStorage.getItem(`${SAVED}-${kind}`) ?? "[]");
+    return Array.isArray(found) ? found.filter((entry) => typeof entry?.name === "string" && entry.parameters) : [];
+  } catch {
+    return [];
+  }
+}
+
+/**
+ * Ready-made queries, and those saved in this browser. ready: [[name, href, title]]; now: [name, parameters] of the
+ * present query, which can be saved, or null; to(parameters): its address; more: [[name, href]].
+ */
+export function queries(kind, ready, now, to, more = []) {
+  const row = h("div", { class: "queries" });
+  const keep = (entries) => {
+    localStorage.setItem(`${SAVED}-${kind}`, JSON.stringify(entries.slice(-MOST_SAVED)));
+    draw();
+  };
+  const draw = () => row.replaceChildren(
+    ...ready.map(([name, href, title]) => h("a", { class: "button", href, title }, name)),
+    ...saved(kind).map((entry) => h("span", { class: "chip" }, h("a", { href: to(entry.parameters) }, visible(entry.name)),
+      h("button", { type: "button", class: "plain", "aria-label": `forget ${entry.name}`, onclick: () => keep(saved(kind).filter(({ name }) => name !== entry.name)) }, "×"))),
+    ...(now && !saved(kind).some(({ name }) => name === now[0])
+      ? [h("button", { type: "button", title: "kept in this browser; its address can be sent too", onclick: () => keep([...saved(kind), { name: now[0], parameters: now[1] }]) }, "Save this")] : []),
+    ...more.map(([name, href]) => h("a", { class: "button", href }, name)));
+  draw();
+  return row;
+}

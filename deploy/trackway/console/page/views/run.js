@@ -77,7 +77,8 @@ function cards({ summary, metrics }, series) {
     card("mean reward", number(last(summary.reward.values)), `step 1: ${number(summary.reward.values[0])}`),
     card("accuracy", number(last(accuracy)), accuracy.length > 1 ? `before: ${number(accuracy[0])}` : "not measured yet"),
     card("a step takes", seconds(mean(series["timing_s/step"]?.values ?? [])), `${seconds(summary.seconds)} so far`),
-    card("tokens per second", number(metrics["perf/throughput"] ?? null), "trained and prompt tokens"),
+    card("tokens per second", number(metrics["perf/throughput"] ?? null), summary.tokens === null ? "trained and prompt tokens" : `${number(summary.tokens)} tokens so far`),
+    summary.gpu_seconds !== null && card("GPU time", seconds(summary.gpu_seconds), "of the GPUs of its configuration"),
     card("staleness", number(metrics["training/off_policy/trajectory_staleness/mean"] ?? null), "weight versions, mean"),
     card("failed", number(summary.failed), "trajectories with an error", summary.failed ? "bad" : ""));
 }

@@ -2,21 +2,32 @@
 
 import { link, trajectoryLink } from "../api.js";
 import { empty, h, number, panel, plural, roving, visible } from "../dom.js";
-import { scoreChip } from "./parts.js";
+import { queries, scoreChip } from "./parts.js";
 
-const FIELDS = ["text", "tool", "error", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
+const FIELDS = ["text", "regex", "tool", "tool_right", "error", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
 const ENOUGH = 50;
+const READY = [
+  ["tool right, answer wrong", { tool_right: 1, most: 0 }, "a reward of 0 or less, though a call got a reward from its tool, or its result is the answer of a better rollout of the prompt"],
+  ["response cut off", { stop_reason: "max_response" }, "the response reached its limit"],
+  ["out of turns", { stop_reason: "max_turns" }, "the model still called tools"],
+];
 
 export default async function search(visit) {
   const { run } = visit.parameters;
   const about = await visit.get("run", { run });
   const asked = Object.fromEntries(FIELDS.filter((name) => visit.parameters[name]).map((name) => [name, visit.parameters[name]]));
   const results = h("div", { class: "stack" });
-  const page = h("div", { class: "stack" }, h("div", { class: "title" }, h("h1", {}, "Search"), h("span", { class: "dim" }, `${plural(about.files.length, "file")} of trajectories`)), form(run, asked, about.metrics), results);
+  const page = h("div", { class: "stack" }, h("div", { class: "title" }, h("h1", {}, "Search"), h("span", { class: "dim" }, `${plural(about.files.length, "file")} of trajectories`)), 
+    queries("search", READY.map(([name, parameters, title]) => [name, link("search", { run, ...parameters }), title]), Object.keys(asked).length ? [words(asked), asked] : null,
+      (parameters) => link("search", { run, ...parameters }), [["SQL", link("sql", { run })]]),
+    form(run, asked, about.metrics), results);
   if (Object.keys(asked).length) read(visit, asked, results);
   else results.append(empty("Give a text, a tool, an error or a range of rewards.", "All that is given must fit; the newest step comes first."));
   return page;
 }
+
+/** A saved query's name: its values. */
+const words = (asked) => Object.entries(asked).map(([name, value]) => (name === "text" ? value : `${name.replaceAll("_", " ")} ${value}`)).join(", ").slice(0, 60);
 
 function form(run, asked, metrics) {
   const tools = [...new Set(Object.keys(metrics).map((name) => name.match(/^tools\/(.+)\/calls$/)?.[1]).filter(Boolean))];
@@ -30,7 +41,9 @@ function form(run, asked, metrics) {
     else location.hash = target;
   } },
     field("text", "text", { type: "search", class: "wide", "data-focus": true, placeholder: "in messages, tool calls and errors" }),
+    choice("regex", "text is", [["", "plain"], ["1", "an expression"]]),
     choice("tool", "tool", [["", "any"], ...tools.map((tool) => [tool, tool])]),
+    choice("tool_right", "a tool's result", [["", "any"], ["1", "was right"]]),
     field("error", "error code", { placeholder: "tool_timeout" }),
     choice("stop_reason", "ended by", [["", "any"], ...["answered", "max_turns", "max_response", "bad_call", "error"].map((reason) => [reason, reason])]),
     field("least", "reward from", { type: "number", step: "any" }), field("most", "to", { type: "number", step: "any" }),
@@ -67,7 +80,7 @@ async function read(visit, asked, results) {
         state.textContent = visible(error.message);
         return;
       }
-      list.append(...page.hits.map((hit) => row(run, hit, asked.text)));
+      list.append(...page.hits.map((hit) => row(run, hit, asked)));
       roving(list, "a.open");
       damaged.append(...page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message))));
       hits += page.hits.length;
@@ -82,14 +95,14 @@ async function read(visit, asked, results) {
   go();
 }
 
-function row(run, hit, text) {
+function row(run, hit, asked) {
   const { address } = hit;
   return h("tr", { class: "click", onclick: (event) => { if (!event.target.closest("a")) location.hash = trajectoryLink("trajectory", run, address); } },
     h("td", {}, `${address.validation ? "v" : ""}${address.step}`),
     h("td", { class: "nowrap" }, h("a", { class: "open strong", href: trajectoryLink("trajectory", run, address) }, visible(`${address.sample} · ${address.rollout}`))),
     h("td", { class: "nowrap" }, scoreChip(hit.score)),
     h("td", {}, hit.stop_reason, hit.error && h("div", { class: "bad-text" }, hit.error)),
-    h("td", {}, visible(hit.tools.join(", "))), h("td", { class: "found" }, marked(visible(hit.snippet), text)));
+    h("td", {}, visible(hit.tools.join(", "))), h("td", { class: "found" }, asked.regex ? visible(hit.snippet) : marked(visible(hit.snippet), asked.text)));
 }
 
 function marked(snippet, text) {

@@ -11,26 +11,27 @@ const SORTS = { order: "as trained", low: "lowest mean first", high: "highest me
 const FILTERS = { "": "all", flat: "without variance", mixed: "with variance", failed: "with an error" };
 
 export default async function step(visit) {
-  const { run, val, sort = "order", show = "" } = visit.parameters;
+  const { run, val, sort = "order", show = "", since = "" } = visit.parameters;
   const number_ = Number(visit.parameters.step);
   const offset = Number(visit.parameters.offset ?? 0);
-  const [page, about] = await Promise.all([
+  const [page, about, past] = await Promise.all([
     visit.get("step", { run, step: number_, validation: val ? true : undefined, offset }),
     visit.get("run", { run }),
+    since && visit.get("step", { run, step: Number(since), validation: val ? true : undefined }),
   ]);
   const rollouts = page.score.map((score, i) => ({
     score, sample: page.sample_index[i], rollout: page.rollout_n[i], stop: page.stop_reason[i], error: page.error[i],
-    turns: page.num_turns[i], tokens: page.tokens[i], seconds: page.seconds[i], incidents: page.incidents[i], traced: page.traced[i],
+    turns: page.num_turns[i], tokens: page.tokens[i], seconds: page.seconds[i], parts: { generation: page.generate_s[i], tools: page.tools_s[i], scoring: page.score_s[i] }, incidents: page.incidents[i], traced: page.traced[i],
     address: { step: page.step, validation: page.validation, sample: page.sample_index[i], rollout: page.rollout_n[i] },
   }));
   const bins = binned(rollouts.map((rollout) => rollout.score));
   const bin = visit.parameters.bin === undefined ? null : Number(visit.parameters.bin);
-  const to = (changes) => link("step", { run, step: number_, val, sort, show, bin: visit.parameters.bin, offset: offset || null, ...changes });
-  const groups = grouped(rollouts, page.prompts);
+  const to = (changes) => link("step", { run, step: number_, val, sort, show, since, bin: visit.parameters.bin, offset: offset || null, ...changes });
+  const groups = grouped(rollouts, page.prompts, past ? means(past) : new Map());
   const { before, after } = stepLinks(run, about.files, number_, page.validation);
   const other = about.files.find((file) => file.step === number_ && file.validation !== page.validation);
   const matches = (rollout) => bin === null || (rollout.score !== null && bins[bin]?.holds(rollout.score));
-  const shown = sorted(groups.filter((group) => keep(group, show) && group.rollouts.some(matches)), sort);
+  const shown = sorted(groups.filter((group) => keep(group, show) && group.rollouts.some(matches) && (!past || group.change !== null)), past ? "change" : sort);
   const scale = range(rollouts.map((rollout) => rollout.score));
   const single = groups.length === rollouts.length;
   return h("div", { class: "stack" },
@@ -44,9 +45,9 @@ export default async function step(visit) {
         bins.length ? histogram({ bins, chosen: bin, pick: (index) => (location.hash = to({ bin: index === bin ? null : index })) }) : empty("No rollout has a reward.", "See the errors in the grid.")),
       panel("This step", {}, numbers(rollouts, groups, single)),
       panel("Slowest rollouts", {}, slowest(run, rollouts))),
-    panel(single ? "Rollouts" : "Prompts by rollouts", { aside: controls(to, sort, show, single) },
+    panel(single ? "Rollouts" : "Prompts by rollouts", { aside: controls(to, sort, show, single, since, about.files.filter((file) => file.validation === page.validation && file.step !== page.step).map((file) => file.step)) },
       shown.length ? grid(run, shown, matches, scale, single, page.prompts)
-        : empty("No rollout fits.", h("a", { href: to({ bin: null, show: "" }) }, "Show all rollouts of the step"))),
+        : empty(past ? `No prompt of this step is in step ${since} too.` : "No rollout fits.", h("a", { href: to({ bin: null, show: "", since: null }) }, "Show all rollouts of the step"))),
     page.total > rollouts.length && h("p", { class: "row" },
       offset > 0 && h("a", { class: "button", href: to({ offset: Math.max(0, offset - rollouts.length), bin: null }) }, "← earlier"),
       h("span", { class: "dim" }, `rollouts ${offset + 1} to ${offset + rollouts.length} of ${number(page.total)}`),
@@ -69,7 +70,7 @@ export function binned(scores) {
 }
 
 /** Rollouts by prompt, in the order of their first one. */
-export function grouped(rollouts, prompts) {
+export function grouped(rollouts, prompts, before = new Map()) {
   const groups = new Map();
   for (const rollout of rollouts) {
     if (!groups.has(rollout.sample)) groups.set(rollout.sample, { sample: rollout.sample, prompt: prompts[rollout.sample] ?? "", rollouts: [] });
@@ -77,8 +78,16 @@ export function grouped(rollouts, prompts) {
   }
   return [...groups.values()].map((group) => {
     const scores = group.rollouts.map((rollout) => rollout.score);
-    return { ...group, mean: mean(scores), spread: deviation(scores), failed: group.rollouts.filter((rollout) => rollout.error).length };
+    const now = mean(scores), past = before.get(group.sample) ?? null;
+    return { ...group, mean: now, past, change: now === null || past === null ? null : now - past, spread: deviation(scores), failed: group.rollouts.filter((rollout) => rollout.error).length };
   });
+}
+
+/** The mean score of each sample of a step's page. */
+function means(page) {
+  const scores = new Map();
+  page.sample_index.forEach((sample, index) => scores.set(sample, [...(scores.get(sample) ?? []), page.score[index]]));
+  return new Map([...scores].map(([sample, values]) => [sample, mean(values)]));
 }
 
 const keep = (group, show) =>
@@ -88,6 +97,7 @@ function sorted(groups, by) {
   const last = (value) => value ?? Infinity;
   if (by === "low") return [...groups].sort((a, b) => last(a.mean) - last(b.mean));
   if (by === "high") return [...groups].sort((a, b) => last(b.mean === null ? null : -a.mean) - last(a.mean === null ? null : -b.mean) || b.mean - a.mean);
+  if (by === "change") return [...groups].sort((a, b) => a.change - b.change);
   if (by === "spread") return [...groups].sort((a, b) => (b.spread ?? -1) - (a.spread ?? -1));
   return groups;
 }
@@ -113,14 +123,24 @@ function slowest(run, rollouts) {
   const most = found[0].seconds || 1;
   return h("ol", { class: "slowest" }, found.map((rollout) => h("li", {},
     h("a", { href: trajectoryLink("trajectory", run, rollout.address) }, visible(`${rollout.sample} · ${rollout.rollout}`)),
-    h("span", { class: "track" }, h("i", { style: { width: `${(rollout.seconds / most) * 100}%` } })), h("b", {}, seconds(rollout.seconds)))));
+    h("span", { class: "track" }, h("i", { style: { width: `${(rollout.seconds / most) * 100}%` } })), h("b", {}, seconds(rollout.seconds)), h("span", { class: "dim small cause" }, cause(rollout)))));
 }
 
-function controls(to, sort, show, single) {
+/** What most of a rollout's time went to. */
+function cause({ seconds: total, parts }) {
+  const known = Object.values(parts).reduce((sum, value) => sum + (value ?? 0), 0);
+  const all = { ...parts, "queues and network": Math.max(0, total - known) };
+  const [name, value] = Object.entries(all).sort((a, b) => b[1] - a[1])[0];
+  return total ? `${Math.round((value / Math.max(total, known)) * 100)} % ${name}` : "";
+}
+
+function controls(to, sort, show, single, since, steps) {
   const select = (label, options, value, name) => h("select", { "aria-label": label, onchange: (event) => (location.hash = to({ [name]: event.target.value })) },
     Object.entries(options).map(([key, text]) => h("option", { value: key, selected: key === value }, text)));
   const filters = single ? { "": "all", failed: "with an error" } : FILTERS;
-  return h("span", { class: "row" }, select("Which prompts", filters, show, "show"), select("Order", SORTS, sort, "sort"));
+  return h("span", { class: "row" }, select("Which prompts", filters, show, "show"), 
+    since ? null : select("Order", SORTS, sort, "sort"),
+    steps.length > 0 && select("Change since a step", { "": "change since …", ...Object.fromEntries(steps.map((step) => [`${step}`, `since step ${step}`])) }, since, "since"));
 }
 
 function grid(run, groups, matches, scale, single, prompts) {
@@ -133,7 +153,7 @@ function grid(run, groups, matches, scale, single, prompts) {
   return roving(h("div", { class: groups.length > 100 ? "groups many" : "groups" }, groups.map((group) => h("div", { class: `group ${group.spread === 0 ? "flat" : ""}` },
     h("div", { class: "group-head" }, h("a", { class: "strong", href: link("prompt", { run, sample: group.sample, val: group.rollouts[0].address.validation }), tabindex: -1, title: "this prompt in all steps" }, visible(group.sample)), h("span", { class: "clip", title: group.prompt }, visible(group.prompt))),
     h("div", { class: "cells" }, group.rollouts.map(one)),
-    h("div", { class: "group-foot" }, h("span", {}, `mean ${number(group.mean, 2)}`),
+    h("div", { class: "group-foot" }, h("span", { class: group.change < 0 ? "bad-text" : null }, group.change === null ? `mean ${number(group.mean, 2)}` : `${number(group.past, 2)} → ${number(group.mean, 2)}, ${group.change < 0 ? "worse" : group.change > 0 ? "better" : "as before"}`),
       h("span", {}, group.spread === 0 ? "no variance" : group.spread === null ? "" : `± ${number(group.spread, 2)}`))))), "a.cell");
 }
 

@@ -1,79 +1,126 @@
-// Every token of a trajectory, tinted by what the row has for it.
+// Every token of a trajectory, tinted by what its row and the learner's values have for it.
 
 import { addressed, link, trajectoryLink } from "../api.js";
 import { empty, h, number, panel, roving, visible } from "../dom.js";
 import { facts } from "./parts.js";
 
-const TINTS = { logprob: "log-probability", mask: "mask", version: "weight version" };
 const PAGE = 2048;
-const WORST = 8;
+const MOST_LISTED = 8;
 const FAR = -6;
-/** Nats at which the tint is full. */
+/** Nats at which the tint of a log-probability is full. */
+const CLOSE = 0.01;
+/** Nats of difference that are always pale: what rounding makes. */
+
+/** By name: its words, its value of a token, whether the learner's file has it, and the largest or the smallest first. */
+const TINTS = {
+  logprob: { words: "sampler", value: (page, i) => page.logprobs[i], full: () => FAR, listed: "Least likely", order: (a, b) => a - b },
+  learner: { words: "learner", needs: true, value: (page, i) => page.learner.logprobs[i], full: () => FAR, listed: "Least likely to the learner", order: (a, b) => a - b },
+  difference: { words: "difference", needs: true, value: (page, i) => difference(page, i), full: (values) => Math.max(CLOSE, largest(values)), listed: "Sampler and learner disagree most", order: (a, b) => Math.abs(b) - Math.abs(a) },
+  entropy: { words: "entropy", needs: true, value: (page, i) => page.learner.entropies[i], full: (values) => largest(values) || 1, listed: "Highest entropy", order: (a, b) => b - a },
+  advantage: { words: "advantage", needs: true, value: (page, i) => page.learner.advantages[i], full: (values) => largest(values) || 1, listed: "Largest advantage", order: (a, b) => Math.abs(b) - Math.abs(a) },
+  clip: { words: "clip and filter", needs: true },
+  mask: { words: "mask" },
+  version: { words: "weight version" },
+};
 
 export default async function tokens(visit) {
-  const { run, tint = "logprob" } = visit.parameters;
+  const { run } = visit.parameters;
   const row = Number(visit.parameters.row ?? 0), offset = Number(visit.parameters.offset ?? 0);
   const page = await visit.get("tokens", { ...addressed(visit.parameters), row, offset, limit: PAGE });
+  const names = Object.keys(TINTS).filter((name) => !TINTS[name].needs || page.learner?.logprobs.length);
+  const tint = names.includes(visit.parameters.tint) ? visit.parameters.tint : "logprob";
   const address = { step: Number(visit.parameters.step), validation: Boolean(visit.parameters.val), sample: visit.parameters.sample, rollout: visit.parameters.rollout };
   const to = (changes) => link("tokens", { ...visit.parameters, ...changes });
   visit.keys.t = () => (location.hash = trajectoryLink("trajectory", run, address));
   const details = h("div", { class: "token-details" });
   const versions = [...new Set(page.versions.filter((version) => version !== null))];
-  const show = (index) => details.replaceChildren(facts([
-    ["token", h("code", {}, page.pieces ? quoted(page.pieces[index]) : "–")], ["id", number(page.ids[index])],
-    ["place", `${number(offset + index)} of ${number(page.total)}, ${offset + index < page.prompt_tokens ? "prompt" : "response"}`],
-    ["log-probability", page.logprobs[index] === null ? "not sampled" : `${number(page.logprobs[index], 4)} nats`],
-    ["probability", page.logprobs[index] === null ? null : number(Math.exp(page.logprobs[index]), 4)],
-    ["mask", page.mask[index] ? "1: trained" : "0: not trained"],
-    ["weights", page.versions[index] === null ? null : `version ${page.versions[index]}`],
-  ]));
+  const { value } = TINTS[tint];
+  const values = page.ids.map((_, index) => (value ? value(page, index) : null));
+  const full = value ? TINTS[tint].full(values) : 1;
+  const show = (index) => details.replaceChildren(about(page, index, offset));
   const nodes = page.ids.map((id, index) => {
     const piece = page.pieces ? page.pieces[index] : `${id}`;
-    const node = h("span", { class: `token ${kind(page, index, offset, tint, versions)} ${page.pieces ? "" : "id"}`, "data-index": index, style: { "--tint": `${strength(page.logprobs[index], tint)}%` } }, shown(piece));
+    const strength = values[index] === null ? 0 : Math.round(Math.min(1, Math.abs(values[index] / full)) * 100);
+    const node = h("span", { class: `token ${kind(page, index, offset, tint, versions, values[index])} ${page.pieces ? "" : "id"}`, "data-index": index, style: { "--tint": `${strength}%` } }, shown(piece));
     return /\n/.test(piece) && page.pieces ? [node, h("br")] : node;
   });
   const text = roving(h("div", { class: "tokens", tabindex: null }, nodes), ".token");
   const look = (event) => event.target.dataset?.index !== undefined && show(Number(event.target.dataset.index));
   text.addEventListener("pointerover", look);
   text.addEventListener("focusin", look);
-  show(Math.max(0, page.mask.indexOf(1)));
+  show(visit.parameters.at === undefined ? Math.max(0, page.mask.indexOf(1)) : Number(visit.parameters.at) - offset);
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, "Tokens"), h("span", { class: "dim" }, `${number(page.total)} tokens, ${number(page.prompt_tokens)} of them the prompt`), h("span", { class: "spacer" }),
       h("a", { class: "button", href: trajectoryLink("trajectory", run, address), title: "key t" }, "Conversation")),
     !page.pieces && h("p", { class: "note" }, "Ids are shown, because the tokenizer of the run's model is not on this machine, or the package tokenizers is not installed."),
+    page.unreadable && h("p", { class: "note bad" }, visible(page.unreadable)),
+    page.learner && page.learner.status !== "used" && h("p", { class: "note" }, `The learner did not train on it: ${page.learner.status.replaceAll("_", " ")}.`),
     h("div", { class: "split" },
       panel("", { class: "token-panel" }, h("div", { class: "row between" },
-        h("div", { class: "segments", role: "group", "aria-label": "Tint" }, Object.entries(TINTS).map(([name, words]) =>
-          h("a", { href: to({ tint: name }), "aria-current": name === tint ? "true" : null }, words))), key(tint, versions)),
+        h("div", { class: "segments", role: "group", "aria-label": "Tint" }, names.map((name) =>
+          h("a", { href: to({ tint: name }), "aria-current": name === tint ? "true" : null }, TINTS[name].words))), key(tint, versions, full)),
         page.total ? text : empty("This row has no tokens."), pages(page, row, offset, to)),
-      h("div", { class: "stack sticky" }, panel("Token", {}, details), worst(page, text))));
+      h("div", { class: "stack sticky" }, panel("Token", {}, details), extremes(page, text, values, tint),
+        !page.learner && !page.unreadable && !address.validation && h("p", { class: "dim small" }, "The learner's values are here in runs with trackway.save_token_values=true, after the update."))));
+}
+
+const largest = (values) => Math.max(0, ...values.filter((value) => value !== null).map(Math.abs));
+
+function difference(page, index) {
+  const [sampler, learner] = [page.logprobs[index], page.learner.logprobs[index]];
+  return sampler === null || learner === null ? null : learner - sampler;
 }
 
 const shown = (piece) => visible(piece).replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
 const quoted = (piece) => JSON.stringify(visible(piece));
+const nats = (value) => (value === null || value === undefined ? null : `${number(value, 4)} nats`);
 
-function kind(page, index, offset, tint, versions) {
+/** All that is known of one token. */
+function about(page, index, offset) {
+  const sampled = page.logprobs[index], learner = page.learner?.logprobs.length ? page.learner : null;
+  return facts([
+    ["token", h("code", {}, page.pieces ? quoted(page.pieces[index]) : "–")], ["id", number(page.ids[index])],
+    ["place", `${number(offset + index)} of ${number(page.total)}, ${offset + index < page.prompt_tokens ? "prompt" : "response"}`],
+    ["log-probability", sampled === null ? "not sampled" : nats(sampled)],
+    ["probability", sampled === null ? null : number(Math.exp(sampled), 4)],
+    learner && ["learner's", nats(learner.logprobs[index])],
+    learner && ["difference", nats(difference(page, index))],
+    learner && ["entropy", nats(learner.entropies[index])],
+    learner && ["advantage", learner.advantages[index] === null ? null : number(learner.advantages[index], 4)],
+    learner && page.mask[index] ? ["loss", learner.kept[index] ? (learner.clipped[index] ? "clipped: no gradient" : "trained") : "rejected: not in the loss"] : null,
+    ["mask", page.mask[index] ? "1: trained" : "0: not trained"],
+    ["weights", page.versions[index] === null ? null : `version ${page.versions[index]}`],
+  ]);
+}
+
+function kind(page, index, offset, tint, versions, value) {
   const part = offset + index < page.prompt_tokens ? "prompt" : page.mask[index] ? "model" : "observation";
-  const version = tint === "version" && page.versions[index] !== null ? `v${versions.indexOf(page.versions[index]) % 6}` : "";
-  return `${part} tint-${tint} ${version}`;
+  const more = tint === "version" && page.versions[index] !== null ? `v${versions.indexOf(page.versions[index]) % 6}`
+    : tint === "clip" && part === "model" ? (page.learner.kept[index] ? (page.learner.clipped[index] ? "clipped" : "") : "rejected")
+    : value !== null && value < 0 && tint === "advantage" ? "negative" : "";
+  return `${part} tint-${["mask", "version", "clip"].includes(tint) ? tint : "value"} ${more}`;
 }
 
-const strength = (logprob, tint) => (tint !== "logprob" || logprob === null ? 0 : Math.round(Math.min(1, logprob / FAR) * 100));
-
-function key(tint, versions) {
-  const item = (style, text, kind = "") => h("li", {}, h("i", { class: `swatch token ${kind}`, style }), text);
-  if (tint === "logprob") return h("ul", { class: "legend" }, item({ "--tint": "0%" }, "certain", "model tint-logprob"), item({ "--tint": "50%" }, `${FAR / 2} nats`, "model tint-logprob"), item({ "--tint": "100%" }, `${FAR} or less`, "model tint-logprob"), item({}, "not sampled", "observation"));
+function key(tint, versions, full) {
+  const item = (style, text, kind) => h("li", {}, h("i", { class: `swatch token ${kind}`, style }), text);
   if (tint === "mask") return h("ul", { class: "legend" }, item({}, "trained", "model tint-mask"), item({}, "not trained", "observation tint-mask"), item({}, "prompt", "prompt tint-mask"));
-  return h("ul", { class: "legend" }, versions.map((version, index) => item({}, `version ${version}`, `model tint-version v${index % 6}`)));
+  if (tint === "clip") return h("ul", { class: "legend" }, item({}, "trained", "model tint-clip"), item({}, "clipped", "model tint-clip clipped"), item({}, "rejected", "model tint-clip rejected"));
+  if (tint === "version") return h("ul", { class: "legend" }, versions.map((version, index) => item({}, `version ${version}`, `model tint-version v${index % 6}`)));
+  const least = { logprob: "certain", learner: "certain", entropy: "certain" }[tint] ?? "0";
+  return h("ul", { class: "legend" }, item({ "--tint": "0%" }, least, "model tint-value"), item({ "--tint": "50%" }, number(full / 2), "model tint-value"),
+    item({ "--tint": "100%" }, `${number(full)}${tint === "logprob" || tint === "learner" ? " or less" : ""}`, "model tint-value"),
+    tint === "advantage" ? item({ "--tint": "100%" }, "negative", "model tint-value negative") : item({}, "not sampled", "observation"));
 }
 
-/** The sampled tokens that were least likely. */
-function worst(page, text) {
-  const found = page.logprobs.map((logprob, index) => [logprob, index]).filter(([logprob]) => logprob !== null).sort((a, b) => a[0] - b[0]).slice(0, WORST);
+/** The tokens with the most remarkable values. */
+function extremes(page, text, values, tint) {
+  const { listed, order } = TINTS[tint];
+  if (!listed) return null;
+  const found = values.map((value, index) => [value, index]).filter(([value]) => value !== null).sort((a, b) => order(a[0], b[0])).slice(0, MOST_LISTED);
   if (!found.length) return null;
-  return panel("Least likely", {}, h("ol", { class: "least" }, found.map(([logprob, index]) => h("li", {},
+  return panel(listed, {}, h("ol", { class: "least" }, found.map(([value, index]) => h("li", {},
     h("button", { type: "button", class: "plain", onclick: () => text.querySelector(`[data-index="${index}"]`).focus() }, h("code", {}, page.pieces ? quoted(page.pieces[index]) : String(page.ids[index]))),
-    h("b", {}, number(logprob, 3))))));
+    h("b", {}, number(value, 3))))));
 }
 
 function pages(page, row, offset, to) {

@@ -29,7 +29,7 @@ export default async function trajectory(visit) {
     h("div", { class: "split" },
       h("div", { class: "conversation" }, page.prompt_messages.map((message) => bubble(message)), page.turns.map((turn) => turnOf(turn)),
         page.log && h("details", { class: "message" }, h("summary", {}, "log of the agent"), h("pre", {}, visible(page.log)))),
-      h("div", { class: "stack" }, swimlane(page), rewards(page), about(page, run))));
+      h("div", { class: "stack" }, swimlane(visit, page), rewards(page), about(page, run))));
 }
 
 /** The rollout and others of its prompt; `compareLink` takes the first of them. */
@@ -75,7 +75,7 @@ function pretty(text) {
 }
 
 /** The turns in their order. The row has how long each part took, and not when it began: the rest of the total is last. */
-function swimlane(page) {
+function swimlane(visit, page) {
   const { timings, turns } = page;
   const parts = turns.flatMap((turn) => [
     { lane: "generate", name: `turn ${turn.index + 1}`, value: turn.generate_s },
@@ -95,8 +95,31 @@ function swimlane(page) {
       return [h("span", { class: "dim" }, lane), h("div", { class: "lane" }, own.map((part) =>
         tip(h("i", { class: `p${index}`, tabindex: 0, "aria-label": `${part.name} ${seconds(part.value)}`, style: { left: `${(part.at / total) * 100}%`, width: `max(2px, ${(part.value / total) * 100}%)` } }), `${visible(part.name)}\n${seconds(part.value)}`))),
       h("b", {}, seconds(own.reduce((sum, part) => sum + part.value, 0)))];
-    })));
+    })), page.trace && spans(visit, page.trace_id));
 }
+
+/** The spans of its trace when they are asked for: MLflow may be gone, and the row has the sums. */
+function spans(visit, trace) {
+  const box = h("div", { class: "spans" });
+  const button = h("button", { type: "button", class: "plain", onclick: async () => {
+    button.disabled = true;
+    try {
+      const page = await visit.get("spans", { run: visit.parameters.run, trace });
+      const end = Math.max(...page.spans.map((span) => span.start + (span.seconds ?? 0))) || 1;
+      box.replaceChildren(h("ol", {}, page.spans.map((span) => h("li", { class: span.error ? "bad-text" : null },
+        h("span", { class: "clip", style: { "padding-left": `${span.depth * 10}px` }, title: span.error || span.name }, visible(span.name)),
+        h("span", { class: "lane" }, h("i", { class: `p${LANES.indexOf(span.service)}`, style: { left: `${(span.start / end) * 100}%`, width: `max(2px, ${((span.seconds ?? 0) / end) * 100}%)` } })),
+        h("b", {}, span.seconds === null ? "open" : seconds(span.seconds))))), page.total > page.spans.length && h("p", { class: "dim small" }, `the first ${page.spans.length} of ${page.total} spans`) || "");
+    } catch (error) {
+      if (!visit.signal.aborted) box.replaceChildren(h("p", { class: "note bad" }, visible(error.message)));
+    }
+  } }, "Spans of its trace");
+  box.append(button);
+  return box;
+}
+
+const LANES = ["rollout", "tools", "reward", "agent"];
+/** Services in the colours of the lanes above. */
 
 function rewards({ reward, tool_rewards: tools }) {
   if (!reward) return panel("Reward", {}, h("p", { class: "dim" }, "It was not scored."));

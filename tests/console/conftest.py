@@ -1,0 +1,51 @@
+"""A console that is served, and one Chromium for all tests."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from tests.console.browser import Browser
+from trackway.console.app import create_app
+from trackway.system import free_port
+
+Serve = Callable[[Path], str]
+
+
+@pytest.fixture(scope="session")
+def serve() -> Iterator[Serve]:
+    """Serves the console of an outputs folder until the session ends; returns its URL."""
+    started: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def serve(outputs: Path) -> str:
+        port = free_port()
+        server = uvicorn.Server(uvicorn.Config(create_app(outputs), port=port, log_level="warning", lifespan="on"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        started.append((server, thread))
+        return f"http://127.0.0.1:{port}/"
+
+    yield serve
+    for server, _ in started:
+        server.should_exit = True
+    for _, thread in started:
+        thread.join(30)
+
+
+@pytest.fixture(scope="session")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Browser:
+    """At an empty page of 1280 px, with nothing remembered of the tests before."""
+    chromium.call("Page.navigate", url="about:blank")
+    chromium.wait("location.href === 'about:blank'")
+    chromium.size(1280)
+    chromium.requests.clear()
+    chromium.problems.clear()
+    return chromium

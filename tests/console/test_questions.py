@@ -1,0 +1,159 @@
+"""Ten questions about a run, each answered as a person would: from the list of runs, in at most four clicks."""
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.console.browser import Browser
+from tests.console.conftest import Serve
+from tests.console.example_run import write_run, write_values
+from trackway.trainer.run_state.folder import Activity, RunFolder
+from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.wire.errors import ErrorBody, ErrorCode
+from trackway.wire.trajectory import StopReason, Trajectory
+
+pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
+
+STEPS = 30
+MOST_CLICKS = 4
+LOST = ErrorBody(code=ErrorCode.ENGINE_FAILED, message="the engine of rollout replica 3 ended", retryable=False)
+
+
+class Person:
+    """Clicks from the list of runs, and counts."""
+
+    def __init__(self, browser: Browser, url: str) -> None:
+        self._browser = browser
+        self._clicks = 0
+        browser.open(f"{url}#/")
+
+    def click(self, selector: str) -> "Person":
+        """One click, and a look at what it opens."""
+        self._clicks += 1
+        assert self._clicks <= MOST_CLICKS
+        before = self._browser.evaluate("document.getElementById('main').dataset.ready")
+        self._browser.click(selector)
+        self._browser.wait(f"document.getElementById('main').dataset.ready !== {before!r}")
+        return self
+
+    def link(self, text: str) -> "Person":
+        """A click on the first link or button with this text."""
+        self._browser.evaluate(
+            "[...document.querySelectorAll('a, button')].find((node) => node.textContent.trim() === "
+            f"{text!r})?.setAttribute('data-chosen', '{self._clicks}')"
+        )
+        return self.click(f"[data-chosen='{self._clicks}']")
+
+    def choose(self, label: str, value: str) -> "Person":
+        """A choice from a list, which counts as a click."""
+        self._clicks += 1
+        assert self._clicks <= MOST_CLICKS
+        field = f"document.querySelector('select[aria-label=\"{label}\"]')"
+        self._browser.settled(
+            lambda: self._browser.evaluate(f"{field}.value = {value!r}; {field}.dispatchEvent(new Event('change'))")
+        )
+        return self
+
+    def run(self) -> "Person":
+        return self.click("a.open")
+
+    def step(self, step: int) -> "Person":
+        return self.run().click(f".steps a[aria-label^='step {step},'], .steps a[aria-label='step {step}']")
+
+    def sees(self, *texts: str) -> None:
+        """All of these are visible, at once or after a search."""
+        for text in texts:
+            self._browser.wait(f"document.getElementById('main').innerText.includes({text!r})")
+
+    def value(self, script: str) -> object:
+        return self._browser.evaluate(script)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, serve: Serve) -> str:
+    outputs = tmp_path_factory.mktemp("outputs")
+    folder = write_run(outputs, steps=STEPS)
+    change(folder, 20, lambda made: made.reward.__setattr__("score", 0.0) if made.reward else None)
+    change(folder, 12, _lose)
+    change(folder, STEPS, _wait)
+    write_values(folder, STEPS)
+    folder.write_activity(Activity(rollouts={"submitted": 124, "used": 117, "dropped_stale": 7}))
+    return serve(outputs)
+
+
+def change(folder: RunFolder, step: int, apply: Callable[[Trajectory], object]) -> None:
+    file = folder.path / f"trajectories/step_{step}.parquet"
+    rollouts = read_trajectories(file)
+    for made in rollouts:
+        apply(made)
+    write_trajectories(file, rollouts)
+
+
+def _lose(made: Trajectory) -> None:
+    if (made.tags.sample_index, made.tags.rollout_n) == (7, 0):
+        made.error, made.stop_reason, made.reward = LOST, StopReason.ERROR, None
+
+
+def _wait(made: Trajectory) -> None:
+    if (made.tags.sample_index, made.tags.rollout_n) == (10, 1):
+        made.timings.tool_calls, made.timings.total = 60.0, 64.0
+
+
+@pytest.fixture
+def person(browser: Browser, url: str) -> Person:
+    return Person(browser, url)
+
+
+def test_which_prompts_got_worse_from_step_10_to_20(person: Person) -> None:
+    person.step(20).choose("Change since a step", "10")
+    person.sees("0.5 → 0, worse", "0 → 0, as before")
+    assert person.value("document.querySelector('.group .strong').textContent") == "7"
+
+
+def test_reward_0_though_the_tool_was_right(person: Person) -> None:
+    person.run().link("Search").link("tool right, answer wrong").sees("28 hits")
+    assert person.value("[...document.querySelectorAll('table.hits a.open')].every((a) => a.textContent === '7 · 0')")
+
+
+def test_groups_without_variance(person: Person) -> None:
+    person.step(30).choose("Which prompts", "flat").sees("no variance")
+    assert person.value("[...document.querySelectorAll('.group .strong')].map((a) => a.textContent).join()") == "10"
+
+
+def test_what_failed_by_infrastructure_and_where(person: Person) -> None:
+    person.run().link("Failures").link("infrastructure").sees("engine failed", "the engine of rollout replica 3 ended")
+    assert person.value("document.querySelector('.causes .chip').textContent") == "rollout"
+    person.click("table.causes a.open").sees("the engine of rollout replica 3 ended")
+    assert "step=12" in str(person.value("location.hash"))
+
+
+def test_the_longest_waits_of_a_step_and_their_cause(person: Person) -> None:
+    person.step(30)
+    first = "document.querySelector('.slowest li').innerText"
+    assert str(person.value(first)).split("\n") == ["10 · 1", "64.0 s", "94 % tools"]
+
+
+def test_the_tokens_where_sampler_and_learner_disagree_most(person: Person) -> None:
+    person.run().link("SQL").link("sampler against learner").sees("difference")
+    assert (
+        person.value("document.querySelector('.sql-rows tbody tr').innerText.split('\\t').slice(1).join()")
+        == "7,1,3,6,-2,-3.5,1.5"
+    )
+    person.click(".sql-rows a.open").sees("Sampler and learner disagree most", "-1.5")
+
+
+def test_which_weight_versions_wrote_a_trajectory(person: Person) -> None:
+    person.step(30).click(".cell").sees("version 30, 31")
+
+
+def test_one_prompt_at_steps_1_15_and_30(person: Person) -> None:
+    person.step(30).click(".group-head a").sees("step 1", "step 15", "step 30", "#### 42")
+    person.link("Compare over steps").sees("step 1 · 7 · 0", "step 30 · 7 · 0")
+
+
+def test_every_time_out_of_one_tool(person: Person) -> None:
+    person.run().link("Failures").click("tr:has(td b):has(.chip) a[href*='tool=calculator']").sees("30 hits")
+
+
+def test_how_many_rollouts_were_dropped_as_stale(person: Person) -> None:
+    person.run().sees("dropped stale\n7")

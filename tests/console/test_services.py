@@ -1,0 +1,109 @@
+"""The pages over running services: what is passed on to them, with whose token, and what is not."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from pydantic import SecretStr
+
+from trackway.console.app import create_app
+from trackway.reward.app import create_app as reward_app
+from trackway.serving import AuthSettings, ServiceSettings
+from trackway.serving.tokens import Token
+from trackway.tools.app import create_app as tools_app
+from trackway.tools.settings import ToolsSettings
+
+SECRET = "a-secret-of-people"
+KNOWN = {"authorization": f"Bearer {SECRET}"}
+AUTH = AuthSettings(tokens={"people": Token(secret=SecretStr(SECRET))})
+URLS = {"tools": "http://tools/tools", "reward": "http://reward", "rollout": "http://gone"}
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    """The console before a tool server with tokens at a prefix, a reward service without, and one that is gone."""
+    monkeypatch.setenv("TRACKWAY_TOKEN", SECRET)  # the console's own environment must not let anyone in
+    tools = tools_app(ToolsSettings(auth=AUTH))
+
+    def gone(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("no one listens", request=request)
+
+    http = httpx.AsyncClient(
+        mounts={
+            "all://tools": httpx.ASGITransport(_below("/tools", tools)),
+            "all://reward": httpx.ASGITransport(reward_app()),
+            "all://": httpx.MockTransport(gone),
+        }
+    )
+    return TestClient(create_app(tmp_path, services=URLS, http=http))
+
+
+def _below(prefix: str, app):
+    async def below(scope, receive, send) -> None:
+        await app({**scope, "path": scope["path"].removeprefix(prefix)}, receive, send)
+
+    return below
+
+
+def test_a_call_and_a_score_reach_the_services_with_the_token_of_the_caller(client: TestClient) -> None:
+    call = {"tool": "calculator", "arguments": {"expression": "6*7"}}
+    score = {"data_source": "openai/gsm8k", "solution_str": "#### 42", "ground_truth": "42"}
+
+    assert client.post("/api/try/tool", json=call).status_code == 401
+    answer = client.post("/api/try/tool", json=call, headers=KNOWN).json()
+    assert (answer["text"], answer["facts"]["reward"]) == ("42", 0.0)
+    scored = client.post("/api/try/score", json=score).json()
+    assert (scored["text"], scored["facts"]["correct"]) == ("1", 1.0)
+
+
+def test_only_the_named_routes_are_passed_on(client: TestClient) -> None:
+    for tool in ("../instances", "calculator/execute?x=", "a b", "http://elsewhere.test/"):
+        reply = client.post("/api/try/tool", json={"tool": tool, "arguments": {}}, headers=KNOWN)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (422, "invalid_request")
+    assert client.post("/api/try/tool", json={"tool": "calculator", "url": "http://elsewhere.test"}).status_code == 422
+    for path in ("/api/try/instances", "/api/tools/instances", "/tools/instances"):
+        assert client.post(path, json={}, headers=KNOWN).status_code in (404, 405)
+    assert client.post("/api/try/tool", json={"tool": "x"}, headers={"origin": "http://evil.test"}).status_code == 401
+
+
+def test_what_can_be_tried_is_what_answers(client: TestClient) -> None:
+    assert client.get("/api/try").status_code == 401
+    offer = client.get("/api/try", headers=KNOWN).json()
+
+    assert [tool["function"]["name"] for tool in offer["tools"]] == ["calculator", "calc_gsm8k_reward"]
+    assert (offer["model"], offer["scorers"][0]["name"]) == (None, "gsm8k")
+    prompt = client.post("/api/try/prompt", json={"prompt": "hello"}, headers=KNOWN).json()
+    assert prompt["error"]["code"] == "unavailable"
+
+
+def test_the_system_page_has_each_service_and_no_token(client: TestClient) -> None:
+    reply = client.get("/api/system", headers=KNOWN)
+    services = {service["service"]: service for service in reply.json()["services"]}
+
+    assert {name: service["answers"] for name, service in services.items()} == {
+        "tools": True,
+        "reward": True,
+        "rollout": False,
+    }
+    [replica] = services["tools"]["replicas"]
+    assert (replica["ready"], replica["spans_lost"], replica["version"]) == (True, 0, None)
+    assert replica["queues"] == {"in_flight": 1.0, "tool_instances": 0.0}
+    assert "no one listens" in services["rollout"]["message"]
+    assert "passes" not in reply.text and SECRET not in reply.text
+
+
+def test_a_console_alone_has_no_services(tmp_path: Path) -> None:
+    client = TestClient(create_app(tmp_path))
+
+    assert client.get("/api/console").json() == {"outputs": str(tmp_path), "services": []}
+    assert client.get("/api/system").status_code == client.get("/api/try").status_code == 404
+    assert client.post("/api/try/tool", json={"tool": "calculator"}).status_code == 404
+
+
+def test_a_console_with_tokens_asks_for_one_before_anything_is_passed_on(tmp_path: Path) -> None:
+    client = TestClient(create_app(tmp_path, ServiceSettings(auth=AUTH), services=URLS))
+
+    for path in ("/api/console", "/api/system", "/api/try"):
+        assert client.get(path).status_code == 401
+    assert client.post("/api/try/score", json={}).status_code == 401
