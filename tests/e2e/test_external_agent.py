@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode
 from trackway.wire.health import ReplicaInfo
 from trackway.wire.sessions.session import SessionAccess, SessionRequest
+from trackway.wire.sessions.training import TrainedSession
 from trackway.wire.trainer import RunInfo, RunState
 from trackway.wire.trajectory import StopReason, Trajectory
 
@@ -114,6 +116,61 @@ def test_sessions_of_a_killed_replica_go_on_elsewhere_or_end_by_name(
     assert {turn.finish_reason for trajectory in whole_ones for turn in trajectory.turns} <= {"stop", "length"}
 
 
+def test_sessions_of_a_deployed_agent_are_trained_also_when_the_run_is_killed(
+    deployment: Deployment, agents: list[ReplicaInfo], started: Start
+) -> None:
+    name = started(
+        "sessions",
+        3,
+        "trackway.rollouts_from=sessions",
+        "data.train_files=[]",
+        "data.val_files=[]",
+        "trainer.save_freq=1",
+    ).run
+    until(lambda: accepts(deployment, name))
+    assert "4 sessions of one group" in until(lambda: waits_of(deployment, name))
+    with ThreadPoolExecutor(8) as pool:
+        first = list(pool.map(lambda number: worked(deployment, number), range(32)))
+        until(lambda: step_of(deployment, name) >= 1)
+        os.kill(worker_of(deployment, name), signal.SIGKILL)
+        rest = list(pool.map(lambda number: worked(deployment, number), range(32, 48)))
+
+    info = launch.follow(deployment, name, quiet)
+    made = trajectories_of(info)
+    assert (info.state, info.restarts) == (RunState.FINISHED, 1)
+    assert [trajectory.error for trajectory in made if trajectory.error] == []
+    assert sorted(trajectory.session_id for trajectory in made) == sorted([*first, *rest])
+    assert (info.rollout_states["used"], info.rollout_states["submitted"]) == (48, 48)
+    metrics = [json.loads(line)["data"] for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["training/rollout_logprob_diff_max"] for row in metrics) < 1e-4
+    waiting = Path(info.folder) / "sessions"
+    assert [*waiting.glob("waiting/*"), *waiting.glob("drawn/*")] == []
+
+
+def accepts(deployment: Deployment, name: str) -> bool:
+    headers = {"authorization": f"Bearer {OPERATOR}"}
+    return httpx.get(f"{deployment.base_url}/trainer/sessions/run?run={name}", headers=headers).status_code == 200
+
+
+def waits_of(deployment: Deployment, name: str) -> str:
+    headers = {"authorization": f"Bearer {OPERATOR}"}
+    return json.dumps(httpx.get(f"{deployment.base_url}/trainer/runs/{name}", headers=headers).json()["waits"] or "")
+
+
+def worker_of(deployment: Deployment, name: str) -> int:
+    return json.loads((deployment.outputs / name / "worker.json").read_text())["pid"]
+
+
+def worked(deployment: Deployment, number: int) -> str:
+    """A session of a deployed agent from its beginning to its end; returns its id."""
+    access = opened_for(deployment, train=TrainedSession(group=number // 4))
+    assert answer(access).status_code == 200
+    own, headers = access.base_url.removesuffix("/v1"), {"authorization": f"Bearer {OPERATOR}"}
+    httpx.post(f"{own}/reward", json={"score": number % 2}, headers=headers, timeout=30).raise_for_status()
+    httpx.post(f"{own}/end", headers=headers, timeout=120).raise_for_status()
+    return access.session_id
+
+
 def key(trajectory: Trajectory) -> tuple[bool, int, object, int]:
     tags = trajectory.tags
     return tags.validation, tags.step, tags.sample_index, tags.rollout_n
@@ -121,20 +178,25 @@ def key(trajectory: Trajectory) -> tuple[bool, int, object, int]:
 
 def opened_on(deployment: Deployment, replica: str) -> SessionAccess:
     """A session of this replica."""
+
+    def open_one() -> SessionAccess | None:
+        access = opened_for(deployment)
+        return access if replica_of(access.session_id) == replica else None
+
+    return until(open_one)
+
+
+def opened_for(deployment: Deployment, train: TrainedSession | None = None) -> SessionAccess:
+    """A session of some replica."""
     sample = Sample(
         data_source="openai/gsm8k",
         prompt=[Message(role="user", content="9+9?")],
         reward_model=RewardModel(ground_truth="18"),
     )
-    body = SessionRequest(sample=sample).model_dump_json(exclude_none=True)
+    body = SessionRequest(sample=sample, train=train).model_dump_json(exclude_none=True)
     headers = {"authorization": f"Bearer {OPERATOR}", "content-type": "application/json"}
-
-    def open_one() -> SessionAccess | None:
-        reply = httpx.post(f"{deployment.base_url}/agent/sessions", content=body, headers=headers, timeout=30)
-        access = SessionAccess.model_validate_json(reply.raise_for_status().content)
-        return access if replica_of(access.session_id) == replica else None
-
-    return until(open_one)
+    reply = httpx.post(f"{deployment.base_url}/agent/sessions", content=body, headers=headers, timeout=30)
+    return SessionAccess.model_validate_json(reply.raise_for_status().content)
 
 
 def answer(access: SessionAccess) -> httpx.Response:

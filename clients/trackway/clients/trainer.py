@@ -1,8 +1,10 @@
 """Client of the trainer service."""
 
 from collections.abc import AsyncIterator
+from urllib.parse import quote
 
 from trackway.clients.base import Deadline, ServiceClient
+from trackway.wire.sessions.training import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import MetricsRow, RunInfo, RunList, RunRequest
 
 
@@ -29,6 +31,14 @@ class TrainerClient(ServiceClient):
         """Resume a run from its last checkpoint; with `skip_damaged` from the last intact one."""
         path = f"/runs/{name}/resume" + ("?skip_damaged=true" if skip_damaged else "")
         return await self.call("POST", path, reply=RunInfo)
+
+    async def session_run(self, name: str | None) -> SessionRun:
+        """What the run, or the one in progress, fixes for the sessions that it trains on."""
+        return await self.call("GET", "/sessions/run" + (f"?run={quote(name)}" if name else ""), reply=SessionRun)
+
+    async def train_session(self, name: str, session: FinishedSession) -> WaitingSessions:
+        """Hand a finished session to the run; once this returns it is on the run's disk. Repeating it has no effect."""
+        return await self.call("POST", f"/runs/{quote(name)}/sessions", reply=WaitingSessions, body=session)
 
     async def metrics(
         self, name: str, follow: bool = False, deadline: Deadline | None = None

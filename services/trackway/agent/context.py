@@ -1,4 +1,4 @@
-"""The services of an agent loop: three clients, the tokenizer, the call parser, the tool catalog."""
+"""The services of an agent loop: four clients, the tokenizer, the call parser, the tool catalog."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from trackway.agent.catalog import ToolCatalog
 from trackway.agent.parser import ToolParser, tool_parser
 from trackway.agent.sessions.store import Sessions
 from trackway.agent.settings import AgentSettings
-from trackway.clients import RewardClient, RolloutClient, ToolsClient
+from trackway.clients import RewardClient, RolloutClient, ToolsClient, TrainerClient
 
 if TYPE_CHECKING:
     from trackway.agent.tokens import ChatTokens
@@ -23,6 +23,8 @@ class AgentContext:
     rollout: RolloutClient
     tools: ToolsClient
     reward: RewardClient
+    trainer: TrainerClient
+    """Gets the sessions that a run trains on."""
     catalog: ToolCatalog
     tokens: "ChatTokens"
     parser: ToolParser
@@ -43,6 +45,7 @@ class AgentContext:
             ),
             tools=tools,
             reward=RewardClient(settings.url("reward"), http, settings.reward_policy, settings.token, direct, batches),
+            trainer=TrainerClient(settings.url("trainer"), http, settings.trainer_policy, settings.token),
             catalog=ToolCatalog(tools, settings.tools_refresh_s),
             tokens=ChatTokens.load(settings.model_path, settings.chat_template_kwargs),
             parser=tool_parser(settings.tool_parser),

@@ -86,6 +86,8 @@ class AgentSettings(OwnCodeSettings):
     """Client policy of tool calls."""
     reward_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)
     """Client policy of scoring."""
+    trainer_policy: CallPolicy = CallPolicy(outage_s=_OUTAGE_S)
+    """Client policy of handing sessions to the run that trains on them."""
 
     @property
     def own_files(self) -> list[Path]:

@@ -14,9 +14,11 @@ from trackway.trainer.settings import TrainerSettings
 from trackway.trainer.supervisor.auto_resume import resume_periodically
 from trackway.trainer.supervisor.gauges import RunGauges
 from trackway.trainer.supervisor.manager import RunManager
+from trackway.trainer.supervisor.session_intake import SessionIntake
 from trackway.trainer.supervisor.standby import Standby
 from trackway.trainer.tracking import Leftovers
 from trackway.wire.names import RunNameInPath
+from trackway.wire.sessions.training import FinishedSession, SessionRun, WaitingSessions
 from trackway.wire.trainer import RunInfo, RunList, RunRequest
 
 logger = logging.getLogger("trackway.trainer")
@@ -61,7 +63,13 @@ def create_app(settings: TrainerSettings | None = None) -> FastAPI:
         return None if info is None else runs.registry.tracked(info)
 
     gauges = RunGauges(newest)
-    return service_app("trainer", settings, routers=[_routes(runs)], lifespan=lifespan, collectors=[gauges])
+    return service_app(
+        "trainer",
+        settings,
+        routers=[_routes(runs), _sessions(SessionIntake(runs.registry))],
+        lifespan=lifespan,
+        collectors=[gauges],
+    )
 
 
 async def _send_leftovers(runs: RunManager, leftovers: Leftovers) -> None:
@@ -121,5 +129,21 @@ def _routes(runs: RunManager) -> ServiceRouter:
     async def resume(run: RunNameInPath, skip_damaged: bool = False) -> RunInfo:
         """Resume a run from its last checkpoint; with `skip_damaged` from the last intact one."""
         return await runs.resume(run, skip_damaged=skip_damaged)
+
+    return router
+
+
+def _sessions(intake: SessionIntake) -> ServiceRouter:
+    router = ServiceRouter(tags=["sessions"])
+
+    @router.get("/sessions/run")
+    async def session_run(run: RunNameInPath | None = None) -> SessionRun:
+        """What a run that trains on sessions fixes for each of them; without a name, the run in progress."""
+        return await asyncio.to_thread(intake.run, run)
+
+    @router.post("/runs/{run}/sessions", status_code=202)
+    async def train_session(run: RunNameInPath, session: FinishedSession) -> WaitingSessions:
+        """Hand a finished session to a run; the agent service does this. It is on the run's disk when this answers."""
+        return await asyncio.to_thread(intake.take, run, session)
 
     return router

@@ -184,6 +184,7 @@ async def open_services(
     redact: Redact | None = None,
     tracing: TracingSettings | None = None,
     weight_wait_s: float = 5.0,
+    trainer: FastAPI | None = None,
 ) -> AsyncIterator[AgentServices]:
     """The services over ASGI, each with its own tracing into one exporter."""
     exporter = InMemorySpanExporter()
@@ -205,7 +206,13 @@ async def open_services(
         rollout = ModelLine(create_rollout(follows, model, tracings["rollout"]), model)
         tools = Replaceable(create_tools(tools=offered, tracing=tracings["tools"]))
         reward = Replaceable(create_reward(tracing=tracings["reward"]))
-        mounts = {"http://rollout": rollout, "http://tools": tools, "http://reward": reward}
+        mounts: dict[str, httpx.AsyncBaseTransport | None] = {
+            "http://rollout": rollout,
+            "http://tools": tools,
+            "http://reward": reward,
+        }
+        if trainer is not None:
+            mounts["http://trainer"] = httpx.ASGITransport(trainer)
         # No TLS here: reading the certificates takes 40 ms.
         http = await stack.enter_async_context(httpx.AsyncClient(mounts=mounts, verify=False))
         agent = create_agent(settings, http, tracings["agent"])

@@ -7,6 +7,7 @@ from trackway.wire.base import Float, Int, WireReply, WireRequest
 from trackway.wire.names import Label, RunName
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.sessions.graph import GraphNode
+from trackway.wire.sessions.training import TrainedSession
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory
 
@@ -37,11 +38,14 @@ class SessionRequest(WireRequest):
     trace: bool | None = None
     """As in GroupRequest."""
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
+    train: TrainedSession | None = None
+    """Train on the session once `/end` is called; the run then sets `run`, `experiment_name`, `step`, the sampling, the
+    limits and `trace_target`."""
 
     def group(self) -> GroupRequest:
         """The request of this one rollout."""
         fields = {name: getattr(self, name) for name in SessionRequest.model_fields}
-        del fields["bounds"], fields["rollout_n"]
+        del fields["bounds"], fields["rollout_n"], fields["train"]
         return GroupRequest(**fields, n=self.rollout_n + 1, rollouts=[self.rollout_n])
 
 

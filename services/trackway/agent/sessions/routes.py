@@ -34,6 +34,7 @@ from trackway.wire.openai.response_replies import ResponsesReply
 from trackway.wire.openai.response_requests import ResponsesRequest
 from trackway.wire.rollout import ModelCard, ModelList
 from trackway.wire.sessions.session import SessionAccess, SessionRequest, SessionReward, SessionState
+from trackway.wire.sessions.training import FinishedSession, TrainedSession
 from trackway.wire.trajectory import Reward, Trajectory
 
 MODEL = "policy"
@@ -58,12 +59,16 @@ class RunningSessions:
     def __init__(self, services: AgentContext, groups: Groups) -> None:
         self._services, self._groups = services, groups
         self._tasks: dict[str, asyncio.Task[Trajectory]] = {}
+        self._handing: dict[str, tuple[TrainedSession, asyncio.Task[None] | None]] = {}
+        """The sessions that are trained, each with the hand-over of its trajectory to the run."""
 
     async def open(self, request: SessionRequest) -> SessionAccess:
         """Begin a session; raises OVERLOADED when the replica is full."""
         sessions = self._services.sessions
         sessions.check_room()
         self._tasks = {name: task for name, task in self._tasks.items() if name in sessions}
+        self._handing = {name: handing for name, handing in self._handing.items() if name in sessions}
+        request = await self._of_run(request)
         ready: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
         task = self._groups.launch(
             lambda services: OpenSession(services, request.bounds, ready.set_result), request.group()
@@ -74,16 +79,48 @@ class RunningSessions:
             message = f"expected a free slot within {_OPEN_S:g} s (max_concurrent_trajectories), got none; try again"
             raise TrackwayError(ErrorCode.OVERLOADED, message)
         self._tasks[session.id] = task
+        if request.train is not None:
+            self._handing[session.id] = request.train, None
         return sessions.access(session)
 
+    async def _of_run(self, request: SessionRequest) -> SessionRequest:
+        """The request with what its run fixes. Raises CONFLICT when that run takes no sessions."""
+        if request.train is None:
+            return request
+        group = request.train.group
+        if group is None and request.sample.extra_info.get("index") is None:
+            message = (
+                "expected train.group or sample.extra_info.index, which tell the sessions of one task, got neither"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, f"{message}; give one")
+        run = await self._services.trainer.session_run(request.train.run)
+        train = TrainedSession(run=run.run, group=request.sample.index if group is None else group)
+        return request.model_copy(update={**dict(run), "train": train})
+
     async def end(self, session: Session) -> Trajectory:
-        """End the session and wait for its score. Raises CONFLICT for one that belongs to a group."""
+        """End the session, wait for its score, and hand it to the run that trains on it.
+
+        Raises CONFLICT for one that belongs to a group; the run's error, when it does not take the session.
+        """
         task = self._tasks.get(session.id)
         if task is None:
             message = "expected a session that was opened by POST /sessions, got one of a group, which its runner ends"
             raise TrackwayError(ErrorCode.CONFLICT, message)
         session.ended.set()
-        return await asyncio.shield(task)
+        trajectory = await asyncio.shield(task)
+        train, handing = self._handing.get(session.id, (None, None))
+        if train is None or trajectory.error is not None:
+            return trajectory
+        if handing is None or (handing.done() and (handing.cancelled() or handing.exception() is not None)):
+            handing = asyncio.create_task(self._hand_over(session.id, train, trajectory))
+            self._handing[session.id] = train, handing
+        await asyncio.shield(handing)  # it goes on when the client has left
+        return trajectory
+
+    async def _hand_over(self, session_id: str, train: TrainedSession, trajectory: Trajectory) -> None:
+        assert train.run is not None and train.group is not None
+        finished = FinishedSession(session_id=session_id, group=train.group, trajectory=trajectory)
+        await self._services.trainer.train_session(train.run, finished)
 
     def state(self, session: Session) -> SessionState:
         """The session so far."""
@@ -100,6 +137,7 @@ class RunningSessions:
     async def delete(self, session: Session) -> None:
         """Abort the session and forget it."""
         task = self._tasks.pop(session.id, None)
+        self._handing.pop(session.id, None)
         session.close()
         self._services.sessions.forget(session)
         if task is not None:

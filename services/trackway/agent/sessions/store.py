@@ -9,8 +9,9 @@ from trackway.agent.sessions.session import Session
 from trackway.agent.settings import AgentSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.sessions.session import SessionAccess
+from trackway.wire.sessions.training import SESSION_ID
 
-_ID = re.compile(r"s-([0-9a-z]{4,32})-[0-9a-f]{32}")
+_ID = re.compile(SESSION_ID)
 _KEY = re.compile(rf"sk-({_ID.pattern})-[0-9a-f]{{32}}")
 
 

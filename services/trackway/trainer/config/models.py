@@ -224,6 +224,14 @@ class TrackwayConfig(Section):
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit in seconds for the ranks of the learner to wait for one of them; then the learner is restarted from
     its last checkpoint."""
+    rollouts_from: Literal["agent", "sessions"] = "agent"
+    """`agent`: rollouts of the rows. `sessions`: sessions of a deployed agent, opened with `train`, which come by
+    themselves; a group is the next `rollout.n` that ended with the same `train.group`."""
+    session_max_age_s: float = Field(default=3600.0, gt=0)
+    """Seconds that an ended session may wait to be trained, or for the others of its group; then it is dropped as
+    stale, as it is when its oldest token is more than `max_staleness` versions behind."""
+    max_waiting_sessions: int = Field(default=1024, ge=1)
+    """Most ended sessions that wait for the run; another one is refused until some are trained."""
     max_inflight_groups: int = Field(default=64, ge=1)
     """Most prompts whose rollouts are requested concurrently."""
     group_attempts: int = Field(default=12, ge=1)
@@ -415,6 +423,24 @@ class RunConfig(Section):
             raise ValueError(
                 "actor_rollout_ref.model.use_remove_padding: expected true with "
                 f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}, got false; it divides packed rows"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sessions_replace_rows(self) -> Self:
+        if self.trackway.rollouts_from != "sessions":
+            return self
+        key = "trackway.rollouts_from=sessions"
+        if self.data.train_files:
+            raise ValueError(f"data.train_files: expected none with {key}, got {len(self.data.train_files)}; remove it")
+        if self.trainer.total_training_steps is None and not self.trainer.val_only:
+            raise ValueError(
+                f"trainer.total_training_steps: expected a number with {key}, got none; sessions do not end"
+            )
+        if self.algorithm.adv_estimator == "remax":
+            raise ValueError(
+                f"algorithm.adv_estimator: expected another one with {key}, got remax, which needs a greedy rollout of "
+                "the same prompt; take grpo or rloo"
             )
         return self
 

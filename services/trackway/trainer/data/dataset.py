@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from pydantic import BaseModel
 
@@ -62,6 +62,16 @@ class Position(BaseModel):
 
     epoch: int = 0
     batch: int = 0
+
+
+class PromptBatches(Protocol):
+    """What each step trains on; `take` is a pure function of the position."""
+
+    steps_per_epoch: int
+
+    def take(self, position: Position) -> tuple[list[Sample], Position]:
+        """The batch at a position, and the position after it."""
+        ...
 
 
 class Prompts:

@@ -12,7 +12,7 @@ from trackway.clients.weights import WeightStore
 from trackway.serving.own_code import add_to_path
 from trackway.system.waits import Waits
 from trackway.trainer.config import RunConfig, no_effect
-from trackway.trainer.data.dataset import Rows, load_data, prompts_of
+from trackway.trainer.data.dataset import PromptBatches, Rows, load_data, prompts_of
 from trackway.trainer.data.name_check import check_names
 from trackway.trainer.data.prompt_filter import prompt_filter
 from trackway.trainer.learner.config import LearnerConfig
@@ -28,19 +28,23 @@ from trackway.trainer.loop.from_config import (
     plan,
     profiler,
     retry_policy,
+    session_limits,
     sharing,
     training_template,
     update_mode,
     validation_template,
 )
+from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import GroupTemplate, Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler
+from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import CLAIM_WAIT_S, Publisher
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.generations import Generations
+from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.settings import taken_over
 from trackway.trainer.traces.run import RunTraces
@@ -97,7 +101,12 @@ def _training(
     waits: Waits,
 ) -> Training:
     own = config.trackway
-    prompts = prompts_of(config, rows)
+    takes_sessions = own.rollouts_from == "sessions"
+    prompts: PromptBatches = (
+        SessionSlots(config.data.train_batch_size, config.trainer.total_training_steps or 1)
+        if takes_sessions
+        else prompts_of(config, rows)
+    )
     schedule = plan(config, prompts.steps_per_epoch)
     with waits(RUN, "its model to be loaded"):
         learner = _learner(config, schedule.total_steps, folder.info().threads)
@@ -117,15 +126,20 @@ def _training(
         baseline = config.algorithm.adv_estimator == "remax" and not template.validation
         return Rollouts(agents, template, retry_policy(config), active, overlong_penalty(config), baseline)
 
+    template, resumed = training_template(config, folder.name, traces.target), beginning.progress.scheduler
+    source: GroupSource = rollouts(template)
+    if takes_sessions:
+        limits, overlong = session_limits(config), overlong_penalty(config)
+        source = SessionGroups(SessionInbox(folder.path), template, limits, resumed.drawn, active, overlong)
     return Training(
         plan=schedule,
         folder=folder,
         prompts=prompts,
         scheduler=GroupScheduler(
             prompts,
-            rollouts(training_template(config, folder.name, traces.target)),
+            source,
             pacing(config),
-            beginning.progress.scheduler,
+            resumed,
             beginning.finished,
             group_filter(config),
         ),

@@ -16,6 +16,7 @@ from trackway.trainer.loop.colocation import Sharing
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy
 from trackway.trainer.loop.schedule import Schedule
 from trackway.trainer.loop.scheduler import Pacing
+from trackway.trainer.loop.session_groups import SessionLimits
 from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
@@ -176,6 +177,12 @@ def retry_policy(config: RunConfig) -> RetryPolicy:
     """The retry limits of group requests."""
     own = config.trackway
     return RetryPolicy(own.group_attempts, own.group_timeout_s, own.max_inflight_groups)
+
+
+def session_limits(config: RunConfig) -> SessionLimits:
+    """The bounds of the sessions that wait for the run."""
+    own = config.trackway
+    return SessionLimits(own.group_timeout_s, own.session_max_age_s, own.max_waiting_sessions, own.max_staleness)
 
 
 def sharing(config: RunConfig) -> Sharing:

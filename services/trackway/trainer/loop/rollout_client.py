@@ -14,9 +14,10 @@ from pydantic import ValidationError
 
 from trackway.clients import AgentClient, Deadline
 from trackway.system import Backoff
-from trackway.system.waits import Waiting, Waits, longest_chain, noted_in
+from trackway.system.waits import Waiting, longest_chain, noted_in
 from trackway.trainer.learner.overlong import OverlongPenalty
 from trackway.trainer.loop.greedy_baseline import with_baseline
+from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.metrics.clock import ActiveTime
 from trackway.wire.agent import GroupRequest, Limits, Sample
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -83,7 +84,7 @@ class RetryPolicy:
     """First pause before a retry; doubled each time, with jitter, up to `LONGEST_PAUSE_S`."""
 
 
-class Rollouts:
+class Rollouts(GroupSource):
     """Collects groups from the agent's streams."""
 
     def __init__(
@@ -95,18 +96,13 @@ class Rollouts:
         overlong: OverlongPenalty | None = None,
         greedy_baseline: bool = False,
     ) -> None:
+        super().__init__(active)
         self._client = client
         self._template = template
         self._retry_policy = retry_policy
         self._slots = asyncio.Semaphore(retry_policy.max_inflight)
         self._overlong = overlong
         self._greedy_baseline = greedy_baseline
-        self.active = active or ActiveTime()
-        """The time in which groups were requested; one object for all rollouts of a run."""
-        self.waits = Waits()
-        """The groups that are requested."""
-        self.retries = 0
-        """Rollouts that were requested again."""
 
     @property
     def n(self) -> int:
@@ -192,8 +188,8 @@ class Rollouts:
             async for trajectory in self._client.group(request, deadline, note):
                 note([])
                 if trajectory.tags.rollout_n in wanted:
-                    checked = _checked(trajectory)
-                    got[trajectory.tags.rollout_n] = self._overlong.applied(checked) if self._overlong else checked
+                    finite = checked(trajectory)
+                    got[trajectory.tags.rollout_n] = self._overlong.applied(finite) if self._overlong else finite
         except TrackwayError as error:
             problem = error
         except ValidationError as error:
@@ -208,7 +204,7 @@ class Rollouts:
         return problem if wanted - got.keys() else None
 
 
-def _checked(trajectory: Trajectory) -> Trajectory:
+def checked(trajectory: Trajectory) -> Trajectory:
     """The trajectory, with an error set when its numbers cannot be trained on: other agents may send any."""
     try:
         for row in trajectory.rows:

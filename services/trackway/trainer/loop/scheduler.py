@@ -25,9 +25,9 @@ from typing import Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
-from trackway.trainer.data.dataset import Position, Prompts
+from trackway.trainer.data.dataset import Position, PromptBatches
 from trackway.trainer.learner.filtering import FilteredBatch, GroupFilter, TrainStatus
-from trackway.trainer.loop.rollout_client import Rollouts
+from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Trajectory
@@ -115,6 +115,8 @@ class SchedulerState(BaseModel):
     """Rollouts that were requested again after a broken stream."""
     left_out: list[SubmittedGroup] = Field(default_factory=list[SubmittedGroup])
     """Groups that the filter left out since the last update."""
+    drawn: list[str] = Field(default_factory=list[str])
+    """Sessions that cannot be drawn again, where a run trains on sessions."""
 
 
 @dataclass(eq=False)
@@ -156,8 +158,8 @@ class GroupScheduler:
     `state` its outstanding groups are requested again, except those whose trajectories are in `finished`.
     """
 
-    prompts: Prompts
-    rollouts: Rollouts
+    prompts: PromptBatches
+    rollouts: GroupSource
     pacing: Pacing = field(default_factory=Pacing)
     state: SchedulerState = field(default_factory=SchedulerState)
     finished: Sequence[Trajectory] = ()
@@ -282,7 +284,9 @@ class GroupScheduler:
     def used(self, counts: Mapping[str, int]) -> None:
         """The groups taken last are done; `counts` are their trajectories by `fate`."""
         self._outstanding = [group for group in self._outstanding if group not in self._taken]
-        self.state.account.add(counts)
+        stale = self.rollouts.take_stale()
+        self.state.account.add({**counts, "submitted": stale})
+        self.state.account.add({"dropped_stale": stale})
         if self.filter is not None:
             self._end_filtered_step()
         self._taken = []
@@ -308,7 +312,9 @@ class GroupScheduler:
         finished = [group.rollouts.result() for group in self._outstanding if group.finished]
         whole = [group for group in finished if all(trajectory.error is None for trajectory in group)]
         outstanding = [*self.state.outstanding, *(group.group for group in self._outstanding)]
-        changes = {"outstanding": outstanding, "retries": self.retries}
+        again = {trajectory.session_id for group in finished if group not in whole for trajectory in group}
+        drawn = [session_id for session_id in self.rollouts.drawn() if session_id not in again]
+        changes = {"outstanding": outstanding, "retries": self.retries, "drawn": drawn}
         state = self.state.model_copy(update=changes, deep=True)
         return state, [*self.finished, *(trajectory for group in whole for trajectory in group)]
 

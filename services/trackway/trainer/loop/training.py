@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from trackway.system import StorageError
 from trackway.system.waits import Waiting, Waits
-from trackway.trainer.data.dataset import Prompts, traced_positions
+from trackway.trainer.data.dataset import PromptBatches, traced_positions
 from trackway.trainer.learner.batch import TokenValues
 from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectories
 from trackway.trainer.learner.finite import NotFiniteError
@@ -80,7 +80,7 @@ class Training:
 
     plan: Schedule
     folder: RunFolder
-    prompts: Prompts
+    prompts: PromptBatches
     scheduler: GroupScheduler
     validation_rows: Sequence[Sample]
     validation_rollouts: Rollouts
@@ -347,6 +347,7 @@ class Training:
             keep = self.plan.keep_checkpoints
             save = partial(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep, finished)
             await self._stored(save)
+        self.scheduler.rollouts.saved(scheduler.drawn)
         self.saved_step = self.step
 
     async def log(self, metrics: Metrics) -> None:

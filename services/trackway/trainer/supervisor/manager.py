@@ -250,6 +250,8 @@ def runnable(config: RunConfig) -> RunConfig:
     """The configuration, checked to name a model and rows. Raises TrackwayError(INVALID_REQUEST)."""
     model, rows = config.actor_rollout_ref.model.path, config.data.train_files
     required = {"actor_rollout_ref.model.path": model, "data.train_files": rows}
+    if config.trackway.rollouts_from == "sessions":
+        del required["data.train_files"]
     missing = [key for key, value in required.items() if not value]
     if missing:
         message = f"expected a value for {' and '.join(missing)}, got none; a run needs a model and rows"

@@ -5,13 +5,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import pytest
 
 from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.learner.filtering import GroupFilter
-from trackway.trainer.loop.rollout_client import Rollouts
+from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.scheduler import GroupScheduler, NextPrompt, Pacing, SchedulerState
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
@@ -69,11 +68,19 @@ class Generation:
         return [name for name in self.requested if not self._ended[name].is_set() and name not in self.cancelled]
 
 
-class Requests:
+class Requests(GroupSource):
     """`Rollouts.group` records the request when it is made, not when its task first runs."""
 
     def __init__(self, generation: Generation) -> None:
-        self.n, self.group, self.retries = generation.n, generation.start, 0
+        super().__init__()
+        self._generation = generation
+
+    @property
+    def n(self) -> int:
+        return self._generation.n
+
+    def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool):
+        return self._generation.start(sample, step, min_weight_version, trace)
 
 
 def made(name: Name, rollout_n: int, error: ErrorBody | None = None, score: float = 0.0) -> Trajectory:
@@ -167,8 +174,9 @@ def begin(sample: Callable[[int], Sample]) -> Callable[..., Run]:
         prompts = Prompts([sample(index) for index in range(rows)], batch_size, 0, shuffle=False, drop_last=drop_last)
         generation = Generation()
         paced = Pacing(batch_size=batch_size, **pacing)  # pyright: ignore[reportArgumentType]
-        rollouts = cast(Rollouts, Requests(generation))
-        scheduler = GroupScheduler(prompts, rollouts, paced, state or SchedulerState(), finished, group_filter)
+        scheduler = GroupScheduler(
+            prompts, Requests(generation), paced, state or SchedulerState(), finished, group_filter
+        )
         return Run(generation, scheduler, prompts, total_steps)
 
     return new

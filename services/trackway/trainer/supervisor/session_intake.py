@@ -1,0 +1,37 @@
+"""Hands finished sessions to the runs that train on them."""
+
+from trackway.trainer.run_state.session_inbox import SessionInbox
+from trackway.trainer.supervisor.registry import RunRegistry
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.sessions.training import FinishedSession, SessionRun, WaitingSessions
+from trackway.wire.trainer import ENDED, RunInfo, RunState
+
+
+class SessionIntake:
+    """Sessions for the runs of one registry. Methods raise TrackwayError."""
+
+    def __init__(self, registry: RunRegistry) -> None:
+        self._registry = registry
+
+    def run(self, name: str | None) -> SessionRun:
+        """What the run, or the one in progress, fixes for its sessions. CONFLICT when it takes none."""
+        info = self._registry.newest() if name is None else self._registry.info(name)
+        if info is None or _is_over(info):
+            got = "none" if info is None else f"run {info.run!r}, which is {info.state}"
+            message = f"expected a run in progress that trains on sessions, got {got}"
+            raise TrackwayError(ErrorCode.CONFLICT, f"{message}; start one with trackway.rollouts_from=sessions")
+        inbox = SessionInbox(self._registry.folder(info.run).path)
+        return inbox.opened().run.model_copy(update={"step": info.step + 1})
+
+    def take(self, name: str, session: FinishedSession) -> WaitingSessions:
+        """Keep the session until the run draws it. CONFLICT when the run has ended, OVERLOADED when too many wait."""
+        info = self._registry.info(name)
+        if _is_over(info):
+            message = f"expected a run in progress, got run {name!r}, which is {info.state}: the session is not trained"
+            raise TrackwayError(ErrorCode.CONFLICT, f"{message}; resume the run, then end the session again", run=name)
+        return WaitingSessions(waiting=SessionInbox(self._registry.folder(name).path).put(session))
+
+
+def _is_over(info: RunInfo) -> bool:
+    """Whether it takes no sessions any more; an interrupted run is resumed."""
+    return info.state is RunState.FINISHED or (info.state in ENDED and not info.interrupted)

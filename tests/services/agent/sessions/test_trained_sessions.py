@@ -1,0 +1,130 @@
+"""Sessions of a deployed agent: what their run fixes, and how they reach it when they end."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tests.services.agent.agent_services import AgentServices, open_services
+from tests.services.agent.sessions.test_session import ANSWER, QUESTION, SAMPLE, chat, ended, opened
+from trackway.agent.settings import AgentSettings
+from trackway.clients import CallPolicy
+from trackway.trainer.app import create_app
+from trackway.trainer.config import RunConfig
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.session_inbox import OpenInbox, SessionInbox
+from trackway.trainer.settings import TrainerSettings
+from trackway.wire.agent import Limits
+from trackway.wire.rollout import SamplingParams
+from trackway.wire.sessions.training import SessionRun
+from trackway.wire.tracing import TraceTarget
+from trackway.wire.trainer import RunState
+
+pytestmark = pytest.mark.anyio
+
+FIXED = SessionRun(
+    run="run-a",
+    experiment_name="exp",
+    sampling_params=SamplingParams(temperature=0.5, max_tokens=300),
+    limits=Limits(max_prompt_length=2048, max_response_length=4096),
+    trace_target=TraceTarget(),
+)
+
+
+QUICK = CallPolicy(attempts=2, backoff_s=0.01, max_backoff_s=0.01, total_s=0.3)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run in progress."""
+    folder = RunFolder(tmp_path / "outputs" / "run-a")
+    folder.create(RunConfig(), TrainerSettings().service_urls())
+    folder.update(step=4)
+    return folder
+
+
+@pytest.fixture
+async def services(
+    anyio_backend: str, settings: AgentSettings, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> AsyncIterator[AgentServices]:
+    trainer = create_app(TrainerSettings(outputs_dir=str(tmp_path / "outputs"), standby_s=0))
+    own = settings.model_copy(update={"trainer_url": "http://trainer", "trainer_policy": QUICK})
+    async with open_services(own, tokenizer, trainer=trainer) as services:
+        yield services
+
+
+def inbox_of(run: RunFolder, most: int = 8) -> SessionInbox:
+    inbox = SessionInbox(run.path)
+    inbox.open(OpenInbox(run=FIXED, most=most), trained=())
+    return inbox
+
+
+async def test_a_session_has_what_its_run_fixes_and_goes_to_it_once_it_has_ended(
+    services: AgentServices, run: RunFolder
+) -> None:
+    inbox = inbox_of(run)
+    access = await opened(services, ANSWER, train={})
+    await chat(services, access, QUESTION, temperature=0.0)
+    assert inbox.waiting() == []
+
+    trajectory = await ended(services, access)
+    again = await ended(services, access)
+
+    [waiting] = inbox.waiting()
+    [session] = inbox.draw([waiting.session_id])
+    assert (session.session_id, session.group, session.trajectory) == (access.session_id, 7, trajectory) and (
+        again == trajectory
+    )
+    assert (trajectory.id, trajectory.tags.experiment_name) == ("run-a/5/7/0", "exp")
+    assert trajectory.reward is not None and trajectory.reward.score == 1.0
+    [params] = [request.sampling_params for _, request in services.model.requests]
+    assert (params.temperature, params.max_tokens) == (0.5, 300)
+
+
+async def test_a_session_that_is_not_taken_says_so_at_its_end_and_is_taken_later(
+    services: AgentServices, run: RunFolder
+) -> None:
+    inbox = inbox_of(run, most=1)
+    first, second = await opened(services, train={"group": "a"}), await opened(services, train={"run": "run-a"})
+    await ended(services, first)
+
+    full = await services.client.post(f"/sessions/{second.session_id}/end")
+    assert (full.status_code, full.json()["error"]["code"]) == (429, "overloaded")
+    assert "raise trackway.max_waiting_sessions" in full.json()["error"]["message"]
+    inbox.draw([first.session_id])
+    await ended(services, second)
+
+    assert [(session.session_id, session.group) for session in inbox.waiting()] == [(second.session_id, 7)]
+
+
+async def test_a_session_that_failed_is_not_trained(services: AgentServices, run: RunFolder) -> None:
+    inbox = inbox_of(run)
+    access = await opened(services, train={})
+    services.reward.app = None
+
+    trajectory = await ended(services, access)
+
+    assert trajectory.error is not None and inbox.waiting() == []
+
+
+async def refused(services: AgentServices, **body: Any) -> tuple[int, str]:
+    answer = await services.client.post("/sessions", json={"sample": SAMPLE, **body})
+    return answer.status_code, answer.json()["error"]["message"]
+
+
+async def test_a_session_that_no_run_would_train_is_refused_when_it_is_opened(
+    services: AgentServices, run: RunFolder
+) -> None:
+    none = "expected a run that trains on sessions, got run 'run-a', which takes none"
+    over = "expected a run in progress that trains on sessions, got run 'run-a', which is stopped"
+    inbox_of(run)
+    ungrouped = {**SAMPLE, "extra_info": {}}
+
+    assert (await refused(services, sample=ungrouped, train={}))[1].startswith("expected train.group or sample.extra")
+    (run.path / "sessions" / "run.json").unlink()
+    assert [(status, text[: len(none)]) for status, text in [await refused(services, train={})]] == [(409, none)]
+    for state in (RunState.STOPPING, RunState.STOPPED):
+        run.move(state)
+    assert [(status, text[: len(over)]) for status, text in [await refused(services, train={})]] == [(409, over)]
