@@ -62,7 +62,7 @@ def meaning(message: ChatMessage) -> Meaning:
         text, calls = _unflattened(text)
     if message.reasoning_content:
         text = f"{message.reasoning_content} {text}"
-    return Meaning(role, " ".join(text.split()), calls, message.tool_call_id or "")
+    return Meaning(role, _words(text), calls, message.tool_call_id or "")
 
 
 def text_of(message: ChatMessage) -> str:
@@ -119,11 +119,14 @@ def _call(call_id: str, name: str, arguments: str) -> CallMeaning:
     try:
         return CallMeaning(call_id, name, canonical(json.loads(arguments)))
     except (ValueError, RecursionError):
-        return CallMeaning(call_id, name, " ".join(arguments.split()))
+        return CallMeaning(call_id, name, _words(arguments))
 
 
 def _unflattened(text: str) -> tuple[str, tuple[CallMeaning, ...]]:
-    """The text before smolagents' list of calls, and the calls; the text alone if it ends with none."""
+    """The text before smolagents' list of calls, and the calls; the text alone if it ends with none.
+
+    A call whose arguments are in the text is not one: CodeAgent repeats the code of its text as a call.
+    """
     before, marker, listed = text.rpartition(_FLATTENED)
     if not marker or len(listed) > _MAX_FLATTENED:
         return text, ()
@@ -131,7 +134,18 @@ def _unflattened(text: str) -> tuple[str, tuple[CallMeaning, ...]]:
         calls = [ToolCall.model_validate(_with_json_arguments(call)) for call in ast.literal_eval(listed.strip())]
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return text, ()
+    calls = [call for call in calls if not _is_quoted(call.function.arguments, before)]
     return before, tuple(_call(call.id, call.function.name, call.function.arguments) for call in calls)
+
+
+def _is_quoted(arguments: str, text: str) -> bool:
+    """Whether the arguments are code of the text, and no JSON object."""
+    code = _words(arguments)
+    return bool(code) and not code.startswith("{") and code in _words(text)
+
+
+def _words(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _with_json_arguments(call: dict[str, dict[str, JsonValue]]) -> dict[str, object]:

@@ -270,13 +270,21 @@ class Session:
         def record(deltas: list[Delta]) -> None:
             nodes = [self.graph.sampled(context, number, _sampled(delta)) for delta in deltas]
             if all(delta.finish_reason for delta in deltas):
-                for node, message in zip(nodes, builder.messages, strict=True):
-                    self.graph.continue_message(node, conversation, meaning(_echo(message)))
+                for node, message, delta in zip(nodes, builder.messages, deltas, strict=True):
+                    self._continue(node, conversation, message, delta)
                 self._responses[builder.id] = [*chat.messages, _echo(builder.messages[0])]
                 self._sampled_nodes[builder.id] = nodes
                 call.answer.set_result(Recorded(number, deltas, nodes, conversation))
 
         return await self._respond(call, chat, builder, [placed], max_tokens, record)
+
+    def _continue(self, node: GraphNode, conversation: Conversation, message: Message, delta: Delta) -> None:
+        """Let calls continue the message, also with its stop string, which some clients put back."""
+        echo = _echo(message)
+        if delta.stop is not None:
+            whole = echo.model_copy(update={"content": message.content + delta.stop})
+            self.graph.continue_message(node, conversation, meaning(whole))
+        self.graph.continue_message(node, conversation, meaning(echo))
 
     async def _completion(self, call: CallInProgress, asked: CompletionRequest) -> Response:
         asked = self._forced(asked)
@@ -331,9 +339,9 @@ class Session:
 
         def renamed() -> None:
             self._responses[builder.id] = [*messages, _echo(builder.messages[0])]
-            for node, message in zip(recorded.nodes, builder.messages, strict=True):
+            for node, message, delta in zip(recorded.nodes, builder.messages, recorded.deltas, strict=True):
                 assert recorded.conversation is not None
-                self.graph.continue_message(node, recorded.conversation, meaning(_echo(message)))
+                self._continue(node, recorded.conversation, message, delta)
 
         return await self._respond_again(recorded, builder, renamed, stream=stream)
 

@@ -141,6 +141,26 @@ async def test_the_same_body_again_is_answered_from_the_record_streamed_or_not(s
     assert (await ended(services, access)).further_rows == []
 
 
+async def test_a_client_that_puts_the_stop_string_back_and_repeats_its_code_as_a_call_continues_the_row(
+    services: AgentServices,
+) -> None:
+    code, answer = "I print.\n<code>\nprint(9+9)\n</code>", "<code>\nfinal_answer(18)\n</code>"
+    access = await opened(services, code + END, answer + END)
+    first = message_of(await chat(services, access, QUESTION, stop=["</code>"]))
+    repeated = [{"id": "call_2", "type": "function", "function": {"name": "python", "arguments": "print(9+9)"}}]
+    said = [f"{first['content']}</code>", f"Calling tools:\n{repeated}"]
+    echo = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in said]
+
+    await chat(services, access, [*QUESTION, *echo, {"role": "user", "content": "18"}], stop=["</code>"])
+
+    trajectory = await ended(services, access)
+    encode = services.model.encode
+    between = encode("<|im_end|>\n<|im_start|>user\n18<|im_end|>\n<|im_start|>assistant\n")
+    assert trajectory.further_rows == []
+    assert trajectory.response_ids == encode(code) + between + encode(answer)
+    assert sum(trajectory.response_mask) == len(encode(code)) + len(encode(answer))
+
+
 async def test_compaction_gives_a_second_row_and_one_reward(services: AgentServices) -> None:
     access = await opened(services, COUNT, "18+0" + END, ANSWER)
     await chat(services, access, QUESTION)
