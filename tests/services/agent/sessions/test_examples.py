@@ -29,7 +29,14 @@ def installed(name: str) -> ExternalSettings:
 
 
 @pytest.mark.parametrize(
-    "name", ["anthropic_sdk.py", "langgraph_agent.py", "openai_agents_sdk.py", "pydantic_ai_agent.py"]
+    "name",
+    [
+        "agent_framework_agent.py",
+        "anthropic_sdk.py",
+        "langgraph_agent.py",
+        "openai_agents_sdk.py",
+        "pydantic_ai_agent.py",
+    ],
 )
 async def test_an_agent_of_two_calls_becomes_one_row(serving: Serve, name: str) -> None:
     async with serving(installed(name)) as services:
@@ -51,6 +58,31 @@ async def test_smolagents_which_writes_calls_as_prose_becomes_one_row(serving: S
     second = call("final_answer", '{"answer": "#### 18"}').removeprefix(BEGIN) + END
     async with serving(installed("smolagents_agent.py")) as services:
         trajectory = await services.say(first, second, agent_name="external", limits=LIMITS)
+        encode = services.model.encode
+
+    assert trajectory.error is None, trajectory.error.message
+    assert [turn.index for turn in trajectory.turns] == [0, 1] and trajectory.further_rows == []
+    assert sum(trajectory.response_mask) == len(encode(first)) + len(encode(second))
+    assert "#### 18" in trajectory.log
+
+
+async def test_mini_swe_agent_becomes_one_row(serving: Serve) -> None:
+    first = call("bash", '{"command": "echo $((9+9))"}') + END
+    second = call("bash", '{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo 18"}') + END
+    async with serving(installed("mini_swe_agent.py")) as services:
+        trajectory = await services.say(first, second, agent_name="external", limits=LIMITS)
+        encode = services.model.encode
+
+    assert trajectory.error is None, trajectory.error.message
+    assert [turn.index for turn in trajectory.turns] == [0, 1] and trajectory.further_rows == []
+    assert sum(trajectory.response_mask) == len(encode(first)) + len(encode(second))
+    assert "'submission': '18" in trajectory.log
+
+
+async def test_a_code_agent_which_repeats_its_code_as_a_call_becomes_one_row(serving: Serve) -> None:
+    first, second = "I print.\n<code>\nprint(9+9)\n</code>", "<code>\nfinal_answer('#### 18')\n</code>"
+    async with serving(installed("smolagents_code_agent.py")) as services:
+        trajectory = await services.say(first + END, second + END, agent_name="external", limits=LIMITS)
         encode = services.model.encode
 
     assert trajectory.error is None, trajectory.error.message
