@@ -73,6 +73,22 @@ async def test_what_the_run_fixes_for_its_sessions_has_no_seed(tmp_path: Path) -
     assert (fixed.run.limits.max_response_length, fixed.run.sampling_params.max_tokens) == (99, 99)
 
 
+async def test_a_session_that_comes_again_after_a_checkpoint_is_not_trained_again(
+    tmp_path: Path, finished: Finished
+) -> None:
+    groups = groups_of(tmp_path, timeout_s=0.1)
+    put(tmp_path, finished(0), finished(1))
+    first = await drawn(groups)
+    groups.saved(groups.drawn())
+    put(tmp_path, finished(0), finished(1))
+
+    again = await drawn(groups)
+
+    assert [trajectory.error for trajectory in first] == [None, None]
+    assert {error.code for trajectory in again if (error := trajectory.error)} == {ErrorCode.DEADLINE_EXCEEDED}
+    assert SessionInbox(tmp_path).waiting() == []
+
+
 async def test_old_sessions_are_dropped_by_versions_and_by_seconds_and_counted(
     tmp_path: Path, finished: Finished
 ) -> None:
@@ -80,15 +96,19 @@ async def test_old_sessions_are_dropped_by_versions_and_by_seconds_and_counted(
         return {"weight_versions": [WeightSpan(version=version, start=0, end=2)]}
 
     groups = groups_of(tmp_path, max_staleness=2)
+    scheduler = GroupScheduler(SessionSlots(1, 1), groups)
     put(tmp_path, *(finished(number, "g", **sampled_from(6 + number)) for number in range(4)), finished(4, "g"))
     long_ago = time.time() - 61
     os.utime(tmp_path / "sessions" / "waiting" / f"{finished(2).session_id}.json", (long_ago, long_ago))
 
-    group = await drawn(groups, version=9)
+    scheduler.submit(0, Position(), 9, lambda number, size: frozenset(), 1)
+    group = await scheduler.take(0, Position())
+    scheduler.used({"used": len(group)})
 
     assert [trajectory.session_id[-1] for trajectory in group] == ["1", "3"]
-    assert (groups.take_stale(), groups.take_stale()) == (2, 0)
     assert [session_id[-1] for session_id in groups.drawn()] == ["2", "0", "1", "3"]
+    account = {state: count for state, count in scheduler.account().items() if count}
+    assert account == {"submitted": 4, "used": 2, "dropped_stale": 2}
 
 
 async def test_a_group_that_does_not_come_in_time_fails_and_says_what_waits(tmp_path: Path, finished: Finished) -> None:
