@@ -141,8 +141,6 @@ def test_sessions_of_a_deployed_agent_are_trained_also_when_the_run_is_killed(
     assert [trajectory.error for trajectory in made if trajectory.error] == []
     assert sorted(trajectory.session_id for trajectory in made) == sorted([*first, *rest])
     assert (info.rollout_states["used"], info.rollout_states["submitted"]) == (48, 48)
-    metrics = [json.loads(line)["data"] for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
-    assert max(row["training/rollout_logprob_diff_max"] for row in metrics) < 1e-4
     waiting = Path(info.folder) / "sessions"
     assert [*waiting.glob("waiting/*"), *waiting.glob("drawn/*")] == []
 

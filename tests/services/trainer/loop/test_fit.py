@@ -14,7 +14,7 @@ from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.trainer.config import RunConfig, compose
-from trackway.trainer.data.dataset import Prompts
+from trackway.trainer.data.dataset import PromptBatches, Prompts
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop.fit import fit
@@ -23,19 +23,23 @@ from trackway.trainer.loop.from_config import (
     learner_config,
     pacing,
     plan,
+    session_limits,
     training_template,
     validation_template,
 )
+from trackway.trainer.loop.group_source import GroupSource
 from trackway.trainer.loop.resume import begin
 from trackway.trainer.loop.rollout_client import RetryPolicy, Rollouts
 from trackway.trainer.loop.schedule import Progress
 from trackway.trainer.loop.scheduler import GroupScheduler
+from trackway.trainer.loop.session_groups import SessionGroups, SessionSlots
 from trackway.trainer.loop.training import Training
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.metrics.rollout import Metrics
 from trackway.trainer.run_state.checkpoint import find_latest
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.generations import Generations
+from trackway.trainer.run_state.session_inbox import SessionInbox
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.budget import DailyTraceBytes, TraceBudget
@@ -46,6 +50,7 @@ from trackway.trainer.tracking import FileSink
 from trackway.wire.agent import Sample
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import SpanCounts
+from trackway.wire.sessions.training import FinishedSession
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trainer import RunState
 from trackway.wire.trajectory import Reward, Trajectory
@@ -79,7 +84,7 @@ def new_run(tmp_path: Path, sample, agent_url: str, tiny_model: Path) -> Iterato
 
 
 def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -> Training:
-    prompts = Prompts(rows, 2, 0, shuffle=False)
+    prompts: PromptBatches = Prompts(rows, 2, 0, shuffle=False)
     schedule, target = plan(config, prompts.steps_per_epoch), TraceTarget()
     learner = Learner(learner_config(config, schedule.total_steps))
     beginning = begin(folder, config, learner)
@@ -88,15 +93,20 @@ def training(config: RunConfig, folder: RunFolder, rows: list, agent_url: str) -
     def rollouts(template) -> Rollouts:
         return Rollouts(AgentClient(agent_url), template, RetryPolicy())
 
+    template, resumed = training_template(config, folder.name, target), beginning.progress.scheduler
+    source: GroupSource = rollouts(template)
+    if config.trackway.rollouts_from == "sessions":
+        source = SessionGroups(SessionInbox(folder.path), template, session_limits(config), resumed.drawn)
+        prompts = SessionSlots(2, schedule.total_steps)
     return Training(
         plan=replace(schedule, traced_validation=0),
         folder=folder,
         prompts=prompts,
         scheduler=GroupScheduler(
             prompts,
-            rollouts(training_template(config, folder.name, target)),
+            source,
             pacing(config),
-            beginning.progress.scheduler,
+            resumed,
             beginning.finished,
             group_filter(config),
         ),
@@ -171,6 +181,35 @@ async def test_a_run_begins_at_another_runs_checkpoint_validates_there_and_goes_
     assert (sorted(asked), validated(second), checkpoints(second)) == ([2, 3], [1, 3], ["global_step_3"])
     assert learned(second) == learned(first)
     assert second.learner.canary() == first.learner.canary()
+
+
+async def test_a_run_over_sessions_trains_each_once_and_keeps_no_file_of_them(new_run: NewRun, rollout):
+    keys = ["trackway.rollouts_from=sessions", "trainer.total_training_steps=2", "trainer.save_freq=1"]
+    first = new_run("run", *keys)
+    inbox = SessionInbox(first.folder.path)
+    ids = [f"s-abcd-{number:032x}" for number in range(8)]
+    sessions = [
+        FinishedSession(session_id=session_id, group=number // 2, trajectory=rollout(0, 0, float(number % 2)))
+        for number, session_id in enumerate(ids)
+    ]
+    for session in sessions[:4]:
+        inbox.put(session)
+    fitting = asyncio.create_task(fit(first))
+    async with asyncio.timeout(60):
+        while first.step < 1 or first.saved_step != 1:
+            await asyncio.sleep(0.01)
+    fitting.cancel()
+    await asyncio.gather(fitting, return_exceptions=True)
+    for session in sessions:  # the first four come again
+        inbox.put(session)
+    second = new_run("run", *keys)
+
+    assert await fit(second) is RunState.FINISHED
+    trained = [read_trajectories(second.folder.path / "trajectories" / f"step_{step}.parquet") for step in (1, 2)]
+    assert [[trajectory.session_id for trajectory in step] for step in trained] == [ids[:4], ids[4:]]
+    assert inbox.waiting() == [] and list((second.folder.path / "sessions" / "drawn").iterdir()) == []
+    account = {state: count for state, count in second.scheduler.account().items() if count}
+    assert account == {"submitted": 8, "used": 8}
 
 
 async def test_a_run_that_only_validates_a_named_checkpoint_holds_its_weights(new_run: NewRun):
