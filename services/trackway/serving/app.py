@@ -18,7 +18,7 @@ from trackway.serving.batches import BatchLoad
 from trackway.serving.connections import bound_server
 from trackway.serving.docs_page import serve_docs
 from trackway.serving.environment_check import installation
-from trackway.serving.error_responses import install_error_answers
+from trackway.serving.error_responses import documented_error, install_error_answers
 from trackway.serving.idempotency import Idempotency
 from trackway.serving.metrics import Gauge, RequestMetrics, ServiceMetrics
 from trackway.serving.middleware import CatchAllErrors, DeadlineLimit, ReplicaName, TraceContext
@@ -29,7 +29,6 @@ from trackway.serving.tokens import TokenTable
 from trackway.serving.user_code import contain_tasks
 from trackway.system import escape_log_records
 from trackway.tracing import SpanStats, Tracing
-from trackway.wire.errors import ErrorReply
 from trackway.wire.health import Health, Ready, SpanCounts
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
@@ -62,7 +61,7 @@ def service_app(
         docs_url=None,
         redoc_url=None,
         lifespan=_lifespan(tracing, lifespan),
-        responses={"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}},
+        responses={"4XX": documented_error("Client Error"), "5XX": documented_error("Server Error")},
     )
     tokens = TokenTable.of(settings.auth)
     app.state.settings = settings

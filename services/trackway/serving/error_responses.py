@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from trackway.wire.errors import ErrorCode, TrackwayError, shortened
+from trackway.wire.errors import ErrorCode, ErrorReply, TrackwayError, shortened
 
 logger = logging.getLogger("trackway.serving")
 
@@ -27,6 +27,7 @@ MAX_PROBLEMS = 10
 """Maximum problems of a request named in a response."""
 _MAX_LISTED = 1000
 """Most problems for which pydantic's list is built: each takes 10 us and 1.5 kB, and it lists all or none."""
+_SCHEMAS = "#/components/schemas/"
 _MAX_PART = 200
 """Maximum characters of a problem's location and message: both may quote the request."""
 _METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
@@ -49,11 +50,31 @@ def retry_after(error: TrackwayError) -> dict[str, str]:
     return {"retry-after": "1"} if error.code is ErrorCode.OVERLOADED else {}
 
 
+def documented_error(description: str) -> dict[str, Any]:
+    """An error response for the OpenAPI document. FastAPI would build a `model` again for every route."""
+    return {"description": description, "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}ErrorReply"}}}}
+
+
 def install_error_answers(app: FastAPI) -> None:
-    """Answer every error of the app with `{"error": ...}`."""
+    """Answer every error of the app with `{"error": ...}`, and define that in the OpenAPI document."""
+    _define_schemas(app)
     app.add_exception_handler(TrackwayError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+
+
+def _define_schemas(app: FastAPI) -> None:
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = plain()
+        schema = ErrorReply.model_json_schema(ref_template=f"{_SCHEMAS}{{model}}", mode="serialization")
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas |= {**schema.pop("$defs"), "ErrorReply": schema, **schemas}
+        document["components"]["schemas"] = dict(sorted(schemas.items()))
+        return document
+
+    app.openapi = openapi
 
 
 async def _ours(request: Request, error: Exception) -> JSONResponse:

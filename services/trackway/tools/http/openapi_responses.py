@@ -5,7 +5,8 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from trackway.wire.errors import ERRORS, ErrorCode, ErrorReply, TrackwayError
+from trackway.serving.error_responses import documented_error
+from trackway.wire.errors import ERRORS, ErrorCode, TrackwayError
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -62,9 +63,10 @@ def responses(status: int, example: JsonValue, *codes: ErrorCode, links: tuple[s
 
 def _add(documented: Responses, code: ErrorCode) -> None:
     error = TrackwayError(code, _MESSAGES[code])
-    entry = documented.setdefault(error.status, {"model": ErrorReply, "description": "", **_json({"examples": {}})})
+    entry = documented.setdefault(error.status, documented_error(""))
     entry["description"] = ", ".join(filter(None, (entry["description"], f"`{code.value}`")))
-    entry["content"]["application/json"]["examples"][code.value] = {"value": error.to_reply().model_dump(mode="json")}
+    examples = entry["content"]["application/json"].setdefault("examples", {})
+    examples[code.value] = {"value": error.to_reply().model_dump(mode="json")}
     if code is ErrorCode.OVERLOADED:
         entry["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds to wait."}}
 

@@ -75,7 +75,7 @@ def compose(overrides: list[str], config_file: Path | None = None, config_name: 
     problems: list[TrackwayError] = []
     given = [line for override in overrides for line in _preset_keys(override)]
     lines = [set_line for line in given if (set_line := _noted(problems, _as_set, line)) is not None]
-    ConfigStore.instance().store(name="trackway_defaults", node=_defaults())
+    _store_defaults()
     try:
         tree = _composed(folder, name, lines)
         changed = [line for line in lines if line.lstrip("+").startswith(f"{CORRECTION}.")]
@@ -300,10 +300,15 @@ def unknown_key(key: str, known: Iterable[str]) -> TrackwayError:
     )
 
 
-def _defaults() -> Tree:
-    """Every key with its default, but null for keys with an old name, so that it is known which of the two was set."""
+@lru_cache
+def _store_defaults() -> None:
+    """Let Hydra find every key with its default, under the name that presets extend.
+
+    A key with an old name is null, so that it is known which of the two was set.
+    """
     defaults = leaves(RunConfig().model_dump(mode="json"))
-    return _nested({key: None if key in MOVED.values() else value for key, value in defaults.items()})
+    tree = _nested({key: None if key in MOVED.values() else value for key, value in defaults.items()})
+    ConfigStore.instance().store(name="trackway_defaults", node=tree)
 
 
 def _move(given: dict[str, JsonValue], old: str) -> None:

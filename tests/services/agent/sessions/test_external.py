@@ -31,7 +31,7 @@ from trackway.wire.errors import ErrorCode
 from trackway.wire.sessions.session import ExternalRollout, SessionAccess, SessionBounds
 from trackway.wire.trajectory import StopReason
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 SCRIPT = Path(__file__).parents[4] / "examples" / "agents" / "openai_script.py"
 

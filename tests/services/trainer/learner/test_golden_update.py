@@ -21,6 +21,8 @@ from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.policy import Policy
 from trackway.wire.trajectory import Trajectory, WeightSpan
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 Array = NDArray[np.float64]
 

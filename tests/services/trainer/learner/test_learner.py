@@ -15,6 +15,8 @@ from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import EmptyBatchError, Learner
 from trackway.wire.trajectory import StopReason, Trajectory
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 
 

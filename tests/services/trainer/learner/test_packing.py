@@ -18,6 +18,8 @@ from trackway.trainer.learner.passes.head import token_logprobs
 from trackway.trainer.learner.policy import Policy
 from trackway.wire.trajectory import Trajectory
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 
 SMALL = {

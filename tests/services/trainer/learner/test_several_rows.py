@@ -17,6 +17,8 @@ from trackway.trainer.loop.weight_versions import Republication, WeightVersions
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.trajectory import TokenRow, Trajectory, WeightSpan
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 
 SECOND_ROW = TokenRow(

@@ -18,6 +18,8 @@ from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.passes.head import HeadChunks, entropy, token_logprobs
 from trackway.wire.trajectory import Trajectory
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 EVERYTHING = {

@@ -14,6 +14,8 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 IDS = [5, 9, 2, 33, 7, 1, 60]
 LORA = {"lora_rank": 4, "lora_alpha": 8, "lr": 1e-2}
