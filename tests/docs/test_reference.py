@@ -84,7 +84,7 @@ def test_a_key_that_decides_the_deployment_says_so() -> None:
 def test_a_key_without_effect_has_its_reason_and_a_moved_one_its_new_name() -> None:
     page = configuration_keys()
     assert row(page, "`data.use_shm`")[1:] == ["rows are held in memory"]
-    assert row(page, "`trainer.critic_warmup`")[1] == "`0`"
+    assert row(page, "`algorithm.use_pf_ppo`")[1] == "`False`"
     assert row(page, "`trainer.rollout_trace.backend`")[1:] == ["`actor_rollout_ref.rollout.trace.backend`"]
 
 

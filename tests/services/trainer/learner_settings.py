@@ -44,6 +44,8 @@ SIMPLE = {
     "bypass_mode": True,
     "remove_padding": False,
     "gradient_checkpointing": False,
+    "critic.model.use_remove_padding": False,
+    "critic.model.enable_gradient_checkpointing": False,
     "loss_scale_factor": 1.0,
     "seed": 0,
 }

@@ -130,8 +130,8 @@ def advantages_of(trajectories: list[Trajectory], config: RunConfig) -> list[flo
     """The advantage of each trajectory within the group; None for one that a training step would leave out.
 
     What an estimator takes from the batch is taken from the group. One that needs more, such as the model's
-    distribution or a greedy rollout, is replaced by rloo, whose baseline is the group's mean too, and there is no KL
-    penalty. Raises ValueError when an own estimator cannot be loaded.
+    distribution, a greedy rollout or a value model, is replaced by rloo, whose baseline is the group's mean, and there
+    is no KL penalty. Raises ValueError when an own estimator cannot be loaded.
     """
     import torch
 
@@ -151,7 +151,7 @@ def advantages_of(trajectories: list[Trajectory], config: RunConfig) -> list[flo
         components=[{"score": reward.score, **reward.components} for reward in rewards],
     )
     algorithm = config.algorithm
-    if algorithm.adv_estimator in (*OPTIMAL_BASELINES, "remax"):
+    if algorithm.adv_estimator in (*OPTIMAL_BASELINES, "remax", "gae"):
         algorithm = algorithm.with_values({"adv_estimator": "rloo"})
     if ":" in algorithm.adv_estimator and config.trackway.code_path:
         add_to_path(Path(config.trackway.code_path))

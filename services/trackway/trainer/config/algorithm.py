@@ -14,15 +14,11 @@ from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
 
 ESTIMATORS = (
-    *("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo"),
+    *("grpo", "grpo_vectorized", "grpo_passk", "gae", "rloo", "rloo_vectorized", "opo", "gpg", "gdpo"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax"),
     *("optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 """Names of `adv_estimator`; each is a function of that name in `trackway.trainer.learner.advantages`."""
-MISSING_ESTIMATORS = {
-    "gae": "there is no critic; take reinforce_plus_plus, its advantage without one",
-}
-"""verl's estimators that are refused, with what is missing and what to take."""
 OPTIMAL_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 """Estimators that need the policy's distribution at each token."""
 OWN_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -68,13 +64,15 @@ class AlgorithmConfig(Section):
     """Computation of advantages from rewards."""
 
     adv_estimator: str = "grpo"
-    """Estimator of advantages: grpo, grpo_vectorized, grpo_passk, rloo, rloo_vectorized, opo, gpg, gdpo,
-    reinforce_plus_plus, reinforce_plus_plus_baseline, remax, optimal_token_baseline, tir_optimal_token_baseline, or an
-    own function as `module:function`. verl's default is gae, which needs a critic that Trackway does not have."""
+    """Estimator of advantages: grpo, grpo_vectorized, grpo_passk, gae (PPO, with a value model: `critic.*`), rloo,
+    rloo_vectorized, opo, gpg, gdpo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, optimal_token_baseline,
+    tir_optimal_token_baseline, or an own function as `module:function`. verl's default is gae."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation in the grpo estimators and gdpo; false gives Dr.GRPO."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """Discount per model token of the rewards to go in `reinforce_plus_plus`; other estimators do not discount."""
+    """Discount per model token in `gae` and `reinforce_plus_plus`; other estimators do not discount."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Weight of `gae` per model token: 1 takes the rewards to go, 0 only the next value."""
     gdpo_reward_keys: list[str] | None = None
     """Reward components that `gdpo` normalises one by one; `score` is the score itself."""
     gdpo_reward_weights: list[float] | None = None
@@ -90,8 +88,6 @@ class AlgorithmConfig(Section):
     @field_validator("adv_estimator")
     @classmethod
     def _estimator_is_known(cls, name: str) -> str:
-        if name in MISSING_ESTIMATORS:
-            raise ValueError(f"{name} is not implemented: {MISSING_ESTIMATORS[name]}")
         return known_function(name, ESTIMATORS)
 
     @model_validator(mode="after")

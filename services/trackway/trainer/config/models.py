@@ -10,6 +10,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 
 from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.config.asynchronous import AsyncTrainingConfig, RolloutSectionConfig, V1Config
+from trackway.trainer.config.critic import CriticConfig
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
@@ -156,6 +157,8 @@ class TrainerConfig(Section):
     """Validate once before the first step."""
     val_only: bool = False
     """Validate once without training."""
+    critic_warmup: int = Field(default=0, ge=0)
+    """First step that updates the policy; the steps before it train the value model alone."""
     max_actor_ckpt_to_keep: int | None = Field(default=None, ge=1)
     """Number of newest checkpoints to keep; None keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
@@ -294,6 +297,7 @@ class RunConfig(Section):
 
     data: DataConfig = Field(default_factory=DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
@@ -310,6 +314,25 @@ class RunConfig(Section):
             raise ValueError(
                 f"actor_rollout_ref.actor.ppo_mini_batch_size: expected at most data.train_batch_size "
                 f"({self.data.train_batch_size}), got {mini}; both count prompts"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_fits(self) -> Self:
+        estimator, warmup = self.algorithm.adv_estimator, self.trainer.critic_warmup
+        if self.critic.is_used(estimator):
+            mini = self.critic.ppo_mini_batch_size
+            if mini is not None and mini > self.data.train_batch_size:
+                raise ValueError(
+                    f"critic.ppo_mini_batch_size: expected at most data.train_batch_size "
+                    f"({self.data.train_batch_size}), got {mini}; both count prompts"
+                )
+        elif estimator == "gae":
+            raise ValueError("critic.enable: expected true or null with algorithm.adv_estimator=gae, got false")
+        elif warmup:
+            raise ValueError(
+                f"trainer.critic_warmup: expected 0 without a value model, got {warmup}; set "
+                "algorithm.adv_estimator=gae or critic.enable=true"
             )
         return self
 

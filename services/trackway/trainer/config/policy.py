@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from trackway.trainer.config.algorithm import known_function
 from trackway.trainer.config.section import Section
@@ -27,6 +27,10 @@ KlKind = Literal[
     "k3+",
 ]
 
+
+LossAggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
+]
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 """Decay rate of a running mean."""
@@ -96,6 +100,10 @@ class OptimConfig(Section):
     def _null_is_constant(cls, value: object) -> object:
         return "constant" if value is None else value
 
+    def warmup_updates(self, total: int) -> int:
+        """Updates, of `total` in the run, over which the rate rises; the first one trains at lr / updates."""
+        return self.lr_warmup_steps if self.lr_warmup_steps > 0 else int(self.lr_warmup_steps_ratio * total)
+
 
 LOSSES = (
     *("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "cispo", "gpg", "dro", "clip_cov", "kl_cov", "geo_mean"),
@@ -137,16 +145,12 @@ class PolicyLossConfig(Section):
         return self
 
 
-class FSDPConfig(Section):
-    """Sharding of the policy over the learner's ranks, and CPU offload, which has no effect without a GPU."""
+class ShardingConfig(Section):
+    """Sharding of a model over the learner's ranks, and CPU offload, which has no effect without a GPU."""
 
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer between its forward and its backward, which gathers them again; no effect
     in one process."""
-    ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
-    """Another name of `actor.ulysses_sequence_parallel_size`; the larger one counts."""
-    entropy_from_logits_chunk_size: int = Field(default=1024, ge=1)
-    """Most tokens whose logits exist at a time with `model.use_fused_kernels`."""
     offload_policy: bool = False
     """Keep weights and moments in main memory, as `param_offload` and `optimizer_offload` do; a learner of several
     ranks then steps its optimizer there too."""
@@ -155,6 +159,20 @@ class FSDPConfig(Section):
     """Keep the weights on the GPU only while they are in use."""
     optimizer_offload: bool = False
     """Keep AdamW's moments on the GPU only during an optimizer step."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: object, info: ValidationInfo) -> object:
+        return cls.model_fields[str(info.field_name)].get_default() if value is None else value
+
+
+class FSDPConfig(ShardingConfig):
+    """Sharding and offload of the policy, and how its passes are divided."""
+
+    ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
+    """Another name of `actor.ulysses_sequence_parallel_size`; the larger one counts."""
+    entropy_from_logits_chunk_size: int = Field(default=1024, ge=1)
+    """Most tokens whose logits exist at a time with `model.use_fused_kernels`."""
 
 
 class RefOffloadConfig(Section):
@@ -198,9 +216,7 @@ class ActorConfig(Section):
     """Temperature of `sapo` for positive advantages."""
     tau_neg: float = Field(default=1.05, gt=0)
     """Temperature of `sapo` for the other advantages."""
-    loss_agg_mode: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
-    ] = "token-mean"
+    loss_agg_mode: LossAggregation = "token-mean"
     """Aggregation of the token losses."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
     """Divisor of `seq-mean-token-sum-norm`; None takes `data.max_response_length`."""

@@ -16,8 +16,9 @@ _FSDP2 = "trackway.learner_ranks shards the learner by FSDP2, over all ranks, co
 _ACTOR_MICRO = "actor.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
 _MICRO = "rollout.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
 _REF_MICRO = "ref.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
-_NO_CRITIC = "no estimator here has a critic"
-_ONLY_GAE = "only gae uses it, which needs a critic"
+_CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
+_CRITIC_TOKENS = "the value model reads the policy's token ids"
+_CRITIC_WHOLE = "the value model is trained whole"
 _REWARD = "scorers belong to the reward service's deployment"
 _TOOLS = "tools belong to the tools service's deployment"
 _DUMPS = "traces and trainer.validation_data_dir have the samples of validations"
@@ -87,20 +88,55 @@ NO_EFFECT: dict[str, str] = {
     **{f"actor_rollout_ref.ref.fsdp_config.{name}": _FSDP2 for name in _FSDP},
     "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": "the reference is sharded as the actor is",
     "actor_rollout_ref.ref.fsdp_config.offload_policy": "ref.fsdp_config.param_offload decides",
-    "algorithm.lam": _ONLY_GAE,
     "algorithm.filter_groups.max_inflight_gen_batches": "trackway.max_inflight_groups bounds concurrent prompts",
     "async_training.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode decides",
     "async_training.compute_prox_log_prob": "algorithm.rollout_correction.bypass_mode decides",
     "async_training.compute_advantage_in_rollout": "the learner computes advantages",
     "async_training.checkpoint_engine.*": "weights are pulled from the weight store",
     "async_training.use_trainer_do_validate": "rollout replicas run the validation, beside the training",
-    "critic.*": _NO_CRITIC,
+    "critic.strategy": _FSDP2,
+    **{f"critic.fsdp.{name}": _FSDP2 for name in _FSDP},
+    **{f"critic.fsdp.{name}": _SAME_NUMBERS for name in (*_LOGITS, *_PADDING)},
+    **{
+        f"critic.fsdp.{name}": reason
+        for name, reason in (
+            *(("model_dtype", _DTYPE), ("dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
+            *(("full_determinism", "a run repeats exactly on one machine"), ("qat.*", "only with qat.enable")),
+            ("use_torch_compile", "the learner runs eagerly"),
+        )
+    },
+    "critic.model.fsdp_config.*": _FSDP2,
+    "critic.ulysses_sequence_parallel_size": _SEQUENCES,
+    "critic.fsdp.ulysses_sequence_parallel_size": _SEQUENCES,
+    "critic.fsdp.entropy_from_logits_chunk_size": "the head of a value model is one number",
+    "critic.rollout_n": "actor_rollout_ref.rollout.n decides",
+    "critic.ppo_micro_batch_size": _CRITIC_MICRO,
+    "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu counts the trajectories of a pass",
+    "critic.data_loader_seed": "trackway.seed is the seed of the learner",
+    "critic.checkpoint.*": "a checkpoint always holds model, optimiser and random state, the value model's too",
+    "critic.profiler.*": _PROFILERS,
+    "critic.nccl_timeout": "trackway.rank_timeout_s is the deadline of the ranks",
+    "critic.optim.total_training_steps": "the schedule spans the run's steps; verl overwrites the key",
+    "critic.model.use_shm": "weights are read from the model's folder",
+    "critic.model.trust_remote_code": "models are loaded without remote code",
+    "critic.model.enable_activation_offload": "activations stay on the device",
+    "critic.model.tokenizer_path": _CRITIC_TOKENS,
+    "critic.model.custom_chat_template": _CRITIC_TOKENS,
+    "critic.model.override_config.attn_implementation": _SAME_NUMBERS,
+    **{f"critic.model.{name}": "only with lora_rank" for name in ("lora_alpha", "target_modules", "exclude_modules")},
+    "critic.model.lora.*": "only Megatron reads it",
+    "critic.model.mtp.*": "only with model.mtp.enable",
+    **{
+        f"critic.model.{name}": "the loss is computed by PyTorch"
+        for name in ("use_liger", "use_fused_kernels", "fused_kernel_options.*")
+    },
+    "critic.model.tiled_mlp.*": _SAME_NUMBERS,
     "trainer.device": "trackway.device selects the learner's device",
     "trainer.balance_batch": "the ranks of a learner always get about as many tokens",
     "trainer.log_val_generations": _DUMPS,
     "trainer.default_hdfs_dir": "checkpoints lie in the run's own folder",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept; trainer.max_actor_ckpt_to_keep bounds them",
-    "trainer.max_critic_ckpt_to_keep": _NO_CRITIC,
+    "trainer.max_critic_ckpt_to_keep": "a checkpoint holds the value model too; trainer.max_actor_ckpt_to_keep decides",
     "trainer.esi_redundant_time": "SIGTERM saves a checkpoint",
     "trainer.ray_wait_register_center_timeout": "the trainer does not use Ray",
     "trainer.use_v1": "there is one trainer",
@@ -229,7 +265,19 @@ ONLY: dict[str, Only] = {
     "actor_rollout_ref.actor.megatron.*": Only((), _NO_MEGATRON),
     "actor_rollout_ref.ref.megatron.*": Only((), _NO_MEGATRON),
     "algorithm.use_pf_ppo": Only((False,), "PF-PPO is not implemented; leave it out"),
-    "critic.enable": Only((False,), _NO_CRITIC),
+    "critic.optim.optimizer": Only(("AdamW",), "other optimizers are not implemented; take AdamW"),
+    "critic.optim.optimizer_impl": Only(("torch.optim",), "the optimizer is PyTorch's AdamW"),
+    "critic.optim.override_optimizer_config.*": Only((), "set lr, betas and weight_decay instead"),
+    "critic.fsdp.qat.enable": Only((False,), _NO_QAT),
+    "critic.megatron.*": Only((), _NO_MEGATRON),
+    "critic.model.lora_rank": Only((0,), f"{_CRITIC_WHOLE}; leave it out"),
+    "critic.model.lora.rank": Only((0,), f"{_CRITIC_WHOLE}; leave it out"),
+    "critic.model.lora_adapter_path": Only((), f"{_CRITIC_WHOLE}; merge the adapter into critic.model.path"),
+    "critic.model.lora.adapter_path": Only((), f"{_CRITIC_WHOLE}; merge the adapter into critic.model.path"),
+    "critic.model.mtp.enable": Only((False,), "multi-token prediction is not implemented; leave it out"),
+    "critic.model.hf_config_path": Only((), "the configuration lies beside the weights, in critic.model.path"),
+    "critic.model.external_lib": Only((), "name own modules in trackway.modules"),
+    "critic.model.override_config.*": Only((), "change config.json in a copy of the model"),
     "data.tokenizer": Only((), "the tokenizer lies beside the weights, in actor_rollout_ref.model.path"),
     "data.custom_cls.path": Only((), "write the rows to a file (`trackway data`)"),
     "data.sampler.class_path": Only((), "order the rows in the file, with data.shuffle=false"),
@@ -246,7 +294,6 @@ ONLY: dict[str, Only] = {
     "reward_model.reward_loop_source": Only(("register",), "give custom_reward_function.path"),
     "sandbox_fusion.url": Only((), _OWN_SANDBOX),
     "distillation.enabled": Only((False,), "distillation is not implemented; leave it out"),
-    "trainer.critic_warmup": Only((0,), "the actor trains from the first step, since there is no critic"),
     "trainer.checkpoint_callback_class": Only((), "watch the run's folder of checkpoints"),
     "trainer.v1.sampler.custom_sampler.path": Only((), "groups train in the order in which they were submitted"),
     **{
@@ -270,6 +317,13 @@ MOVED: dict[str, str] = (
     | {
         "reward_model.reward_kwargs.max_resp_len": "reward.reward_kwargs.max_resp_len",
         "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+        "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+        "critic.ppo_infer_micro_batch_size_per_gpu": "critic.forward_micro_batch_size_per_gpu",
+        "critic.ppo_infer_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
+    }
+    | {
+        f"critic.model.fsdp_config.{name}": f"critic.fsdp.{name}"
+        for name in ("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward")
     }
 )
 """A verl release's spelling of a key -> the key that it sets here; null means the default. verl's releases accept

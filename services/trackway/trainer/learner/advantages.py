@@ -42,6 +42,8 @@ class AdvantageInputs(NamedTuple):
     """[B, R]: sum over the vocabulary of its squared probabilities; None unless `calculate_sum_pi_squared`."""
     weights: Tensor | None = None
     """[B, R]: importance weights of the off-policy correction; None for 1."""
+    values: Tensor | None = None
+    """[B, R]: the value before each token of the mask, of a value model; None without one."""
 
     @property
     def scores(self) -> Tensor:
@@ -78,6 +80,11 @@ def grpo_passk(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
             lead / (scores[rows].std() + STD_EPS) if config.norm_adv_by_std_in_grpo else lead
         )
     return advantages
+
+
+def gae(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
+    """Generalized advantage estimates of a value model (arXiv:1506.02438), as PPO has them; whitened over the batch."""
+    return _whitened(generalized_advantages(inputs, config.gamma, config.lam), inputs.mask) * inputs.mask
 
 
 def rloo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
@@ -220,9 +227,41 @@ def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """
     to_go, after = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for column in reversed(range(rewards.shape[1])):
-        after = rewards[:, column] + torch.where(mask[:, column], gamma, 1.0) * after
+        after = rewards[:, column] + torch.where(mask[:, column], gamma * after, after)
         to_go[:, column] = after * mask[:, column]
     return to_go
+
+
+def generalized_advantages(inputs: AdvantageInputs, gamma: float, lam: float) -> Tensor:
+    """[B, R]: A = r + gamma V' - V + gamma lam A', where ' is the next token of the mask; 0 after the last one.
+
+    Tokens between, such as observations, are no steps: the value and the advantage after them pass unchanged, and so
+    does a reward there, such as the score at a rejected token. Zero outside the mask. (arXiv:1506.02438, equation 16;
+    verl's `compute_gae_advantage_return`.) Raises ValueError without values.
+    """
+    if inputs.values is None:
+        raise ValueError("expected the values of a value model for gae, got none; set critic.enable=true")
+    rewards, values, mask = inputs.rewards, inputs.values.double(), inputs.mask
+    advantages = torch.zeros_like(rewards)
+    # Of the next token of the mask, [B] each: its value with the rewards before it, and its advantage.
+    to_come = advantage = torch.zeros_like(rewards[:, 0])
+    for column in reversed(range(rewards.shape[1])):
+        is_step, reward = mask[:, column], rewards[:, column]
+        error = reward + gamma * to_come - values[:, column]
+        advantage = torch.where(is_step, error + gamma * lam * advantage, advantage)
+        to_come = torch.where(is_step, values[:, column], to_come + reward)
+        advantages[:, column] = advantage * is_step
+    return advantages
+
+
+def token_returns(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
+    """[B, R]: what a value of each token is an estimate of: the rewards to go, or those that `lam` of gae weighs.
+
+    Zero outside the mask. With gae the return of a token is its advantage before whitening plus its value.
+    """
+    if config.adv_estimator == "gae" and inputs.values is not None:
+        return generalized_advantages(inputs, config.gamma, config.lam) + inputs.values * inputs.mask
+    return rewards_to_go(inputs.rewards, inputs.mask, config.gamma)
 
 
 def _members(groups: Sequence[str]) -> list[list[int]]:

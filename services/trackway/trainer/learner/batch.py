@@ -9,7 +9,7 @@ and response token i (0-based) lies in column P - 1 + i:
     response_mask 0         | as sampled    | 0
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
 from typing import Self
@@ -48,6 +48,10 @@ class TrainingBatch:
     """[B, T - 1] bool: tokens of the mini-batch that `clip_cov` or `kl_cov` treats apart; None for other losses."""
     owners: Tensor | None = None
     """[B] int64: number of each row's trajectory; None where each row is a whole one."""
+    values: Tensor | None = None
+    """[B, T - 1]: the value before each predicted token, by the value model before the update; None without one."""
+    returns: Tensor | None = None
+    """[B, T - 1]: what these values are trained towards."""
 
     @classmethod
     def of(
@@ -92,6 +96,11 @@ class TrainingBatch:
             narrow[name] = cut[name][:, :width]
         return type(self)(**(cut | narrow))
 
+    def trainable(self) -> Self:
+        """The rows with a model token to train on; rejection may leave rows without one."""
+        has_token = self.response_mask.any(-1)
+        return self if bool(has_token.all()) else self.rows(has_token.nonzero().squeeze(-1))
+
     def to(self, device: torch.device) -> Self:
         """The same batch on a device."""
         return type(self)(**{name: value.to(device) for name, value in self._tensors()})
@@ -105,6 +114,20 @@ def rows_of(trajectories: Sequence[Trajectory]) -> tuple[list[Trajectory], list[
     """The token rows of these trajectories, and for each the place of its trajectory among them."""
     rows = [(row, owner) for owner, trajectory in enumerate(trajectories) for row in trajectory.rows]
     return [row for row, _ in rows], [owner for _, owner in rows]
+
+
+def mini_batches(owners: Sequence[int], size: int, epochs: int, shuffler: torch.Generator | None) -> Iterator[Tensor]:
+    """Row indices of each optimizer step, over all epochs; `owners` is the trajectory of each row.
+
+    A mini-batch has `size` trajectories with all their rows, in a new order for each epoch if there is a shuffler.
+    """
+    rows: list[list[int]] = [[] for _ in range(max(owners) + 1)]
+    for row, owner in enumerate(owners):
+        rows[owner].append(row)
+    for _ in range(epochs):
+        order = torch.arange(len(rows)) if shuffler is None else torch.randperm(len(rows), generator=shuffler)
+        for part in order.split(size):
+            yield torch.tensor([row for owner in part.tolist() for row in rows[owner]])
 
 
 def token_versions(trajectories: Sequence[Trajectory], width: int, default: float) -> Tensor:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from trackway.trainer.config.algorithm import OPTIMAL_BASELINES, AlgorithmConfig
-from trackway.trainer.config.policy import ActorConfig, ModelConfig, RefConfig, RolloutConfig
+from trackway.trainer.config.critic import CriticConfig, CriticOptimConfig
+from trackway.trainer.config.policy import ActorConfig, ModelConfig, RefConfig, RolloutConfig, ShardingConfig
+from trackway.trainer.learner.ranks.balance import PassLimit
 
 
 class LoraSettings(NamedTuple):
@@ -22,6 +24,34 @@ class LoraSettings(NamedTuple):
     """Folder or Hugging Face id of an adapter to start from; None for a new one."""
 
 
+class CriticSettings(NamedTuple):
+    """What a value model and its training are made of; sizes count trajectories."""
+
+    model_path: str
+    """Folder or Hugging Face id of the model that its training starts from."""
+    remove_padding: bool
+    gradient_checkpointing: bool
+    fsdp: ShardingConfig
+    optim: CriticOptimConfig
+    clip_grad: float
+    """The gradient's norm is scaled down to this."""
+    mini_batch_size: int
+    """Trajectories per optimizer step."""
+    limit: PassLimit
+    """What a rank computes in one forward and backward."""
+    forward_limit: PassLimit
+    """What a rank computes in one forward without a gradient."""
+    epochs: int
+    """Passes over each batch."""
+    shuffle: bool
+    """Whether each pass has a new order."""
+    cliprange: float
+    """Largest change of a value that the loss counts."""
+    loss_agg_mode: str
+    loss_scale_factor: float
+    """Divisor of seq-mean-token-sum-norm."""
+
+
 @dataclass(frozen=True)
 class LearnerConfig:
     """Sections, validated before, and values of the run or the machine.
@@ -35,6 +65,9 @@ class LearnerConfig:
     rollout: RolloutConfig
     ref: RefConfig
     algorithm: AlgorithmConfig
+    critic: CriticConfig
+    critic_warmup: int
+    """First call of `Learner.update`, counted from 1, that updates the policy; 0 and 1 are the same."""
     total_steps: int
     """Calls of `Learner.update` in the whole run; the cosine and a warm-up by ratio need it."""
     max_response_length: int
@@ -75,6 +108,41 @@ class LearnerConfig:
         )
 
     @property
+    def value_model(self) -> CriticSettings | None:
+        """The value model; None for a run without one."""
+        critic, actor = self.critic, self.actor
+        if not critic.is_used(self.algorithm.adv_estimator):
+            return None
+        mini = (critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * self.rollout.n
+        micro = min(mini, critic.ppo_micro_batch_size_per_gpu or mini)
+        is_dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+        tokens = critic.ppo_max_token_len_per_gpu
+        return CriticSettings(
+            model_path=critic.model.path or self.model_path,
+            remove_padding=critic.model.use_remove_padding,
+            gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+            fsdp=critic.fsdp,
+            optim=critic.optim,
+            clip_grad=critic.optim.clip_grad or critic.grad_clip,
+            mini_batch_size=mini,
+            limit=PassLimit(micro, tokens if is_dynamic else None),
+            forward_limit=PassLimit(
+                critic.forward_micro_batch_size_per_gpu or micro,
+                (critic.forward_max_token_len_per_gpu or tokens) if is_dynamic else None,
+            ),
+            epochs=critic.ppo_epochs or actor.ppo_epochs,
+            shuffle=actor.shuffle if critic.shuffle is None else critic.shuffle,
+            cliprange=critic.cliprange_value,
+            loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
+            loss_scale_factor=critic.loss_scale_factor or self.loss_scale_factor,
+        )
+
+    @property
+    def updates_without_policy(self) -> int:
+        """Updates at the beginning of the run that train the value model alone."""
+        return max(0, self.critic_warmup - 1)
+
+    @property
     def loss_mode(self) -> str:
         """Name of the policy loss."""
         is_bypass = self.algorithm.rollout_correction.bypass_mode
@@ -83,9 +151,7 @@ class LearnerConfig:
     @property
     def lr_warmup_steps(self) -> int:
         """Updates over which the rate rises; the first one trains at lr / steps."""
-        optim = self.actor.optim
-        by_ratio = int(optim.lr_warmup_steps_ratio * self.total_steps)
-        return optim.lr_warmup_steps if optim.lr_warmup_steps > 0 else by_ratio
+        return self.actor.optim.warmup_updates(self.total_steps)
 
     @property
     def clip_grad(self) -> float:

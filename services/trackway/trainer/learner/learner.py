@@ -1,11 +1,13 @@
 """The learner: trajectories in, updated weights and verl's metrics out.
 
-One update: rewards of tokens, less the KL penalty if there is one; advantages (advantages.py); then for each
-mini-batch one policy-gradient step (policy_losses.py), its gradient summed over micro-batches. Samples of older weights
-or of other arithmetic are corrected as `algorithm.rollout_correction` says (rollout_correction.py); a wrong mask or
-temperature shows in `training/rollout_logprob_diff_max`.
+One update: rewards of tokens, less the KL penalty if there is one; advantages (advantages.py), for some of them with
+the values of a value model (critic/critic.py), which is trained too; then for each mini-batch one policy-gradient step
+(policy_losses.py), its gradient summed over micro-batches. Samples of older weights or of other arithmetic are
+corrected as `algorithm.rollout_correction` says (rollout_correction.py); a wrong mask or temperature shows in
+`training/rollout_logprob_diff_max`.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -15,7 +17,6 @@ from typing import NamedTuple, Protocol
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim import AdamW
 
 from trackway.system.cpu_threads import choose_threads, usable_cores
 from trackway.trainer.learner import optimizer as adamw
@@ -24,7 +25,7 @@ from trackway.trainer.learner.advantages import (
     estimate,
     estimator,
     per_trajectory,
-    rewards_to_go,
+    token_returns,
     token_rewards,
 )
 from trackway.trainer.learner.algorithm import Aggregation, by_token, kl_penalty
@@ -33,10 +34,12 @@ from trackway.trainer.learner.batch import (
     TokenRecord,
     TokenValues,
     TrainingBatch,
+    mini_batches,
     rows_of,
     token_versions,
 )
 from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.critic.critic import Critic
 from trackway.trainer.learner.finite import require_finite_logprobs
 from trackway.trainer.learner.loss import (
     MicroLoss,
@@ -46,7 +49,7 @@ from trackway.trainer.learner.loss import (
     micro_loss,
     proximal_logprobs,
 )
-from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, scores_of
+from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, mean_metrics, scores_of, value_metrics
 from trackway.trainer.learner.passes.head import sum_pi_squared, token_logprobs
 from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
@@ -73,6 +76,8 @@ CANARY_TOLERANCE = {"bfloat16": 0.25}
 BASE_TOLERANCE = 1e-2
 """Largest difference of one model's logprobs between devices; an adapter on another model would train and publish
 something else, without an error."""
+
+logger = logging.getLogger("trackway.trainer")
 
 
 class EmptyBatchError(ValueError):
@@ -132,7 +137,7 @@ class Prepared(NamedTuple):
     rewards: Tensor
     """[B]: the scores, less the KL penalty."""
     returns: Tensor
-    """[N]: the advantages, as in verl; or [N, T - 1] where tokens have their own: their rewards to go."""
+    """[N]: the advantages, as in verl; or [N, T - 1] where tokens have their own: their returns."""
 
 
 class Learner:
@@ -145,7 +150,7 @@ class Learner:
     def __init__(self, config: LearnerConfig, ranks: Ranks = ALONE) -> None:
         self.config = config
         self.ranks = ranks = ranks.dividing_sequences(config.sequence_parallel_size)
-        model, optim, fsdp = config.model, config.actor.optim, config.actor.fsdp_config
+        model, fsdp = config.model, config.actor.fsdp_config
         # Own ones that cannot be loaded are errors before the model loads.
         estimator(config.algorithm.adv_estimator)
         policy_loss_of(config.loss_mode)
@@ -169,18 +174,13 @@ class Learner:
         self.reference = self._reference() if config.uses_reference else None
         self.reward_kl_coef = config.algorithm.kl_ctrl.kl_coef
         """Coefficient of the KL penalty in the reward of the next update."""
-        self.optimizer = AdamW(
-            [parameter for parameter in self.policy.model.parameters() if parameter.requires_grad],
-            lr=optim.lr,
-            betas=optim.betas,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self.optimizer = adamw.new_optimizer(self.policy.model, config.actor.optim)
         self.moments = CpuOffload(
             lambda: adamw.state_tensors(self.optimizer),
             self.policy.device,
             offload=(fsdp.optimizer_offload or fsdp.offload_policy) and not self.policy.is_offloaded_by_fsdp,
         )
+        self.critic = self._critic()
         self._shuffler = torch.Generator().manual_seed(config.seed)
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
@@ -202,6 +202,22 @@ class Learner:
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
         )
 
+    def _critic(self) -> Critic | None:
+        settings = self.config.value_model
+        if settings is None:
+            return None
+        critic = Critic(settings, self.config, self.ranks)
+        if critic.vocabulary < self._vocabulary:
+            raise ValueError(
+                f"critic.model.path: expected a model that knows the policy's {self._vocabulary} token ids, got "
+                f"{critic.vocabulary}; give one of the same family"
+            )
+        return critic
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.policy.model.config.get_text_config().vocab_size
+
     def _choose_threads(self) -> int:
         if self.policy.device.type != "cpu":
             return 1
@@ -216,8 +232,9 @@ class Learner:
         `observe` is entered around each optimizer step, with the trajectories of that step. `version` is that of the
         weights before the update, with a fraction if several updates make a version; `proximal_logprobs=loglinear`
         measures staleness against it, and takes the newest sampled version for None. A mini-batch of which rejection
-        leaves no token is not trained on and counts as a skipped step. Raises EmptyBatchError for no trajectories, and
-        ValueError for one without a reward or a prompt.
+        leaves no token is not trained on and counts as a skipped step. In the updates before `critic_warmup` the value
+        model alone is trained. Raises EmptyBatchError for no trajectories, and ValueError for one without a reward or a
+        prompt.
         """
         if not used:
             raise EmptyBatchError(
@@ -228,14 +245,38 @@ class Learner:
         batch, mismatch = prepared.batch, prepared.mismatch
         sequences = choose_sequences(rows, by_token(batch.advantages).abs().amax(-1).tolist())
         self._before = self.policy.published_logprobs([self._canary_tokens(), *sequences])
-        lr = adamw.learning_rate(self.config, self.updates)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        steps: list[StepOutcome] = []
+        metrics = {**batch_metrics(used, batch, prepared.rewards, prepared.returns), **prepared.kl_metrics}
+        if self.critic is not None:
+            metrics |= {**value_metrics(batch), **self.critic.update(batch, owners)}
         record = TokenRecord(batch, prepared.logprobs) if self.config.save_token_values else None
-        emptied = 0.0
+        policy_updates = self.updates - self.config.updates_without_policy
+        if policy_updates >= 0:
+            lr = adamw.learning_rate(self.config.actor.optim, self.config.total_steps, policy_updates)
+            metrics |= self._update_policy(batch, used, owners, lr, observe, mismatch, record)
+        else:
+            metrics |= mismatch
+        self.updates += 1
+        return UpdateResult(metrics, prepared.advantages, None if record is None else record.of(rows))
+
+    def _update_policy(
+        self,
+        batch: TrainingBatch,
+        used: Sequence[Trajectory],
+        owners: Sequence[int],
+        lr: float,
+        observe: StepObserver,
+        mismatch: Metrics,
+        record: TokenRecord | None,
+    ) -> Metrics:
+        """Takes the optimizer steps of an update and returns their metrics, those of the mismatch among them.
+
+        `record` gets the values of the tokens that they train.
+        """
+        adamw.set_learning_rate(self.optimizer, lr)
+        actor, steps, emptied = self.config.actor, list[StepOutcome](), 0.0
+        shuffler = self._shuffler if actor.shuffle else None
         with self.policy.cpu_offload.on_device(), self._exact_reference():
-            for index in self._mini_batches(owners):
+            for index in mini_batches(owners, self.config.mini_batch_size, actor.ppo_epochs, shuffler):
                 trainable = index[batch.response_mask[index].any(-1)]  # rejection may leave rows without a token
                 if not len(trainable):
                     emptied += 1
@@ -245,17 +286,13 @@ class Learner:
                     report({**steps[-1].metrics, "actor/lr": lr})
                 if record is not None:
                     self._record(record, trainable, steps[-1])
-        self.updates += 1
-        metrics = {
-            **batch_metrics(used, batch, prepared.rewards, prepared.returns),
+        return {
             **(mismatch or self._mismatch(steps)),
-            **prepared.kl_metrics,
-            **_mean([step.metrics for step in steps]),
+            **mean_metrics([step.metrics for step in steps]),
             "actor/skipped_steps": emptied + sum(step.metrics["actor/skipped_steps"] for step in steps),
             "actor/lr": lr,
-            **({"actor/kl_coef": self.config.actor.kl_loss_coef} if self.config.actor.use_kl_loss else {}),
+            **({"actor/kl_coef": actor.kl_loss_coef} if actor.use_kl_loss else {}),
         }
-        return UpdateResult(metrics, prepared.advantages, None if record is None else record.of(rows))
 
     def log_probs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """The current policy's logprob of each response token, 0.0 where the model did not write it."""
@@ -273,7 +310,8 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Writes everything that a new learner of the same configuration, on any number of ranks, needs to continue.
 
-        Of a model with an adapter only the adapter is written, and by what its base model can be told from others.
+        Of a model with an adapter only the adapter is written, and by what its base model can be told from others. A
+        value model has a folder of its own beside this one.
         """
         progress = {"updates": torch.tensor(self.updates), "shuffler": self._shuffler.get_state()}
         if self.config.algorithm.kl_ctrl.type == "adaptive":
@@ -287,6 +325,8 @@ class Learner:
         }
         if isinstance(self.reference, Policy):
             files[folder / "reference.safetensors"] = self.reference.tensors
+        if self.critic is not None:
+            files |= self.critic.files(folder.parent)
         save_whole(files, self.ranks)
 
     def load(self, folder: Path) -> None:
@@ -307,6 +347,9 @@ class Learner:
         reference = folder / "reference.safetensors"
         if isinstance(self.reference, Policy) and reference.exists():
             self.reference.load(reference)
+        if self.critic is not None and not self.critic.load(folder.parent):
+            start = self.critic.settings.model_path
+            logger.warning("the checkpoint %s has no value model; its training starts from %s", folder.parent, start)
 
     def export(self, folder: Path) -> None:
         """Writes a Hugging Face folder of the current weights, with an explicit `lm_head.weight`."""
@@ -344,7 +387,7 @@ class Learner:
 
     def _canary_tokens(self) -> list[int]:
         # Low ids exist in every tokenizer, while a model's vocabulary is often padded beyond its tokenizer.
-        vocabulary = min(256, self.policy.model.config.get_text_config().vocab_size)
+        vocabulary = min(256, self._vocabulary)
         return [(37 * i + 11) % vocabulary for i in range(CANARY_LENGTH)]
 
     def close(self) -> None:
@@ -393,7 +436,8 @@ class Learner:
             kl = kl_penalty(old, batch.ref_logprobs, self.config.algorithm.kl_penalty)
             penalty, kl_metrics = self._kl_penalty(columns.response(kl), mask)
             rewards = rewards - penalty
-        distribution = [columns.response(values) for values in measured] if len(measured) > 1 else [None, None]
+        values = None if self.critic is None else self.critic.values(batch)
+        distribution = [columns.response(measure) for measure in measured] if len(measured) > 1 else [None, None]
         inputs = AdvantageInputs(
             rewards=rewards,
             mask=columns.response(batch.response_mask),
@@ -402,12 +446,16 @@ class Learner:
             logp=distribution[0],
             sum_pi_squared=distribution[1],
             weights=None if batch.rollout_is_weights is None else columns.response(batch.rollout_is_weights),
+            values=None if values is None else columns.response(values),
         )
         advantages = estimate(self.config.algorithm, inputs)
         by_trajectory = per_trajectory(advantages, inputs.mask).tolist()
+        if values is not None:
+            towards = columns.columns(token_returns(self.config.algorithm, inputs)).to(values.dtype)
+            batch = replace(batch, values=values, returns=towards)
         if advantages.dim() == 2:
-            to_go = rewards_to_go(rewards, inputs.mask, self.config.algorithm.gamma)
-            advantages, returns = columns.columns(advantages), columns.columns(to_go)
+            advantages = columns.columns(advantages)
+            returns = columns.columns(token_returns(self.config.algorithm, inputs))
         else:
             advantages = returns = advantages[torch.tensor(owners)]
         batch = replace(batch, advantages=advantages.to(self.policy.master_dtype))
@@ -457,7 +505,7 @@ class Learner:
             now = logp if correction.bypass_mode else proximal_logprobs(mini, logp)
             corrections.append(correction_metrics(correction, now, mini.old_logprobs, mini.response_mask))
         mask = first.mini.response_mask
-        return drift_metrics(first.logp[mask], first.mini.old_logprobs[mask]) | _mean(corrections)
+        return drift_metrics(first.logp[mask], first.mini.old_logprobs[mask]) | mean_metrics(corrections)
 
     def _old_logprobs(self, batch: TrainingBatch) -> Tensor:
         return self.policy.logprobs(batch, self.config.rollout.temperature, self._log_prob_limit)
@@ -477,21 +525,6 @@ class Learner:
         if self.reference is None or not self.config.uses_full_kl:
             return nullcontext()
         return self.reference.cpu_offload.on_device()
-
-    def _mini_batches(self, owners: Sequence[int]) -> Iterator[Tensor]:
-        """Row indices of each optimizer step, over all epochs; `owners` is the trajectory of each row.
-
-        A mini-batch has `mini_batch_size` trajectories with all their rows.
-        """
-        rows: list[list[int]] = [[] for _ in range(max(owners) + 1)]
-        for row, owner in enumerate(owners):
-            rows[owner].append(row)
-        for _ in range(self.config.actor.ppo_epochs):
-            order = torch.arange(len(rows))
-            if self.config.actor.shuffle:
-                order = torch.randperm(len(rows), generator=self._shuffler)
-            for part in order.split(self.config.mini_batch_size):
-                yield torch.tensor([row for owner in part.tolist() for row in rows[owner]])
 
     def _step(self, mini: TrainingBatch) -> StepOutcome:
         actor = self.config.actor
@@ -565,8 +598,3 @@ class Learner:
         (part.loss if micro_batch.counts else part.loss * 0).backward()
         metrics = part.metrics if micro_batch.reports else {name: torch.zeros(()) for name in part.metrics}
         return part._replace(loss=part.loss.detach(), metrics=metrics)
-
-
-def _mean(rows: Sequence[Metrics]) -> Metrics:
-    """The mean of each metric of the rows, which have the same ones; empty without rows."""
-    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} if rows else {}

@@ -10,6 +10,9 @@ from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.metrics.rollout import Metrics, spread
 from trackway.wire.trajectory import StopReason, Trajectory
 
+VARIANCE_EPS = 1e-5
+"""Added to the variance of the returns that the explained variance is a share of."""
+
 
 def batch_metrics(used: Sequence[Trajectory], batch: TrainingBatch, rewards: Tensor, returns: Tensor) -> Metrics:
     """Scores, advantages, turns and counts of the trajectories trained on, and lengths of their rows, in `batch`.
@@ -33,6 +36,25 @@ def batch_metrics(used: Sequence[Trajectory], batch: TrainingBatch, rewards: Ten
         "training/trained_tokens": float(batch.response_mask.sum()),
         "training/trajectories": float(len(used)),
     }
+
+
+def value_metrics(batch: TrainingBatch) -> Metrics:
+    """The values of the trained tokens before the update, and the share of their returns' variance that they explain.
+
+    Empty for a batch without values. The share is 1 - var(returns - values) / (var(returns) + 1e-5), as in verl.
+    """
+    if batch.values is None or batch.returns is None:
+        return {}
+    values, returns = (given[batch.response_mask].double() for given in (batch.values, batch.returns))
+    metrics = spread("critic/values", values.tolist())
+    if len(values) > 1:
+        metrics["critic/vf_explained_var"] = 1 - float((returns - values).var() / (returns.var() + VARIANCE_EPS))
+    return metrics
+
+
+def mean_metrics(rows: Sequence[Metrics]) -> Metrics:
+    """The mean of each metric of the rows, which have the same ones; empty without rows."""
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} if rows else {}
 
 
 def drift_metrics(logp: Tensor, rollout_logp: Tensor) -> Metrics:

@@ -10,26 +10,43 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.config.policy import OptimConfig
 from trackway.trainer.learner.ranks.sharding import local, shard_like
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def learning_rate(config: LearnerConfig, update: int) -> float:
-    """The rate of the 0-based update: lr / warmup_steps first, then up in equal steps, then constant or a cosine.
+def new_optimizer(model: nn.Module, optim: OptimConfig) -> AdamW:
+    """AdamW over the parameters that are trained."""
+    return AdamW(
+        [parameter for _, parameter in _trained(model)],
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        fused=True,
+    )
+
+
+def set_learning_rate(optimizer: AdamW, rate: float) -> None:
+    """Sets the rate of the next steps."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def learning_rate(optim: OptimConfig, total: int, update: int) -> float:
+    """The rate of the 0-based update, of `total`: lr / warm-up first, up in equal steps, then constant or a cosine.
 
     Half a cosine falls from lr to lr * min_lr_ratio at the end of the last update (verl's `lr_scheduler_type=cosine`,
     verl/utils/torch_functional.py, `get_cosine_schedule_with_warmup`).
     verl starts the warm-up at 0, so its first batch trains nothing.
     """
-    optim, warm_up = config.actor.optim, config.lr_warmup_steps
+    warm_up = optim.warmup_updates(total)
     if update < warm_up:
         return optim.lr * (update + 1) / warm_up
     if optim.lr_scheduler_type == "constant":
         return optim.lr
     counted = update if optim.zero_indexed_step else update + 1
-    done = min(1.0, (counted - warm_up) / max(1, config.total_steps - warm_up))
+    done = min(1.0, (counted - warm_up) / max(1, total - warm_up))
     share = 0.5 * (1.0 + math.cos(2.0 * math.pi * optim.num_cycles * done))
     return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 

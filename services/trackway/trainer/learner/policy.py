@@ -66,6 +66,15 @@ def model_folder(path: str) -> Path:
     return folder if folder.is_dir() else Path(snapshot_download(path, allow_patterns=MODEL_FILES))
 
 
+def load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model of a folder, without dropout."""
+    config = AutoConfig.from_pretrained(folder)
+    # Dropout would make the ratio to the sampler's logprobs differ from 1 under equal weights.
+    for name in [key for key in config.to_dict() if key.endswith(("dropout", "pdrop"))]:
+        setattr(config, name, 0.0)
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+
+
 class MicroBatch(NamedTuple):
     """What one rank computes in one pass."""
 
@@ -99,8 +108,8 @@ class Policy:
     `dtype` is a key of MASTER_DTYPES. An offloaded model is on the device only inside `cpu_offload.on_device()`;
     a frozen model has no gradients. `remove_padding` packs the batches of a model that can be packed. Among several
     ranks every method but `token_values` and `ref_inputs` gives each of them the same result, and is a collective. With
-    `lora` an adapter is trained, and the model's own weights stay as they were loaded. `head_in_chunks` and
-    `head_chunk_size` are those of HeadChunks.
+    `lora` an adapter is trained, and the model's own weights stay as they were loaded. `loader` loads the
+    model of a folder. `head_in_chunks` and `head_chunk_size` are those of HeadChunks.
     """
 
     def __init__(
@@ -118,6 +127,7 @@ class Policy:
         lora: LoraSettings | None = None,
         head_in_chunks: bool | None = None,
         head_chunk_size: int = 1024,
+        loader: Callable[[Path, torch.dtype], PreTrainedModel] = load_model,
     ) -> None:
         disable_progress_bar()  # or transformers draws one at every publication
         self.folder = model_folder(path)
@@ -128,7 +138,7 @@ class Policy:
         self.ranks = ranks
         self.adapter: Adapter | None = None
         """What is trained, instead of the model's own weights."""
-        self.model = _load_model(self.folder, self.master_dtype)
+        self.model = loader(self.folder, self.master_dtype)
         require_finite(self.tensors())
         self.chunks = HeadChunks.of(self.model, head_in_chunks, head_chunk_size)
         self.model.requires_grad_(not frozen)
@@ -389,14 +399,6 @@ def _groups(sequences: Sequence[list[int]]) -> Iterator[Sequence[list[int]]]:
 
 def _as_it_is(values: Tensor) -> Tensor:
     return values
-
-
-def _load_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(folder)
-    # Dropout would make the ratio to the sampler's logprobs differ from 1 under equal weights.
-    for name in [key for key in config.to_dict() if key.endswith(("dropout", "pdrop"))]:
-        setattr(config, name, 0.0)
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
 
 
 def export_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor], dtype: torch.dtype) -> None:

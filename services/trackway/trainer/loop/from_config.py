@@ -33,6 +33,8 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         rollout=policy.rollout,
         ref=policy.ref,
         algorithm=config.algorithm.with_values({"rollout_correction": config.correction}),
+        critic=config.critic,
+        critic_warmup=config.trainer.critic_warmup,
         total_steps=total_steps,
         max_response_length=config.data.max_response_length,
         dtype=_dtype(own.dtype, device),

@@ -1,6 +1,7 @@
 """Checkpoints in verl's layout. After a crash at any moment, the newest complete checkpoint can be found.
 
 <root>/global_step_<N>/actor/              Learner.save
+                       critic/             the same of the value model, if there is one
                        actor/huggingface/  Learner.export: usable by transformers and any engine
                        state.json          the loop's state: position in the data, counters
                        finished.parquet    trajectories that are not trained yet; absent when there are none

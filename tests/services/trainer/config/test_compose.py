@@ -68,7 +68,6 @@ def test_every_key_of_the_reproduce_script_is_honoured_or_told_with_a_reason():
 
     silent = [key for key in keys if key not in known_keys() and key not in told and limited(key) is None]
     assert silent == []
-    assert limited("trainer.critic_warmup") == "trainer.critic_warmup"  # 0 is what happens here
     assert told["trainer.rollout_trace.backend"] == "another spelling, read as actor_rollout_ref.rollout.trace.backend"
 
 
@@ -153,7 +152,6 @@ def test_sequences_are_divided_over_ranks_that_they_fit_and_packed():
     [
         ("data.train_batch_size=many", "data.train_batch_size: Input should be a valid integer"),
         ("actor_rollout_ref.rollout.mode=sync", "actor_rollout_ref.rollout.mode: Input should be 'async', got 'sync'"),
-        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator: gae is not implemented: there is no critic; take re"),
         ("data.train_batch_size=8", "ppo_mini_batch_size: expected at most data.train_batch_size"),
         ("data.seed", "expected key=value in Hydra's grammar, got 'data.seed'"),
         ("data.seed=${nowhere}", "the configuration does not compose"),
@@ -296,7 +294,12 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("trainer.critic_warmup=5", "trainer.critic_warmup: expected 0, got 5; the actor trains from the first step"),
+        (
+            "trainer.critic_warmup=5",
+            "trainer.critic_warmup: expected 0 without a value model, got 5; set algorithm.adv",
+        ),
+        ("critic.model.lora_rank=8", "critic.model.lora_rank: expected 0, got 8; the value model is trained whole"),
+        ("critic.optim.optimizer=SGD", "critic.optim.optimizer: expected AdamW, got SGD; other optimizers are not"),
         ("reward_model.enable=True", "reward_model.enable: expected False, got True; serve the model anywhere"),
         ("+actor_rollout_ref.model.lora.rank=32", "lora.rank: expected 0, got 32; set"),
         ("+actor_rollout_ref.model.lora_adapter_path=a", "lora_rank: expected the rank of lora_adapter_path, got 0"),
@@ -311,8 +314,23 @@ def test_a_value_that_would_change_the_training_is_refused_with_its_remedy(line:
         compose([line])
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["critic.enable=false"], "critic.enable: expected true or null with algorithm.adv_estimator=gae, got false"),
+        (
+            ["critic.ppo_mini_batch_size=2048"],
+            "critic.ppo_mini_batch_size: expected at most data.train_batch_size (1024)",
+        ),
+    ],
+)
+def test_a_value_model_that_gae_cannot_train_is_refused(lines: list[str], message: str):
+    with pytest.raises(TrackwayError, match=re.escape(message)):
+        compose(["algorithm.adv_estimator=gae", *lines])
+
+
 def test_the_value_that_is_trained_anyway_is_accepted_and_null_too():
-    lines = ["trainer.critic_warmup=0", "reward_model.enable=null", "reward_model.reward_manager=dapo"]
+    lines = ["critic.model.lora_rank=0", "reward_model.enable=null", "reward_model.reward_manager=dapo"]
     lines += ["++actor_rollout_ref.model.override_config.attn_implementation=sdpa"]
 
     told = no_effect(compose(lines).trackway.ignored_keys)
@@ -351,7 +369,7 @@ def test_the_demo_preset_is_the_measured_recipe():
 def test_an_unknown_preset_names_the_ones_there_are():
     names = [
         *("dapo", "default", "dr_grpo", "fully_async_ppo_trainer", "grpo", "gspo", "one_step_off_ppo_trainer"),
-        *("ppo_trainer", "reinforce_plus_plus", "rloo", "tiny_demo"),
+        *("ppo", "ppo_trainer", "reinforce_plus_plus", "rloo", "tiny_demo"),
     ]
     with pytest.raises(TrackwayError, match=f"found: {', '.join(names)}"):
         compose([], config_name="huge_demo")

@@ -46,10 +46,18 @@ from trackway.wire.errors import ErrorCode, TrackwayError
             ),
         ),
         (
-            "critic.optim.lr",
+            "critic.rollout_n",
             Explanation(
-                "critic.optim.lr", "no estimator here has a critic", None, "verl's, no effect here", honoured=False
+                "critic.rollout_n",
+                "actor_rollout_ref.rollout.n decides",
+                None,
+                "verl's, no effect here",
+                honoured=False,
             ),
+        ),
+        (
+            "critic.optim.lr",
+            Explanation("critic.optim.lr", "Learning rate after the warm-up.", 1e-5, "verl's"),
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -21,6 +21,7 @@ CHANGES: dict[str, dict[str, JsonValue]] = {
         "algorithm.norm_adv_by_std_in_grpo": False,
         f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
     },
+    "ppo": {**{key: value for key, value in GSM8K.items() if key != f"{ROLLOUT}.n"}, "algorithm.adv_estimator": "gae"},
     "rloo": {**GSM8K, **IN_REWARD, "algorithm.adv_estimator": "rloo"},
     "reinforce_plus_plus": {
         **{**GSM8K, **IN_REWARD, "algorithm.adv_estimator": "reinforce_plus_plus"},

@@ -15,8 +15,10 @@ from trackway.trainer.learner.advantages import (
     ESTIMATORS,
     AdvantageInputs,
     estimate,
+    generalized_advantages,
     per_trajectory,
     rewards_to_go,
+    token_returns,
     token_rewards,
 )
 from trackway.wire.errors import TrackwayError
@@ -125,6 +127,71 @@ def test_reinforce_plus_plus_discounts_by_tokens_of_the_model_and_whitens(gamma:
 
     to_go = [score * gamma**left for score, row in zip(SCORES, MASK, strict=True) for left in reversed(range(sum(row)))]
     close(actual[torch.tensor(MASK, dtype=torch.bool)], whitened(to_go))
+
+
+VALUED = inputs(
+    [1.0, 2.0, -1.0],
+    ["a", "b", "c"],
+    [[1, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 1]],
+    values=tensor([1 / 2, 9, 1 / 4, 1], [9, 0, 1, 9], [9, 9, 9, 1 / 2]),
+)
+"""Three, two and one token of the model with their values; observations between, before and after have the value 9."""
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lam", "expected"),
+    [
+        # From the right: 1 - 1 = 0; 1/2 - 1/4 + 1/4 x 0 = 1/4; 1/2 x 1/4 - 1/2 + 1/4 x 1/4 = -5/16.
+        # Then 2 - 1 = 1 and 1/2 x 1 - 0 + 1/4 x 1 = 3/4; and -1 - 1/2.
+        (0.5, 0.5, [[-5 / 16, 0, 1 / 4, 0], [0, 3 / 4, 1, 0], [0, 0, 0, -3 / 2]]),
+        (1.0, 0.5, [[1 / 4 - 1 / 2 + 3 / 8, 0, 3 / 4, 0], [0, 1 + 1 / 2, 1, 0], [0, 0, 0, -3 / 2]]),
+        # lam = 0: the reward and the next value less the own one; lam = 1: the rewards to go less the value.
+        (1.0, 0.0, [[-1 / 4, 0, 3 / 4, 0], [0, 1, 1, 0], [0, 0, 0, -3 / 2]]),
+        (1.0, 1.0, [[1 / 2, 0, 3 / 4, 0], [0, 2, 1, 0], [0, 0, 0, -3 / 2]]),
+        (0.5, 1.0, [[1 / 4 - 1 / 2, 0, 1 / 4, 0], [0, 1, 1, 0], [0, 0, 0, -3 / 2]]),
+        # gamma = 0: each token for itself.
+        (0.0, 1.0, [[-1 / 2, 0, -1 / 4, 0], [0, 0, 1, 0], [0, 0, 0, -3 / 2]]),
+    ],
+)
+def test_generalized_advantages_pass_over_observations(gamma: float, lam: float, expected: list[list[float]]):
+    raw = generalized_advantages(VALUED, gamma, lam)
+    config = AlgorithmConfig(adv_estimator="gae", gamma=gamma, lam=lam)
+
+    close(raw, expected)
+    values = [[1 / 2, 0, 1 / 4, 1], [0, 0, 1, 0], [0, 0, 0, 1 / 2]]
+    returns = [[a + v for a, v in zip(*rows, strict=True)] for rows in zip(expected, values, strict=True)]
+    close(token_returns(config, VALUED), returns)
+    flat = [expected[0][0], *expected[0][2:], *expected[1][1:3], expected[2][3]]
+    close(estimate(config, VALUED)[VALUED.mask], whitened(flat))
+
+
+def test_with_a_weight_of_one_the_returns_of_gae_are_the_rewards_to_go_whatever_the_values():
+    torch.manual_seed(0)
+    mask = torch.rand(5, 9) < 0.6
+    # Rewards outside the mask too, as at rejected tokens.
+    given = inputs()._replace(rewards=torch.randn(5, 9, dtype=F64), mask=mask, values=torch.randn(5, 9))
+
+    returns = token_returns(AlgorithmConfig(adv_estimator="gae", gamma=0.9), given)
+
+    torch.testing.assert_close(returns, rewards_to_go(given.rewards, mask, 0.9), rtol=0, atol=1e-12)
+
+
+def test_gae_of_a_single_token_and_of_none_is_zero_once_it_is_whitened():
+    single_token = inputs([4.0], ["a"], [[0, 1]], values=tensor([0.0, 1.0]))
+
+    close(advantages("gae", single_token), [[0, 0]])
+    close(advantages("gae", single_token._replace(mask=torch.zeros(1, 2, dtype=torch.bool))), [[0, 0]])
+
+
+def test_gae_without_a_value_model_says_what_it_needs():
+    with pytest.raises(ValueError, match=r"expected the values of a value model for gae, .* critic\.enable=true"):
+        advantages("gae")
+
+
+def test_an_estimator_without_values_trains_them_towards_the_rewards_to_go():
+    config = AlgorithmConfig(adv_estimator="reinforce_plus_plus", gamma=0.5, lam=0.5)
+
+    close(token_returns(config, VALUED), [[1 / 4, 0, 1 / 2, 1], [0, 1, 2, 0], [0, 0, 0, -1]])
 
 
 def test_remax_takes_the_greedy_score_off_each_token_of_the_model():
@@ -259,6 +326,7 @@ def test_a_trajectorys_advantage_is_the_mean_over_its_trained_tokens():
 
 def test_equal_scores_have_no_advantage_in_any_estimator_with_a_group():
     equal = inputs([0.1] * 3, ["a"] * 3, [[1, 1]] * 3, components=[{"score": 0.1, "reward_baseline": 0.1}] * 3)
+    equal = equal._replace(values=torch.zeros(3, 2))
     equal = equal._replace(logp=torch.full((3, 2), -1.0, dtype=F64), sum_pi_squared=torch.full((3, 2), 0.5, dtype=F64))
 
     for name in ESTIMATORS:
@@ -304,10 +372,7 @@ def test_an_own_function_that_does_not_do_is_named(own_module: str, name: str, p
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        (
-            {"adv_estimator": "gae"},
-            "adv_estimator: gae is not implemented: there is no critic; take reinforce_plus_plus",
-        ),
+        ({"lam": 1.5}, "algorithm.lam: Input should be less than or equal to 1, got 1.5"),
         ({"adv_estimator": "grop"}, "adv_estimator: expected one of grpo, grpo_vectorized"),
         ({"adv_estimator": "gdpo"}, "gdpo_reward_keys: expected reward components with adv_estimator=gdpo, got none"),
         (

@@ -48,7 +48,7 @@ GREEDY = [0.25, 1.0]
 """Scores of the greedy rollouts of the two groups, for remax."""
 CENTRED = [0.5, -0.5, -0.25, 0.25]
 TOKENS = [sum(mask) for mask in MASKS]
-GAMMA = 0.5
+GAMMA, LAM = 0.5, 0.75
 
 
 def on_tokens(values: list[float]) -> Table:
@@ -100,6 +100,7 @@ EXPECTED: dict[str, Callable[[Model], Table]] = {
     "grpo": lambda _: on_tokens(ADVANTAGES),
     "grpo_vectorized": lambda _: on_tokens(ADVANTAGES),
     "grpo_passk": lambda _: on_tokens([1 / (math.sqrt(0.5) + 1e-6), 0, 0, 0.5 / (math.sqrt(0.125) + 1e-6)]),
+    "gae": lambda _: whitened(to_go(GAMMA * LAM)),  # of a new value model, whose values are 0
     "rloo": lambda _: on_tokens(scaled(2, CENTRED)),
     "rloo_vectorized": lambda _: on_tokens(scaled(2, CENTRED)),
     "opo": lambda _: on_tokens([0.5, -0.5, -0.125, 0.375]),
@@ -160,7 +161,7 @@ def test_every_estimator_has_a_golden_update():
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_two_steps_with_an_estimator_are_those_written_out(saved_model: Path, rollout: Rollout, name: str):
-    algorithm = {"adv_estimator": name, "gamma": GAMMA, "gdpo_reward_keys": ["score"]}
+    algorithm = {"adv_estimator": name, "gamma": GAMMA, "lam": LAM, "gdpo_reward_keys": ["score"]}
     settings = {"actor_rollout_ref.rollout.n": 2} if name == "grpo_passk" else {}
     learner = new_learner(saved_model, algorithm, **settings)
     model = Model(weights_of(learner))

@@ -10,7 +10,7 @@ from trackway.trainer.learner.optimizer import learning_rate
 
 def rates(count: int, **given: object) -> list[float]:
     config = learner_config("m", lr=8.0, **given)
-    return [learning_rate(config, update) for update in range(count)]
+    return [learning_rate(config.actor.optim, config.total_steps, update) for update in range(count)]
 
 
 def test_the_rate_climbs_in_equal_steps_and_then_stays() -> None:

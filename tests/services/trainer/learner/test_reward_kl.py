@@ -106,11 +106,18 @@ def test_the_penalty_reaches_the_advantages_of_trajectories_as_its_sum(saved_mod
     assert "actor/kl_coef" not in result.metrics
 
 
-@pytest.mark.parametrize(("kind", "sampled"), [("mse", False), ("mse", True)])
+@pytest.mark.parametrize(
+    ("estimator", "kind", "sampled"),
+    [
+        ({"adv_estimator": "reinforce_plus_plus", "gamma": GAMMA}, "mse", False),
+        ({"adv_estimator": "reinforce_plus_plus", "gamma": GAMMA}, "mse", True),
+        ({"adv_estimator": "gae", "lam": GAMMA}, "mse", False),  # of a new value model, whose values are 0
+    ],
+)
 def test_the_penalty_of_each_token_reaches_the_tokens_before_it(
-    saved_model: Path, rollout: Rollout, kind: str, sampled: bool
+    saved_model: Path, rollout: Rollout, estimator: dict[str, object], kind: str, sampled: bool
 ):
-    keys = {"adv_estimator": "reinforce_plus_plus", "gamma": GAMMA, "kl_penalty": kind}
+    keys = {**estimator, "kl_penalty": kind}
     learner = new_learner(saved_model, {**keys, "use_kl_in_reward": True, "kl_ctrl.kl_coef": COEF}, bypass_mode=sampled)
     model, reference = Model(weights_of(learner)), scale_reference(learner)
     rewards = penalised([[gap**2 / 2 for gap in row] for row in gaps(model, reference, sampled=sampled)])

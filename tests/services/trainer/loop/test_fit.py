@@ -212,6 +212,28 @@ async def test_a_run_over_sessions_trains_each_once_and_keeps_no_file_of_them(ne
     assert account == {"submitted": 8, "used": 8}
 
 
+async def test_a_run_warms_its_value_model_up_saves_it_and_resumes_with_it(new_run: NewRun):
+    keys = ("trainer.total_training_steps=3", "trainer.save_freq=1", "algorithm.adv_estimator=gae")
+    keys += ("trainer.critic_warmup=2", "critic.optim.lr=1e-2")
+    first = new_run("first", *keys)
+    await fit(first)
+
+    path = first.folder.checkpoints / "global_step_1"
+    second = new_run("second", *keys, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={path}")
+    await fit(second)
+
+    def learned(run: Training, name: str) -> list[float | None]:
+        return [row.data.get(name) for row in run.folder.rows() if row.step > 1]
+
+    names = ("critic/vf_loss", "critic/values/mean", "critic/grad_norm", "actor/grad_norm")
+    assert [learned(second, name) for name in names] == [learned(first, name) for name in names]
+    assert None not in learned(first, "critic/vf_loss") + learned(first, "actor/grad_norm")
+    [warm_up] = [row.data for row in first.folder.rows() if row.step == 1]
+    assert "critic/vf_loss" in warm_up and "actor/grad_norm" not in warm_up
+    manifest = (path / "manifest.json").read_text()
+    assert all(f"critic/{name}.safetensors" in manifest for name in ("model", "optim", "extra_state"))
+
+
 async def test_a_run_that_only_validates_a_named_checkpoint_holds_its_weights(new_run: NewRun):
     first = new_run("first", "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=1e-2")
     before = first.learner.canary()

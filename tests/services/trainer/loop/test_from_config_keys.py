@@ -11,10 +11,12 @@ from pydantic import JsonValue
 
 from trackway.trainer.config import RunConfig, compose, resolve
 from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
-from trackway.trainer.config.policy import FSDPConfig, PolicyLossConfig
+from trackway.trainer.config.critic import CriticOptimConfig
+from trackway.trainer.config.policy import FSDPConfig, PolicyLossConfig, ShardingConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
-from trackway.trainer.learner.config import LearnerConfig, LoraSettings
+from trackway.trainer.learner.config import CriticSettings, LearnerConfig, LoraSettings
+from trackway.trainer.learner.ranks.balance import PassLimit
 from trackway.trainer.loop.from_config import (
     group_filter,
     learner_config,
@@ -228,6 +230,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     ),
     "algorithm.norm_adv_by_std_in_grpo": (False, {"learner.algorithm.norm_adv_by_std_in_grpo": False}),
     "algorithm.gamma": (0.5, {"learner.algorithm.gamma": 0.5}),
+    "algorithm.lam": (0.5, {"learner.algorithm.lam": 0.5}),
     "algorithm.gdpo_reward_keys": (["acc"], {"learner.algorithm.gdpo_reward_keys": ["acc"]}),
     "algorithm.gdpo_reward_weights": ([2.0], {"learner.algorithm.gdpo_reward_weights": [2.0]}),
     "algorithm.use_kl_in_reward": (
@@ -286,7 +289,32 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
 }
 """Key -> a value for it, and the fields that it changes, each with what it becomes."""
 
+VALUE_MODEL = CriticSettings(
+    model_path="",
+    remove_padding=True,
+    gradient_checkpointing=True,
+    fsdp=ShardingConfig(),
+    optim=CriticOptimConfig(),
+    clip_grad=1.0,
+    mini_batch_size=256,
+    limit=PassLimit(256),
+    forward_limit=PassLimit(256),
+    epochs=1,
+    shuffle=False,
+    cliprange=0.5,
+    loss_agg_mode="token-mean",
+    loss_scale_factor=512.0,
+)
+"""Of a run with `adv_estimator=gae` and no key of `critic`."""
+GAE: Fields = {"learner.algorithm.adv_estimator": "gae"}
+
 TOGETHER: list[tuple[Keys, Fields]] = [
+    ({"algorithm.adv_estimator": "gae"}, {**GAE, "learner.value_model": VALUE_MODEL}),
+    ({"critic.enable": True}, {"learner.value_model": VALUE_MODEL}),
+    (
+        {"critic.enable": True, "trainer.critic_warmup": 3},
+        {"learner.value_model": VALUE_MODEL, "learner.critic_warmup": 3, "learner.updates_without_policy": 2},
+    ),
     (
         {f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ROLLOUT}.val_kwargs.temperature": 0.6},
         {"validation.sampling.temperature": 0.6},
@@ -492,6 +520,61 @@ def changed(keys: Keys) -> Fields:
 @pytest.mark.parametrize(("key", "value", "fields"), [(key, *row) for key, row in KEYS.items()], ids=list(KEYS))
 def test_a_key_changes_its_own_fields_and_no_others(key: str, value: JsonValue, fields: Fields):
     assert changed({key: value}) == fields
+
+
+@pytest.mark.parametrize(
+    ("keys", "fields"),
+    [
+        ({f"{MODEL}.path": "m"}, {"model_path": "m"}),
+        ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),
+        ({"critic.model.use_remove_padding": False}, {"remove_padding": False}),
+        ({"critic.model.enable_gradient_checkpointing": False}, {"gradient_checkpointing": False}),
+        ({"critic.optim.lr": 0.5}, {"optim": CriticOptimConfig(lr=0.5)}),
+        ({"critic.optim.lr_warmup_steps": 7}, {"optim": CriticOptimConfig(lr_warmup_steps=7)}),
+        ({"critic.optim.warmup_style": "cosine"}, {"optim": CriticOptimConfig(lr_scheduler_type="cosine")}),
+        ({"critic.optim.clip_grad": 4.0}, {"optim": CriticOptimConfig(clip_grad=4.0), "clip_grad": 4.0}),
+        ({"critic.grad_clip": 5.0}, {"clip_grad": 5.0}),
+        ({"critic.optim.weight_decay": 0.5}, {"optim": CriticOptimConfig(weight_decay=0.5)}),
+        ({"critic.fsdp.param_offload": True}, {"fsdp": ShardingConfig(param_offload=True)}),
+        ({"critic.model.fsdp_config.optimizer_offload": True}, {"fsdp": ShardingConfig(optimizer_offload=True)}),
+        ({"critic.model.fsdp_config.param_offload": None}, {}),
+        ({f"{ROLLOUT}.n": 2}, {"mini_batch_size": 512, "limit": PassLimit(512), "forward_limit": PassLimit(512)}),
+        (
+            {"critic.ppo_mini_batch_size": 8, f"{ROLLOUT}.n": 2, f"{ACTOR}.ppo_mini_batch_size": 4},
+            {"mini_batch_size": 16, "limit": PassLimit(16), "forward_limit": PassLimit(16)},
+        ),
+        ({"critic.ppo_micro_batch_size_per_gpu": 3}, {"limit": PassLimit(3), "forward_limit": PassLimit(3)}),
+        ({"critic.ppo_micro_batch_size_per_gpu": 999}, {}),
+        ({"critic.forward_micro_batch_size_per_gpu": 5}, {"forward_limit": PassLimit(5)}),
+        ({"critic.ppo_infer_micro_batch_size_per_gpu": 5}, {"forward_limit": PassLimit(5)}),
+        (
+            {f"{ACTOR}.use_dynamic_bsz": True},
+            {"limit": PassLimit(256, 32768), "forward_limit": PassLimit(256, 32768)},
+        ),
+        ({f"{ACTOR}.use_dynamic_bsz": True, "critic.use_dynamic_bsz": False}, {}),
+        (
+            {"critic.use_dynamic_bsz": True, "critic.ppo_max_token_len_per_gpu": 64},
+            {"limit": PassLimit(256, 64), "forward_limit": PassLimit(256, 64)},
+        ),
+        (
+            {"critic.use_dynamic_bsz": True, "critic.forward_max_token_len_per_gpu": 64},
+            {"limit": PassLimit(256, 32768), "forward_limit": PassLimit(256, 64)},
+        ),
+        ({f"{ACTOR}.ppo_epochs": 3}, {"epochs": 3}),
+        ({f"{ACTOR}.ppo_epochs": 3, "critic.ppo_epochs": 2}, {"epochs": 2}),
+        ({f"{ACTOR}.shuffle": True}, {"shuffle": True}),
+        ({f"{ACTOR}.shuffle": True, "critic.shuffle": False}, {}),
+        ({"critic.cliprange_value": 0.1}, {"cliprange": 0.1}),
+        ({f"{ACTOR}.loss_agg_mode": "token-sum"}, {"loss_agg_mode": "token-sum"}),
+        ({f"{ACTOR}.loss_agg_mode": "token-sum", "critic.loss_agg_mode": "token-mean"}, {}),
+        ({f"{ACTOR}.loss_scale_factor": 9.0}, {"loss_scale_factor": 9.0}),
+        ({"critic.loss_scale_factor": 7.0}, {"loss_scale_factor": 7.0}),
+    ],
+)
+def test_a_key_changes_its_own_settings_of_the_value_model_and_no_others(keys: Keys, fields: Fields):
+    settings = learner_config(resolve({**GIVEN, "algorithm.adv_estimator": "gae", **keys}), STEPS).value_model
+
+    assert settings == VALUE_MODEL._replace(**fields)
 
 
 @pytest.mark.parametrize(("keys", "fields"), TOGETHER)

@@ -38,6 +38,12 @@ EVERYTHING = {
     "micro_batch_size": 1,
 }
 """Two optimizer steps per update, of which the second has fewer trajectories than four ranks."""
+CRITIC = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.lam": 0.9,
+    "critic.optim.lr": 1e-2,
+    "critic.cliprange_value": 0.2,
+}
 LAYOUTS = {"padded": {}, "packed": {"remove_padding": True}}
 VARIANTS = {
     "packed by tokens": {"remove_padding": True, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 40},
@@ -46,6 +52,7 @@ VARIANTS = {
     "LoRA": {"lora_rank": 3, "lr": 1e-2},
     "LoRA, never resharded": {"lora_rank": 3, "reshard_after_forward": False, "kl_loss_type": "full"},
     "LoRA, head in chunks": {"lora_rank": 3, "use_fused_kernels": True, "chunk_size": 4, "remove_padding": True},
+    "a value model": {**CRITIC, "critic.ppo_micro_batch_size_per_gpu": 2, "critic.ppo_epochs": 2},
     "full KL": {"kl_loss_type": "full", "remove_padding": True},
     "head in chunks": {"use_fused_kernels": True, "chunk_size": 3, "kl_loss_type": "full", "micro_batch_size": 4},
     "kl_cov, shuffled": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2, "shuffle": True},
@@ -193,7 +200,9 @@ def test_in_float32_they_are_so_within_its_rounding(
 def test_a_checkpoint_of_several_ranks_goes_on_in_one_process_and_the_other_way_round(
     ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path
 ):
-    config = learner_config(tiny_model, dtype="float64", **EVERYTHING | {"shuffle": True, "lr_warmup_steps": 4})
+    config = learner_config(
+        tiny_model, dtype="float64", **EVERYTHING | CRITIC | {"shuffle": True, "lr_warmup_steps": 4}
+    )
     straight = trained(ALONE, config, batches[:2], tmp_path / "straight")
     trained(ALONE, config, batches[:1], tmp_path / "one")
     ranks.run(trained, config, batches[:1], tmp_path / "several")

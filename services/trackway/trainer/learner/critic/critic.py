@@ -1,0 +1,143 @@
+"""The critic: values in, an update of the value model and verl's metrics out.
+
+The values of a batch are computed before its update; each mini-batch then takes one step of the clipped value loss
+towards the returns that the advantages came from (value_loss.py), its gradient summed over micro-batches.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trackway.trainer.learner import optimizer as adamw
+from trackway.trainer.learner.algorithm import Aggregation
+from trackway.trainer.learner.batch import TrainingBatch, mini_batches
+from trackway.trainer.learner.config import CriticSettings, LearnerConfig
+from trackway.trainer.learner.critic.value_loss import value_loss
+from trackway.trainer.learner.critic.value_model import load_value_model
+from trackway.trainer.learner.loss import at_mask
+from trackway.trainer.learner.metrics import mean_metrics
+from trackway.trainer.learner.passes.head import TokenLogits
+from trackway.trainer.learner.policy import MicroBatch, Policy
+from trackway.trainer.learner.ranks.sharding import ALONE, Ranks
+from trackway.trainer.learner.weights.offload import CpuOffload
+from trackway.trainer.metrics.rollout import Metrics
+
+FOLDER = "critic"
+"""Name of the folder beside the policy's in a checkpoint, as in verl's."""
+
+
+class Critic:
+    """A value model and its optimizer. Not thread-safe; among several ranks every method is a collective."""
+
+    def __init__(self, settings: CriticSettings, config: LearnerConfig, ranks: Ranks = ALONE) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.updates = 0
+        fsdp = settings.fsdp
+        self.model = Policy(
+            settings.model_path,
+            config.dtype,
+            config.device,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            remove_padding=settings.remove_padding,
+            offload=fsdp.param_offload or fsdp.offload_policy,
+            ranks=ranks,
+            reshard_after_forward=fsdp.reshard_after_forward,
+            head_in_chunks=False,
+            loader=load_value_model,
+        )
+        """The value model; its logits are values, [N, 1]."""
+        self.optimizer = adamw.new_optimizer(self.model.model, settings.optim)
+        self.moments = CpuOffload(
+            lambda: adamw.state_tensors(self.optimizer),
+            self.model.device,
+            offload=(fsdp.optimizer_offload or fsdp.offload_policy) and not self.model.is_offloaded_by_fsdp,
+        )
+        self._total_updates = config.total_steps
+        self._shuffler = torch.Generator().manual_seed(config.seed)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that the value model knows."""
+        return self.model.model.config.get_text_config().vocab_size
+
+    def values(self, batch: TrainingBatch) -> Tensor:
+        """[N, T - 1] on the CPU: the value before each predicted token, zeros outside the response mask."""
+        return self.model.measured(batch, 1.0, self.settings.forward_limit, _value)[0]
+
+    def update(self, batch: TrainingBatch, owners: Sequence[int]) -> Metrics:
+        """Trains the values of a batch towards its returns; `owners` is the trajectory of each row.
+
+        A mini-batch of which rejection leaves no token is not trained on.
+        """
+        settings = self.settings
+        rate = adamw.learning_rate(settings.optim, self._total_updates, self.updates)
+        adamw.set_learning_rate(self.optimizer, rate)
+        shuffler = self._shuffler if settings.shuffle else None
+        with self.model.cpu_offload.on_device():
+            steps = [
+                self._step(batch.rows(index).trainable())
+                for index in mini_batches(owners, settings.mini_batch_size, settings.epochs, shuffler)
+                if batch.response_mask[index].any()
+            ]
+        self.updates += 1
+        skipped = sum(step["critic/skipped_steps"] for step in steps)
+        return {**mean_metrics(steps), "critic/skipped_steps": skipped, "critic/lr": rate}
+
+    def files(self, checkpoint: Path) -> dict[Path, Callable[[], Mapping[str, Tensor]]]:
+        """The files that continue the training on any number of ranks, and what is in each."""
+        progress = {"updates": torch.tensor(self.updates), "shuffler": self._shuffler.get_state()}
+        return {
+            checkpoint / FOLDER / "model.safetensors": self.model.tensors,
+            checkpoint / FOLDER / "optim.safetensors": lambda: adamw.named_state(self.optimizer, self.model.model),
+            checkpoint / FOLDER / "extra_state.safetensors": lambda: progress,
+        }
+
+    def load(self, checkpoint: Path) -> bool:
+        """Restores what `files` wrote; False, with nothing changed, for the checkpoint of a run without a critic.
+
+        Raises ValueError when the checkpoint belongs to another model.
+        """
+        folder = checkpoint / FOLDER
+        if not folder.is_dir():
+            return False
+        self.model.load(folder / "model.safetensors")
+        adamw.load_optimizer(self.optimizer, self.model.model, folder / "optim.safetensors")
+        self.moments.offload()
+        progress = load_file(folder / "extra_state.safetensors")
+        self.updates = int(progress["updates"])
+        self._shuffler.set_state(progress["shuffler"])
+        return True
+
+    def _step(self, mini: TrainingBatch) -> Metrics:
+        settings, sums = self.settings, dict[str, float]()
+        agg = Aggregation.over(mini.response_mask, settings.loss_agg_mode, settings.loss_scale_factor, mini.owners)
+        for micro_batch in self.model.micro_batches(mini, settings.limit):
+            for name, value in self._backward(micro_batch, agg.of_rows(micro_batch.rows)).items():
+                sums[name] = sums.get(name, 0.0) + value * micro_batch.reports
+        with self.moments.on_device():
+            norm, stepped = adamw.step(self.optimizer, self.model.model, settings.clip_grad)
+        totals = self.ranks.summed(torch.tensor(list(sums.values()), dtype=torch.float64)).tolist()
+        metrics = dict(zip(sums, totals, strict=True))
+        return {**metrics, "critic/grad_norm": norm, "critic/skipped_steps": float(not stepped)}
+
+    def _backward(self, micro_batch: MicroBatch, agg: Aggregation) -> Metrics:
+        """Adds the gradient of the micro-batch, zeros unless it counts."""
+        micro = micro_batch.batch.to(self.model.device)
+        assert micro.values is not None and micro.returns is not None
+        mask = micro.response_mask
+        predicted = at_mask(mask, self.model.token_values(micro, 1.0, _value)[0])
+        loss, stats = value_loss(predicted, micro.values, micro.returns, mask, self.settings.cliprange, agg)
+        (loss if micro_batch.counts else loss * 0).backward()
+        return {
+            "critic/vf_loss": float(loss.detach()),
+            **{f"critic/{name}": float(value) for name, value in stats._asdict().items()},
+        }
+
+
+def _value(tokens: TokenLogits) -> Tensor:
+    """[n]: the values before n tokens, of which the value model's logits are [n, 1]."""
+    return tokens.logits.squeeze(-1)
