@@ -2,6 +2,7 @@
 
 import base64
 import json
+from functools import lru_cache
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,7 @@ def outputs(tmp_path: Path) -> Path:
     return tmp_path / "outputs"
 
 
+@lru_cache(maxsize=1)
 def client_of(outputs: Path) -> TestClient:
     return TestClient(create_app(outputs))
 
