@@ -56,7 +56,7 @@ def _clipped(low: float, high: float) -> list[str]:
     return [f"{CLIP}_low={low}", f"{CLIP}_high={high}"]
 
 
-# Four updates from each batch and a publication every eighth update: the sampled weights are far from the trained ones.
+# Four updates from each batch and a publication every eighth step: the sampled weights are far from the trained ones.
 _FAR = ("async_training.trigger_parameter_sync_step=8", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
 STALENESS: Settings = {
     "in turns": [],

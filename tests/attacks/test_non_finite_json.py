@@ -29,6 +29,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatTool, CompletionRequest
 from trackway.wire.reward import ScoreRequest
 from trackway.wire.rollout import GenerateReply, GenerateRequest, SamplingParams
+from trackway.wire.sessions.training import FinishedSession
 from trackway.wire.trainer import MetricsRow, RunInfo, RunState
 from trackway.wire.trajectory import Reward, Trajectory
 
@@ -36,6 +37,7 @@ NUMBERS = [math.nan, math.inf, -math.inf]
 ABOUT_THE_NUMBER = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 SPECIAL: dict[type[BaseModel], dict[str, object]] = {
     ChatTool: {"function": {"name": "calculator"}},
+    FinishedSession: {"session_id": f"s-abcd-{0:032x}"},
 }
 """What is not free to choose, by model."""
 

@@ -2,8 +2,9 @@
 
 import importlib
 import pkgutil
+import types
 from collections.abc import Iterator
-from typing import Annotated, get_args, get_origin
+from typing import Annotated, Union, get_args, get_origin
 
 import pytest
 from pydantic import BeforeValidator, Strict, ValidationError
@@ -34,7 +35,8 @@ def takes_true(annotation: object, guards: tuple[object, ...] = ()) -> bool:
     if get_origin(annotation) is Annotated:
         inner, *metadata = get_args(annotation)
         return takes_true(inner, tuple(metadata))
-    return any(takes_true(part) for part in get_args(annotation))
+    before = guards if get_origin(annotation) in (Union, types.UnionType) else ()
+    return any(takes_true(part, before) for part in get_args(annotation))
 
 
 def name_of(model: type[WireRequest]) -> str:

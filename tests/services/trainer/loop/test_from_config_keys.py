@@ -259,6 +259,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "trainer.total_epochs": (2, {"plan.total_steps": 14}),
     "trainer.total_training_steps": (5, {"plan.total_steps": 5}),
     "trainer.save_freq": (18, {"plan.save_freq": 18}),
+    "trackway.save_token_values": (True, {"learner.save_token_values": True}),
     "trainer.test_freq": (19, {"plan.test_freq": 19}),
     "trainer.val_before_train": (False, {"plan.val_before_train": False}),
     "trainer.val_only": (True, {"plan.total_steps": 0}),
