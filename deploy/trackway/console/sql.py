@@ -1,6 +1,6 @@
 """SQL of a user over one run: a single SELECT, which reads the run's files and nothing else.
 
-Two walls stand before a file or a setting. The statement's syntax tree may name only the views below and harmless
+Files and settings are protected twice. The statement's syntax tree may name only the views below and harmless
 functions; and its own DuckDB, made for it, may open only the run's files and keeps its settings locked.
 
     trajectories    a row per rollout, with `validation`
