@@ -26,7 +26,7 @@ TORCH_FROM := $(if $(PIP_FIND_LINKS),$(foreach place,$(PIP_FIND_LINKS),--find-li
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --quiet $(TORCH_FROM) --constraint constraints.txt
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-pods test-agents test-chaos test-install test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
+.PHONY: help demo ui bench test test-fast gpu-check gpu-check-bundle test-vllm test-pods test-agents test-chaos test-learning test-install test-mutants test-all check check-manifests docs docs-serve format lock image picture clean
 
 help: ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -63,6 +63,10 @@ test-agents: $(VENV)/.dev ## Run each agent of examples/agents with its framewor
 
 test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes of a whole deployment during runs, ten schedules (minutes; on demand).
 	$(PYTEST) -m chaos tests/e2e/test_chaos.py $(ARGS)
+
+test-learning: $(VENV)/.dev ## Train the demo's task with every estimator and loss, three seeds each: which learn it? (an hour and a half; on demand).
+	$(BIN)/python benchmarks/learning.py estimators $(ARGS)
+	$(BIN)/python benchmarks/learning.py losses $(ARGS)
 
 test-install: $(VENV)/.dev ## Install the wheel with each extra alone, on each Python found, and start what it is for (minutes; on demand).
 	$(PYTEST) -m 'install or not install' tests/install $(ARGS)

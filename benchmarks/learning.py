@@ -4,6 +4,8 @@
     .venv/bin/python benchmarks/learning.py estimators   every `algorithm.adv_estimator`
     .venv/bin/python benchmarks/learning.py losses       every `actor.policy_loss.loss_mode`
 
+`make test-learning` runs the last two.
+
 Each run is the demo's, with the words of its setting; further words (`key=value`) hold for all runs. A run takes about
 a minute on two cores. Runs that `--outputs` already holds are not repeated, so that an interrupted command goes on.
 The tables are printed after each setting, and written to `--outputs` with every run's accuracies.
@@ -56,6 +58,10 @@ def _clipped(low: float, high: float) -> list[str]:
     return [f"{CLIP}_low={low}", f"{CLIP}_high={high}"]
 
 
+def _loss(mode: str, *words: str) -> list[str]:
+    return [f"{LOSS}={mode}", f"{CORRECTION}.bypass_mode=false", *words]
+
+
 # Four updates from each batch and a publication every eighth step: the sampled weights are far from the trained ones.
 _FAR = ("async_training.trigger_parameter_sync_step=8", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
 STALENESS: Settings = {
@@ -81,18 +87,17 @@ ESTIMATORS: Settings = {
         )
     },
     "dr_grpo": ["algorithm.norm_adv_by_std_in_grpo=false"],
-    "gpg": [f"{ESTIMATOR}=gpg", f"{LOSS}=gpg"],
+    "gpg": [f"{ESTIMATOR}=gpg", *_loss("gpg")],
+    "gdpo": [f"{ESTIMATOR}=gdpo", "algorithm.gdpo_reward_keys=[correct,answered]"],
+    "gae": [f"{ESTIMATOR}=gae", "critic.optim.lr=1e-3"],
 }
 LOSSES: Settings = {
     "vanilla": [],
-    "gspo": [
-        f"{LOSS}=gspo",
-        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
-        *_clipped(3e-4, 4e-4),
-    ],
-    **{name: [f"{LOSS}={name}"] for name in ("sapo", "cispo", "gpg", "dro", "clip_cov", "kl_cov", "geo_mean")},
-    "dppo_tv": [f"{LOSS}=dppo_tv", *_clipped(0.15, 0.15)],
-    "dppo_kl": [f"{LOSS}=dppo_kl", *_clipped(0.05, 0.05)],
+    "gspo": _loss("gspo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", *_clipped(3e-4, 4e-4)),
+    "dro": _loss("dro", "actor_rollout_ref.actor.policy_loss.dro_beta=0.1"),
+    "dppo_tv": _loss("dppo_tv", *_clipped(0.15, 0.15)),
+    "dppo_kl": _loss("dppo_kl", *_clipped(0.05, 0.05)),
+    **{name: _loss(name) for name in ("sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean")},
 }
 PARTS: Mapping[str, Settings] = {"staleness": STALENESS, "estimators": ESTIMATORS, "losses": LOSSES}
 
