@@ -86,7 +86,7 @@ class Turn(WireReply):
     """One assistant turn and the observations that answered it."""
 
     index: int
-    messages: list[Message]
+    messages: list[Message] = Field(fail_fast=True)
     """Messages of this turn: the assistant's, then one tool message for each call."""
     response_start: int
     """Index into `response_ids` of the turn's first model token."""
@@ -95,7 +95,7 @@ class Turn(WireReply):
     finish_reason: str
     calls_executed: int = 0
     """Number of calls that reached their tool, without malformed ones, unknown names and calls over the limit."""
-    calls: list[ToolCallRecord] = Field(default_factory=list[ToolCallRecord])
+    calls: list[ToolCallRecord] = Field(default_factory=list[ToolCallRecord], fail_fast=True)
     """Each call that was sent, in the order of the text."""
     generate_s: float = 0.0
     tools_s: float = 0.0
@@ -120,13 +120,13 @@ class Timings(WireReply):
 class TokenRow(WireReply):
     """Another row of tokens of a trajectory, with its fields: a session whose calls are no single conversation."""
 
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
+    prompt_ids: list[int] = Field(fail_fast=True)
+    response_ids: list[int] = Field(fail_fast=True)
+    response_mask: list[int] = Field(fail_fast=True)
     """0 too where an earlier row of the trajectory has the model's token: each is trained once."""
-    response_logprobs: list[float]
-    weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan])
-    turns: list[Turn] = Field(default_factory=list[Turn])
+    response_logprobs: list[float] = Field(fail_fast=True)
+    weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan], fail_fast=True)
+    turns: list[Turn] = Field(default_factory=list[Turn], fail_fast=True)
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
@@ -142,17 +142,17 @@ class Trajectory(WireReply):
     tags: Tags
     agent_name: str
     data_source: str
-    prompt_ids: list[int] = Field(default_factory=list[int])
-    response_ids: list[int] = Field(default_factory=list[int])
-    response_mask: list[int] = Field(default_factory=list[int])
-    response_logprobs: list[float] = Field(default_factory=list[float])
-    weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan])
-    prompt_messages: list[Message] = Field(default_factory=list[Message])
-    turns: list[Turn] = Field(default_factory=list[Turn])
-    further_rows: list[TokenRow] = Field(default_factory=list[TokenRow])
+    prompt_ids: list[int] = Field(default_factory=list[int], fail_fast=True)
+    response_ids: list[int] = Field(default_factory=list[int], fail_fast=True)
+    response_mask: list[int] = Field(default_factory=list[int], fail_fast=True)
+    response_logprobs: list[float] = Field(default_factory=list[float], fail_fast=True)
+    weight_versions: list[WeightSpan] = Field(default_factory=list[WeightSpan], fail_fast=True)
+    prompt_messages: list[Message] = Field(default_factory=list[Message], fail_fast=True)
+    turns: list[Turn] = Field(default_factory=list[Turn], fail_fast=True)
+    further_rows: list[TokenRow] = Field(default_factory=list[TokenRow], fail_fast=True)
     """Rows beside the one of the fields above; all have the trajectory's reward and advantage."""
     reward: Reward | None = None
-    tool_rewards: list[float] = Field(default_factory=list[float])
+    tool_rewards: list[float] = Field(default_factory=list[float], fail_fast=True)
     num_turns: int = 0
     """verl's count: user turns + assistant turns + 1 (a plain answer is 2, one tool round is 4)."""
     log: str = ""
@@ -165,7 +165,7 @@ class Trajectory(WireReply):
     """16 hex digits: the root span of the trace, for links."""
     trace_bytes: int = 0
     """Bytes of its spans in all processes, before compression; counted against `trace_bytes_per_day`."""
-    incidents: list[Incident] = Field(default_factory=list[Incident])
+    incidents: list[Incident] = Field(default_factory=list[Incident], fail_fast=True)
     """Problems from which the trajectory recovered, whether it is traced or not."""
     error: ErrorBody | None = None
 
