@@ -3,7 +3,8 @@
 Failures are retried a fixed number of times. Attempts that reach no service, for example while Ray Serve's proxy
 restarts, do not count for up to `outage_s` seconds. Backpressure (429, or any error with `Retry-After`) is limited by
 the call's deadline instead of a number of attempts: each pause is at least as long as the service asked for, and the
-call fails with that answer if the next attempt would come after the deadline.
+call fails with that answer if the next attempt would come after the deadline, or so shortly before it that it would be
+cut off.
 """
 
 import random
@@ -11,6 +12,9 @@ import random
 from tenacity import RetryCallState, wait_random_exponential
 
 from trackway.clients.failures import is_backpressure, retry_after_of, unreached
+
+_LAST_ATTEMPT_S = 1.0
+"""Time that an attempt after a refusal must have; a fifth of the call's time if that is less."""
 
 
 class RetryState:
@@ -22,7 +26,7 @@ class RetryState:
         self._failures_left = attempts
         self._least_s = backoff_s
         self._backoff = wait_random_exponential(backoff_s, max_backoff_s)
-        self._time_left_s = deadline_s
+        self._time_left_s = deadline_s - min(_LAST_ATTEMPT_S, deadline_s / 5)
         self._outage_s = outage_s
         self._unreached_since: float | None = None
 
@@ -34,7 +38,7 @@ class RetryState:
         return max(asked_s, self._least_s) * random.uniform(1.0, 1.5)
 
     def stop(self, state: RetryCallState) -> bool:
-        """Whether no attempts are left, or the requested pause would pass the deadline."""
+        """Whether no attempts are left, or the requested pause leaves no time for another one."""
         if is_backpressure(_error(state)):
             elapsed_s = state.seconds_since_start or 0.0
             return elapsed_s + state.upcoming_sleep >= self._time_left_s

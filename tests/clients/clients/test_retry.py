@@ -45,7 +45,7 @@ def test_without_a_word_of_the_service_pauses_grow_up_to_a_bound() -> None:
 
 @pytest.mark.parametrize(
     ("elapsed_s", "pause_s", "ends"),
-    [(0.0, 9.5, False), (0.0, 10.0, True), (0.0, 10.5, True), (4.0, 5.5, False), (4.0, 6.0, True)],
+    [(0.0, 8.9, False), (0.0, 9.0, True), (0.0, 10.5, True), (4.0, 4.9, False), (4.0, 5.0, True)],
 )
 def test_a_call_that_is_put_off_ends_when_its_next_try_would_come_too_late(
     elapsed_s: float, pause_s: float, ends: bool

@@ -33,7 +33,7 @@ FIXED = SessionRun(
 )
 
 
-QUICK = CallPolicy(attempts=2, backoff_s=0.01, max_backoff_s=0.01, total_s=0.3)
+QUICK = CallPolicy(attempts=2, backoff_s=0.01, max_backoff_s=0.01, total_s=1.5)
 
 
 @pytest.fixture
