@@ -41,7 +41,7 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; A
 	@$(BIN)/python tests/programs.py
 	$(BIN)/python tests/run_all.py $(ARGS)
 
-test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (2.5 minutes on 2 cores).
+test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (2 minutes on 2 cores).
 	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not vllm and not pods and not manifests and not chaos and not install and not agents' $(ARGS)
 
 gpu-check: $(VENV)/.dev ## Check and measure engine and learner on this machine's GPU, or a smaller model on its CPU; ARGS='--report gpu.md'.

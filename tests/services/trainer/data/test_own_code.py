@@ -6,6 +6,8 @@ from trackway.trainer.config import compose
 from trackway.trainer.data.own_code import not_loaded
 from trackway.wire.health import OwnCode
 
+pytestmark = pytest.mark.slow
+
 LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 ALL = ["trackway.modules=[my_agent]", "custom_reward_function.path=/p/rewards.py", f"{LOOPS}=/p/loops.yaml"]
 

@@ -41,6 +41,8 @@ from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.policy import Policy
 from trackway.trainer.loop.greedy_baseline import with_baseline
 
+pytestmark = pytest.mark.slow
+
 Table = list[list[float]]
 """By row and model token of the row."""
 

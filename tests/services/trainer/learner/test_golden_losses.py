@@ -35,6 +35,8 @@ from tests.services.trainer.learner.test_policy_losses import (
 )
 from trackway.trainer.learner.policy_losses import POLICY_LOSSES
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["saved_model"]
 
 ALL = sum(TOKENS)

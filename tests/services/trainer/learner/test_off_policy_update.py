@@ -14,6 +14,8 @@ from trackway.trainer.learner.batch import TrainingBatch, token_versions
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory, WeightSpan
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 
 

@@ -14,6 +14,8 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 
 

@@ -31,6 +31,8 @@ from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.policy import Policy
 from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["saved_model"]
 
 COEF, TARGET, HORIZON = 0.5, 0.01, 100

@@ -24,6 +24,8 @@ from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Probe
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 
 

@@ -19,6 +19,8 @@ from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.errors import TrackwayError
 from trackway.wire.trajectory import Trajectory
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 Run = tuple[RunFolder, Learner]
 IDS = [5, 9, 2, 33, 7, 1, 60]

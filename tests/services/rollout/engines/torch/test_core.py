@@ -17,6 +17,8 @@ from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import TrackwayError
 from trackway.wire.rollout import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 Folders = Callable[..., Path]
 
 

@@ -16,7 +16,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.weights import Canary, WeightProof
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 async def refused(engine: TorchEngine, prompt: list[int]) -> TrackwayError:

@@ -19,6 +19,8 @@ from trackway.trainer.learner.critic.value_model import WEIGHT, load_value_model
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import TokenRow, Trajectory
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 MICRO = "critic.ppo_micro_batch_size_per_gpu"
 GAE = {"algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-2, "critic.ppo_mini_batch_size": 2}

@@ -32,6 +32,8 @@ from tests.services.trainer.learner.test_golden_update import (
 from trackway.trainer.learner.critic.value_model import BIAS, WEIGHT
 from trackway.trainer.learner.learner import Learner
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["saved_model"]
 
 GAMMA, LAM, CLIP, LR = 0.9, 0.8, 0.25, 0.05

@@ -6,6 +6,8 @@ import torch
 from trackway.trainer.learner.algorithm import Aggregation
 from trackway.trainer.learner.critic.value_loss import value_loss
 
+pytestmark = pytest.mark.slow
+
 F64 = torch.float64
 # Two rows; the third token of the first is an observation. The values before the update are 1, and clipped at 1/2.
 # (V - R)^2 and (clip(V) - R)^2: 1, 1 | 4, 9/4 | - | 0, 1/4 | 1, 1/4 | 9/4, 1.

@@ -16,6 +16,8 @@ from trackway.trainer.learner.policy import Policy
 from trackway.trainer.learner.weights.offload import CpuOffload
 from trackway.wire.trajectory import Trajectory
 
+pytestmark = pytest.mark.slow
+
 Rollout = Callable[..., Trajectory]
 Config = Callable[..., LearnerConfig]
 AWAY = {"param_offload": True, "optimizer_offload": True, "ref_param_offload": True}
