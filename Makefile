@@ -41,7 +41,7 @@ test: $(VENV)/.dev $(WEAVE)/.ready ## Run the test suite, but for vLLM's part; A
 	@$(BIN)/python tests/programs.py
 	$(BIN)/python tests/run_all.py $(ARGS)
 
-test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (2 minutes on 2 cores).
+test-fast: $(VENV)/.dev ## Run the tests that start no process, server or sandbox (under 2 minutes on 2 cores).
 	$(PYTEST) -n 2 --dist worksteal -p no:schemathesis --ignore tests/services/tools/test_api_fuzz.py -m 'not slow and not e2e and not vllm and not pods and not manifests and not chaos and not install and not agents' $(ARGS)
 
 gpu-check: $(VENV)/.dev ## Check and measure engine and learner on this machine's GPU, or a smaller model on its CPU; ARGS='--report gpu.md'.
@@ -64,7 +64,7 @@ test-agents: $(VENV)/.dev ## Run each agent of examples/agents with its framewor
 test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes of a whole deployment during runs, ten schedules (minutes; on demand).
 	$(PYTEST) -m chaos tests/e2e/test_chaos.py $(ARGS)
 
-test-learning: $(VENV)/.dev ## Train the demo's task with every estimator and loss, three seeds each: which learn it? (an hour and a half; on demand).
+test-learning: $(VENV)/.dev ## Train the demo's task with every estimator and loss, three seeds each: which learn it? (hours; on demand).
 	$(BIN)/python benchmarks/learning.py estimators $(ARGS)
 	$(BIN)/python benchmarks/learning.py losses $(ARGS)
 

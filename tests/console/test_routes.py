@@ -298,7 +298,7 @@ def test_search_takes_a_regular_expression_over_each_text(outputs: Path) -> None
 def test_search_finds_an_answer_that_is_wrong_though_the_tool_was_right(outputs: Path) -> None:
     folder = write_run(outputs)
     wrong = {"run": "tidy", "tool_right": True, "most": 0, "first_step": 2}
-    # The calculator says 42, which rollout 1 of sample 7 answers; nobody knows the answer of sample 10.
+    # The calculator says 42, which rollout 1 of sample 7 answers. No rollout of sample 10 is right.
     assert found(get(outputs, "search", **wrong)) == [(2, False, "7", 0)]
 
     paid, failed = rollout("tidy", 3, 10, 1), rollout("tidy", 3, 10, 0)

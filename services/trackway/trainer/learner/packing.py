@@ -124,7 +124,9 @@ def attend_by_sequence(
     sizes, ranks = sequence_lengths.sizes, sequence_lengths.ranks
     if ranks is not None:
         if key.shape[1] % ranks.size:
-            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+            queries_of_head = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(queries_of_head, dim=1)
+            value = value.repeat_interleave(queries_of_head, dim=1)
             module = _CAUSAL
         query, key, value = map(ranks.by_heads, (query, key, value))
     sequences = zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)

@@ -136,11 +136,11 @@ def test_a_value_is_that_of_the_tokens_before_it(tiny_model: Path, rollout: Roll
     assert learner.critic is not None
     with torch.no_grad():
         torch.nn.init.ones_(learner.critic.model.model.get_output_embeddings().weight)
-    one = rollout()
-    other = rollout(response_ids=[*one.response_ids[:-1], 63])
+    whole = rollout()
+    changed = rollout(response_ids=[*whole.response_ids[:-1], 63])
 
     values, others = (
-        learner.critic.values(TrainingBatch.of([trajectory], [0.0]))[0].tolist() for trajectory in (one, other)
+        learner.critic.values(TrainingBatch.of([trajectory], [0.0]))[0].tolist() for trajectory in (whole, changed)
     )
 
     assert values == others  # the last token, which differs, is in no value
