@@ -19,7 +19,8 @@ class ScoreRequest(WireRequest):
     """The scorer's method (`strict` or `flexible` for GSM8K); None takes the scorer's default."""
     trajectory_id: str | None = None
     extra_info: dict[str, JsonValue] = Field(default_factory=dict)
-    """The row's `extra_info` and, from the agent, `num_turns`; `tool_rewards`, a step reward per call (verl's);
+    """The row's `extra_info` and, from the agent, `num_turns`; `turns`, the text of each turn of the model, which
+    `turn_scores` of the answer follow; `tool_rewards`, a step reward per call (verl's);
     `tool_calls`, a ToolCallRecord per call that was sent; `tool_metrics`, sums over the calls by tool and metric;
     `tool_calc_rewards`, the reward of the instance by tool."""
 

@@ -101,11 +101,20 @@ class Turn(WireReply):
     tools_s: float = 0.0
 
 
+def _is_empty(scores: list[float]) -> bool:
+    return not scores
+
+
 class Reward(WireReply):
     """The score of a trajectory and its components."""
 
     score: float
     components: dict[str, float] = Field(default_factory=dict)
+    turn_scores: list[float] = Field(default_factory=list[float], exclude_if=_is_empty)
+    """Parts of the score that stand at the last tokens of the model's turns, one for each turn of all rows in order;
+    what they leave of the score stands at the last token. Empty for none."""
+    token_scores: list[float] = Field(default_factory=list[float], exclude_if=_is_empty)
+    """The same for each token of the responses of all rows, one row after another; not beside `turn_scores`."""
 
 
 class Timings(WireReply):
@@ -196,6 +205,25 @@ def trajectory_id(run: str, tags: Tags) -> str:
 
 
 FLOAT32_MAX = 3.4028234663852886e38
+
+
+def require_placed(trajectory: Trajectory) -> None:
+    """Raise TrackwayError(INVALID_REQUEST) unless turn and token scores are as many as its turns and tokens."""
+    reward = trajectory.reward
+    if reward is None:
+        return
+    tokens = sum(len(row.response_ids) for row in trajectory.rows)
+    turns = sum(len(row.turns) for row in trajectory.rows)
+    for name, scores, count in (("turn", reward.turn_scores, turns), ("token", reward.token_scores, tokens)):
+        if scores and len(scores) != count:
+            message = (
+                f"expected {count} {name}_scores, one for each {name} of the response, or none, got {len(scores)}; "
+                "correct the scorer or the agent, the trajectory is left out of the update"
+            )
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+    if reward.turn_scores and reward.token_scores:
+        message = "expected turn_scores or token_scores, got both; give one of them"
+        raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
 
 
 def require_trainable(what: str, values: Iterable[float]) -> None:

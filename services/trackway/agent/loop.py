@@ -175,6 +175,7 @@ class AgentLoop(ABC):
                     "tool_rewards": list(episode.tool_rewards),
                     **tool_facts(toolbox.records, rewards),
                     "num_turns": episode.num_turns,
+                    "turns": [*turns],
                 },
             )
             deadline = episode.deadline.earlier(self.services.reward.policy.total_s)

@@ -37,7 +37,8 @@ class RewardFunction(BaseModel):
 class FunctionScorer:
     """Scores with a function, which may be async; any other runs in a thread.
 
-    The function returns a number, or a dict with the number `score`; other numbers of the dict become components.
+    The function returns a number, or a dict with the number `score`; other numbers of the dict become components, and
+    the list `turn_scores` says which parts of the score belong to which turn of the model.
     """
 
     def __init__(
@@ -77,7 +78,20 @@ def reward_of(returned: object) -> Reward:
     if "score" not in returned:
         raise TypeError(f"expected a dict with the key 'score', got the keys {sorted(map(str, returned))}")
     numbers = {str(key): float(value) for key, value in returned.items() if key != "score" and _is_number(value)}
-    return Reward(score=_number(returned["score"], "a number as 'score'"), components=numbers)
+    return Reward(
+        score=_number(returned["score"], "a number as 'score'"),
+        components=numbers,
+        turn_scores=_turn_scores(returned.get("turn_scores")),
+    )
+
+
+def _turn_scores(value: object) -> list[float]:
+    if value is None:
+        return []
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        expected = "a list of numbers as 'turn_scores'"
+        raise TypeError(f"expected it to return {expected}, got {type(value).__name__} {str(value)[:80]!r}")
+    return [_number(score, "numbers as 'turn_scores'") for score in value]
 
 
 def _number(value: object, expected: str) -> float:

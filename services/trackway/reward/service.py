@@ -68,7 +68,8 @@ class RewardService:
             _show_inputs(span, method, request)
             reward = await self._within_deadline(scorer, method, request)
             span.score(reward.score)
-            span.outputs({"score": reward.score, **reward.components})
+            turns = {"turn_scores": reward.turn_scores} if reward.turn_scores else {}
+            span.outputs({"score": reward.score, **turns, **reward.components})
         return reward
 
     async def _within_deadline(self, scorer: Scorer, method: str, request: ScoreRequest) -> Reward:
@@ -110,8 +111,9 @@ def _end_of(text: str) -> str:
 
 def _finite(reward: Reward) -> Reward:
     # Such a score is useless for training, and the scorer's name is known here.
-    if not all(math.isfinite(value) for value in (reward.score, *reward.components.values())):
+    if not all(math.isfinite(value) for value in (reward.score, *reward.components.values(), *reward.turn_scores)):
         raise ValueError(f"expected finite scores, got {reward}")
     if all(map(str.isascii, reward.components)):
         return reward
-    return Reward(score=reward.score, components={well_formed(name): v for name, v in reward.components.items()})
+    components = {well_formed(name): value for name, value in reward.components.items()}
+    return reward.model_copy(update={"components": components})

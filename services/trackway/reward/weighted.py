@@ -29,7 +29,7 @@ class WeightedScorer:
     """Scores with all of its scorers at the same time; the error of one is the error of the sum.
 
     Each score becomes a component under its scorer's name, beside that scorer's own components; one whose name is taken
-    is called `<scorer>.<component>`.
+    is called `<scorer>.<component>`. Scores of turns are weighed and added too.
     """
 
     def __init__(self, settings: WeightedScorers, scorers: Mapping[str, Scorer]) -> None:
@@ -51,7 +51,14 @@ class WeightedScorer:
         for name, _, reward in rewards:
             for key, value in reward.components.items():
                 components[f"{name}.{key}" if key in components else key] = value
-        return Reward(score=sum(weight * reward.score for _, weight, reward in rewards), components=components)
+        by_turn = [
+            [weight * score for score in reward.turn_scores] for _, weight, reward in rewards if reward.turn_scores
+        ]
+        return Reward(
+            score=sum(weight * reward.score for _, weight, reward in rewards),
+            components=components,
+            turn_scores=[sum(scores) for scores in zip(*by_turn, strict=True)],
+        )
 
 
 def combined(scorers: Sequence[Scorer], sums: Sequence[WeightedScorers]) -> list[Scorer]:

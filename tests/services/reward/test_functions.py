@@ -93,6 +93,8 @@ async def test_an_async_function_runs_on_the_event_loop_and_any_other_in_a_threa
         (True, Reward(score=1.0)),
         (np.float32(0.5), Reward(score=0.5)),
         ({"score": 1, "acc": np.float64(0.5), "pred": "18"}, Reward(score=1.0, components={"acc": 0.5})),
+        ({"score": 1, "turn_scores": (True, np.float32(0.5))}, Reward(score=1.0, turn_scores=[1.0, 0.5])),
+        ({"score": 1, "turn_scores": None}, Reward(score=1.0)),
     ],
 )
 def test_a_number_or_a_dict_with_one_is_a_reward(returned: object, reward: Reward) -> None:
@@ -107,6 +109,9 @@ def test_a_number_or_a_dict_with_one_is_a_reward(returned: object, reward: Rewar
         ("None", "expected it to return a number or a dict with 'score', got NoneType 'None'"),
         ("{'acc': 1}", "expected a dict with the key 'score', got the keys ['acc']"),
         ("{'score': '1'}", "expected it to return a number as 'score', got str '1'"),
+        ("{'score': 1, 'turn_scores': '12'}", "expected it to return a list of numbers as 'turn_scores', got str '12'"),
+        ("{'score': 1, 'turn_scores': 2}", "expected it to return a list of numbers as 'turn_scores', got int '2'"),
+        ("{'score': 1, 'turn_scores': ['a']}", "expected it to return numbers as 'turn_scores', got str 'a'"),
     ],
 )
 async def test_a_function_that_returns_no_number_is_named(tmp_path: Path, result: str, message: str) -> None:

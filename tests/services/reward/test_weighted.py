@@ -44,6 +44,22 @@ async def test_the_score_is_the_sum_of_weights_times_scores_and_each_score_is_a_
 
 
 @pytest.mark.anyio
+async def test_scores_of_turns_are_weighed_and_added() -> None:
+    def process(**arguments: object) -> dict[str, object]:
+        return {"score": 3.0, "turn_scores": [1.0, 2.0]}
+
+    def brevity(**arguments: object) -> dict[str, object]:
+        return {"score": 1.0, "turn_scores": [0.5, 0.25]}
+
+    own = [FunctionScorer(function, function.__name__, [function.__name__]) for function in (process, brevity)]
+    scorer = combined([*own, *scorers()], [sum_of(process=2.0, brevity=-1.0, half=1.0)])[0]
+
+    reward = await scorer.score(REQUEST, "default")
+
+    assert (reward.score, reward.turn_scores) == (6.0 - 1.0 + 0.5, [2.0 - 0.5, 4.0 - 0.25])
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("text", ["it is 1000", "#### 1,000."])  # right by `flexible`, and by `normalized`
 async def test_a_scorer_of_several_methods_scores_by_its_first(text: str) -> None:
     scorer = combined([Gsm8kScorer()], [sum_of(gsm8k=1.0)])[0]

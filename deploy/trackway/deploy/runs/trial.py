@@ -136,16 +136,18 @@ def advantages_of(trajectories: list[Trajectory], config: RunConfig) -> list[flo
     import torch
 
     from trackway.trainer.learner.advantages import AdvantageInputs, estimate, per_trajectory, token_rewards
+    from trackway.trainer.learner.batch import placed_scores
     from trackway.trainer.learner.filtering import TrainStatus, filter_trajectories
 
     batch = filter_trajectories(trajectories, version=0, max_staleness=None)
     rewards = [trajectory.reward for trajectory in batch.used if trajectory.reward is not None]
     if not rewards:
         return [None] * len(trajectories)
-    longest = max(len(trajectory.response_mask) for trajectory in batch.used)
-    mask = torch.tensor([[*t.response_mask, *[0] * (longest - len(t.response_mask))] for t in batch.used]).bool()
+    masks = [[bit for row in trajectory.rows for bit in row.response_mask] for trajectory in batch.used]
+    longest = max(map(len, masks))
+    mask = torch.tensor([[*bits, *[0] * (longest - len(bits))] for bits in masks]).bool()
     inputs = AdvantageInputs(
-        rewards=token_rewards([reward.score for reward in rewards], mask),
+        rewards=token_rewards([reward.score for reward in rewards], mask, placed_scores(batch.used, longest)),
         mask=mask,
         groups=["group"] * len(rewards),
         components=[{"score": reward.score, **reward.components} for reward in rewards],

@@ -43,7 +43,8 @@ class SessionAgent(AgentLoop):
         return session.limit or StopReason.ANSWERED
 
     async def _take(self, session: Session, episode: Episode) -> None:
-        rows = [await self._row(row) for row in training_rows(session.graph.nodes)]
+        paths = training_rows(session.graph.nodes)
+        rows = [await self._row(path) for path in paths]
         if rows:
             first, *episode.further_rows = rows
             episode.prompt_ids, episode.turns = first.prompt_ids, first.turns
@@ -53,7 +54,8 @@ class SessionAgent(AgentLoop):
         scores = {node.call: node.reward for node in session.graph.nodes if node.reward is not None}
         if scores and episode.reward is None:
             components = {f"call/{call}": score for call, score in scores.items()}
-            episode.reward = Reward(score=sum(scores.values()), components=components)
+            by_turn = [turn.node.reward or 0.0 for path in paths for turn in path.turns]
+            episode.reward = Reward(score=sum(scores.values()), components=components, turn_scores=by_turn)
 
     async def _row(self, row: GraphRow) -> TokenRow:
         return TokenRow(

@@ -29,7 +29,8 @@ class AdvantageInputs(NamedTuple):
     """What the advantages of a batch are computed from."""
 
     rewards: Tensor
-    """[B, R] float64: the score at the last model token, less the KL penalty of each token; zero elsewhere."""
+    """[B, R] float64: the parts of the score at their tokens and the rest at the last model token, less the KL penalty
+    of each token; zero elsewhere."""
     mask: Tensor
     """[B, R] bool: the tokens to train on."""
     groups: Sequence[str]
@@ -206,11 +207,16 @@ def estimator(name: str) -> Estimator:
     return cast(Estimator, own_function("algorithm.adv_estimator", name))
 
 
-def token_rewards(scores: Sequence[float], mask: Tensor) -> Tensor:
-    """[B, R] float64: each score at the last token of the mask [B, R], which every row has; zero elsewhere."""
+def token_rewards(scores: Sequence[float], mask: Tensor, placed: Tensor | None = None) -> Tensor:
+    """[B, R] float64: each score at the last token of the mask [B, R], which every row has; zero elsewhere.
+
+    `placed` [B, R] are parts of the scores at tokens of their own; each row sums to its score.
+    """
     last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1, keepdim=True)
     values = torch.tensor(scores, dtype=torch.float64).unsqueeze(-1)
-    return torch.zeros(mask.shape, dtype=torch.float64).scatter(-1, last, values)
+    if placed is None:
+        placed = torch.zeros(mask.shape, dtype=torch.float64)
+    return placed.scatter_add(-1, last, values - placed.sum(-1, keepdim=True))
 
 
 def per_trajectory(advantages: Tensor, mask: Tensor) -> Tensor:

@@ -130,6 +130,23 @@ def mini_batches(owners: Sequence[int], size: int, epochs: int, shuffler: torch.
             yield torch.tensor([row for owner in part.tolist() for row in rows[owner]])
 
 
+def placed_scores(trajectories: Sequence[Trajectory], width: int) -> Tensor:
+    """[B, width] float64: turn and token scores at their tokens, in the columns of `ResponseColumns.response`."""
+    placed = torch.zeros(len(trajectories), width, dtype=torch.float64)
+    for place, trajectory in enumerate(trajectories):
+        reward, start = trajectory.reward, 0
+        if reward is None or not (reward.turn_scores or reward.token_scores):
+            continue
+        ends: list[int] = []
+        for row in trajectory.rows:
+            ends += [start + max(turn.response_end - 1, 0) for turn in row.turns]
+            start += len(row.response_ids)
+        places = ends if reward.turn_scores else list(range(start))
+        scores = torch.tensor(reward.turn_scores or reward.token_scores, dtype=torch.float64)
+        placed[place].index_add_(0, torch.tensor(places), scores)
+    return placed
+
+
 def token_versions(trajectories: Sequence[Trajectory], width: int, default: float) -> Tensor:
     """[B, width] float64: weight version that sampled each predicted token, in the module's columns.
 

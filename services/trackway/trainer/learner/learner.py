@@ -35,6 +35,7 @@ from trackway.trainer.learner.batch import (
     TokenValues,
     TrainingBatch,
     mini_batches,
+    placed_scores,
     rows_of,
     token_versions,
 )
@@ -430,7 +431,7 @@ class Learner:
             batch = replace(batch, ref_logprobs=ref_logprobs)
         columns = ResponseColumns(rows, owners, sampled.response_mask.shape[1])
         mask, kl_metrics = columns.response(sampled.response_mask), Metrics()
-        rewards = token_rewards(scores_of(used), mask)
+        rewards = token_rewards(scores_of(used), mask, placed_scores(used, mask.shape[1]))
         if self.config.algorithm.use_kl_in_reward:
             old = measured[0] if self.config.recompute_old_logprobs else sampled.old_logprobs
             kl = kl_penalty(old, batch.ref_logprobs, self.config.algorithm.kl_penalty)

@@ -24,7 +24,7 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Wait
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import StopReason, Trajectory, require_trainable
+from trackway.wire.trajectory import StopReason, Trajectory, require_placed, require_trainable
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -188,8 +188,8 @@ class Rollouts(GroupSource):
             async for trajectory in self._client.group(request, deadline, note):
                 note([])
                 if trajectory.tags.rollout_n in wanted:
-                    finite = checked(trajectory)
-                    got[trajectory.tags.rollout_n] = self._overlong.applied(finite) if self._overlong else finite
+                    found = checked(trajectory)
+                    got[trajectory.tags.rollout_n] = self._overlong.applied(found) if self._overlong else found
         except TrackwayError as error:
             problem = error
         except ValidationError as error:
@@ -209,7 +209,10 @@ def checked(trajectory: Trajectory) -> Trajectory:
     try:
         for row in trajectory.rows:
             require_trainable("response_logprobs", row.response_logprobs)
-        require_trainable("the score", [] if trajectory.reward is None else [trajectory.reward.score])
+        reward = trajectory.reward
+        scores = [] if reward is None else [reward.score, *reward.turn_scores, *reward.token_scores]
+        require_trainable("the score", scores)
+        require_placed(trajectory)
     except TrackwayError as error:
         failed = {"stop_reason": StopReason.ERROR, "error": trajectory.error or error.to_reply().error}
         return trajectory.model_copy(update=failed)

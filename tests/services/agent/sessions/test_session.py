@@ -256,6 +256,7 @@ async def test_the_scores_of_calls_are_noted_and_their_sum_is_the_sessions(servi
     assert rewards == [0.5, -0.25]
     assert trajectory.reward is not None
     assert (trajectory.reward.score, trajectory.reward.components) == (0.25, {"call/0": 0.5, "call/1": -0.25})
+    assert trajectory.reward.turn_scores == [0.5, -0.25]
 
 
 async def test_a_full_rollout_service_is_answered_with_the_time_to_wait(services: AgentServices) -> None:

@@ -317,6 +317,14 @@ def test_a_score_stands_at_the_last_token_of_the_model():
     assert rewards.tolist() == [[3, 0, 0], [0, -1, 0], [0, 0, 2]]
 
 
+def test_parts_of_a_score_at_their_tokens_leave_the_rest_to_the_last_token_of_the_model():
+    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 0, 0]], dtype=torch.bool)
+
+    rewards = token_rewards([3.0, 0.5], mask, tensor([1.0, 0, 0.5, 4], [0, 2.0, 0, 0]))
+
+    assert rewards.tolist() == [[1, 0, -2, 4], [0, 0.5, 0, 0]]
+
+
 def test_a_trajectorys_advantage_is_the_mean_over_its_trained_tokens():
     mask = torch.tensor([[1, 0, 1], [0, 0, 0]], dtype=torch.bool)
 

@@ -6,8 +6,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from trackway.trainer.learner.batch import ResponseColumns, TrainingBatch
-from trackway.wire.trajectory import Trajectory
+from trackway.trainer.learner.batch import ResponseColumns, TrainingBatch, placed_scores
+from trackway.wire.trajectory import Reward, TokenRow, Trajectory, Turn
 
 Rollout = Callable[..., Trajectory]
 
@@ -99,3 +99,35 @@ def test_the_responses_of_a_trajectorys_rows_lie_one_after_another(rollout: Roll
 
     assert response.tolist() == [[1, 2, 3, 6], [4, 5, 0, 0]]
     assert columns.columns(response).tolist() == [[0, 1, 2, 3], [4, 5, 0, 0], [0, 0, 6, 0]]
+
+
+def turn(start: int, end: int) -> Turn:
+    return Turn(index=0, messages=[], response_start=start, response_end=end, finish_reason="stop")
+
+
+def test_scores_of_turns_and_tokens_stand_at_their_tokens_of_all_rows(rollout: Rollout):
+    row = TokenRow(prompt_ids=[1], response_ids=[2, 3], response_mask=[0, 1], response_logprobs=[0.0, -1.0])
+    two_turns = [turn(0, 2), turn(4, 6)]
+    of_turns = rollout(
+        reward=Reward(score=1.0, turn_scores=[0.5, -0.25, 2.0]),
+        turns=two_turns,
+        further_rows=[row.model_copy(update={"turns": [turn(1, 2)]})],
+    )
+    of_tokens = rollout(reward=Reward(score=1.0, token_scores=[float(place) for place in range(6)]), turns=two_turns)
+
+    placed = placed_scores([of_turns, rollout(turns=two_turns), of_tokens, rollout(reward=None)], 9)
+
+    assert placed.tolist() == [
+        [0, 0.5, 0, 0, 0, -0.25, 0, 2, 0],
+        [0] * 9,
+        [0, 1, 2, 3, 4, 5, 0, 0, 0],
+        [0] * 9,
+    ]
+
+
+def test_scores_of_turns_without_a_token_add_up_with_those_before_them(rollout: Rollout):
+    reward = Reward(score=1.0, turn_scores=[1.0, 2.0, 4.0])
+
+    placed = placed_scores([rollout(reward=reward, turns=[turn(0, 0), turn(0, 1), turn(1, 1)])], 6)
+
+    assert placed.tolist() == [[7, 0, 0, 0, 0, 0]]

@@ -15,7 +15,7 @@ from trackway.trainer.learner.filtering import TrainStatus, train_status
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.loop.weight_versions import Republication, WeightVersions
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
-from trackway.wire.trajectory import TokenRow, Trajectory, WeightSpan
+from trackway.wire.trajectory import Reward, TokenRow, Trajectory, Turn, WeightSpan
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +57,24 @@ def test_the_gradient_is_that_of_all_rows_with_the_advantage_of_the_session(
 
     assert max(float(g.abs().max()) for g in whole) > 0.01
     torch.testing.assert_close(whole, gradients(config, [first, second, third]), rtol=0, atol=1e-12)
+
+
+def test_scores_of_turns_are_the_rewards_of_the_tokens_before_their_ends(tiny_model: Path, session: Trajectory) -> None:
+    turns = [Turn(index=0, messages=[], response_start=0, response_end=2, finish_reason="stop")]
+    row = SECOND_ROW.model_copy(update={"turns": [turns[0].model_copy(update={"response_end": 1})]})
+    reward = Reward(score=1.0, turn_scores=[0.5, 0.25])
+    placed = session.model_copy(update={"reward": reward, "turns": turns, "further_rows": [row]})
+    keys = {"algorithm.adv_estimator": "reinforce_plus_plus"}
+
+    found = Learner(learner_config(tiny_model, **keys)).update([placed])
+    grouped = Learner(learner_config(tiny_model, **{"algorithm.adv_estimator": "grpo"})).update([placed])
+
+    # Six model tokens: 1/2 after the second, 1/4 after the fifth, and the rest, 1/4, after the sixth.
+    to_go = [1, 1, 1 / 2, 1 / 2, 1 / 2, 1 / 4]
+    assert found.metrics["critic/returns/mean"] == pytest.approx(sum(to_go) / 6, rel=1e-12)
+    assert [found.metrics[f"critic/returns/{name}"] for name in ("max", "min")] == [1.0, 0.25]
+    assert found.metrics["critic/score/mean"] == grouped.metrics["critic/score/mean"] == 1.0
+    assert grouped.advantages == pytest.approx([1.0], rel=1e-5)
 
 
 @pytest.mark.parametrize("loss_mode", ["vanilla", "geo_mean"])

@@ -1,4 +1,5 @@
 import asyncio
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,13 +9,13 @@ import pytest
 
 from tests.time_limits import ENDS_SOON
 from trackway.clients import AgentClient
-from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
+from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts, checked
 from trackway.wire.agent import Limits, Sample
 from trackway.wire.errors import ErrorCode
 from trackway.wire.health import Wait
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
-from trackway.wire.trajectory import StopReason, Trajectory
+from trackway.wire.trajectory import Reward, StopReason, Trajectory, Turn
 
 pytestmark = pytest.mark.anyio
 
@@ -186,3 +187,26 @@ async def test_no_more_groups_are_in_flight_than_allowed(agent, agent_url, http,
     assert len(got) == 20
     assert {request.sample.index for request in agent.requests[:2]} == {0, 1}
     assert len(agent.requests) <= 5
+
+
+TURN = Turn(index=0, messages=[], response_start=0, response_end=2, finish_reason="stop")
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ({"turn_scores": [1.0, 2.0]}, "expected 1 turn_scores, one for each turn of the response, or none, got 2"),
+        ({"token_scores": [1.0]}, "expected 6 token_scores, one for each token of the response, or none, got 1"),
+        ({"turn_scores": [1.0], "token_scores": [0.0] * 6}, "expected turn_scores or token_scores, got both"),
+        ({"turn_scores": [math.nan]}, "expected the score to be finite"),
+        ({"token_scores": [0.0] * 5 + [math.inf]}, "expected the score to be finite"),
+        ({"turn_scores": [1.0]}, None),
+        ({"token_scores": [1.0] * 6}, None),
+        ({}, None),
+    ],
+)
+def test_a_trajectory_whose_parts_of_the_score_fit_nowhere_fails(rollout, scores: dict, message: str | None):
+    found = checked(rollout(turns=[TURN], reward=Reward(score=1.0, **scores)))
+
+    assert (found.error is None) == (message is None)
+    assert message is None or (found.error is not None and message in found.error.message)
