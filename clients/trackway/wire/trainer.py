@@ -148,8 +148,8 @@ class RunInfo(WireReply):
     """What an active run waits for at present, if it has waited for seconds."""
     rollout_states: dict[str, int] = Field(default_factory=dict)
     """Rollouts for training by state. Those other than `submitted` sum to it: `running`, `finished` (and not trained
-    yet), `used`, `dropped_failed`, `dropped_infrastructure`, `dropped_filtered`, `dropped_stale`, and `cancelled` (by a
-    stop, until the run is resumed)."""
+    yet), `used`, `dropped_failed`, `dropped_infrastructure`, `dropped_filtered`, `dropped_stale`, `baseline`
+    (greedy rollouts of remax), and `cancelled` (by a stop, until the run is resumed)."""
 
 
 class RunList(WireReply):

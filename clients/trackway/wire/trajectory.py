@@ -161,6 +161,8 @@ class Trajectory(WireReply):
     further_rows: list[TokenRow] = Field(default_factory=list[TokenRow], fail_fast=True)
     """Rows beside the one of the fields above; all have the trajectory's reward and advantage."""
     reward: Reward | None = None
+    is_baseline: bool = False
+    """A greedy rollout whose score is the baseline of its group (ReMax). No update trains it."""
     tool_rewards: list[float] = Field(default_factory=list[float], fail_fast=True)
     num_turns: int = 0
     """verl's count: user turns + assistant turns + 1 (a plain answer is 2, one tool round is 4)."""

@@ -43,10 +43,12 @@ def settings_report(config: RunConfig, decisions: Sequence[Decision]) -> Rendera
 
 def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServices | None) -> RenderableType:
     """The plan of a run; `rows` is the number of rows in words."""
+    n = config.actor_rollout_ref.rollout.n
+    group = f"{n}" if config.group_size == n else f"({n} + 1 greedy)"
     lines = [
         ("rows", rows),
         ("steps", _steps(plan, config)),
-        ("a step", f"{plan.prompts} prompts x {config.actor_rollout_ref.rollout.n} = {plan.trajectories} trajectories"),
+        ("a step", f"{plan.prompts} prompts x {group} = {plan.trajectories} trajectories"),
         (
             "optimiser",
             f"{plan.updates} update{'s' * (plan.updates != 1)} a step, each of {plan.mini_batch} trajectories in "

@@ -477,6 +477,11 @@ class RunConfig(Section):
         """The off-policy correction of this run: truncated token weights where data may be stale and none is chosen."""
         return self.algorithm.rollout_correction.where_stale(self.may_be_stale)
 
+    @property
+    def group_size(self) -> int:
+        """Rollouts that are requested for each prompt: `rollout.n`, and with remax a greedy one."""
+        return self.actor_rollout_ref.rollout.n + (self.algorithm.adv_estimator == "remax")
+
     def total_steps(self, per_epoch: int) -> int:
         """Steps of the whole run; 0 with `val_only`."""
         trainer = self.trainer

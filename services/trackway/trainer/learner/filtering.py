@@ -46,6 +46,8 @@ class TrainStatus(StrEnum):
     """Its oldest token was sampled from weights that are too many versions behind."""
     NO_VARIANCE = "no_variance"
     """All rollouts of its group have the same value of `algorithm.filter_groups.metric`."""
+    BASELINE = "baseline"
+    """A greedy rollout, of which only the score is used, as the baseline of its group."""
 
     @property
     def feedback(self) -> str:
@@ -61,8 +63,9 @@ _FEEDBACK = {
     TrainStatus.UNSCORED: "dropped_failed",
     TrainStatus.STALE: "dropped_stale",
     TrainStatus.NO_VARIANCE: "dropped_filtered",
+    TrainStatus.BASELINE: "baseline",
 }
-_TRAINABLE = (TrainStatus.USED, TrainStatus.STALE, TrainStatus.NO_VARIANCE)
+_TRAINABLE = (TrainStatus.USED, TrainStatus.STALE, TrainStatus.NO_VARIANCE, TrainStatus.BASELINE)
 _UNTRAINABLE = [status for status in TrainStatus if status not in _TRAINABLE]
 
 
@@ -81,17 +84,19 @@ class FilteredBatch:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many trajectories get each value of the feedback `fate`."""
+        """How many trajectories get each value of the feedback `fate`; `baseline` only if there is one."""
         counts = Counter(status.feedback for status in self.statuses)
-        return {value: counts[value] for value in _FEEDBACK.values()}
+        values = dict.fromkeys(_FEEDBACK.values())
+        return {value: counts[value] for value in values if value != TrainStatus.BASELINE or counts[value]}
 
     def metrics(self) -> Metrics:
         """How many trajectories were dropped, by reason, and verl's share of the failed ones."""
         untrainable = {reason: self.statuses.count(reason) for reason in _UNTRAINABLE}
+        sampled = len(self.statuses) - self.statuses.count(TrainStatus.BASELINE)
         return {
             **{f"training/{value}": float(count) for value, count in self.counts.items() if value != "used"},
             **{f"training/left_out/{reason}": float(count) for reason, count in untrainable.items()},
-            "response/aborted_ratio": sum(untrainable.values()) / len(self.statuses),
+            "response/aborted_ratio": sum(untrainable.values()) / sampled,
         }
 
 
@@ -109,6 +114,8 @@ def train_status(trajectory: Trajectory, version: int, max_staleness: int | None
     """The status of one trajectory; arguments as in `filter_trajectories`."""
     if trajectory.error is not None:
         return TrainStatus.INFRASTRUCTURE if trajectory.error.code in INFRASTRUCTURE else TrainStatus.ERROR
+    if trajectory.is_baseline:
+        return TrainStatus.BASELINE
     if not any(any(row.response_mask) for row in trajectory.rows):
         return TrainStatus.NO_MODEL_TOKEN
     if trajectory.reward is None:

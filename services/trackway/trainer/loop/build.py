@@ -123,7 +123,7 @@ def _training(
     active = ActiveTime()
 
     def rollouts(template: GroupTemplate) -> Rollouts:
-        baseline = config.algorithm.adv_estimator == "remax" and not template.validation
+        baseline = config.group_size > template.n and not template.validation
         return Rollouts(agents, template, retry_policy(config), active, overlong_penalty(config), baseline)
 
     template, resumed = training_template(config, folder.name, traces.target), beginning.progress.scheduler

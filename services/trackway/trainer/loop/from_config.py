@@ -59,7 +59,7 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
         keep_checkpoints=trainer.max_actor_ckpt_to_keep,
         traced_prompts=config.traced_prompts,
         traced_validation=config.trackway.trace_validation_samples,
-        rollouts=config.actor_rollout_ref.rollout.n,
+        rollouts=config.group_size,
         validation_n=config.actor_rollout_ref.rollout.val_kwargs.n,
         max_staleness=config.trackway.max_staleness,
         max_prompt_length=config.data.max_prompt_length,

@@ -106,8 +106,8 @@ class Rollouts(GroupSource):
 
     @property
     def n(self) -> int:
-        """Rollouts of each sample."""
-        return self._template.n
+        """Rollouts of each sample, a greedy one included."""
+        return self._template.n + self._greedy_baseline
 
     async def collect(
         self,
@@ -116,7 +116,7 @@ class Rollouts(GroupSource):
         min_weight_version: int,
         traced: frozenset[int] = frozenset(),
     ) -> list[Trajectory]:
-        """All n rollouts of every sample, in the batch's order; a failed rollout has its `error` set.
+        """All rollouts of every sample, in the batch's order; a failed rollout has its `error` set.
 
         `traced` are the positions in the batch whose rollouts are recorded.
         """
@@ -130,7 +130,8 @@ class Rollouts(GroupSource):
     async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
         """All n rollouts of one sample, in order; a failed rollout has its `error` set.
 
-        With a greedy baseline a greedy rollout is requested at the same time; its score becomes a component of theirs.
+        With a greedy baseline a greedy rollout is requested at the same time, the last one of the group; its score
+        becomes a component of theirs.
         """
         async with self._slots:
             request = self._template.group(sample, step, min_weight_version, trace)

@@ -55,7 +55,7 @@ class Schedule:
     traced_prompts: int = 0
     traced_validation: int = 0
     rollouts: int = 1
-    """Rollouts of each prompt."""
+    """Rollouts of each prompt, a greedy one included."""
     validation_n: int = 1
     max_staleness: int | None = None
     max_prompt_length: int = 512

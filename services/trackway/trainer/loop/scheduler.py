@@ -97,6 +97,8 @@ class Account(BaseModel):
     dropped_infrastructure: int = 0
     dropped_filtered: int = 0
     dropped_stale: int = 0
+    baseline: int = 0
+    """Greedy rollouts of which only the score is used."""
 
     def add(self, counts: Mapping[str, int]) -> None:
         """Add rollouts by state."""
@@ -333,7 +335,8 @@ class GroupScheduler:
         waiting = {state: outstanding[state] * self.rollouts.n for state in ("running", "finished", "cancelled")}
         waiting["cancelled"] += len(self.state.outstanding) * self.rollouts.n - len(self.finished)
         waiting["finished"] += len(self.finished)
-        return self.state.account.model_dump() | waiting
+        account = self.state.account.model_dump() | waiting
+        return {state: count for state, count in account.items() if state != "baseline" or count}
 
     def metrics(self) -> Metrics:
         """The account as `rollouts/<state>`, the retries, and what the filter did, in prompts, under verl's names."""

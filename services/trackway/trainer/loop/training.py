@@ -24,6 +24,7 @@ from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateResult
 from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop.colocation import Engines
+from trackway.trainer.loop.greedy_baseline import sampled_of
 from trackway.trainer.loop.rollout_client import Rollouts
 from trackway.trainer.loop.schedule import OpenValidation, Progress, Schedule
 from trackway.trainer.loop.scheduler import GroupScheduler
@@ -181,7 +182,7 @@ class Training:
         self.traces.received(trajectories)
         await self._stored(partial(write_trajectories, self._dump(f"step_{step}"), trajectories))
         if self.samples is not None:
-            await self._stored(partial(self.samples.write, step, trajectories))
+            await self._stored(partial(self.samples.write, step, sampled_of(trajectories)))
         try:
             _require_one_success(trajectories, f"step {step}")
         except TrackwayError:
@@ -222,7 +223,8 @@ class Training:
         metrics |= {"training/global_step": float(self.step), "training/epoch": float(epoch)}
         metrics |= update_metrics(batch.used, version, self.plan.max_prompt_length)
         metrics |= batch.metrics() | self.scheduler.metrics()
-        return metrics | rollout_metrics(trajectories) | incident_metrics(trajectories)
+        sampled = sampled_of(trajectories)
+        return metrics | rollout_metrics(sampled) | incident_metrics(sampled)
 
     async def publish(self, metrics: Metrics | None = None) -> int:
         """Publish the learner's weights; returns the version that rollouts must use from now on.

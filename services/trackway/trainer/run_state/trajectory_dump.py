@@ -34,6 +34,7 @@ _SCHEMA = pa.schema(
         ("response_ids", pa.list_(pa.int64())),
         ("response_mask", pa.list_(pa.int64())),
         ("response_logprobs", pa.list_(pa.float64())),
+        ("is_baseline", pa.bool_()),
         ("tool_rewards", pa.list_(pa.float64())),
         *((name, pa.string()) for name in NESTED),
     ]

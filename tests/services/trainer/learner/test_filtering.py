@@ -118,6 +118,7 @@ def test_each_status_has_the_feedback_that_traces_show():
         "unscored": "dropped_failed",
         "stale": "dropped_stale",
         "no_variance": "dropped_filtered",
+        "baseline": "baseline",
     }
 
 

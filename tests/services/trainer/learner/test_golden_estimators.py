@@ -39,7 +39,7 @@ from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.learner.advantages import ESTIMATORS
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.policy import Policy
-from trackway.trainer.loop.greedy_baseline import with_baseline
+from trackway.trainer.loop.greedy_baseline import sampled_of, with_baseline
 
 pytestmark = pytest.mark.slow
 
@@ -172,7 +172,7 @@ def test_two_steps_with_an_estimator_are_those_written_out(saved_model: Path, ro
 
     made = trajectories(rollout)
     groups = [with_baseline(made[2 * i : 2 * i + 2], rollout(score=score)) for i, score in enumerate(GREEDY)]
-    result = learner.update([trajectory for group in groups for trajectory in group])
+    result = learner.update(sampled_of([trajectory for group in groups for trajectory in group]))
 
     for part, weights in weights_of(learner).items():
         np.testing.assert_allclose(weights, model.weights[part], rtol=0, atol=1e-11)

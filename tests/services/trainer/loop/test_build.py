@@ -16,7 +16,9 @@ from trackway.trainer.data.parquet import write_rows
 from trackway.trainer.learner.profiler import Profiler
 from trackway.trainer.loop import build as module
 from trackway.trainer.loop.build import build
+from trackway.trainer.loop.greedy_baseline import sampled_of
 from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.wire.agent import Sample
 from trackway.wire.trajectory import Reward, Trajectory
@@ -100,14 +102,23 @@ async def test_remax_asks_for_a_greedy_rollout_with_each_group_of_the_training(
     run = RunFolder(tmp_path / "outputs" / "other")
     run.create(resolve(leaves(tree) | {"algorithm.adv_estimator": "remax"}), folder.services())
     training, tracking = await build(run, asyncio.Event(), False, Waits())
-    trajectories = await training.rollout(await training.publish())
+    version = await training.publish()
+    trajectories = await training.rollout(version)
+    metrics = await training.update(trajectories, version)
     training.publisher.close()
     tracking.close("FINISHED", 10.0)
 
     requests = [request for request in agent.requests if not request.validation]
     greedy = [request for request in requests if request.sampling_params.temperature == 0.0]
     assert len(requests) == 2 * len(greedy) > 0
-    assert all("reward_baseline" in t.reward.components for t in trajectories if t.reward)
+    assert all("reward_baseline" in t.reward.components for t in sampled_of(trajectories) if t.reward)
+    dumped = read_trajectories(run.path / "trajectories" / "step_1.parquet")
+    assert [t.is_baseline for t in dumped].count(True) == len(greedy)
+    account = training.scheduler.account()
+    assert account["submitted"] == sum(count for state, count in account.items() if state != "submitted")
+    assert (account["baseline"], account["used"]) == (len(greedy), len(trajectories) - len(greedy))
+    assert metrics["rollouts/baseline"] == len(greedy)
+    assert metrics["training/trajectories"] == account["used"]
 
 
 async def test_the_filter_the_penalty_the_samples_and_the_profiler_are_built_from_their_keys(

@@ -61,6 +61,12 @@ def test_rows_and_bounds_make_the_steps(
     assert (plan.steps_per_epoch, plan.total_steps) == (steps, total)
 
 
+def test_remax_adds_a_greedy_rollout_to_each_prompt() -> None:
+    plan = forecast(script("algorithm.adv_estimator=remax"), 7473)
+
+    assert (plan.trajectories, plan.traced, plan.mini_batch, plan.updates) == (256 * 17, 256 * 17, 4096, 1)
+
+
 def test_fewer_rows_than_a_batch_are_refused() -> None:
     with pytest.raises(TrackwayError, match=r"expected at least data.train_batch_size=256 rows, got 255"):
         forecast(script(), 255)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from trackway.trainer.learner.filtering import TrainStatus, filter_trajectories
-from trackway.trainer.loop.greedy_baseline import with_baseline
+from trackway.trainer.loop.greedy_baseline import sampled_of, with_baseline
 from trackway.trainer.metrics.rollout import update_metrics
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trajectory import Reward, Trajectory
@@ -19,6 +19,12 @@ def test_the_greedy_score_becomes_a_component_of_each_reward_and_a_metric(rollou
     assert based[0].reward == Reward(score=1.0, components={"correct": 1.0, "reward_baseline": 0.25})
     assert based[0].model_copy(update={"reward": group[0].reward}) == group[0]
     assert based[1] == group[1]
+    assert based[2] == rollout(0, 2, 0.25, is_baseline=True)
+    assert sampled_of(based) == based[:2]
+    batch = filter_trajectories(based, version=0, max_staleness=None)
+    assert batch.statuses == [TrainStatus.USED, TrainStatus.UNSCORED, TrainStatus.BASELINE]
+    assert (batch.used, batch.counts["baseline"]) == (based[:1], 1)
+    assert batch.metrics()["response/aborted_ratio"] == 0.5
     assert update_metrics(based[:1], version=0, max_prompt_length=9)["critic/reward_baseline/mean"] == 0.25
 
 
@@ -32,6 +38,8 @@ def test_a_group_whose_greedy_rollout_failed_is_not_trained_and_keeps_its_own_er
     assert [found.error.message for found in failed if found.error] == [
         f"the greedy rollout {rollout(0, 2).id} of the group failed: nothing listens",
         "its own",
+        "nothing listens",
     ]
     batch = filter_trajectories(failed, version=0, max_staleness=None)
-    assert batch.statuses == [TrainStatus.INFRASTRUCTURE, TrainStatus.ERROR]
+    assert batch.statuses == [TrainStatus.INFRASTRUCTURE, TrainStatus.ERROR, TrainStatus.INFRASTRUCTURE]
+    assert failed[2].is_baseline

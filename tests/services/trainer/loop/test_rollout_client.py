@@ -122,8 +122,12 @@ async def test_with_a_greedy_baseline_its_score_is_in_each_reward_and_its_rollou
     assert (greedy.n, greedy.rollouts, greedy.trace) == (4, [3], True)
     assert greedy.sampling_params == SamplingParams(temperature=0.0, max_tokens=9, seed=1)
     assert (greedy.step, greedy.min_weight_version, greedy.tags(3).rollout_n) == (3, 9, 3)
-    assert [trajectory.tags.rollout_n for trajectory in got] == [0, 1, 2]
-    rewards = [(t.reward.score, t.reward.components) for t in got if t.reward]
+    assert asking.n == 4
+    assert [(trajectory.tags.rollout_n, trajectory.is_baseline) for trajectory in got] == [
+        *((number, False) for number in range(3)),
+        (3, True),
+    ]
+    rewards = [(t.reward.score, t.reward.components) for t in got[:3] if t.reward]
     assert rewards == [(float(n % 2), {"acc": float(n % 2), "reward_baseline": 1.0}) for n in range(3)]
     assert asking.retries == 0
 
@@ -138,10 +142,11 @@ async def test_a_group_without_its_greedy_score_fails_and_a_broken_greedy_rollou
     asking = Rollouts(AgentClient(agent_url, http), TEMPLATE, RetryPolicy(backoff_s=0.01), greedy_baseline=True)
     got = await asking.collect([sample(1)], 1, 0)
 
+    assert [trajectory.error is None for trajectory in got] == [False] * 4 + [True]
     assert [trajectory.error.message for trajectory in got if trajectory.error] == [
         "the greedy rollout run/1/1/4 of the group failed: expected a reward, got none"
     ] * 4
-    assert {trajectory.stop_reason for trajectory in got} == {StopReason.ERROR}
+    assert {trajectory.stop_reason for trajectory in got[:4]} == {StopReason.ERROR}
     assert asking.retries == 4 + 1
 
 

@@ -8,7 +8,7 @@ import { command, facts, isLive, outside, scored, stateChip, range } from "./par
 const SHOWN = ["actor/entropy", "actor/grad_norm", "response_length/mean", "timing_s/step"];
 const MOST_CHOSEN = 8;
 const MOST_STEPS = 400;
-const STATES = { used: "good", running: "live", finished: "ready", submitted: "", cancelled: "idle" };
+const STATES = { used: "good", running: "live", finished: "ready", submitted: "", baseline: "", cancelled: "idle" };
 
 export default async function run(visit) {
   const { run: key } = visit.parameters;
