@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from trackway.trainer.learner.ranks.sequence_parallel import SequenceRanks
+from trackway.trainer.learner.weights.tensor_file import in_file_order, write_tensors
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """PyTorch's communication backends by the learner's device; values of the CPU are summed on every device."""
@@ -141,20 +141,22 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool, dtype: torch.dtype | Non
 
 
 def save_whole(files: Mapping[Path, Callable[[], Mapping[str, Tensor]]], ranks: Ranks) -> None:
-    """Writes the whole tensors of each file as safetensors, one file after another, by the first rank. A collective.
+    """Writes the whole tensors of each file as safetensors, one tensor after another, by the first rank. A collective.
 
     An error of writing is raised after the last gathering, in which the other ranks wait for the first one.
     """
     failure: Exception | None = None
     for file, tensors in files.items():
-        complete = gathered(tensors(), ranks.is_first and failure is None)
-        if not ranks.is_first or failure is not None:
-            continue
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            save_file(complete, file)
-        except Exception as error:
-            failure = error
+        named = in_file_order(tensors())
+        complete = (whole(tensor).detach() for tensor in named.values())
+        if ranks.is_first and failure is None:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_tensors(file, named, complete)
+            except Exception as error:
+                failure = error
+        for _ in complete:  # what is left to gather with the other ranks
+            pass
     if failure is not None:
         raise failure
 

@@ -1,0 +1,46 @@
+"""A safetensors file written one tensor after another, so that they need not exist in memory together.
+
+The format (https://github.com/huggingface/safetensors): the length of the header in 8 bytes, the header as JSON with
+the place of each tensor, then their bytes. As in the library's own files, larger types come first, so that each tensor
+is aligned.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_TYPES = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ORDER = list(_TYPES)
+
+
+def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in the order of their bytes in a file."""
+    return dict(sorted(tensors.items(), key=lambda item: (_ORDER.index(item[1].dtype), item[0])))
+
+
+def write_tensors(file: Path, like: Mapping[str, Tensor], complete: Iterable[Tensor]) -> None:
+    """Writes the tensors that `complete` yields, of the names, types and shapes of `like`, both in file order."""
+    header: dict[str, dict[str, object]] = {}
+    end = 0
+    for name, tensor in like.items():
+        start, end = end, end + tensor.numel() * tensor.dtype.itemsize
+        places = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = places
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as output:
+        output.write(len(text).to_bytes(8, "little") + text)
+        for tensor in complete:
+            output.write(tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
