@@ -140,6 +140,9 @@ def test_sessions_of_a_deployed_agent_are_trained_also_when_the_run_is_killed(
     assert (info.state, info.restarts) == (RunState.FINISHED, 1)
     assert [trajectory.error for trajectory in made if trajectory.error] == []
     assert sorted(trajectory.session_id for trajectory in made) == sorted([*first, *rest])
+    rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
+    [first_step] = [row["data"] for row in rows if row["step"] == 1]
+    assert first_step["training/rollout_logprob_diff_max"] < 1e-4  # none was sampled from an earlier run's weights
     assert (info.rollout_states["used"], info.rollout_states["submitted"]) == (48, 48)
     waiting = Path(info.folder) / "sessions"
     assert [*waiting.glob("waiting/*"), *waiting.glob("drawn/*")] == []

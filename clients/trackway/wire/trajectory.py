@@ -110,10 +110,10 @@ class Reward(WireReply):
 
     score: float
     components: dict[str, float] = Field(default_factory=dict)
-    turn_scores: list[float] = Field(default_factory=list[float], exclude_if=_is_empty)
+    turn_scores: list[float] = Field(default_factory=list[float], exclude_if=_is_empty, fail_fast=True)
     """Parts of the score that stand at the last tokens of the model's turns, one for each turn of all rows in order;
     what they leave of the score stands at the last token. Empty for none."""
-    token_scores: list[float] = Field(default_factory=list[float], exclude_if=_is_empty)
+    token_scores: list[float] = Field(default_factory=list[float], exclude_if=_is_empty, fail_fast=True)
     """The same for each token of the responses of all rows, one row after another; not beside `turn_scores`."""
 
 

@@ -40,7 +40,7 @@ class SessionRequest(WireRequest):
     trace_target: TraceTarget = Field(default_factory=TraceTarget)
     train: TrainedSession | None = None
     """Train on the session once `/end` is called; the run then sets `run`, `experiment_name`, `step`, the sampling, the
-    limits and `trace_target`."""
+    limits, `min_weight_version` and `trace_target`."""
 
     def group(self) -> GroupRequest:
         """The request of this one rollout."""

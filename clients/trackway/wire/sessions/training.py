@@ -32,6 +32,8 @@ class SessionRun(WireReply):
     """The step that is next when the session is opened: the tag `step` of its trace."""
     sampling_params: SamplingParams
     limits: Limits
+    min_weight_version: Int = 0
+    """The newest weights of the run, or the first that it will publish."""
     trace_target: TraceTarget
 
 

@@ -130,7 +130,8 @@ def _training(
     source: GroupSource = rollouts(template)
     if takes_sessions:
         limits, overlong = session_limits(config), overlong_penalty(config)
-        source = SessionGroups(SessionInbox(folder.path), template, limits, resumed.drawn, active, overlong)
+        inbox, first = SessionInbox(folder.path), (publisher.newest() or 0) + 1
+        source = SessionGroups(inbox, template, limits, resumed.drawn, active, overlong, first)
     return Training(
         plan=schedule,
         folder=folder,

@@ -77,8 +77,9 @@ class SessionGroups(GroupSource):
         trained: Sequence[str] = (),
         active: ActiveTime | None = None,
         overlong: OverlongPenalty | None = None,
+        first_version: int = 0,
     ) -> None:
-        """`trained` are the sessions that the checkpoint has."""
+        """`trained`: the sessions that the checkpoint has; `first_version`: what the run publishes first."""
         super().__init__(active)
         self._inbox, self._template, self._limits, self._overlong = inbox, template, limits, overlong
         self._trained = dict.fromkeys(trained)
@@ -86,7 +87,8 @@ class SessionGroups(GroupSource):
         self._turn = asyncio.Lock()
         self._stale = self._version = 0
         self._waiting: Sequence[WaitingSession] = ()
-        inbox.open(OpenInbox(run=_fixed(template), most=limits.max_waiting), set(trained))
+        self._open = OpenInbox(run=_fixed(template, first_version), most=limits.max_waiting)
+        inbox.open(self._open, set(trained))
 
     @property
     def n(self) -> int:
@@ -107,6 +109,7 @@ class SessionGroups(GroupSource):
             async with asyncio.timeout(limit_s), self._turn:
                 while True:
                     with suppress(StorageError):  # the run itself waits for its disk, and says so
+                        await asyncio.to_thread(self._announce)
                         sessions = await self._complete()
                     if sessions:
                         break  # no further await: a cancellation now would lose them until the run is resumed
@@ -122,6 +125,13 @@ class SessionGroups(GroupSource):
         changes = {"id": trajectory_id(self._template.run, tags), "session_id": session.session_id, "tags": tags}
         trajectory = checked(session.trajectory.model_copy(update=changes))
         return self._overlong.applied(trajectory) if self._overlong else trajectory
+
+    def _announce(self) -> None:
+        """Let new sessions be sampled from the newest weights."""
+        if self._version > self._open.run.min_weight_version:
+            run = self._open.run.model_copy(update={"min_weight_version": self._version})
+            self._inbox.announce(announced := self._open.model_copy(update={"run": run}))
+            self._open = announced
 
     async def _complete(self) -> list[FinishedSession]:
         """The n sessions of a complete group, which are drawn; empty while there is none."""
@@ -172,12 +182,13 @@ class SessionGroups(GroupSource):
         self._drawn = [session_id for session_id in self._drawn if session_id not in saved]
 
 
-def _fixed(template: GroupTemplate) -> SessionRun:
+def _fixed(template: GroupTemplate, first_version: int) -> SessionRun:
     """What the run fixes for its sessions; no seed, which would be the same for all of a group."""
     return SessionRun(
         run=template.run,
         experiment_name=template.experiment_name,
         sampling_params=template.sampling_params.model_copy(update={"seed": None}),
         limits=template.limits,
+        min_weight_version=first_version,
         trace_target=template.trace_target,
     )

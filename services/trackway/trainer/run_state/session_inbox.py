@@ -70,6 +70,10 @@ class SessionInbox:
             )
             for session_id in _ids(self._drawn):
                 _file(self._drawn, session_id).rename(_file(self._waiting, session_id))
+        self.announce(inbox)
+
+    def announce(self, inbox: OpenInbox) -> None:
+        """Change what the run fixes for sessions that are opened from now on. Raises StorageError."""
         atomic_write(self._file, inbox.model_dump_json())
 
     def opened(self) -> OpenInbox:

@@ -73,6 +73,17 @@ async def test_what_the_run_fixes_for_its_sessions_has_no_seed(tmp_path: Path) -
     assert (fixed.run.limits.max_response_length, fixed.run.sampling_params.max_tokens) == (99, 99)
 
 
+async def test_new_sessions_are_sampled_from_the_newest_weights_and_the_first_ones_from_the_runs_own(
+    tmp_path: Path, finished: Finished
+) -> None:
+    groups = SessionGroups(SessionInbox(tmp_path), TEMPLATE, LIMITS, first_version=4)
+    before = SessionInbox(tmp_path).opened().run.min_weight_version
+    put(tmp_path, finished(0), finished(1))
+    await drawn(groups, version=6)
+
+    assert (before, SessionInbox(tmp_path).opened().run.min_weight_version) == (4, 6)
+
+
 async def test_a_session_that_comes_again_after_a_checkpoint_is_not_trained_again(
     tmp_path: Path, finished: Finished
 ) -> None:
