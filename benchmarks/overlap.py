@@ -38,7 +38,7 @@ from trackway.trainer.data.dataset import Position, Prompts
 from trackway.trainer.data.tiny import make_tiny_rows
 from trackway.trainer.loop.rollout_client import GroupTemplate, RetryPolicy, Rollouts
 from trackway.trainer.loop.scheduler import GroupScheduler, Pacing
-from trackway.wire.agent import Limits
+from trackway.wire.agent import Limits, Sample
 from trackway.wire.rollout import SamplingParams
 
 BATCH, GROUP = 8, 8
@@ -81,13 +81,19 @@ class Pace:
         )
 
 
-async def train(agent_url: str, pacing: Pacing, steps: int, train_s: float, run_name: str) -> Pace:
-    """The loop of a run with a learner that only takes time."""
+def rows() -> list[Sample]:
+    """Prompts of the tiny task, each of which may call any tool of the server instead of the calculator alone."""
+    made = make_tiny_rows("train", BATCH * 64, seed=0)
+    return [row.model_copy(update={"extra_info": row.extra_info | {"tool_selection": None}}) for row in made]
+
+
+async def train(agent_url: str, pacing: Pacing, steps: int, train_s: float, run_name: str, calls: int) -> Pace:
+    """The loop of a run with a learner that only takes time; each trajectory executes so many tool calls."""
     params, limits = SamplingParams(max_tokens=512, seed=1), Limits(max_response_length=2048, max_assistant_turns=8)
     template = GroupTemplate(run_name, run_name, GROUP, params, limits, "tool_agent")
     policy = CallPolicy(max_in_flight=1024, total_s=900.0, read_s=900.0)
     rollouts = Rollouts(AgentClient(agent_url, policy=policy), template, RetryPolicy(max_inflight=1024))
-    prompts = Prompts(make_tiny_rows("train", BATCH * 64, seed=0), BATCH, 0, shuffle=False)
+    prompts = Prompts(rows(), BATCH, 0, shuffle=False)
     scheduler, position = GroupScheduler(prompts, rollouts, pacing), Position()
     began = waited = 0.0
     for step in range(steps):
@@ -100,6 +106,9 @@ async def train(agent_url: str, pacing: Pacing, steps: int, train_s: float, run_
         failed = sum(trajectory.error is not None for trajectory in trajectories)
         if failed:
             raise SystemExit(f"expected no failed trajectory, got {failed}: {trajectories[0].error}")
+        executed = sum(turn.calls_executed for trajectory in trajectories for turn in trajectory.turns)
+        if executed != calls * len(trajectories):
+            raise SystemExit(f"expected {calls} executed tool calls in each trajectory, got {executed} in a batch")
         await asyncio.sleep(train_s)
         scheduler.used({"used": len(trajectories)})
         _, position = prompts.take(position)
@@ -171,14 +180,15 @@ def each_setup(sim: dict[str, object], slots: int, replicas: Sequence[int], tool
             yield f"{deployment.base_url}/agent"
 
 
-def compare(agent_url: str, depth: float, steps: int, train_s: float) -> tuple[Pace, Pace]:
-    """The synchronous and the asynchronous loop, one after the other."""
-    taking_turns = run(train(agent_url, Pacing(BATCH), steps, train_s, "sync"))
-    taking_turns.show("synchronous")
-    bound = max(1, round(depth + 0.49))
-    overlapped = run(train(agent_url, Pacing(BATCH, depth, bound), steps, train_s, "async"))
-    overlapped.show(f"staleness_threshold={depth:g}")
-    return taking_turns, overlapped
+def compare(agent_url: str, depths: Sequence[float], steps: int, train_s: float, calls: int = 0) -> list[Pace]:
+    """The synchronous loop, then the asynchronous one with each depth."""
+    paces = []
+    for depth in (0.0, *depths):
+        pacing = Pacing(BATCH, depth, max(1, round(depth + 0.49))) if depth else Pacing(BATCH)
+        name = f"staleness_threshold={depth:g}" if depth else "synchronous"
+        paces.append(run(train(agent_url, pacing, steps, train_s, name.replace("=", "_"), calls)))
+        paces[-1].show(name)
+    return paces
 
 
 def measure_halves(args: argparse.Namespace) -> None:
@@ -187,11 +197,12 @@ def measure_halves(args: argparse.Namespace) -> None:
     turns = [THOUGHT * 3 + ANSWER]
     tokens = len(tokenizer.encode(turns[0], add_special_tokens=False))
     for url in each_setup(script(turns, args.train_s / tokens), args.slots, args.replicas):
-        taking_turns, overlapped = compare(url, args.staleness_threshold, args.steps, args.train_s)
+        taking_turns, *overlapped = compare(url, args.staleness_threshold, args.steps, args.train_s)
         longer = max(args.train_s, taking_turns.step_s - args.train_s)
         print(
             f"generation {taking_turns.step_s - args.train_s:.2f} s, training {args.train_s:.2f} s: a step is "
-            f"{taking_turns.step_s / longer:.2f}x the longer in turns, {overlapped.step_s / longer:.2f}x with overlap"
+            f"{taking_turns.step_s / longer:.2f}x the longer in turns, "
+            f"{', '.join(f'{pace.step_s / longer:.2f}x' for pace in overlapped)} with overlap"
         )
 
 
@@ -200,15 +211,16 @@ def measure_tools(args: argparse.Namespace) -> None:
     turns = [f"{THOUGHT} {number}. {CALL}" for number in ("One", "Two", "Three")] + [f"{THOUGHT}{ANSWER}"]
     tool = SLOW_TOOL.format(median=args.tool_median_s, sigma=args.tool_sigma, cap=args.tool_cap_s)
     for url in each_setup(script(turns, 0.005), args.slots, args.replicas, tool):
-        taking_turns, overlapped = compare(url, args.staleness_threshold, args.steps, args.train_s)
-        print(f"{overlapped.trajectories_per_s / taking_turns.trajectories_per_s:.2f}x the trajectories a second")
+        taking_turns, *overlapped = compare(url, args.staleness_threshold, args.steps, args.train_s, calls=3)
+        ratios = (pace.trajectories_per_s / taking_turns.trajectories_per_s for pace in overlapped)
+        print(f"{', '.join(f'{ratio:.2f}x' for ratio in ratios)} the trajectories a second", flush=True)
 
 
 def main() -> None:
     """One part, as the first word says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["halves", "tools"])
-    parser.add_argument("--staleness-threshold", type=float, default=1.0)
+    parser.add_argument("--staleness-threshold", type=float, nargs="+", default=[1.0])
     parser.add_argument("--steps", type=int, default=10, help=f"of which the first {WARM_STEPS} are not measured")
     parser.add_argument("--train-s", type=float, default=2.0, help="seconds of an update")
     parser.add_argument("--tool-median-s", type=float, default=1.0)
