@@ -1,0 +1,143 @@
+"""Puts what `benchmarks/learning.py` recorded into the tables of docs/concepts/algorithms.md: a curve for each setting.
+
+    .venv/bin/python benchmarks/learning_page.py --outputs outputs/learning
+
+A curve is the held-out accuracy by step: the mean over the seeds that ended well, and their range. A row whose setting
+has no record keeps an empty cell, so that it may run while the records are incomplete.
+"""
+
+import argparse
+import json
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "concepts" / "algorithms.md"
+CURVES = DOCS / "pictures" / "learning"
+
+SECTIONS = {"Advantages": "estimators", "Loss": "losses"}
+"""Heading of a section -> the part of the benchmark that its table shows."""
+COLUMN = "the demo's accuracy"
+"""Header of the last column of these tables."""
+SETTINGS = {"norm_adv_by_std_in_grpo=false": "dr_grpo"}
+"""Name in a row -> its setting, where that is not the same."""
+GOAL = 0.8
+
+WIDTH, HEIGHT, TEXT, EDGE = 96, 32, 40, 2
+"""Size of a curve, of the number beside it, and of the space around both, in pixels."""
+
+
+class Run(TypedDict):
+    """A run in the JSON of the benchmark."""
+
+    setting: str
+    seed: int
+    accuracies: Mapping[str, float]
+    error: str
+
+
+class Point(NamedTuple):
+    """Held-out accuracy at a step, over seeds."""
+
+    step: int
+    mean: float
+    low: float
+    high: float
+
+
+def points(runs: Sequence[Run]) -> list[Point]:
+    """The curve of a setting's runs, at the steps that all of them have; those that failed are left out."""
+    finished = [{int(step): value for step, value in run["accuracies"].items()} for run in runs if not run["error"]]
+    if not finished:
+        return []
+    steps = sorted(set.intersection(*(set(accuracies) for accuracies in finished)))
+    columns = [(step, [accuracies[step] for accuracies in finished]) for step in steps]
+    return [Point(step, statistics.fmean(values), min(values), max(values)) for step, values in columns]
+
+
+def told(runs: Sequence[Run]) -> str:
+    """The last point in words: `0.95 (0.93 to 0.97)`, and how many runs failed."""
+    curve, failed = points(runs), sum(bool(run["error"]) for run in runs)
+    parts = [f"{curve[-1].mean:.2f} ({curve[-1].low:.2f} to {curve[-1].high:.2f})"] if curve else []
+    return ", ".join([*parts, *([f"{failed} of {len(runs)} failed"] if failed else [])])
+
+
+def drawn(curve: Sequence[Point]) -> str:
+    """The curve as SVG: the range of the seeds, their mean, the goal as a dotted line, and the last mean."""
+    first, last = curve[0], curve[-1]
+
+    def places(values: Sequence[tuple[int, float]]) -> str:
+        width = max(1, last.step - first.step)
+        return " ".join(
+            f"{EDGE + (step - first.step) / width * WIDTH:.1f},{EDGE + (1 - value) * HEIGHT:.1f}"
+            for step, value in values
+        )
+
+    band = places([(p.step, p.high) for p in curve] + [(p.step, p.low) for p in reversed(curve)])
+    goal = places([(first.step, GOAL), (last.step, GOAL)])
+    size = f'width="{WIDTH + TEXT + 2 * EDGE}" height="{HEIGHT + 2 * EDGE}"'
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" {size}>
+<polyline points="{goal}" fill="none" stroke="#8b949e" stroke-dasharray="2 3"/>
+<polygon points="{band}" fill="#1f6feb" fill-opacity="0.25"/>
+<polyline points="{places([(p.step, p.mean) for p in curve])}" fill="none" stroke="#1f6feb" stroke-width="1.5"/>
+<text x="{WIDTH + 4 * EDGE}" y="{HEIGHT / 2 + 3 * EDGE:g}" font-family="sans-serif" font-size="13" \
+fill="#1f6feb">{last.mean:.2f}</text>
+</svg>
+"""
+
+
+def filled(page: str, records: Mapping[str, Sequence[Run]], folder: Path) -> str:
+    """The page with the last cell of each row filled from the records by part; writes the curves into `folder`."""
+    part, lines = None, []
+    for line in page.splitlines():
+        if line.startswith("## "):
+            part = SECTIONS.get(line.removeprefix("## "))
+        if part is not None and line.startswith("| ") and not line.endswith(f"| {COLUMN} |"):
+            line = _row(line, part, records.get(part, ()), folder)
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _row(line: str, part: str, runs: Sequence[Run], folder: Path) -> str:
+    names: list[str] = re.findall(r"`([^`]+)`", line.split(" | ")[0])
+    cells = (_cell(part, SETTINGS.get(name, name), runs, folder) for name in names)
+    start = line.rpartition(" |")[0].rpartition(" |")[0]
+    return " ".join([f"{start} |", *filter(None, cells), "|"])
+
+
+def _cell(part: str, setting: str, runs: Sequence[Run], folder: Path) -> str:
+    own = [run for run in runs if run["setting"] == setting]
+    curve, text = points(own), told(own)
+    if not curve:
+        return text
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{part}-{setting}.svg"
+    (folder / name).write_text(drawn(curve))
+    return f"![{text}](../pictures/{folder.name}/{name})"
+
+
+def recorded(outputs: Path) -> Iterator[tuple[str, list[Run]]]:
+    """The runs of each part that the folder has."""
+    for part in SECTIONS.values():
+        file = outputs / f"{part}.json"
+        if file.exists():
+            yield part, json.loads(file.read_text())
+
+
+def main() -> None:
+    """Fill the tables of the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--outputs", type=Path, default=Path("outputs/learning"), help="folder of the benchmark's JSON")
+    outputs = parser.parse_args().outputs
+    records = dict(recorded(outputs))
+    if not records:
+        names = " or ".join(f"{part}.json" for part in SECTIONS.values())
+        parser.error(f"--outputs: expected {names} in {outputs}, got neither; run benchmarks/learning.py first")
+    PAGE.write_text(filled(PAGE.read_text(), records, CURVES))
+
+
+if __name__ == "__main__":
+    main()
