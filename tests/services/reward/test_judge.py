@@ -74,6 +74,7 @@ async def failure(scorer: JudgeScorer) -> TrackwayError:
         ("score 0", {}, 0.0),
         ("<4>", {"score_pattern": "<(-?[0-9]+)>", "lowest": 1, "highest": 5}, 0.75),
         ("<-1>", {"score_pattern": "<(-?[0-9]+)>", "lowest": -1, "highest": 1}, 0.0),
+        ("Score: 1, score: 2, no: score 3", {}, 0.3),
     ],
 )
 async def test_the_last_number_of_the_pattern_is_scaled_to_0_to_1(
@@ -102,13 +103,60 @@ async def test_the_judge_is_asked_with_the_prompt_filled_in_once_and_only_its_ow
     assert tokens == [None, "Bearer theirs"]
 
 
-@pytest.mark.parametrize("answer", ["I cannot say.", "Score: 11", "Score: -1", "Score: .5", ""])
-async def test_an_answer_without_a_number_in_the_range_is_an_error_and_no_score(answer: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "settings"),
+    [
+        *((answer, {}) for answer in ("I cannot say.", "Score: 11", "Score: -1", "Score: .5", "")),
+        ("Score: high", {"score_pattern": r"Score: (\w+)"}),
+        ("Score:", {"score_pattern": r"Score:( \d+)?"}),
+    ],
+)
+async def test_an_answer_without_a_number_in_the_range_is_an_error_and_no_score(
+    answer: str, settings: dict[str, object]
+) -> None:
     async with serving(ModelServer(answer).app) as url:
-        error = await failure(judge(url))
+        error = await failure(judge(url, **settings))
 
     assert (error.code, error.retryable) == (ErrorCode.INTERNAL, False)
-    assert error.message.startswith(f"judge 'judge': expected a number from 0 to 10 by score_pattern, got {answer!r}")
+    assert error.message.startswith(f"judge 'judge': expected a number from 0 to 10 by score_pattern, got {answer!r};")
+
+
+@pytest.mark.parametrize(
+    ("choices", "shown"),
+    [([], "''"), ([{"message": {"content": None}}], "''"), ([{"message": {"content": 200 * "x"}}], repr(120 * "x"))],
+)
+async def test_an_answer_without_text_has_no_number_and_of_a_long_one_the_end_is_shown(
+    choices: list[object], shown: str
+) -> None:
+    async with serving(ModelServer(Response(json.dumps({"choices": choices}))).app) as url:
+        error = await failure(judge(url))
+
+    assert f"got {shown};" in error.message
+
+
+async def test_the_first_choice_counts() -> None:
+    choices = [{"message": {"content": f"Score: {number}"}} for number in (3, 9, 6)]
+    async with serving(ModelServer(Response(json.dumps({"choices": choices}))).app) as url:
+        assert (await judge(url).score(solution(), "default")).score == 0.3
+
+
+async def test_a_judge_has_these_defaults_and_tells_its_range() -> None:
+    settings = JudgeSettings.model_validate({"base_url": "http://127.0.0.1:9/v1", "model": "big"})
+
+    given = settings.model_dump(exclude={"base_url", "model", "prompt", "score_pattern", "token"})
+    assert given == {
+        **{"name": "judge", "data_sources": ["*"], "lowest": 0.0, "highest": 10.0, "temperature": 0.0},
+        **{"max_tokens": 1024, "timeout_s": 50.0, "attempts": 3, "max_in_flight": 16},
+    }
+    assert JudgeScorer(settings).info.description == "The score that big gives, from 0 to 10."
+
+
+@pytest.mark.parametrize("key", ["temperature", "max_tokens", "timeout_s", "attempts", "max_in_flight"])
+async def test_a_bound_of_a_setting_is_where_it_stops_to_work(key: str) -> None:
+    lowest = {"temperature": 0.0, "timeout_s": 0.001}.get(key, 1)
+    assert judge("http://127.0.0.1:9", **{key: lowest})
+    with pytest.raises(ValidationError, match=key):
+        judge("http://127.0.0.1:9", **{key: -0.001 if key == "temperature" else 0})
 
 
 async def test_a_row_without_a_key_of_the_prompt_is_told() -> None:

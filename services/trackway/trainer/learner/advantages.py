@@ -49,7 +49,7 @@ class AdvantageInputs(NamedTuple):
     @property
     def scores(self) -> Tensor:
         """[B]: the sum of each trajectory's rewards."""
-        return self.rewards.sum(-1)
+        return self.rewards.sum(1)
 
 
 Estimator: TypeAlias = Callable[[AlgorithmConfig, AdvantageInputs], Tensor]
@@ -107,7 +107,7 @@ def rloo_vectorized(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
 
 def opo(config: AlgorithmConfig, inputs: AdvantageInputs) -> Tensor:
     """On-policy optimization (arXiv:2505.23585): the baseline is the group's mean weighted by trained tokens."""
-    scores, lengths, advantages = inputs.scores, inputs.mask.sum(-1).double(), inputs.scores.clone()
+    scores, lengths, advantages = inputs.scores, inputs.mask.sum(1).double(), inputs.scores.clone()
     for rows in _members(inputs.groups):
         if len(rows) > 1:
             advantages[rows] -= (lengths[rows] * scores[rows]).sum() / lengths[rows].sum().clamp(min=1)
@@ -176,10 +176,10 @@ def tir_optimal_token_baseline(config: AlgorithmConfig, inputs: AdvantageInputs)
     """`optimal_token_baseline` for trajectories with tools: positions count trained tokens, not observations."""
     to_go, mask = rewards_to_go(inputs.rewards, inputs.mask), inputs.mask
     # A stable sort by "is not trained" moves each row's trained tokens to its front, in their order.
-    order = torch.argsort(~mask, dim=-1, stable=True)
-    to_go_packed, variance, packed = (values.gather(-1, order) for values in (to_go, _path_variance(inputs), mask))
+    order = torch.argsort(~mask, dim=1, stable=True)
+    to_go_packed, variance, packed = (values.gather(1, order) for values in (to_go, _path_variance(inputs), mask))
     baselines = _optimal_baselines(to_go_packed, variance, packed, inputs.groups)
-    return to_go - torch.zeros_like(to_go).scatter(-1, order, baselines)
+    return to_go - torch.zeros_like(to_go).scatter(1, order, baselines)
 
 
 ESTIMATORS: dict[str, Estimator] = {name: globals()[name] for name in NAMES}
@@ -212,18 +212,18 @@ def token_rewards(scores: Sequence[float], mask: Tensor, placed: Tensor | None =
 
     `placed` [B, R] are parts of the scores at tokens of their own; each row sums to its score.
     """
-    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(-1, keepdim=True)
-    values = torch.tensor(scores, dtype=torch.float64).unsqueeze(-1)
+    last = (mask * torch.arange(1, mask.shape[1] + 1)).argmax(1, keepdim=True)
+    values = torch.tensor(scores, dtype=torch.float64).unsqueeze(1)
     if placed is None:
         placed = torch.zeros(mask.shape, dtype=torch.float64)
-    return placed.scatter_add(-1, last, values - placed.sum(-1, keepdim=True))
+    return placed.scatter_add(1, last, values - placed.sum(1, keepdim=True))
 
 
 def per_trajectory(advantages: Tensor, mask: Tensor) -> Tensor:
     """[B]: advantages [B], or the mean over the tokens of the mask of advantages [B, R]; 0 without such a token."""
     if advantages.dim() == 1:
         return advantages
-    return (advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)
+    return (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
@@ -231,7 +231,7 @@ def rewards_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
     Zero outside the mask; a reward there, such as the score at a rejected token, reaches the tokens before it.
     """
-    to_go, after = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    to_go, after = torch.zeros_like(rewards), rewards.new_zeros(len(rewards))
     for column in reversed(range(rewards.shape[1])):
         after = rewards[:, column] + torch.where(mask[:, column], gamma * after, after)
         to_go[:, column] = after * mask[:, column]
@@ -250,7 +250,7 @@ def generalized_advantages(inputs: AdvantageInputs, gamma: float, lam: float) ->
     rewards, values, mask = inputs.rewards, inputs.values.double(), inputs.mask
     advantages = torch.zeros_like(rewards)
     # Of the next token of the mask, [B] each: its value with the rewards before it, and its advantage.
-    to_come = advantage = torch.zeros_like(rewards[:, 0])
+    to_come = advantage = rewards.new_zeros(len(rewards))
     for column in reversed(range(rewards.shape[1])):
         is_step, reward = mask[:, column], rewards[:, column]
         error = reward + gamma * to_come - values[:, column]
@@ -285,7 +285,7 @@ def _centred(scores: Tensor, groups: Sequence[str]) -> Tensor:
 
 def _whitened(values: Tensor, mask: Tensor) -> Tensor:
     """Values [B] or [B, R] less their mean over the mask's tokens, over their unbiased standard deviation there."""
-    by_token = (values if values.dim() == 2 else values.unsqueeze(-1)).expand(mask.shape)[mask]
+    by_token = (values if values.dim() == 2 else values.unsqueeze(1)).expand(mask.shape)[mask]
     if not len(by_token):
         return torch.zeros_like(values)
     variance = by_token.var() if len(by_token) > 1 else torch.zeros(())
@@ -302,12 +302,12 @@ def _path_variance(inputs: AdvantageInputs) -> Tensor:
     squared_norm = 1 - 2 * inputs.logp.double().exp() + inputs.sum_pi_squared.double()
     if inputs.weights is not None:
         squared_norm = squared_norm * inputs.weights.double().square()
-    return (squared_norm * inputs.mask).cumsum(-1) * inputs.mask
+    return (squared_norm * inputs.mask).cumsum(1) * inputs.mask
 
 
 def _optimal_baselines(to_go: Tensor, variance: Tensor, mask: Tensor, groups: Sequence[str]) -> Tensor:
     """[B, R]: at each position the mean of the group's rewards to go, weighted by the path variance."""
-    ends = (mask * torch.arange(1, mask.shape[1] + 1)).amax(-1)
+    ends = (mask * torch.arange(1, mask.shape[1] + 1)).amax(1)
     baselines = torch.zeros_like(to_go)
     for rows in _members(groups):
         if len(rows) == 1:

@@ -58,8 +58,8 @@ class LossInputs(NamedTuple):
         return (values.detach() * self.mask).sum() / self.agg.tokens
 
     def over_tokens(self, values: Tensor) -> Tensor:
-        """[B, 1]: the mean of values [B, T] over the tokens of each sequence."""
-        return (values * self.mask).sum(-1, keepdim=True) / self.mask.sum(-1, keepdim=True).clamp(min=1)
+        """[B, 1]: the mean of values [B, T] or [B, 1] over the tokens of each sequence."""
+        return (values * self.mask).sum(1, keepdim=True) / self.mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def vanilla(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
@@ -138,13 +138,12 @@ def geo_mean(config: LearnerConfig, inputs: LossInputs) -> LossAndStats:
     advantages, log_ratio = inputs.advantages, inputs.logp - inputs.old_logp
     clamped = log_ratio.clamp(-low, high)
     bounded = torch.where(advantages > 0, torch.minimum(log_ratio, clamped), torch.maximum(log_ratio, clamped))
-    advantage = advantages if advantages.shape[1] == 1 else inputs.over_tokens(advantages)
-    losses = -advantage * inputs.over_tokens(bounded).exp()
+    losses = -inputs.over_tokens(advantages) * inputs.over_tokens(bounded).exp()
     if inputs.weights is not None:
         losses = losses * inputs.over_tokens((inputs.weights + SMALLEST_WEIGHT).log()).exp()
     clipped = (log_ratio != clamped).to(log_ratio.dtype)
-    share = inputs.mask.sum(-1) / inputs.agg.lengths(inputs.mask)  # of a row in its trajectory; 1 where it is whole
-    return (losses.squeeze(-1) * share).sum() / inputs.agg.sequences, {
+    share = inputs.mask.sum(1) / inputs.agg.lengths(inputs.mask)  # of a row in its trajectory; 1 where it is whole
+    return (losses.squeeze(1) * share).sum() / inputs.agg.sequences, {
         "pg_clipfrac": inputs.token_mean(clipped * (advantages > 0)),
         "pg_clipfrac_lower": inputs.token_mean(clipped * (advantages < 0)),
         "ppo_kl": inputs.token_mean(-log_ratio),
@@ -224,7 +223,8 @@ def select_clip_cov(config: LearnerConfig, inputs: LossInputs, draw: torch.Gener
     wanted = max(1, int(settings.clip_cov_ratio * int(inputs.mask.sum())))
     chosen = places[torch.randperm(len(places), generator=draw)[:wanted]]
     selected = torch.zeros_like(inputs.mask)
-    selected[chosen[:, 0], chosen[:, 1]] = True
+    rows, columns = chosen.T
+    selected[rows, columns] = True
     return selected
 
 

@@ -97,14 +97,28 @@ def test_pass_at_k_takes_the_lead_over_the_second_wherever_both_are():
     close(advantages("grpo_passk", group), [0, 3 / (math.sqrt(6) + EPS), 0, 0])
 
 
-def test_gpg_without_any_reward_is_all_zero():
+def test_a_group_of_one_leaves_those_after_it_their_advantages():
+    given = inputs(
+        [5.0, 1.0, 0.0], ["b", "a", "a"], [[1]] * 3, logp=torch.zeros(3, 1), sum_pi_squared=torch.full((3, 1), 2.0)
+    )
+
+    close(advantages("grpo_passk", given, norm_adv_by_std_in_grpo=False), [0, 1, 0])
+    close(advantages("rloo_vectorized", given), [0, 1, -1])
+    half = 1 / (2 + 1e-8)  # the weights are 1 - 2 + 2 = 1
+    for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        close(advantages(name, given), [[5], [1 - half], [-half]])
+
+
+def test_gpg_without_any_reward_is_all_zero_and_one_reward_counts_for_the_whole_batch():
     close(advantages("gpg", inputs([0.0, 0.0], ["a", "a"], [[1], [1]])), [0, 0])
+    close(advantages("gpg", inputs([1.0, 0.0], ["a", "a"], [[1], [1]])), [1, -1])
 
 
 def test_opo_of_a_group_whose_tokens_are_all_rejected_is_finite():
     given = inputs([1.0, 2.0], ["a", "a"], [[1], [1]])
 
     close(advantages("opo", given._replace(mask=torch.zeros(2, 1, dtype=torch.bool))), [1, 2])
+    close(advantages("opo", given._replace(mask=torch.tensor([[False], [True]]))), [-1, 0])
 
 
 def test_reinforce_plus_plus_with_a_baseline_is_whitened_over_tokens():
@@ -118,6 +132,8 @@ def test_whitening_one_token_or_none_divides_by_nothing():
     single_token = inputs([4.0], ["a"], [[0, 1]])
 
     close(advantages("reinforce_plus_plus_baseline", single_token), [0])
+    pair = inputs([1.0, 0.0], ["a", "a"], [[1], [1]])  # centred to +-1/2, of variance 1/2
+    close(advantages("reinforce_plus_plus_baseline", pair), [0.5 / math.sqrt(0.5 + 1e-8), -0.5 / math.sqrt(0.5 + 1e-8)])
     close(advantages("reinforce_plus_plus", single_token._replace(mask=torch.zeros(1, 2, dtype=torch.bool))), [[0, 0]])
 
 
@@ -241,6 +257,7 @@ def test_gdpo_weighs_all_rewards_alike_and_takes_the_score_by_its_name():
 
     assert float(alone.abs().max()) > 1
     close(both, alone.tolist())
+    close(advantages("gdpo", given, gdpo_reward_keys=["score"], gdpo_reward_weights=[1.0]), alone.tolist())
 
 
 def test_gdpo_without_one_of_its_rewards_names_it():
@@ -306,9 +323,11 @@ def test_the_tokens_that_only_the_longest_trajectory_has_get_no_baseline():
     close(advantages("optimal_token_baseline", given)[0], [1 - 1 / (2 + 1e-8), 1, 1])
 
 
-def test_an_optimal_baseline_without_the_distribution_names_the_key():
+@pytest.mark.parametrize("missing", [{"logp": None}, {"sum_pi_squared": None}, {"logp": None, "sum_pi_squared": None}])
+def test_an_optimal_baseline_without_the_distribution_names_the_key(missing: dict[str, None]):
+    given = inputs(logp=tensor(*LOGP), sum_pi_squared=tensor(*SQUARES))._replace(**missing)
     with pytest.raises(ValueError, match=r"set actor_rollout_ref\.actor\.calculate_sum_pi_squared=true"):
-        advantages("optimal_token_baseline")
+        advantages("optimal_token_baseline", given)
 
 
 def test_a_score_stands_at_the_last_token_of_the_model():
@@ -326,9 +345,9 @@ def test_parts_of_a_score_at_their_tokens_leave_the_rest_to_the_last_token_of_th
 
 
 def test_a_trajectorys_advantage_is_the_mean_over_its_trained_tokens():
-    mask = torch.tensor([[1, 0, 1], [0, 0, 0]], dtype=torch.bool)
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 0, 1]], dtype=torch.bool)
 
-    assert per_trajectory(tensor([1.0, 100.0, 2.0], [7.0, 7.0, 7.0]), mask).tolist() == [1.5, 0.0]
+    assert per_trajectory(tensor([1.0, 100.0, 2.0], [7.0] * 3, [7.0, 7.0, 3.0]), mask).tolist() == [1.5, 0.0, 3.0]
     assert per_trajectory(tensor(5.0, 6.0), mask).tolist() == [5.0, 6.0]
 
 

@@ -182,6 +182,87 @@ def test_the_geometric_mean_is_over_sequences_whatever_the_aggregation(agg_mode:
     )
 
 
+def of_tokens(logp: list[list[float]], old: list[list[float]], advantages: list[list[float]]) -> LossInputs:
+    """Rows of which all tokens are trained."""
+    now, before, gains = (torch.tensor(values, dtype=torch.float64) for values in (logp, old, advantages))
+    mask = torch.ones(now.shape, dtype=torch.bool)
+    return LossInputs(now, before, gains, mask, Aggregation.over(mask, "token-mean"), None)
+
+
+def test_the_mean_of_a_sequence_is_over_its_tokens_and_0_without_any():
+    zeros = [[0.0, 0.0]] * 3
+    inputs = of_tokens(zeros, zeros, zeros)._replace(mask=torch.tensor([[1, 1], [0, 1], [0, 0]], dtype=torch.bool))
+
+    assert inputs.over_tokens(torch.tensor([[4.0, 9.0], [9.0, 4.0], [5.0, 5.0]])).tolist() == [[6.5], [4], [0]]
+    assert inputs.over_tokens(torch.tensor([[4.0], [9.0], [5.0]])).tolist() == [[4], [9], [0]]
+
+
+def test_the_geometric_mean_takes_the_mean_of_the_advantages_of_tokens():
+    config = learner_config("m", bypass_mode=False, loss_mode="geo_mean")
+    inputs = of_tokens([[-1.0, -1.0]], [[-1.0, -1.0]], [[3.0, 0.5]])
+
+    assert float(POLICY_LOSSES["geo_mean"](config, inputs)[0]) == -1.75
+
+
+def test_a_token_without_an_advantage_counts_as_clipped_on_neither_side():
+    config = learner_config("m", bypass_mode=False, loss_mode="geo_mean")
+
+    loss, stats = POLICY_LOSSES["geo_mean"](config, of_tokens([[0.0, 0.0]], [[-9.0, 9.0]], [[0.0]]))
+
+    assert (float(loss), float(stats["pg_clipfrac"]), float(stats["pg_clipfrac_lower"])) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("logp", "old", "advantage", "bound"),
+    [(0.0, math.log(0.5), 1.0, {"clip_ratio_high": 0.5}), (math.log(0.5), 0.0, -1.0, {"clip_ratio_low": 0.5})],
+)
+def test_a_token_whose_probability_moved_as_far_as_the_bound_is_trusted(
+    logp: float, old: float, advantage: float, bound: dict[str, float]
+):
+    inputs = of_tokens([[logp]], [[old]], [[advantage]])
+    beyond = {name: math.nextafter(value, 0) for name, value in bound.items()}
+
+    clipped = [dppo("dppo_tv", inputs, keys)["pg_clipfrac"] for keys in (bound, beyond)]
+
+    assert (math.exp(math.log(0.5)), clipped) == (0.5, [0.0, 1.0])
+
+
+@pytest.mark.parametrize(("logp", "old", "advantage"), [(-0.5, -1.0, 1.0), (-1.0, -0.5, -1.0)])
+def test_a_token_whose_kl_is_as_large_as_the_bound_is_trusted(logp: float, old: float, advantage: float):
+    inputs = of_tokens([[logp]], [[old]], [[advantage]])
+    new, before = inputs.logp.exp(), inputs.old_logp.exp()
+    others = ((1 - before + 1e-8) / (1 - new + 1e-8)).log()
+    kl = float(before * (inputs.old_logp - inputs.logp) + (1 - before) * others)
+    name = "clip_ratio_high" if advantage > 0 else "clip_ratio_low"
+
+    clipped = [dppo("dppo_kl", inputs, {name: bound})["pg_clipfrac"] for bound in (kl, math.nextafter(kl, 0))]
+
+    assert clipped == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("mode", ["dppo_tv", "dppo_kl"])
+def test_a_token_without_an_advantage_is_bounded_as_one_of_a_negative_advantage(mode: str):
+    keys = {"clip_ratio_low": 9.0, "clip_ratio_high": 0.01}
+
+    assert dppo(mode, of_tokens([[-0.5]], [[-2.0]], [[0.0]]), keys)["pg_clipfrac"] == 0.0
+
+
+def test_a_ratio_at_the_bound_does_not_count_as_above_it():
+    ratio = float(torch.tensor(0.5, dtype=torch.float64).exp())
+    keys = {"clip_ratio_high": 9.0, "clip_ratio_low": 9.0}
+    inputs = of_tokens([[-0.5]], [[-1.0]], [[1.0]])
+
+    told = [dppo("dppo_tv", inputs, {**keys, "clip_ratio_c": c}) for c in (ratio, math.nextafter(ratio, 0))]
+
+    assert [stats["pg_clipfrac_lower"] for stats in told] == [0.0, 1.0]
+
+
+def dppo(mode: str, inputs: LossInputs, keys: dict[str, float]) -> dict[str, float]:
+    """Its statistics."""
+    config = learner_config("m", bypass_mode=False, loss_mode=mode, **keys)
+    return {name: float(value) for name, value in POLICY_LOSSES[mode](config, inputs)[1].items()}
+
+
 def test_the_sequence_ratio_of_gspo_is_clamped_at_exp_10():
     config = learner_config("m", bypass_mode=False, loss_mode="gspo")
     mask, zeros = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2)
