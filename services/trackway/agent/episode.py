@@ -164,10 +164,15 @@ class Episode:
         rows = [(self.response_ids, self.turns), *((row.response_ids, row.turns) for row in self.further_rows)]
         return [ids[turn.response_start : turn.response_end] for ids, turns in rows for turn in turns]
 
-    def set_reward(self, score: float) -> None:
-        """Score the trajectory, so that the reward service is not asked. `not_finite` for another number."""
-        require_trainable("the loop's reward_score", [score])
-        self.reward = Reward(score=score)
+    def set_reward(
+        self, score: float, *, turn_scores: Sequence[float] = (), token_scores: Sequence[float] = ()
+    ) -> None:
+        """Score the trajectory, so that the reward service is not asked. `not_finite` for another number.
+
+        Parts of the score may stand at the last token of each turn of the model, or at each token of the response.
+        """
+        require_trainable("the loop's reward_score", [score, *turn_scores, *token_scores])
+        self.reward = Reward(score=score, turn_scores=[*turn_scores], token_scores=[*token_scores])
 
     def fail(self, error: TrackwayError) -> None:
         """End with an error, which excludes the trajectory from the update."""

@@ -8,7 +8,7 @@ from trackway.agent.episode import Episode, cut_prompt
 from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.rollout import ChoiceLogprobs, GenerateChoice, TokenLogprob
-from trackway.wire.trajectory import StopReason, Turn, WeightSpan
+from trackway.wire.trajectory import Reward, StopReason, Turn, WeightSpan
 
 
 def episode(**changes: Any) -> Episode:
@@ -186,6 +186,16 @@ def test_a_long_prompt_that_was_refused_is_not_sent_back(chars: int, ids: list[i
     asked = episode(sample__prompt=prompt)
     asked.add_prompt(ids)
     assert asked.trajectory().prompt_messages == (asked.sample.prompt if sent else [])
+
+
+def test_a_loop_may_score_its_trajectory_and_place_parts_of_the_score() -> None:
+    scored = episode()
+    scored.set_reward(1.5, turn_scores=[0.5, 1.0])
+
+    assert scored.trajectory().reward == Reward(score=1.5, turn_scores=[0.5, 1.0])
+    for parts in ({"turn_scores": [math.nan]}, {"token_scores": [math.inf]}):
+        with pytest.raises(TrackwayError, match="expected the loop's reward_score to be finite"):
+            scored.set_reward(1.0, **parts)
 
 
 def test_a_failed_episode_keeps_its_tokens_and_loses_its_reward() -> None:

@@ -66,7 +66,7 @@ from trackway.trainer.learner.weight_proof import (
     tensor_digests,
 )
 from trackway.trainer.learner.weights.offload import CpuOffload
-from trackway.trainer.metrics.rollout import Metrics
+from trackway.trainer.metrics.clock import Clock, Metrics
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary, WeightProof
 
@@ -120,6 +120,8 @@ class UpdateResult(NamedTuple):
     """Of each trajectory that was trained on, in the batch's order."""
     tokens: TokenValues | None = None
     """Of the rows of these trajectories, in their order; None unless the configuration asks for them."""
+    seconds: Mapping[str, float] = {}
+    """Of the value model's parts of the update: `values` and `update_critic`."""
 
 
 class Prepared(NamedTuple):
@@ -182,7 +184,8 @@ class Learner:
             offload=(fsdp.optimizer_offload or fsdp.offload_policy) and not self.policy.is_offloaded_by_fsdp,
         )
         self.critic = self._critic()
-        self._shuffler = torch.Generator().manual_seed(config.seed)
+        self._clock = Clock()
+        self._shuffler = torch.Generator().manual_seed(config.shuffle_seed)
         self._before: list[ScoredSequence] | None = None
         """Sequences of the last batch as the weights before its update scored them."""
 
@@ -248,7 +251,9 @@ class Learner:
         self._before = self.policy.published_logprobs([self._canary_tokens(), *sequences])
         metrics = {**batch_metrics(used, batch, prepared.rewards, prepared.returns), **prepared.kl_metrics}
         if self.critic is not None:
-            metrics |= {**value_metrics(batch), **self.critic.update(batch, owners)}
+            with self._clock("update_critic"):
+                trained = self.critic.update(batch, owners)
+            metrics |= {**value_metrics(batch), **trained}
         record = TokenRecord(batch, prepared.logprobs) if self.config.save_token_values else None
         policy_updates = self.updates - self.config.updates_without_policy
         if policy_updates >= 0:
@@ -257,7 +262,8 @@ class Learner:
         else:
             metrics |= mismatch
         self.updates += 1
-        return UpdateResult(metrics, prepared.advantages, None if record is None else record.of(rows))
+        tokens = None if record is None else record.of(rows)
+        return UpdateResult(metrics, prepared.advantages, tokens, self._clock.take_seconds())
 
     def _update_policy(
         self,
@@ -437,7 +443,10 @@ class Learner:
             kl = kl_penalty(old, batch.ref_logprobs, self.config.algorithm.kl_penalty)
             penalty, kl_metrics = self._kl_penalty(columns.response(kl), mask)
             rewards = rewards - penalty
-        values = None if self.critic is None else self.critic.values(batch)
+        values = None
+        if self.critic is not None:
+            with self._clock("values"):
+                values = self.critic.values(batch)
         distribution = [columns.response(measure) for measure in measured] if len(measured) > 1 else [None, None]
         inputs = AdvantageInputs(
             rewards=rewards,

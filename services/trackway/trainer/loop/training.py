@@ -206,7 +206,8 @@ class Training:
         renumbered = [versions.renumbered(trajectory) for trajectory in trajectories]
         batch = filter_trajectories(renumbered, version, self.plan.max_staleness)
         with self._part("update_actor"):
-            metrics, advantages, tokens = await asyncio.to_thread(self._learn, batch, version)
+            metrics, advantages, tokens, seconds = await asyncio.to_thread(self._learn, batch, version)
+        self.clock.split("update_actor", seconds)
         if tokens is not None:
             metrics |= await self._save_token_values(batch, tokens)
         self.traces.assess(batch, advantages, self.step + 1)

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 Metrics = dict[str, float]
@@ -26,11 +26,21 @@ class Clock:
         finally:
             self._seconds[activity] += self._now() - started
 
-    def take(self) -> Metrics:
-        """The timings since the last `take`."""
-        timings = {f"timing_s/{activity}": seconds for activity, seconds in self._seconds.items()}
+    def split(self, activity: str, parts: Mapping[str, float]) -> None:
+        """Count seconds of an activity as those of its parts, which are activities of their own."""
+        for part, seconds in parts.items():
+            self._seconds[activity] -= seconds
+            self._seconds[part] += seconds
+
+    def take_seconds(self) -> dict[str, float]:
+        """The seconds by activity since the last `take`."""
+        seconds = dict(self._seconds)
         self._seconds.clear()
-        return timings
+        return seconds
+
+    def take(self) -> Metrics:
+        """The same as metrics."""
+        return {f"timing_s/{activity}": seconds for activity, seconds in self.take_seconds().items()}
 
 
 class ActiveTime:

@@ -12,7 +12,7 @@ from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Trajectory
 
 _TIMED = ("generate_sequences", "tool_calls", "compute_score")
-_PER_TOKEN = {"gen", "ref", "adv", "update_actor"}
+_PER_TOKEN = {"gen", "ref", "values", "adv", "update_critic", "update_actor"}
 _OF_TRAINER = ("overlong_reward", "reward_baseline")
 """Components that the trainer adds to a reward."""
 _OFF_POLICY = "training/off_policy/trajectory"
@@ -69,7 +69,8 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
     """Components of the rewards, staleness of the weights, and the share of prompts at the maximum length.
 
     A component is `reward/<name>` over the trajectories that have it, or `critic/<name>` if the trainer added it; those
-    of tools are left to `tool_metrics`.
+    of tools are left to `tool_metrics`. `reward/turn_scores` is over all turns that have a score of their own, and
+    `reward/token_scores` over all tokens.
 
     `trajectory_staleness` is how many versions the newest weights of a trajectory are behind `version`,
     `trajectory_staleness_worst` the same for its oldest weights, and `trajectory_spans` the number of versions it
@@ -79,10 +80,12 @@ def update_metrics(used: Sequence[Trajectory], version: int, max_prompt_length: 
     versions = [[span.version for span in of_one] or [version] for of_one in spans]
     full = [len(trajectory.prompt_ids) >= max_prompt_length for trajectory in used]
     components: defaultdict[str, list[float]] = defaultdict(list)
-    for trajectory in used:
-        for name, value in (trajectory.reward.components if trajectory.reward else {}).items():
+    for reward in (trajectory.reward for trajectory in used if trajectory.reward):
+        for name, value in reward.components.items():
             if "/" not in name:
                 components[f"critic/{name}" if name in _OF_TRAINER else f"reward/{name}"].append(value)
+        components["reward/turn_scores"] += reward.turn_scores
+        components["reward/token_scores"] += reward.token_scores
     return {
         **{key: value for name in sorted(components) for key, value in spread(name, components[name]).items()},
         **spread(f"{_OFF_POLICY}_spans", [max(seen) - min(seen) + 1 for seen in versions]),

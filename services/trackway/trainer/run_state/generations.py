@@ -1,6 +1,7 @@
 """Samples of a step as JSON lines, in the form of verl's `rollout_data_dir` and `validation_data_dir`.
 
-    <folder>/<step>.jsonl    {"input", "output", "gts", "score", "step", and each component of the reward}
+    <folder>/<step>.jsonl    {"input", "output", "gts", "score", "step", each component of the reward, and
+                              "turn_scores" where there are some}
 
 The form is that of `_dump_generations` in verl/trainer/ppo/ray_trainer.py.
 """
@@ -34,6 +35,7 @@ class Generations:
         reward = trajectory.reward
         return {
             **(reward.components if reward else {}),
+            **({"turn_scores": reward.turn_scores} if reward and reward.turn_scores else {}),
             "input": self.decode(trajectory.prompt_ids),
             "output": self.decode(trajectory.response_ids),
             "gts": self.ground_truths.get(trajectory.tags.sample_index),

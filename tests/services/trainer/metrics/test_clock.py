@@ -31,6 +31,17 @@ def idle(active: float, elapsed: float, ratio: float) -> dict[str, float]:
     }
 
 
+def test_the_parts_of_an_activity_are_activities_of_their_own(time: Time):
+    clock = Clock(time)
+    with clock("update_actor"):
+        time.passes(3.0)
+    clock.split("update_actor", {"values": 0.5, "update_critic": 1.0})
+    clock.split("update_actor", {})
+
+    assert clock.take() == {"timing_s/update_actor": 1.5, "timing_s/values": 0.5, "timing_s/update_critic": 1.0}
+    assert clock.take() == {}
+
+
 def test_the_clock_adds_up_one_activity_and_forgets_what_was_taken(time: Time):
     clock = Clock(time)
     with clock("gen"):

@@ -100,6 +100,18 @@ def test_components_of_rewards_are_metrics_of_the_trajectories_that_have_them():
     }
 
 
+def test_scores_of_turns_and_of_tokens_are_metrics_over_all_of_them():
+    rewards = [Reward(score=1.0, turn_scores=[0.5, 0.0]), Reward(score=2.0), Reward(score=0.0, turn_scores=[1.0])]
+    rewards.append(Reward(score=1.0, token_scores=[0.25, 0.5, 0.0]))
+
+    metrics = update_metrics([trajectory().model_copy(update={"reward": reward}) for reward in rewards], 1, 3)
+
+    assert {name: value for name, value in metrics.items() if name.startswith("reward/")} == {
+        **{"reward/turn_scores/mean": 0.5, "reward/turn_scores/max": 1.0, "reward/turn_scores/min": 0.0},
+        **{"reward/token_scores/mean": 0.25, "reward/token_scores/max": 0.5, "reward/token_scores/min": 0.0},
+    }
+
+
 def test_the_clip_ratio_of_prompts_is_the_share_as_long_as_allowed():
     long = trajectory().model_copy(update={"prompt_ids": [1, 2, 3]})
 

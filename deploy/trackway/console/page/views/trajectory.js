@@ -125,6 +125,7 @@ function rewards({ reward, tool_rewards: tools }) {
   if (!reward) return panel("Reward", {}, h("p", { class: "dim" }, "It was not scored."));
   return panel("Reward", { aside: h("b", {}, number(reward.score, 4)) }, facts([
     ...Object.entries(reward.components).map(([name, value]) => [visible(name), number(value, 4)]),
+    ...(reward.turn_scores ?? []).map((value, index) => [`of turn ${index + 1}`, number(value, 4)]),
     tools.length ? ["tool rewards", tools.map((value) => number(value)).join(", ")] : null,
   ]));
 }

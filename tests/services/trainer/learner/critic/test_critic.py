@@ -131,6 +131,14 @@ def test_values_learn_the_scores_of_their_prompts(tiny_model: Path, rollout: Rol
     assert explained[-1] > 0.9
 
 
+def test_an_update_tells_the_seconds_of_the_value_models_parts(tiny_model: Path, rollout: Rollout):
+    without = new(tiny_model, **{"algorithm.adv_estimator": "grpo"}).update(ragged(rollout))
+
+    seconds = new(tiny_model).update(ragged(rollout)).seconds
+
+    assert (set(seconds), min(seconds.values()) > 0, without.seconds) == ({"values", "update_critic"}, True, {})
+
+
 def test_a_value_is_that_of_the_tokens_before_it(tiny_model: Path, rollout: Rollout):
     learner = new(tiny_model)
     assert learner.critic is not None
