@@ -3,11 +3,14 @@
     @scorer
     def length(data_source, solution_str, ground_truth, extra_info=None): return -len(solution_str)
 
+A function of verl's reward manager `batch`, with `data_sources`, `solution_strs`, `ground_truths` and `extra_infos`, is
+called with lists of one.
+
 A function of a module is declared with `@scorer`; one of a file is named in the setting `custom_reward_function`.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import SupportsFloat, TypeVar, cast, overload
 
@@ -55,20 +58,25 @@ class FunctionScorer:
             description=(inspect.getdoc(function) or "").partition("\n")[0],
         )
         self._function = function
+        self._takes_lists = _takes_lists(function)
         self._kwargs = kwargs or {}
 
     async def score(self, request: ScoreRequest, method: str) -> Reward:
         """The function's score. TypeError with what it returned when that is not a number."""
-        arguments = {
+        arguments: dict[str, object] = {
             "data_source": request.data_source,
             "solution_str": request.solution_str,
             "ground_truth": request.ground_truth,
             "extra_info": {**request.extra_info},
-            **self._kwargs,
         }
+        if self._takes_lists:
+            arguments = {f"{name}s": [value] for name, value in arguments.items()}
+        arguments |= self._kwargs
         if inspect.iscoroutinefunction(self._function):
-            return reward_of(await self._function(**arguments))
-        return reward_of(await in_thread(lambda: self._function(**arguments)))
+            returned = await self._function(**arguments)
+        else:
+            returned = await in_thread(lambda: self._function(**arguments))
+        return reward_of(_only_item(returned) if self._takes_lists else returned)
 
 
 def reward_of(returned: object) -> Reward:
@@ -83,6 +91,23 @@ def reward_of(returned: object) -> Reward:
         components=numbers,
         turn_scores=_turn_scores(returned.get("turn_scores")),
     )
+
+
+def _takes_lists(function: Callable[..., object]) -> bool:
+    try:
+        return "solution_strs" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a function without a signature, such as some of C
+        return False
+
+
+def _only_item(returned: object) -> object:
+    items = [*returned] if isinstance(returned, Iterable) and not isinstance(returned, str | Mapping) else []
+    if len(items) != 1:
+        raise TypeError(
+            f"expected it to return a list of one score for one solution, got {type(returned).__name__} "
+            f"{str(returned)[:80]!r}"
+        )
+    return items[0]
 
 
 def _turn_scores(value: object) -> list[float]:

@@ -115,6 +115,31 @@ def test_without_a_gpu_the_embedded_engine_takes_over_in_plain_words() -> None:
     assert services.config.trainer.n_gpus_per_node is None
 
 
+def test_arguments_of_the_engine_follow_those_of_the_file_on_its_command_line() -> None:
+    words = [
+        f"{R}.name=vllm",
+        f"++{R}.engine_kwargs.vllm={{swap_space:8,async_scheduling:true,enforce_eager:false,sizes:[1,2],none:null}}",
+        f"++{R}.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL",
+        f"++{R}.engine_kwargs.sglang.attention_backend=flashinfer",
+    ]
+
+    services = made(1, *words, engine="vllm", engine_args=["--first"])
+
+    assert args(services)["engine_args"] == [
+        *("--first", "--swap-space", "8", "--async-scheduling", "--sizes", "1", "2"),
+        *("--compilation-config", '{"cudagraph_mode": "FULL"}'),
+    ]
+    asked, got, reason = told(services)["sglang"]
+    assert (asked, got, reason) == ("{'attention_backend': 'flashinfer'}", "no effect", "the engine is vllm")
+    assert "engine_args" not in args(made(0, *words))
+
+
+def test_variables_of_the_chat_template_are_the_agent_services() -> None:
+    services = made(0, "+data.apply_chat_template_kwargs.enable_thinking=false")
+
+    assert args(services, "agent")["chat_template_kwargs"] == {"enable_thinking": False}
+
+
 def test_a_build_of_vllm_for_the_cpu_is_used_when_one_is_named() -> None:
     services = made(0, f"{R}.name=vllm", f"{R}.enforce_eager=True", engine_python="/opt/vllm/bin/python")
 

@@ -86,6 +86,17 @@ async def test_an_async_function_runs_on_the_event_loop_and_any_other_in_a_threa
     ]
 
 
+@pytest.mark.anyio
+async def test_a_function_of_verls_batch_manager_gets_lists_of_one(tmp_path: Path) -> None:
+    source = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos=None, bonus=0):
+    return [{"score": len(s) + bonus, "of": float(g == "18")} for s, g in zip(solution_strs, ground_truths)]
+"""
+    settings = of_file(tmp_path, source, reward_kwargs={"bonus": 2})
+
+    assert await score(settings) == Reward(score=len(REQUEST.solution_str) + 2.0, components={"of": 1.0})
+
+
 @pytest.mark.parametrize(
     ("returned", "reward"),
     [
@@ -112,10 +123,13 @@ def test_a_number_or_a_dict_with_one_is_a_reward(returned: object, reward: Rewar
         ("{'score': 1, 'turn_scores': '12'}", "expected it to return a list of numbers as 'turn_scores', got str '12'"),
         ("{'score': 1, 'turn_scores': 2}", "expected it to return a list of numbers as 'turn_scores', got int '2'"),
         ("{'score': 1, 'turn_scores': ['a']}", "expected it to return numbers as 'turn_scores', got str 'a'"),
+        ("[1, 2]", "expected it to return a list of one score for one solution, got list '[1, 2]'"),
+        ("1", "expected it to return a list of one score for one solution, got int '1'"),
     ],
 )
 async def test_a_function_that_returns_no_number_is_named(tmp_path: Path, result: str, message: str) -> None:
-    settings = of_file(tmp_path, f"def compute_score(**row): return {result}")
+    parameters = "solution_strs, **row" if message.startswith("expected it to return a list of one") else "**row"
+    settings = of_file(tmp_path, f"def compute_score({parameters}): return {result}")
 
     with pytest.raises(
         TrackwayError, match=re.escape(f"scorer 'rewards.py:compute_score' failed: TypeError: {message}")

@@ -4,15 +4,20 @@ rollout.name, tensor_model_parallel_size, ...     ->  the rollout service's engi
 multi_turn.tool_config_path, function_tool_path   ->  the tool server's tools
 trackway.modules, code_path                       ->  what the agent, tools and reward services import
 agent.agent_loop_config_path, multi_turn.format   ->  the agent service's loops and parser
+data.apply_chat_template_kwargs                   ->  the agent service's chat template
 custom_reward_function                            ->  the reward service's scorer
 
 A request that this machine cannot meet is recorded: as a decision with its reason, or as missing if the run would
 differ.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import JsonValue
 
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.engine_python import SERVERS, engine_python, runs_already
@@ -196,6 +201,10 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
         if not server and getattr(rollout, key) is not None:
             reason = f"the {services.engine} engine has no such setting"
             services.decide(f"{_ROLLOUT}.{key}", getattr(rollout, key), "no effect", reason)
+    for name in SERVERS:
+        asked = getattr(rollout.engine_kwargs, name)
+        if asked and services.engine != name:
+            services.decide(f"{_ROLLOUT}.engine_kwargs.{name}", asked, "no effect", f"the engine is {services.engine}")
     keys = [key for key in _SETTINGS if server or key not in _OF_SERVERS]
     args: dict[str, Any] = {_SETTINGS[key]: getattr(rollout, key) for key in keys if getattr(rollout, key) is not None}
     args["engine"] = services.engine
@@ -209,7 +218,28 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
             args.setdefault("max_num_seqs", _SERVER_SEQS)
         options["max_ongoing_requests"] = 2 * args.get("max_num_seqs", base.get("max_num_seqs", _SERVER_SEQS))
         args |= _shared_gpus(config, services) if gpus else {"device": "cpu"}
+        own = getattr(rollout.engine_kwargs, services.engine)
+        if own:
+            there = base.get("engine_args", []) if base.get("engine") == services.engine else []
+            args["engine_args"] = [*there, *engine_arguments(own)]
     services.serve_config = serve_config.with_options(services.serve_config, "rollout", args, options)
+
+
+def engine_arguments(kwargs: Mapping[str, JsonValue]) -> list[str]:
+    """The command line of an engine's server for these arguments, as verl makes it.
+
+    True is a switch and false leaves it out, null and empty lists are nothing, and a mapping is JSON.
+    """
+    words: list[str] = []
+    for name, value in kwargs.items():
+        if value is None or value is False or value == []:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, list):
+            words += map(str, value)
+        elif value is not True:
+            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+    return words
 
 
 def _shared_gpus(config: RunConfig, services: RunServices) -> dict[str, Any]:
@@ -241,7 +271,9 @@ def _set_tools(config: RunConfig, services: RunServices) -> None:
 def _set_agent(config: RunConfig, services: RunServices) -> None:
     rollout = config.actor_rollout_ref.rollout
     given = {"agent_loop_config_path": rollout.agent.agent_loop_config_path, "tool_parser": rollout.multi_turn.format}
-    args = {name: value for name, value in given.items() if value is not None}
+    args: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if config.data.apply_chat_template_kwargs:
+        args["chat_template_kwargs"] = config.data.apply_chat_template_kwargs
     services.serve_config = serve_config.with_options(services.serve_config, "agent", args)
 
 

@@ -35,6 +35,7 @@ from trackway.trainer.config.unsupported_keys import (
     NO_EFFECT,
     ONLY,
     OTHER_LOGGERS,
+    REPEATED,
     limited,
     without_effect,
 )
@@ -42,8 +43,13 @@ from trackway.wire.errors import ErrorCode, TrackwayError
 
 PRESETS = Path(__file__).parent / "presets"
 
-FREE_KEYS = "custom_reward_function.reward_kwargs"
-"""The key below which any key is allowed."""
+_REWARD_KWARGS = "custom_reward_function.reward_kwargs"
+FREE_KEYS = (
+    _REWARD_KWARGS,
+    *("actor_rollout_ref.rollout.engine_kwargs.vllm", "actor_rollout_ref.rollout.engine_kwargs.sglang"),
+    "data.apply_chat_template_kwargs",
+)
+"""The keys below which any key is allowed."""
 
 CORRECTION = "algorithm.rollout_correction"
 """A section that may be given as the name of a preset."""
@@ -57,7 +63,11 @@ MAX_LENGTH = 16_384
 """Longest list in items, longest string in characters."""
 
 TRACE_BACKEND = "actor_rollout_ref.rollout.trace.backend"
-NO_TRACES: "Tree" = {"trackway.trace_prompts_per_step": 0, "trackway.trace_validation_samples": 0}
+NO_TRACES: "Tree" = {
+    "trackway.trace_prompts_per_step": 0,
+    "trackway.trace_validation_samples": 0,
+    "trainer.log_val_generations": 0,
+}
 """What `trace.backend=dummy`, verl's name for no tracing, sets."""
 
 Tree = dict[str, JsonValue]
@@ -143,6 +153,8 @@ def resolve(tree: Tree) -> RunConfig:
     notes = [*_earlier_notes(kept), *sorted(moved), *ignored, *_other_loggers(kept)]
     kept["trackway.ignored_keys"] = list[JsonValue](dict.fromkeys(notes))
     config = _noted(problems, _validated, kept)
+    if config is not None:
+        problems += _disagreements(config, given)
     if config is None or problems:
         raise together(problems)
     return config
@@ -186,7 +198,8 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> dict[str
 def given_to_deployment(config: RunConfig) -> list[str]:
     """The given keys that affect only the deployment of services, and so not services that already run."""
     values = leaves(config.model_dump(mode="json"))
-    return [key for key in DEPLOYMENT if values[key] is not None]
+    given = [key for key, value in values.items() if value is not None]
+    return [name for key in DEPLOYMENT for name in given if key in (name, free_key(name))]
 
 
 def _location(config_file: Path | None, config_name: str) -> tuple[Path, str]:
@@ -258,17 +271,37 @@ def _must_keep_bounds(override: Override) -> None:
 
 
 def _free_keys_moved(key: str) -> str:
-    """The key in our spelling if it is below FREE_KEYS, which has two, else the key."""
-    return key.removeprefix("reward.") if f"{key}.".startswith(f"reward.{FREE_KEYS}.") else key
+    """The key in our spelling if it is below _REWARD_KWARGS, which has two, else the key."""
+    return key.removeprefix("reward.") if f"{key}.".startswith(f"reward.{_REWARD_KWARGS}.") else key
+
+
+def free_key(key: str) -> str | None:
+    """The one of FREE_KEYS that `key` is below, or None."""
+    return next((free for free in FREE_KEYS if key.startswith(f"{free}.")), None)
 
 
 def _must_be_known(key: str) -> None:
     known = _known_names()
     if key in known or without_effect(key) or limited(key) or any(name.startswith(f"{key}.") for name in known):
         return
-    if _free_keys_moved(key).startswith(f"{FREE_KEYS}."):
+    if free_key(_free_keys_moved(key)):
         return
     raise unknown_key(key, known)
+
+
+def _disagreements(config: RunConfig, given: Tree) -> list[TrackwayError]:
+    """An error for each given key of REPEATED that does not repeat the other one."""
+    values = leaves(config.model_dump(mode="json"))
+    return [
+        TrackwayError(
+            ErrorCode.INVALID_REQUEST,
+            f"{key}: expected the value of {other}, which is {_shown(values[other])}, got {_shown(given[key])}; set "
+            f"{other} alone",
+            key=key,
+        )
+        for key, other in REPEATED.items()
+        if given.get(key) is not None and given[key] != values[other]
+    ]
 
 
 def _must_be_allowed(given: tuple[str, JsonValue]) -> None:

@@ -7,7 +7,7 @@ field says otherwise.
 from pydantic import Field
 
 from trackway.trainer.config.policy import LossAggregation, OptimConfig, ShardingConfig
-from trackway.trainer.config.section import Section
+from trackway.trainer.config.section import Section, Seed
 
 
 class CriticOptimConfig(OptimConfig):
@@ -56,6 +56,8 @@ class CriticConfig(Section):
     """Passes over each batch; null takes `actor.ppo_epochs`."""
     shuffle: bool | None = None
     """Draw a new order of the trajectories for each pass; null takes `actor.shuffle`."""
+    data_loader_seed: Seed | None = None
+    """Seed of this order; null takes `actor.data_loader_seed`."""
     cliprange_value: float = Field(default=0.5, gt=0)
     """The loss takes a value as moved by at most this from the value before the update."""
     loss_agg_mode: LossAggregation | None = None

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from trackway.trainer.config.compose import known_keys, leaves, unknown_key
+from trackway.trainer.config.compose import free_key, known_keys, leaves, unknown_key
 from trackway.trainer.config.models import RunConfig
 from trackway.trainer.config.unsupported_keys import DEPLOYMENT, MOVED, NO_EFFECT, ONLY, Only, limited, without_effect
 
@@ -25,8 +25,8 @@ def explain(word: str = "") -> list[Explanation]:
 
     Raises TrackwayError(INVALID_REQUEST) naming the nearest keys.
     """
-    explanations = _all()
-    matches = [known for known in explanations if not word or known.key == word or known.key.startswith(f"{word}.")]
+    explanations, name = _all(), free_key(word) or word
+    matches = [known for known in explanations if not name or known.key == name or known.key.startswith(f"{name}.")]
     if matches:
         return matches
     only = limited(word)

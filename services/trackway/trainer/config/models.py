@@ -4,7 +4,7 @@ Key names and defaults are verl's (`verl/trainer/config/ppo_trainer.yaml`) unles
 own keys are under `trackway.*`.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
@@ -13,12 +13,9 @@ from trackway.trainer.config.asynchronous import AsyncTrainingConfig, RolloutSec
 from trackway.trainer.config.critic import CriticConfig
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
-from trackway.trainer.config.section import Section
+from trackway.trainer.config.section import Section, Seed
 from trackway.trainer.config.unsupported_keys import LOGGERS, OTHER_LOGGERS
 from trackway.wire.names import Label, RunName
-
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""A signed 64-bit integer, the range of torch and the engines."""
 
 
 class DataConfig(Section):
@@ -38,6 +35,8 @@ class DataConfig(Section):
     """Prompts that are requested at once with `algorithm.filter_groups`, as in verl's DAPO: more than
     `train_batch_size` samples on stock, and what a step of a synchronous run does not need is discarded. Null requests
     one prompt for each group that is left out. No effect without the filter."""
+    val_batch_size: int | None = Field(default=None, ge=1)
+    """Most validation prompts that are requested concurrently; null takes `trackway.max_inflight_groups`."""
     train_max_samples: int = Field(default=-1, ge=-1)
     """Train on the first rows only; -1 takes all."""
     val_max_samples: int = Field(default=-1, ge=-1)
@@ -52,6 +51,8 @@ class DataConfig(Section):
     """Treatment of an overlong prompt: cut its first, last or middle tokens, or fail its trajectory."""
     shuffle: bool = True
     """Draw a new order of the rows for each epoch."""
+    apply_chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Variables of the chat template, such as `enable_thinking`, for the agent service."""
     drop_last: bool = True
     """Skip the incomplete batch at the end of each epoch, as verl does; false trains on it too."""
     seed: Seed | None = None
@@ -166,6 +167,9 @@ class TrainerConfig(Section):
     from `resume_from_path`."""
     resume_from_path: str | None = None
     """A checkpoint, `.../global_step_<n>`, of this or another run."""
+    log_val_generations: int = Field(default=0, ge=0)
+    """Samples of each validation that are traced, with prompt, response and score: the larger of this and
+    `trackway.trace_validation_samples`. verl logs them as a table."""
     default_local_dir: str | None = None
     """Folder of the checkpoints, to which the run's own folder links; null keeps them there. It must not have those of
     another run."""
@@ -254,7 +258,7 @@ class TrackwayConfig(Section):
     trace_prompts_per_step: int | None = Field(default=None, ge=0)
     """Prompts traced per step, each with its rollouts; None takes `rollout.trace.max_samples_per_step_per_worker`."""
     trace_validation_samples: int = Field(default=4, ge=0)
-    """Samples traced in each validation."""
+    """Samples traced in each validation; `trainer.log_val_generations` raises it."""
     trace_bytes_per_day: int | None = Field(default=None, ge=1)
     """Budget for the traces of all runs in an outputs folder, in bytes per day (UTC) before compression; fewer prompts
     are traced as it is used up. Weave's free plan is 1 GB a month, about 33000000 a day. None means no limit."""
@@ -495,6 +499,11 @@ class RunConfig(Section):
             if bound is not None:
                 return bound
         return self.data.train_batch_size if trace.backend else 0
+
+    @property
+    def traced_validation(self) -> int:
+        """Samples traced in each validation."""
+        return max(self.trackway.trace_validation_samples, self.trainer.log_val_generations)
 
     @property
     def default_agent(self) -> str:

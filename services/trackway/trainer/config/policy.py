@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from trackway.trainer.config.algorithm import known_function
-from trackway.trainer.config.section import Section
+from trackway.trainer.config.section import Section, Seed
 from trackway.wire.names import Label
 from trackway.wire.tracing import TraceBackend
 
@@ -171,6 +171,8 @@ class FSDPConfig(ShardingConfig):
 
     ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
     """Another name of `actor.ulysses_sequence_parallel_size`; the larger one counts."""
+    dtype: Literal["bfloat16", "bf16", "float32", "fp32"] = "bfloat16"
+    """Data type of the computation with `trackway.dtype=auto`: float32 holds everywhere, bfloat16 on a GPU."""
     entropy_from_logits_chunk_size: int = Field(default=1024, ge=1)
     """Most tokens whose logits exist at a time with `model.use_fused_kernels`."""
 
@@ -204,6 +206,8 @@ class ActorConfig(Section):
     """Passes over each batch."""
     shuffle: bool = False
     """Draw a new order of the trajectories for each pass."""
+    data_loader_seed: Seed | None = None
+    """Seed of this order, and of the draws of `clip_cov`; null takes `trackway.seed`."""
     clip_ratio: float = Field(default=0.2, ge=0)
     """PPO's clip range in both directions."""
     clip_ratio_low: float | None = Field(default=None, ge=0)
@@ -313,6 +317,29 @@ class AgentConfig(Section):
     the deployment."""
 
 
+_ARGUMENTS_OF_THE_SERVICE = ("model", "host", "port", "served_model_name", "logprobs_mode", "skip_tokenizer_init")
+"""What the rollout service relies on."""
+
+
+class EngineKwargsConfig(Section):
+    """Further arguments of the engine's server, for the deployment: `vllm.swap_space=8` is `--swap-space 8`."""
+
+    vllm: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Arguments of a vLLM server by name."""
+    sglang: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Arguments of an SGLang server by name."""
+
+    @field_validator("vllm", "sglang")
+    @classmethod
+    def _leaves_the_service_its_own(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        taken = [name for name in arguments if name.replace("-", "_") in _ARGUMENTS_OF_THE_SERVICE]
+        if taken:
+            raise ValueError(
+                f"expected arguments that the rollout service leaves open, got {', '.join(taken)}; leave them out"
+            )
+        return arguments
+
+
 class RolloutConfig(Section):
     """Sampling of the policy, and the rollout engines."""
 
@@ -326,6 +353,8 @@ class RolloutConfig(Section):
     """Nucleus sampling: cumulative probability of the tokens that are kept."""
     top_k: int = Field(default=-1, ge=-1)
     """Number of most likely tokens that are kept; -1 keeps all."""
+    seed: Seed | None = None
+    """Seed of the generations, each with its position; null takes `trackway.seed`."""
     log_prob_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
     """Trajectories per pass that recomputes old logprobs; None takes `actor.ppo_micro_batch_size_per_gpu`."""
     log_prob_use_dynamic_bsz: bool | None = None
@@ -353,6 +382,7 @@ class RolloutConfig(Section):
     """Most tokens of prompt and response together."""
     max_num_seqs: int | None = Field(default=None, ge=1)
     """Most concurrent requests per engine."""
+    engine_kwargs: EngineKwargsConfig = Field(default_factory=EngineKwargsConfig)
     val_kwargs: ValKwargs = Field(default_factory=ValKwargs)
     multi_turn: MultiTurnConfig = Field(default_factory=MultiTurnConfig)
     trace: TraceConfig = Field(default_factory=TraceConfig)

@@ -1,9 +1,12 @@
 """Base class of the configuration sections: rejects unknown keys and non-finite numbers; docstrings are the help."""
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""A signed 64-bit integer, the range of torch and the engines."""
 
 
 class Section(BaseModel):

@@ -2,7 +2,8 @@
 
 A name that ends in `.*` covers all keys below it. The tables let a pasted verl command line run. A key that leaves what
 is trained as it is has no effect, and those that were given are logged once at the start (NO_EFFECT). One that would
-change it is accepted with the value that Trackway has, and refused with any other (ONLY).
+change it is accepted with the value that Trackway has, and refused with any other (ONLY); one that repeats another key
+is refused where the two differ (REPEATED).
 """
 
 from collections.abc import Collection
@@ -20,33 +21,49 @@ _CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu counts the trajectories of 
 _CRITIC_TOKENS = "the value model reads the policy's token ids"
 _CRITIC_WHOLE = "the value model is trained whole"
 _REWARD = "scorers belong to the reward service's deployment"
-_TOOLS = "tools belong to the tools service's deployment"
-_DUMPS = "traces and trainer.validation_data_dir have the samples of validations"
+_FILTER_TOOLS = "data.filter_overlong_prompts counts the tools that rollouts have"
 _AGENT = "the agent service's deployment decides"
 _FSDP = (
     *("wrap_policy.*", "fsdp_size", "forward_prefetch", "strategy", "use_orig_params", "forward_only"),
     *("use_no_sync_for_gradient_accumulation", "turbo_config.*"),
 )
 """Keys below `fsdp_config`."""
-_DTYPE = "trackway.dtype is the learner's type; its weights stay float32"
+_DTYPE = "actor.fsdp_config.dtype decides; weights stay float32"
 _SAME_NUMBERS = "memory and speed only; the numbers are the same"
 _LOGITS = ("entropy_from_logits_with_chunking", "entropy_checkpointing")
 _CHUNK_SIZE = "actor.fsdp_config.entropy_from_logits_chunk_size decides"
 _PADDING = ("pad_to_length", "pad_to_length_bucket")
-_SEED = "trackway.seed is the seed of the learner, of the rows and of the rollouts"
+_SEED = "a run repeats exactly; trackway.seed, data.seed, rollout.seed and data_loader_seed decide"
 _TEXT = "rows are text"
 _PROFILERS = "global_profiler.tool and global_profiler.steps decide"
 _DISTILLATION = "only with distillation.enabled"
+_NOT_LENT = "the learner's GPUs are not lent to rollout engines"
+_SCHEDULING = ("policy", "deactivate_ratio", "enable_rebalance")
+
+_N = "actor_rollout_ref.rollout.n"
+_ACTOR_DTYPE = "actor_rollout_ref.actor.fsdp_config.dtype"
+
+REPEATED: dict[str, str] = {
+    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
+    "actor_rollout_ref.rollout.response_length": "data.max_response_length",
+    **{f"{section}.rollout_n": _N for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")},
+    "rollout.n": _N,
+    "actor_rollout_ref.ref.fsdp_config.dtype": _ACTOR_DTYPE,
+    "critic.fsdp.dtype": _ACTOR_DTYPE,
+    "async_training.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
+    "actor_rollout_ref.actor.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
+}
+"""Keys of verl that repeat another one -> that key, which alone counts. Null and the other's value are accepted."""
 
 NO_EFFECT: dict[str, str] = {
+    **{key: f"{other} decides; another value is refused" for key, other in REPEATED.items()},
     "data.return_raw_chat": "rows always keep their messages",
     "data.return_raw_input_ids": "rows always keep their messages",
     "data.return_full_prompt": "rows always keep their messages",
-    "data.val_batch_size": "validation is bounded by trackway.max_inflight_groups",
     "data.dataloader_num_workers": "rows are held in memory",
     "data.filter_overlong_prompts_workers": "rows are held in memory",
     "data.validation_shuffle": "validation averages over all rows",
-    "data.tool_config_path": _TOOLS,
+    "data.tool_config_path": _FILTER_TOOLS,
     "data.trust_remote_code": "models are loaded without remote code",
     "actor_rollout_ref.hybrid_engine": "learner and rollout replicas are separate processes",
     "actor_rollout_ref.model.use_shm": "weights are pulled from the weight store",
@@ -56,7 +73,6 @@ NO_EFFECT: dict[str, str] = {
     **{f"actor_rollout_ref.actor.fsdp_config.{name}": _FSDP2 for name in _FSDP},
     "actor_rollout_ref.actor.use_torch_compile": "the learner runs eagerly",
     "actor_rollout_ref.actor.calculate_entropy": "the entropy is always computed and logged",
-    "actor_rollout_ref.actor.data_loader_seed": "trackway.seed is the seed of the learner",
     "actor_rollout_ref.actor.checkpoint.*": "a checkpoint always holds model, optimiser and random state",
     "actor_rollout_ref.actor.optim.total_training_steps": "the schedule spans the run's steps; verl overwrites the key",
     "actor_rollout_ref.rollout.data_parallel_size": _DEPLOYED,
@@ -68,14 +84,11 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.nnodes": _DEPLOYED,
     "actor_rollout_ref.rollout.n_gpus_per_node": _DEPLOYED,
     "actor_rollout_ref.rollout.disable_log_stats": _DEPLOYED,
-    "actor_rollout_ref.rollout.engine_kwargs.*": _DEPLOYED,
     "actor_rollout_ref.rollout.checkpoint_engine.*": "weights are pulled from the weight store",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes": "weights are pulled from the weight store",
     "actor_rollout_ref.rollout.prometheus.*": "every service serves /metrics",
     "actor_rollout_ref.rollout.skip_tokenizer_init": "rollouts are always token ids in, token ids out",
     "actor_rollout_ref.rollout.calculate_log_probs": "rollouts always come with their logprobs",
-    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length is the bound",
-    "actor_rollout_ref.rollout.response_length": "data.max_response_length is the bound",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": _MICRO,
     "actor_rollout_ref.rollout.agent.num_workers": _AGENT,
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
@@ -89,18 +102,19 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.ref.fsdp_config.reshard_after_forward": "the reference is sharded as the actor is",
     "actor_rollout_ref.ref.fsdp_config.offload_policy": "ref.fsdp_config.param_offload decides",
     "algorithm.filter_groups.max_inflight_gen_batches": "trackway.max_inflight_groups bounds concurrent prompts",
-    "async_training.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode decides",
-    "async_training.compute_prox_log_prob": "algorithm.rollout_correction.bypass_mode decides",
     "async_training.compute_advantage_in_rollout": "the learner computes advantages",
     "async_training.checkpoint_engine.*": "weights are pulled from the weight store",
     "async_training.use_trainer_do_validate": "rollout replicas run the validation, beside the training",
+    "async_training.use_dynamic_resource_scheduling": _NOT_LENT,
+    **{f"async_training.dynamic_schedule_{name}": _NOT_LENT for name in _SCHEDULING},
+    "async_training.concurrent_samples_per_replica": "actor_rollout_ref.rollout.max_num_seqs bounds a replica",
     "critic.strategy": _FSDP2,
     **{f"critic.fsdp.{name}": _FSDP2 for name in _FSDP},
     **{f"critic.fsdp.{name}": _SAME_NUMBERS for name in (*_LOGITS, *_PADDING)},
     **{
         f"critic.fsdp.{name}": reason
         for name, reason in (
-            *(("model_dtype", _DTYPE), ("dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
+            *(("model_dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
             *(("full_determinism", "a run repeats exactly on one machine"), ("qat.*", "only with qat.enable")),
             ("use_torch_compile", "the learner runs eagerly"),
         )
@@ -109,10 +123,8 @@ NO_EFFECT: dict[str, str] = {
     "critic.ulysses_sequence_parallel_size": _SEQUENCES,
     "critic.fsdp.ulysses_sequence_parallel_size": _SEQUENCES,
     "critic.fsdp.entropy_from_logits_chunk_size": "the head of a value model is one number",
-    "critic.rollout_n": "actor_rollout_ref.rollout.n decides",
     "critic.ppo_micro_batch_size": _CRITIC_MICRO,
     "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu counts the trajectories of a pass",
-    "critic.data_loader_seed": "trackway.seed is the seed of the learner",
     "critic.checkpoint.*": "a checkpoint always holds model, optimiser and random state, the value model's too",
     "critic.profiler.*": _PROFILERS,
     "critic.nccl_timeout": "trackway.rank_timeout_s is the deadline of the ranks",
@@ -133,7 +145,6 @@ NO_EFFECT: dict[str, str] = {
     "critic.model.tiled_mlp.*": _SAME_NUMBERS,
     "trainer.device": "trackway.device selects the learner's device",
     "trainer.balance_batch": "the ranks of a learner always get about as many tokens",
-    "trainer.log_val_generations": _DUMPS,
     "trainer.default_hdfs_dir": "checkpoints lie in the run's own folder",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept; trainer.max_actor_ckpt_to_keep bounds them",
     "trainer.max_critic_ckpt_to_keep": "a checkpoint holds the value model too; trainer.max_actor_ckpt_to_keep decides",
@@ -141,10 +152,10 @@ NO_EFFECT: dict[str, str] = {
     "trainer.ray_wait_register_center_timeout": "the trainer does not use Ray",
     "trainer.use_v1": "there is one trainer",
     "trainer.v1.sync.*": "there is one trainer",
-    "trainer.v1.separate_async.hybrid_rollout.*": "the learner's GPUs are not lent to rollout engines",
-    "trainer.v1.sampler.sync_refill_failed_groups": "missing rollouts are requested trackway.group_attempts times",
-    "trainer.v1.sampler.custom_sampler.name": "groups train in the order in which they were submitted and finished",
-    "trainer.v1.sampler.sampler_kwargs.*": "groups train in the order in which they were submitted and finished",
+    "trainer.v1.separate_async.hybrid_rollout.*": _NOT_LENT,
+    "trainer.v1.sampler.custom_sampler.name": "only with trainer.v1.sampler.custom_sampler.path",
+    "trainer.v1.sampler.sampler_kwargs.*": "only with trainer.v1.sampler.custom_sampler.path",
+    "data.sampler.class_name": "only with data.sampler.class_path",
     "rollout.nnodes": _DEPLOYED,
     "rollout.n_gpus_per_node": _DEPLOYED,
     "ray_kwargs.*": "Ray belongs to the deployment",
@@ -158,13 +169,12 @@ NO_EFFECT: dict[str, str] = {
         f"actor_rollout_ref.{role}.fsdp_config.{name}": reason
         for role in ("actor", "ref")
         for name, reason in (
-            *(("model_dtype", _DTYPE), ("dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
+            *(("model_dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
             *(("full_determinism", "a run repeats exactly on one machine"), ("qat.*", "only with qat.enable")),
             ("use_torch_compile", "the learner runs eagerly"),
         )
     },
     **{f"actor_rollout_ref.{role}.profiler.*": _PROFILERS for role in ("actor", "ref", "rollout")},
-    "actor_rollout_ref.actor.rollout_n": "actor_rollout_ref.rollout.n decides",
     "actor_rollout_ref.actor.ppo_micro_batch_size": _ACTOR_MICRO,
     "actor_rollout_ref.actor.freeze_vision_tower": _TEXT,
     "actor_rollout_ref.actor.use_prefix_grouper": _SAME_NUMBERS,
@@ -174,16 +184,14 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.ref.fsdp_config.entropy_from_logits_chunk_size": _CHUNK_SIZE,
     "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding decides",
     "actor_rollout_ref.actor.qat.*": "only with qat.enable",
-    "actor_rollout_ref.ref.rollout_n": "actor_rollout_ref.rollout.n decides",
     "actor_rollout_ref.ref.fsdp_config.optimizer_offload": "the reference has no optimizer",
-    "actor_rollout_ref.rollout.seed": _SEED,
     "actor_rollout_ref.rollout.full_determinism": _SEED,
     "actor_rollout_ref.rollout.cudagraph_capture_sizes": _DEPLOYED,
     "actor_rollout_ref.rollout.expert_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.scheduling_policy": _DEPLOYED,
     "actor_rollout_ref.rollout.router_config_path": _DEPLOYED,
-    "actor_rollout_ref.rollout.quantization": _DEPLOYED,
-    "actor_rollout_ref.rollout.quantization_config_file": _DEPLOYED,
+    "actor_rollout_ref.rollout.quantization_config_file": "only with actor_rollout_ref.rollout.quantization",
+    "actor_rollout_ref.rollout.standalone_gpu_memory_utilization": _DEPLOYED,
     "actor_rollout_ref.rollout.disaggregation.*": _DEPLOYED,
     "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": "a metric of Megatron's",
     "actor_rollout_ref.rollout.mtp.*": "only with model.mtp.enable",
@@ -198,9 +206,8 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.nccl_timeout": "trackway.rank_timeout_s is the deadline of the ranks",
     "algorithm.pf_ppo.*": "only with algorithm.use_pf_ppo",
     "data.use_shm": "rows are held in memory",
-    "data.function_tool_path": _TOOLS,
-    **{f"data.{name}": _TEXT for name in ("image_key", "video_key", "audio_key", "image_patch_size")},
-    **{f"data.{name}": _TEXT for name in ("return_multi_modal_inputs", "mm_processor_kwargs.*")},
+    "data.function_tool_path": _FILTER_TOOLS,
+    **{f"data.{name}": _TEXT for name in ("image_patch_size", "return_multi_modal_inputs", "mm_processor_kwargs.*")},
     "data.custom_cls.name": "only with data.custom_cls.path",
     "reward.num_workers": _REWARD,
     "reward.reward_manager.module.name": "only with reward.reward_manager.module.path",
@@ -243,7 +250,20 @@ ONLY: dict[str, Only] = {
         f"actor_rollout_ref.{section}.qat.enable": Only((False,), _NO_QAT)
         for section in ("actor", "actor.fsdp_config", "ref.fsdp_config", "rollout")
     },
-    "actor_rollout_ref.rollout.do_sample": Only((True,), "training samples; set rollout.temperature"),
+    "actor_rollout_ref.rollout.do_sample": Only(
+        (True,), "greedy rollouts of a prompt are all alike and teach nothing; set rollout.temperature"
+    ),
+    "actor_rollout_ref.rollout.quantization": Only(
+        (), "give it to the engine as actor_rollout_ref.rollout.engine_kwargs.vllm.quantization"
+    ),
+    "actor_rollout_ref.rollout.engine_kwargs.trtllm.*": Only((), "take rollout.name=vllm or sglang, and its arguments"),
+    "async_training.compute_prox_log_prob": Only(
+        (False,), "algorithm.rollout_correction.bypass_mode=false computes them; leave it out"
+    ),
+    **{
+        f"{section}.mixed_precision.param_dtype": Only(("bf16", "bfloat16"), f"set {_ACTOR_DTYPE}")
+        for section in ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+    },
     "actor_rollout_ref.rollout.over_sample_rate": Only((0,), "exactly rollout.n rollouts are requested"),
     "actor_rollout_ref.rollout.ignore_eos": Only((False,), "a response ends at its end token; leave it out"),
     "actor_rollout_ref.rollout.logprobs_mode": Only(
@@ -281,7 +301,10 @@ ONLY: dict[str, Only] = {
     "data.tokenizer": Only((), "the tokenizer lies beside the weights, in actor_rollout_ref.model.path"),
     "data.custom_cls.path": Only((), "write the rows to a file (`trackway data`)"),
     "data.sampler.class_path": Only((), "order the rows in the file, with data.shuffle=false"),
-    "data.apply_chat_template_kwargs.*": Only((), "set chat_template_kwargs of the agent service"),
+    **{
+        f"data.{name}_key": Only((f"{name}s",), "rows are text; take rows without media")
+        for name in ("image", "video", "audio")
+    },
     "reward.reward_manager.name": Only(_MANAGERS, "all of these score alike here; own scorers take its place"),
     "reward.reward_manager.source": Only(("register",), "give custom_reward_function.path"),
     "reward.reward_manager.module.path": Only((), "give custom_reward_function.path"),
@@ -292,10 +315,17 @@ ONLY: dict[str, Only] = {
     "reward_model.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
     "reward_model.enable": Only((False,), _NO_REWARD_MODEL),
     "reward_model.reward_loop_source": Only(("register",), "give custom_reward_function.path"),
+    "reward_model.reward_loop_module_path": Only((), "give custom_reward_function.path"),
+    "reward_model.sandbox_fusion.url": Only((), _OWN_SANDBOX),
     "sandbox_fusion.url": Only((), _OWN_SANDBOX),
     "distillation.enabled": Only((False,), "distillation is not implemented; leave it out"),
     "trainer.checkpoint_callback_class": Only((), "watch the run's folder of checkpoints"),
-    "trainer.v1.sampler.custom_sampler.path": Only((), "groups train in the order in which they were submitted"),
+    "trainer.v1.sampler.custom_sampler.path": Only(
+        (), "algorithm.filter_groups and trackway.max_staleness choose the groups that train; leave it out"
+    ),
+    "trainer.v1.sampler.sync_refill_failed_groups": Only(
+        (False,), "missing rollouts of a group are requested trackway.group_attempts times; raise that"
+    ),
     **{
         f"skip.{part}.enable": Only((False,), "rollouts are always requested; leave it out")
         for part in ("rollout", "rollout_tq", "async_rollout")
@@ -336,9 +366,10 @@ DEPLOYMENT: tuple[str, ...] = (
             *("name", "tensor_model_parallel_size", "gpu_memory_utilization", "enforce_eager", "dtype"),
             *("enable_prefix_caching", "max_model_len", "max_num_seqs"),
             *("multi_turn.tool_config_path", "multi_turn.function_tool_path", "multi_turn.format"),
-            "agent.agent_loop_config_path",
+            *("agent.agent_loop_config_path", "engine_kwargs.vllm", "engine_kwargs.sglang"),
         )
     ),
+    "data.apply_chat_template_kwargs",
     *("trainer.n_gpus_per_node", "trainer.nnodes"),
     *("custom_reward_function.path", "trackway.modules", "trackway.code_path"),
 )

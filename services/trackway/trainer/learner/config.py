@@ -45,6 +45,8 @@ class CriticSettings(NamedTuple):
     """Passes over each batch."""
     shuffle: bool
     """Whether each pass has a new order."""
+    shuffle_seed: int
+    """Of this order."""
     cliprange: float
     """Largest change of a value that the loss counts."""
     loss_agg_mode: str
@@ -81,7 +83,7 @@ class LearnerConfig:
     engine_threads: int
     """Threads of the embedded engine that compute at the same time as the learner."""
     seed: int
-    """Seed of the shuffling."""
+    """The run's seed."""
     proximal_logprobs: str
     """`recompute` or `loglinear`: the source of the old logprobs without `bypass_mode`."""
     save_token_values: bool = False
@@ -132,10 +134,16 @@ class LearnerConfig:
             ),
             epochs=critic.ppo_epochs or actor.ppo_epochs,
             shuffle=actor.shuffle if critic.shuffle is None else critic.shuffle,
+            shuffle_seed=self.shuffle_seed if critic.data_loader_seed is None else critic.data_loader_seed,
             cliprange=critic.cliprange_value,
             loss_agg_mode=critic.loss_agg_mode or actor.loss_agg_mode,
             loss_scale_factor=critic.loss_scale_factor or self.loss_scale_factor,
         )
+
+    @property
+    def shuffle_seed(self) -> int:
+        """Seed of the order of trajectories, and of a loss that draws tokens."""
+        return self.seed if self.actor.data_loader_seed is None else self.actor.data_loader_seed
 
     @property
     def updates_without_policy(self) -> int:

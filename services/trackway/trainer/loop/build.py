@@ -32,6 +32,7 @@ from trackway.trainer.loop.from_config import (
     sharing,
     training_template,
     update_mode,
+    validation_retry_policy,
     validation_template,
 )
 from trackway.trainer.loop.group_source import GroupSource
@@ -124,7 +125,8 @@ def _training(
 
     def rollouts(template: GroupTemplate) -> Rollouts:
         baseline = config.group_size > template.n and not template.validation
-        return Rollouts(agents, template, retry_policy(config), active, overlong_penalty(config), baseline)
+        policy = validation_retry_policy(config) if template.validation else retry_policy(config)
+        return Rollouts(agents, template, policy, active, overlong_penalty(config), baseline)
 
     template, resumed = training_template(config, folder.name, traces.target), beginning.progress.scheduler
     source: GroupSource = rollouts(template)

@@ -26,7 +26,7 @@ from trackway.wire.weights import UpdateMode
 def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
     """The learner's sections and settings over a run of `total_steps`."""
     policy, own = config.actor_rollout_ref, config.trackway
-    device = _device(own.device)
+    device, wanted = _device(own.device), policy.actor.fsdp_config.dtype
     return LearnerConfig(
         model=policy.model,
         actor=policy.actor,
@@ -37,7 +37,7 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         critic_warmup=config.trainer.critic_warmup,
         total_steps=total_steps,
         max_response_length=config.data.max_response_length,
-        dtype=_dtype(own.dtype, device),
+        dtype=_dtype("float32" if own.dtype == "auto" and wanted in ("float32", "fp32") else own.dtype, device),
         device=device,
         threads=own.threads,
         engine_threads=int(pacing(config).runs_ahead),
@@ -58,7 +58,7 @@ def plan(config: RunConfig, steps_per_epoch: int) -> Schedule:
         save_freq=trainer.save_freq,
         keep_checkpoints=trainer.max_actor_ckpt_to_keep,
         traced_prompts=config.traced_prompts,
-        traced_validation=config.trackway.trace_validation_samples,
+        traced_validation=config.traced_validation,
         rollouts=config.group_size,
         validation_n=config.actor_rollout_ref.rollout.val_kwargs.n,
         max_staleness=config.trackway.max_staleness,
@@ -134,7 +134,7 @@ def training_template(config: RunConfig, run: str, target: TraceTarget) -> Group
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_tokens=data.max_response_length,
-        seed=config.trackway.seed,
+        seed=_sampling_seed(config),
     )
     limits = Limits(
         max_prompt_length=data.max_prompt_length,
@@ -169,7 +169,7 @@ def validation_template(config: RunConfig, run: str, target: TraceTarget) -> Gro
         top_p=kwargs.top_p,
         top_k=kwargs.top_k,
         max_tokens=config.data.max_response_length,
-        seed=config.trackway.seed,
+        seed=_sampling_seed(config),
     )
     training = training_template(config, run, target)
     return replace(training, n=kwargs.n, sampling_params=sampling, validation=True)
@@ -179,6 +179,12 @@ def retry_policy(config: RunConfig) -> RetryPolicy:
     """The retry limits of group requests."""
     own = config.trackway
     return RetryPolicy(own.group_attempts, own.group_timeout_s, own.max_inflight_groups)
+
+
+def validation_retry_policy(config: RunConfig) -> RetryPolicy:
+    """The retry limits of a validation's group requests."""
+    policy, most = retry_policy(config), config.data.val_batch_size
+    return policy if most is None else replace(policy, max_inflight=min(most, policy.max_inflight))
 
 
 def session_limits(config: RunConfig) -> SessionLimits:
@@ -198,6 +204,11 @@ def update_mode(config: RunConfig) -> UpdateMode | None:
     """What becomes of generations in flight when new weights are loaded; None: as the rollout service does it."""
     partial = config.async_training.partial_rollout
     return None if partial is None else "abort" if partial else "wait"
+
+
+def _sampling_seed(config: RunConfig) -> int:
+    own = config.actor_rollout_ref.rollout.seed
+    return config.trackway.seed if own is None else own
 
 
 def _device(wanted: str) -> str:

@@ -34,7 +34,9 @@ def test_fully_async_counts_a_step_in_mini_batches_and_a_run_in_prompts():
     assert config.algorithm.rollout_correction.bypass_mode and update_mode(config) == "abort"
     assert dict(no_effect(config.trackway.ignored_keys)) == {
         "rollout.nnodes": "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)",
-        "async_training.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode decides",
+        "async_training.use_rollout_log_probs": (
+            "algorithm.rollout_correction.bypass_mode decides; another value is refused"
+        ),
         "async_training.use_trainer_do_validate": "rollout replicas run the validation, beside the training",
     }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
-from trackway.trainer.config import RunConfig, compose, no_effect, resolve
+from trackway.trainer.config import RunConfig, compose, given_to_deployment, no_effect, resolve
 from trackway.trainer.config.compose import PRESETS, known_keys
 from trackway.trainer.config.unsupported_keys import NO_EFFECT, limited
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -306,7 +306,40 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
         ("+actor_rollout_ref.model.override_config.tie=true", "override_config.tie: expected null, got True; change"),
         ("+reward.reward_kwargs.alpha=1", "reward.reward_kwargs.alpha: expected null, got 1; give arguments"),
         ("trainer.default_local_dir=s3://b/c", "trainer.default_local_dir: expected a folder, got the URL s3://b/c"),
-        ("actor_rollout_ref.rollout.do_sample=false", "do_sample: expected True, got False; training samples"),
+        ("actor_rollout_ref.rollout.do_sample=false", "do_sample: expected True, got False; greedy rollouts of a"),
+        ("actor_rollout_ref.rollout.quantization=fp8", "quantization: expected null, got fp8; give it to the engine"),
+        (f"{ACTOR}.fsdp_config.dtype=float16", "fsdp_config.dtype: Input should be 'bfloat16', 'bf16', 'float32'"),
+        (
+            f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp32",
+            "expected bf16 or bfloat16, got fp32; set actor_roll",
+        ),
+        ("data.image_key=pictures", "data.image_key: expected images, got pictures; rows are text"),
+        (
+            "data.sampler.class_path=a.py",
+            "data.sampler.class_path: expected null, got a.py; order the rows in the file",
+        ),
+        ("reward_model.sandbox_fusion.url=u", "reward_model.sandbox_fusion.url: expected null, got u; run code in"),
+        ("reward_model.reward_loop_module_path=m", "expected null, got m; give custom_reward_function.path"),
+        ("trainer.v1.sampler.custom_sampler.path=a.py", "expected null, got a.py; algorithm.filter_groups and trackw"),
+        ("trainer.v1.sampler.sync_refill_failed_groups=true", "expected False, got True; missing rollouts of a group"),
+        ("async_training.compute_prox_log_prob=true", "expected False, got True; algorithm.rollout_correction.bypass"),
+        (
+            "async_training.use_rollout_log_probs=true",
+            "use_rollout_log_probs: expected the value of algorithm.rollout_correction.bypass_mode, which is False, "
+            "got True; set algorithm.rollout_correction.bypass_mode alone",
+        ),
+        (
+            "actor_rollout_ref.rollout.response_length=1024",
+            "response_length: expected the value of data.max_response_length, which is 512, got 1024; set data.max_",
+        ),
+        (
+            "critic.rollout_n=4",
+            "critic.rollout_n: expected the value of actor_rollout_ref.rollout.n, which is 1, got 4",
+        ),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs-mode=raw_logprobs",
+            "engine_kwargs.vllm: expected arguments that the rollout service leaves open, got logprobs-mode",
+        ),
     ],
 )
 def test_a_value_that_would_change_the_training_is_refused_with_its_remedy(line: str, message: str):
@@ -336,6 +369,37 @@ def test_the_value_that_is_trained_anyway_is_accepted_and_null_too():
     told = no_effect(compose(lines).trackway.ignored_keys)
 
     assert [key for key, _ in told] == ["actor_rollout_ref.model.override_config.attn_implementation"]
+
+
+def test_a_key_that_repeats_another_one_says_so():
+    lines = ["data.max_response_length=64", "actor_rollout_ref.rollout.response_length=64", "critic.rollout_n=null"]
+
+    assert no_effect(compose(lines).trackway.ignored_keys) == [
+        ("actor_rollout_ref.rollout.response_length", "data.max_response_length decides; another value is refused"),
+        ("critic.rollout_n", "actor_rollout_ref.rollout.n decides; another value is refused"),
+    ]
+
+
+def test_arguments_of_the_engine_and_of_the_chat_template_are_free():
+    config = compose(
+        [
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8",
+            "++actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL",
+            "+data.apply_chat_template_kwargs.enable_thinking=false",
+        ]
+    )
+
+    vllm = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {
+        "kv_cache_dtype": "fp8",
+        "compilation_config": {"cudagraph_mode": "FULL"},
+    }
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert given_to_deployment(config) == [
+        f"{vllm}.kv_cache_dtype",
+        f"{vllm}.compilation_config.cudagraph_mode",
+        "data.apply_chat_template_kwargs.enable_thinking",
+    ]
 
 
 def test_a_configuration_survives_the_wire_and_keeps_its_notes():

@@ -49,10 +49,19 @@ from trackway.wire.errors import ErrorCode, TrackwayError
             "critic.rollout_n",
             Explanation(
                 "critic.rollout_n",
-                "actor_rollout_ref.rollout.n decides",
+                "actor_rollout_ref.rollout.n decides; another value is refused",
                 None,
                 "verl's, no effect here",
                 honoured=False,
+            ),
+        ),
+        (
+            "actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space",
+            Explanation(
+                "actor_rollout_ref.rollout.engine_kwargs.vllm",
+                "Arguments of a vLLM server by name.",
+                None,
+                "verl's; decides how main_ppo deploys the services",
             ),
         ),
         (

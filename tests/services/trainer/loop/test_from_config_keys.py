@@ -29,6 +29,7 @@ from trackway.trainer.loop.from_config import (
     trace_target,
     training_template,
     update_mode,
+    validation_retry_policy,
     validation_template,
 )
 from trackway.trainer.loop.rollout_client import GroupTemplate
@@ -60,6 +61,13 @@ def fills(tokens: int) -> Fields:
     """The learner's passes that take the actor's tokens per micro-batch."""
     passes = ("micro_batch_tokens", "log_prob_micro_batch_tokens", "ref_micro_batch_tokens")
     return {f"learner.{name}": tokens for name in passes}
+
+
+def retries(**changed: object) -> Fields:
+    """The same limits of the requests in training and in validations."""
+    return {
+        f"{part}.{name}": value for part in ("retry_policy", "validation_policy") for name, value in changed.items()
+    }
 
 
 CORRECTED: Fields = {f"learner.{CORRECTION}.rollout_is": "token", "learner.uses_weights": True}
@@ -115,6 +123,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
         {"pacing.sync_every": 19, "sharing.runs_ahead": True, "learner.engine_threads": 1, **CORRECTED},
     ),
     "async_training.partial_rollout": (False, {"publisher.update_mode": "wait"}),
+    "data.val_batch_size": (7, {"validation_policy.max_inflight": 7}),
     "trackway.staleness_strategy": ("drop", {"pacing.drop": True}),
     f"{MODEL}.path": ("m", {"learner.model_path": "m"}),
     f"{MODEL}.use_remove_padding": (False, {"learner.model.use_remove_padding": False}),
@@ -148,6 +157,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
         {"learner.actor.fsdp_config.ulysses_sequence_parallel_size": 2, "learner.sequence_parallel_size": 2},
     ),
     f"{ACTOR}.ulysses_sequence_parallel_size": (4, {"learner.sequence_parallel_size": 4}),
+    f"{ACTOR}.fsdp_config.dtype": ("float32", {"learner.actor.fsdp_config.dtype": "float32"}),
     f"{ACTOR}.use_dynamic_bsz": (True, fills(16384)),
     f"{ACTOR}.ppo_max_token_len_per_gpu": (4096, {}),
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": (
@@ -161,6 +171,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": (4, passes(4)),
     f"{ACTOR}.ppo_epochs": (6, {"learner.actor.ppo_epochs": 6}),
     f"{ACTOR}.shuffle": (True, {"learner.actor.shuffle": True}),
+    f"{ACTOR}.data_loader_seed": (6, {"learner.shuffle_seed": 6}),
     f"{ACTOR}.clip_ratio": (0.1, {"learner.clip_range": (0.1, 0.1)}),
     f"{ACTOR}.clip_ratio_low": (0.3, {"learner.clip_range": (0.3, 0.2)}),
     f"{ACTOR}.clip_ratio_high": (0.4, {"learner.clip_range": (0.2, 0.4)}),
@@ -203,6 +214,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ROLLOUT}.temperature": (0.7, {"learner.rollout.temperature": 0.7, "training.sampling.temperature": 0.7}),
     f"{ROLLOUT}.top_p": (0.8, {"training.sampling.top_p": 0.8}),
     f"{ROLLOUT}.top_k": (11, {"training.sampling.top_k": 11}),
+    f"{ROLLOUT}.seed": (8, asks(sampling__seed=8)),
     f"{ROLLOUT}.val_kwargs.n": (12, {"plan.validation_n": 12, "validation.n": 12}),
     f"{ROLLOUT}.val_kwargs.temperature": (0.6, {}),
     f"{ROLLOUT}.val_kwargs.top_p": (0.5, {"validation.sampling.top_p": 0.5}),
@@ -266,19 +278,20 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "trainer.max_actor_ckpt_to_keep": (20, {"plan.keep_checkpoints": 20}),
     "trainer.n_gpus_per_node": (4, {"plan.gpus": 4}),
     "trainer.nnodes": (2, {}),
-    "trackway.seed": (5, {"learner.seed": 5, "plan.seed": 5, **asks(sampling__seed=5)}),
+    "trackway.seed": (5, {"learner.seed": 5, "learner.shuffle_seed": 5, "plan.seed": 5, **asks(sampling__seed=5)}),
     "trackway.device": ("cuda:1", {"learner.device": "cuda:1", "learner.dtype": "bfloat16"}),
     "trackway.dtype": ("bfloat16", {"learner.dtype": "bfloat16"}),
     "trackway.threads": (21, {"learner.threads": 21}),
-    "trackway.max_inflight_groups": (22, {"retry_policy.max_inflight": 22}),
-    "trackway.group_attempts": (23, {"retry_policy.attempts": 23}),
-    "trackway.group_timeout_s": (24.0, {"retry_policy.timeout_s": 24.0}),
+    "trackway.max_inflight_groups": (22, retries(max_inflight=22)),
+    "trackway.group_attempts": (23, retries(attempts=23)),
+    "trackway.group_timeout_s": (24.0, retries(timeout_s=24.0)),
     "trackway.trajectory_timeout_s": (25.0, asks(limits__timeout_s=25.0)),
     "trackway.tools": (["search"], asks(tools=["search"])),
     "trackway.max_tool_response_tokens": (26, asks(limits__max_tool_response_tokens=26)),
     "trackway.on_bad_call": ("end", asks(limits__on_bad_call="end")),
     "trackway.trace_prompts_per_step": (27, {"plan.traced_prompts": 27}),
     "trackway.trace_validation_samples": (28, {"plan.traced_validation": 28}),
+    "trainer.log_val_generations": (9, {"plan.traced_validation": 9}),
     "trackway.proximal_logprobs": (
         "loglinear",
         {"learner.proximal_logprobs": "loglinear", "learner.recompute_old_logprobs": False},
@@ -302,6 +315,7 @@ VALUE_MODEL = CriticSettings(
     forward_limit=PassLimit(256),
     epochs=1,
     shuffle=False,
+    shuffle_seed=42,
     cliprange=0.5,
     loss_agg_mode="token-mean",
     loss_scale_factor=512.0,
@@ -448,6 +462,16 @@ TOGETHER: list[tuple[Keys, Fields]] = [
     ),
     ({"trackway.device": "cuda", "trackway.dtype": "float32"}, {"learner.device": "cuda"}),
     (
+        {"trackway.device": "cuda", f"{ACTOR}.fsdp_config.dtype": "fp32"},
+        {"learner.device": "cuda", "learner.actor.fsdp_config.dtype": "fp32"},
+    ),
+    ({"trackway.max_inflight_groups": 22, "data.val_batch_size": 99}, retries(max_inflight=22)),
+    (
+        {"trackway.seed": 5, f"{ROLLOUT}.seed": 42},
+        {"learner.seed": 5, "learner.shuffle_seed": 5, "plan.seed": 5},
+    ),
+    ({"trainer.log_val_generations": 3}, {}),
+    (
         {f"{ROLLOUT}.trace.backend": ["mlflow"], f"{ROLLOUT}.trace.token2text": True, "data.train_batch_size": 512},
         {"trace.backends": ("mlflow",), "trace.token2text": True, "plan.traced_prompts": 512, "pacing.batch_size": 512},
     ),
@@ -456,7 +480,7 @@ TOGETHER: list[tuple[Keys, Fields]] = [
 
 NOT_BY_KEY = {
     "learner.total_steps",
-    "retry_policy.backoff_s",
+    *("retry_policy.backoff_s", "validation_policy.backoff_s"),
     *("trace.mlflow_experiment_id", "trace.mlflow_run_id"),
     *asks(
         run=0, validation=0, trace_target=0, sampling__stop_token_ids=0, sampling__ignore_eos=0, sampling__logprobs=0
@@ -481,6 +505,7 @@ def reached(config: RunConfig) -> Fields:
         "training": dict(_template_fields(training_template(config, "run", target))),
         "validation": dict(_template_fields(validation_template(config, "run", target))),
         "retry_policy": asdict(retry_policy(config)),
+        "validation_policy": asdict(validation_retry_policy(config)),
         "sharing": asdict(sharing(config)),
         "publisher": {"update_mode": update_mode(config)},
         "pacing": asdict(pacing(config)),
@@ -565,6 +590,8 @@ def test_a_key_changes_its_own_fields_and_no_others(key: str, value: JsonValue, 
         ({f"{ACTOR}.ppo_epochs": 3, "critic.ppo_epochs": 2}, {"epochs": 2}),
         ({f"{ACTOR}.shuffle": True}, {"shuffle": True}),
         ({f"{ACTOR}.shuffle": True, "critic.shuffle": False}, {}),
+        ({f"{ACTOR}.data_loader_seed": 6}, {"shuffle_seed": 6}),
+        ({f"{ACTOR}.data_loader_seed": 6, "critic.data_loader_seed": 7}, {"shuffle_seed": 7}),
         ({"critic.cliprange_value": 0.1}, {"cliprange": 0.1}),
         ({f"{ACTOR}.loss_agg_mode": "token-sum"}, {"loss_agg_mode": "token-sum"}),
         ({f"{ACTOR}.loss_agg_mode": "token-sum", "critic.loss_agg_mode": "token-mean"}, {}),

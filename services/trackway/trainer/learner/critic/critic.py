@@ -57,7 +57,7 @@ class Critic:
             offload=(fsdp.optimizer_offload or fsdp.offload_policy) and not self.model.is_offloaded_by_fsdp,
         )
         self._total_updates = config.total_steps
-        self._shuffler = torch.Generator().manual_seed(config.seed)
+        self._shuffler = torch.Generator().manual_seed(settings.shuffle_seed)
 
     @property
     def vocabulary(self) -> int:
