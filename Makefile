@@ -59,7 +59,7 @@ test-pods: $(VENV)/.dev ## Start the quick start's pods with podman (root; build
 	$(PYTEST) -m pods tests/k8s/test_pods.py $(ARGS)
 
 test-agents: $(VENV)/.dev ## Run each agent of examples/agents with its framework, as it is (installs 0.2 GB, once; a minute).
-	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -m agents tests/services/agent/sessions/test_examples.py $(ARGS)
+	PATH="$(abspath $(BIN)):$$PATH" $(PYTEST) -m agents tests/services/agent $(ARGS)
 
 test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes of a whole deployment during runs, ten schedules (minutes; on demand).
 	$(PYTEST) -m chaos tests/e2e/test_chaos.py $(ARGS)

@@ -109,6 +109,13 @@ def test_a_repeated_turn_stays_a_gap() -> None:
     assert found(example) == ["3 turn spans, expected 2"]
 
 
+def test_an_environments_calls_and_reward_are_the_agents() -> None:
+    example = ExampleTrace()
+    example["r"].attributes["gen_ai.agent.name"] = "environment:echo"
+    example["x0"].service = example["s"].service = "agent"
+    assert found(example) == []
+
+
 def test_a_span_of_the_wrong_service_is_named() -> None:
     example = ExampleTrace()
     example["x0"].service = "agent"

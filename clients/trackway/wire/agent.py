@@ -44,6 +44,7 @@ class Sample(WireReply):
             sample_index(extra_info.get("index"))
         except ValueError as error:
             raise PydanticCustomError("index", "index: {problem}", {"problem": str(error)}) from error
+        _object(extra_info.get("env_kwargs"), "env_kwargs")
         for tool, stages in _object(extra_info.get("tools_kwargs"), "tools_kwargs").items():
             for stage, kwargs in _object(stages, f"tools_kwargs.{tool}").items():
                 _object(kwargs, f"tools_kwargs.{tool}.{stage}")
@@ -56,6 +57,11 @@ class Sample(WireReply):
     def index(self) -> int | str:
         """`extra_info.index`, which tags the trajectory as `sample_index`; 0 when absent, as in verl."""
         return sample_index(self.extra_info.get("index"))
+
+    @property
+    def env_kwargs(self) -> dict[str, JsonValue]:
+        """`extra_info.env_kwargs`, with which an environment begins the row's episode."""
+        return {**_object(self.extra_info.get("env_kwargs"), "env_kwargs")}
 
     def tool_kwargs(self, tool: str, kind: str) -> dict[str, JsonValue]:
         """`extra_info.tools_kwargs.<tool>.<kind>`; kind is create_, execute_, calc_reward_ or release_kwargs."""

@@ -28,6 +28,8 @@ class StopReason(StrEnum):
     """The response reached its limit, or the next observation would exceed it."""
     BAD_CALL = "bad_call"
     """A call could not be parsed or named no offered tool, and `limits.on_bad_call` is `end`."""
+    ENVIRONMENT_DONE = "environment_done"
+    """The environment ended its episode."""
     ERROR = "error"
     """An infrastructure error, see `error`. The trajectory is excluded from the update."""
 

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from trackway.agent.context import AgentContext
+from trackway.agent.environments.loop import register_environments
 from trackway.agent.groups import Groups, checked_rollouts, stopping
 from trackway.agent.loop import agents
 from trackway.agent.sessions.external import register_external
@@ -42,6 +43,7 @@ def create_app(
     settings = settings or AgentSettings()  # pyright: ignore[reportCallIssue]  model_path comes from the environment
     load_loops(settings)
     register_external(settings)
+    register_environments(settings)
     context = AgentContext.connect(settings, http)
     groups = Groups(context)
     own = AgentClient(settings.url("agent"), http, token=settings.token, direct=settings.direct and http is None)

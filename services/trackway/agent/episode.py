@@ -102,6 +102,18 @@ class Episode:
         """Turns as verl counts them: a plain answer is 2, one tool round is 4."""
         return self.user_turns + len(self.turns) + sum(len(row.turns) for row in self.further_rows) + 1
 
+    def extend_prompt(self, text: str) -> None:
+        """Append a text to the prompt: to its last message if that is the user's, else as a user's message."""
+        if not text:
+            return
+        *before, last = self.sample.prompt
+        if last.role == "user":
+            messages = [*before, last.model_copy(update={"content": f"{last.content}\n\n{text}"})]
+        else:
+            messages = [*before, last, Message(role="user", content=text)]
+        sample = self.sample.model_copy(update={"prompt": messages})
+        self.request = self.request.model_copy(update={"sample": sample})
+
     def add_prompt(self, ids: Sequence[int]) -> None:
         """Start with the rendered prompt, truncated to its limit if allowed.
 

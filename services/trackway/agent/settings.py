@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, SecretStr, model_validator
 
@@ -50,6 +50,32 @@ class ExternalSettings(BaseModel):
         return self
 
 
+class EnvironmentSettings(BaseModel):
+    """An environment of another project, for `agent_name: environment:NAME`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    protocol: Literal["openenv", "nemo_gym"]
+    """What the server speaks: OpenEnv's `/ws`, or the routes of a NeMo-Gym resources server."""
+    url: str = Field(pattern=r"^https?://")
+    """Base URL of the server, which each agent replica must reach."""
+    headers: dict[str, SecretStr] = Field(default_factory=dict[str, SecretStr])
+    """Headers of the requests to it, such as `authorization`."""
+    scored_by: Literal["environment", "reward"] = "environment"
+    """Whose score the trajectory has: the environment's, or the reward service's, which sees the rewards of steps as
+    those of tools."""
+    observation_field: str | None = None
+    """Field of an observation that the model reads; without it all fields as JSON, or the only one as it is."""
+    max_open: int = Field(default=64, ge=1)
+    """Episodes at once on this replica; others wait."""
+    open_timeout_s: float = Field(default=120.0, gt=0)
+    """Longest time until an episode has begun, in seconds; a server that is full or starting is asked again."""
+    call_timeout_s: float = Field(default=60.0, gt=0)
+    """Time limit of one call and of the reward, in seconds; a slower one ends the trajectory with an error."""
+    max_reply_bytes: int = Field(default=1_048_576, ge=1024)
+    """Bytes of one answer; a longer one ends the trajectory with an error."""
+
+
 AgentName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
 
 
@@ -78,6 +104,8 @@ class AgentSettings(OwnCodeSettings):
     """The agent of `agent_name: external`, which calls the model through a session."""
     external_agents: dict[AgentName, ExternalSettings] = Field(default_factory=dict[str, ExternalSettings])
     """Further ones by name, each for `agent_name: external:NAME`."""
+    environments: dict[AgentName, EnvironmentSettings] = Field(default_factory=dict[str, EnvironmentSettings])
+    """Environments of other projects by name, each for `agent_name: environment:NAME`."""
     rollout_policy: CallPolicy = CallPolicy(
         read_s=600.0, total_s=1800.0, attempts=8, outage_s=_OUTAGE_S, max_in_flight=512
     )

@@ -26,9 +26,13 @@ class ToolAgent(AgentLoop):
     """Multi-turn: calls tools until the model answers without a call or a limit is reached."""
 
     async def converse(self, episode: Episode, toolbox: Toolbox) -> StopReason:
-        """Generate, run tools, repeat."""
+        """Offer the tool server's tools, and take turns."""
         tools = await self.services.catalog.offered(episode.request)
         await self.begin(episode, tools.schemas)
+        return await self.take_turns(episode, toolbox, tools)
+
+    async def take_turns(self, episode: Episode, toolbox: Toolbox, tools: ToolSet) -> StopReason:
+        """Generate, run tools, repeat."""
         while True:
             with turn_span(len(episode.turns)) as span:
                 parsed = await self.take_turn(episode)
@@ -37,6 +41,8 @@ class ToolAgent(AgentLoop):
                     return stop
                 has_room = await self.answer_calls(episode, toolbox, parsed, tools)
                 span.outputs(_outcome(episode.turns[-1], len(parsed.calls)))
+                if toolbox.done:
+                    return StopReason.ENVIRONMENT_DONE
                 if not has_room:
                     return StopReason.MAX_RESPONSE
 

@@ -52,6 +52,8 @@ class ToolCallContext:
 class ToolInstance:
     """The instance of a tool that serves all calls of a trajectory."""
 
+    done = False
+
     def __init__(self, tool: str, context: ToolCallContext) -> None:
         self.tool = tool
         self.call_lock = asyncio.Lock()

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 from pydantic import JsonValue
 
@@ -31,6 +32,35 @@ _releasing: set[asyncio.Task[None]] = set()
 """The event loop keeps only weak references to tasks; a release must survive its cancelled trajectory."""
 
 
+class StatefulTool(Protocol):
+    """What answers all calls of a tool in a trajectory."""
+
+    call_lock: asyncio.Lock
+    """Held during each call."""
+
+    @property
+    def tool(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether a call has ended the trajectory."""
+        ...
+
+    async def execute(self, request: ExecuteRequest) -> ToolResult:
+        """Run one call. Raises CallFailed when the tool cannot run it, TrackwayError otherwise."""
+        ...
+
+    async def reward(self) -> float:
+        """The tool's reward over the whole trajectory."""
+        ...
+
+    async def release(self, deadline: Deadline) -> None:
+        """Give back what it holds."""
+        ...
+
+
 class Toolbox:
     """Runs the calls of one trajectory; every method but `release` raises TrackwayError."""
 
@@ -41,9 +71,18 @@ class Toolbox:
         """Every call sent to a tool, in the order of the text, including those of a failed turn."""
         self._context = ToolCallContext(client, sample, session_id, deadline)
         self._release_timeout_s = release_timeout_s
-        self._instances: dict[str, ToolInstance] = {}
+        self._instances: dict[str, StatefulTool] = {}
         self._one_shot_rewards: dict[str, list[float]] = defaultdict(list)
         """Rewards of one-shot calls by tool."""
+
+    def add(self, tool: StatefulTool) -> None:
+        """Have this object answer the tool's calls, instead of an instance on the tool server."""
+        self._instances[tool.tool] = tool
+
+    @property
+    def done(self) -> bool:
+        """Whether a call has ended the trajectory."""
+        return any(tool.done for tool in self._instances.values())
 
     async def answer(
         self, calls: Mapping[str, ParsedCall], tools: ToolSet, max_parallel_calls: int
@@ -86,7 +125,7 @@ class Toolbox:
             return failed_call(sent[call_id], error.message)
         return Observation(result.text, result.reward, record)
 
-    async def _run(self, instance: ToolInstance | None, call: ParsedCall, call_id: str) -> ToolResult:
+    async def _run(self, instance: StatefulTool | None, call: ParsedCall, call_id: str) -> ToolResult:
         kwargs = self._context.sample.tool_kwargs(call.name, "execute_kwargs")
         request = ExecuteRequest(arguments=call.arguments, tool_call_id=call_id, execute_kwargs=kwargs)
         if instance is not None:
@@ -166,7 +205,7 @@ def _code_of(error: Exception) -> ErrorCode:
     return failure.code if isinstance(failure, TrackwayError) else ErrorCode.INTERNAL
 
 
-def _exclusive(instance: ToolInstance | None) -> AbstractAsyncContextManager[None]:
+def _exclusive(instance: StatefulTool | None) -> AbstractAsyncContextManager[None]:
     return nullcontext() if instance is None else instance.call_lock
 
 

@@ -36,6 +36,10 @@ class ToolsSettings(ToolLimits, OwnCodeSettings):
     mcp_session_idle_s: float = Field(default=1800.0, gt=0)
     """Seconds without a request after which an MCP session ends; its id is then answered 404."""
 
+    nemo_gym: bool = False
+    """Serve NeMo-Gym's routes `/seed_session`, `/verify` and one for each tool, as a resources server of its own. Its
+    agents call them at the root of a port, so run such a tool server by itself, with uvicorn."""
+
     def built_in(self, own_tools: bool) -> list[str]:
         """The built-in tools to offer; `own_tools` says whether `modules` define tools."""
         own_alone = "tools" not in self.model_fields_set

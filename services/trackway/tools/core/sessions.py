@@ -102,6 +102,11 @@ class SessionInstances:
         """Cancel every call, at shutdown."""
         await _cut_off([*self._calls])
 
+    async def rewards(self, key: SessionKey) -> dict[str, float]:
+        """The rewards of the session's instances by tool."""
+        session = self._sessions.get(key, _Session())
+        return {tool: await self._server.reward(instance_id) for tool, instance_id in session.ids.items()}
+
     async def end(self, key: SessionKey) -> None:
         """Release the session's instances; an unknown session is no error."""
         self._lost_state.pop(key, None)

@@ -5,16 +5,22 @@ Errors: 4xx is the caller's (the agent shows a 422 to the model), 5xx is the ser
 
 from typing import Annotated
 
-from fastapi import Body, Depends, Path, Query, Request
+from fastapi import Body, Depends, Path, Query, Request, Response
+from pydantic import JsonValue, ValidationError
+from pydantic_core import to_json
 
 from trackway.serving import ServiceRouter, needs_admin
 from trackway.serving.auth import CALLER
 from trackway.tools.builtin.search.tool import SearchTool
 from trackway.tools.core.server import ToolServer
+from trackway.tools.core.sessions import SessionKey
 from trackway.tools.http import examples
 from trackway.tools.http.openapi_responses import CALLS, CREATES, EVERYWHERE, POSTED, responses
+from trackway.tools.nemo_gym import COOKIE, NemoGymFace
 from trackway.tools.verl.get_observation import ObservationFace
-from trackway.wire.errors import ErrorCode
+from trackway.wire.base import NON_FINITE
+from trackway.wire.environments import GymVerify
+from trackway.wire.errors import ErrorCode, ModelSees, TrackwayError
 from trackway.wire.observation import ObservationReply, ObservationRequest
 from trackway.wire.search import RetrieveReply, RetrieveRequest
 from trackway.wire.tools import (
@@ -133,6 +139,53 @@ def observation_routes(face: ObservationFace) -> ServiceRouter:
     ) -> ObservationReply:
         """Run the calls in the actions of a batch of trajectories; a failed action fails only its own entry."""
         return await face.answer(request, http.scope[CALLER].name)
+
+    return router
+
+
+def nemo_gym_routes(face: NemoGymFace) -> ServiceRouter:
+    """The protocol of NeMo-Gym's resources servers; a session is a cookie."""
+    router = ServiceRouter(tags=["nemo-gym"], generate_unique_id_function=lambda route: route.name)
+
+    def session(http: Request) -> SessionKey:
+        if COOKIE not in http.cookies:
+            message = f"expected the cookie {COOKIE} of /seed_session, got none; send it with each request"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
+        return http.scope[CALLER].name, http.cookies[COOKIE]
+
+    def answer(content: str | bytes, cookie: str, status: int = 200, media_type: str = "text/plain") -> Response:
+        # NeMo-Gym's agents keep the cookies of the last answer only.
+        reply = Response(content, status, media_type=media_type)
+        reply.set_cookie(COOKIE, cookie, httponly=True)
+        return reply
+
+    @router.post("/seed_session", responses=responses(200, {}, *POSTED))
+    async def seed_session(http: Request, row: dict[str, JsonValue]) -> Response:
+        """Begin a session for a row."""
+        return answer("{}", face.seed(http.scope[CALLER].name, row), media_type="application/json")
+
+    @router.post("/verify", responses=responses(200, {"reward": 1.0}, *POSTED))
+    async def verify(http: Request, row: dict[str, JsonValue]) -> Response:
+        """The request with the reward service's score; the session ends."""
+        key = session(http)
+        try:
+            reward = await face.verify(key, GymVerify.model_validate(row))
+        except ValidationError as error:
+            message = f"/verify: expected a row with verl's columns and a response, got {error}; add them to the rows"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message) from error
+        verified = {**row, "reward": reward.score, "reward_components": reward.components}
+        return answer(to_json(verified, inf_nan_mode=NON_FINITE), key[-1], media_type="application/json")
+
+    @router.post("/{name}", responses=responses(200, None, *CALLS))
+    async def call_tool(http: Request, name: Name, arguments: dict[str, JsonValue]) -> Response:
+        """Run a call of the session's instance of a tool; the text of its result, or of its error, for the model."""
+        key = session(http)
+        try:
+            return answer(await face.call(key, name, arguments), key[-1])
+        except TrackwayError as error:
+            if error.model_sees is ModelSees.NO:
+                raise
+            return answer(error.message, key[-1], error.status)
 
     return router
 
