@@ -14,14 +14,33 @@ _OUTAGE_S = 120.0
 """Retries outlast a restart of Ray Serve's proxy or of a service, which takes up to a minute."""
 
 
+class ContainerSettings(BaseModel):
+    """A container in which an external agent runs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    image: str = Field(min_length=1)
+    """Image to run."""
+    command: list[str] = Field(default_factory=list)
+    """Program and arguments, instead of the image's own."""
+    engine: Literal["podman", "docker"] | None = None
+    """Program that runs containers; without it podman, else docker, whichever is on the PATH."""
+    network: str = "host"
+    """Network, in which the base URL of the agent service must be reachable."""
+    options: list[str] = Field(default_factory=list)
+    """Further options of the engine's `run`, such as `--cpus=2` or `--volume=/data:/data:ro`."""
+
+
 class ExternalSettings(BaseModel):
-    """The program, function or URL that `agent_name: external` runs for each rollout."""
+    """The program, container, function or URL that `agent_name: external` runs for each rollout."""
 
     model_config = ConfigDict(extra="forbid")
 
     command: list[str] = Field(default_factory=list)
     """Program and arguments; it calls the model at OPENAI_BASE_URL with OPENAI_API_KEY and reads the row from its
     standard input."""
+    container: ContainerSettings | None = None
+    """Instead of a command: a container, which is given what a command is; Linux only."""
     function: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
     """Instead of a command: `module:name` of a function of the session's access and the row; it may return a score."""
     url: str | None = Field(default=None, pattern=r"^https?://")
@@ -29,7 +48,7 @@ class ExternalSettings(BaseModel):
     headers: dict[str, SecretStr] = Field(default_factory=dict[str, SecretStr])
     """Headers of the requests to the URL, such as `authorization`."""
     folder: Path | None = None
-    """Working folder of the program."""
+    """Working folder of the command."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Further variables of the program."""
     bounds: SessionBounds = Field(default_factory=SessionBounds)
@@ -37,14 +56,18 @@ class ExternalSettings(BaseModel):
     max_running: int = Field(default=64, ge=1)
     """Rollouts of it at once on this replica; others wait."""
     max_memory_bytes: int | None = Field(default=None, ge=1024)
-    """Memory of the program and all its processes together, checked four times a second; Linux only."""
+    """Memory of the container, or of the program and all its processes together, checked four times a second; Linux
+    only."""
     max_output_bytes: int = Field(default=65_536, ge=1)
     """Bytes of its output that the trajectory keeps, from the end."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
-        if [bool(self.command), self.function is not None, self.url is not None].count(True) != 1:
-            raise ValueError("external: expected one of command, function and url")
+        kinds = [bool(self.command), *(kind is not None for kind in (self.container, self.function, self.url))]
+        if kinds.count(True) != 1:
+            raise ValueError("external: expected one of command, container, function and url")
+        if self.container is not None and sys.platform != "linux":
+            raise ValueError(f"external.container: expected Linux, got {sys.platform}; run the engine in a command")
         if self.max_memory_bytes is not None and sys.platform != "linux":
             raise ValueError(f"external.max_memory_bytes: expected Linux, got {sys.platform}; leave it out")
         return self

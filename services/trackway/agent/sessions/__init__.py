@@ -9,4 +9,5 @@ passing_on  a call that arrives at another replica
 routes      the HTTP routes
 loop        the agent loop of a session, whose rows become the trajectory
 external    `agent_name: external`: a program or function started for each rollout
+container   the command lines of such a program in a container
 """

@@ -1,4 +1,4 @@
-"""An agent of the user's own as a program, a Python function or a URL, which calls the model through its session.
+"""An agent of the user's own, as a program, container, Python function or URL: it calls the model through its session.
 
 A program is given OPENAI_BASE_URL and OPENAI_API_KEY (and Anthropic's two), TRACEPARENT, and the row as JSON on its
 standard input. It is bounded in number, time, memory and output, and all its processes are ended with it, also when
@@ -8,12 +8,14 @@ this service is killed. What runs is a setting of the service, never part of a r
 import asyncio
 import contextlib
 import inspect
+import json
 import os
 import re
 import signal
 import sys
 from asyncio.subprocess import PIPE, STDOUT, Process, SubprocessStreamProtocol
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import ClassVar, cast
@@ -24,6 +26,7 @@ from pydantic import ValidationError
 from trackway.agent.context import AgentContext
 from trackway.agent.episode import Episode
 from trackway.agent.loop import register
+from trackway.agent.sessions.container import remove_command, run_command
 from trackway.agent.sessions.loop import SessionAgent
 from trackway.agent.sessions.session import Session
 from trackway.agent.settings import AgentSettings, ExternalSettings
@@ -46,6 +49,8 @@ _READ_BYTES = 65_536
 _GUARD = Path(__file__).with_name("program_guard.py")
 _GUARD_S = 5.0
 """Longest wait for the guard, which gives the processes two seconds to end."""
+_CLEANUP_S = 10.0
+"""Longest time that the guard gives a cleanup."""
 _MESSAGE_CHARS = 2_000
 
 
@@ -105,14 +110,18 @@ def register_external(settings: AgentSettings) -> None:
 
 
 async def run_program(settings: ExternalSettings, access: SessionAccess, episode: Episode) -> None:
-    """Run the command to its end, and end all its processes with it. Raises AGENT_FAILED unless it exits with 0."""
+    """Run the command, or the container, to its end, and end all its processes with it.
+
+    Raises AGENT_FAILED unless it exits with 0.
+    """
     loop = asyncio.get_running_loop()
+    program = program_of(settings, access)
     held, holding = os.pipe()
     with open(holding, "wb", buffering=0) as owner:
         try:
             transport, protocol = await loop.subprocess_exec(
                 lambda: SubprocessStreamProtocol(_READ_BYTES, loop),
-                *guarded(settings, held),
+                *guarded(program, held),
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=STDOUT,
@@ -135,32 +144,56 @@ async def run_program(settings: ExternalSettings, access: SessionAccess, episode
         finally:
             try:
                 owner.close()
-                await _ended(process)
+                await _ended(process, _GUARD_S + program.cleanup_s)
                 await _read_up(reading)
             finally:
                 reading.cancel()
                 transport.close()  # a process that could not be ended may hold its pipes open
     if code != 0:
-        message = f"expected the agent's program {settings.command[0]!r} to exit with 0, got {code}; it said last:"
+        message = f"expected the agent's program {program.name!r} to exit with 0, got {code}; it said last:"
         raise TrackwayError(ErrorCode.AGENT_FAILED, f"{message} {episode.log[-_MESSAGE_CHARS:].strip() or 'nothing'}")
 
 
-def guarded(settings: ExternalSettings, owner: int) -> list[str]:
+@dataclass(frozen=True)
+class Program:
+    """What a rollout runs."""
+
+    name: str
+    """For messages."""
+    command: list[str]
+    max_memory_bytes: int = 0
+    """Bound of the processes' memory; 0 for none, or one that the container engine holds."""
+    cleanup: list[str] = field(default_factory=list[str])
+    """A command that ends what may be left."""
+    cleanup_s: float = 0.0
+    """Longest time of the cleanup."""
+
+
+def program_of(settings: ExternalSettings, access: SessionAccess) -> Program:
+    """The command, or one that runs the container. INVALID_REQUEST without a container engine."""
+    if settings.container is None:
+        return Program(settings.command[0], settings.command, settings.max_memory_bytes or 0)
+    name = f"trackway-{access.session_id}"
+    run = run_command(settings, name, environment({}, settings, access))
+    return Program(settings.container.image, run, 0, remove_command(settings, name), _CLEANUP_S)
+
+
+def guarded(program: Program, owner: int) -> list[str]:
     """The command below its guard, which ends it when the pipe `owner` is closed; the command alone elsewhere."""
     if sys.platform != "linux":
-        return settings.command
-    guard = [sys.executable, "-I", "-S", str(_GUARD), str(owner), str(settings.max_memory_bytes or 0)]
-    return [*guard, *settings.command]
+        return program.command
+    guard = [sys.executable, "-I", "-S", str(_GUARD), str(owner), str(program.max_memory_bytes)]
+    return [*guard, json.dumps(program.cleanup), *program.command]
 
 
-async def _ended(process: Process) -> None:
+async def _ended(process: Process, guard_s: float) -> None:
     """Wait until the guard has ended all processes; kill the process group where it does not.
 
     asyncio's `wait` also waits for the pipes, which a process that could not be ended may hold open.
     """
     if sys.platform == "linux":
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GUARD_S):
+            async with asyncio.timeout(guard_s):
                 await process.wait()
                 return
     with contextlib.suppress(ProcessLookupError):

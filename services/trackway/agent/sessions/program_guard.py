@@ -1,15 +1,17 @@
 """Runs one program and ends all its processes with it; a standalone script for Linux, standard library only.
 
-    python -I -S program_guard.py OWNER MAX_BYTES COMMAND...
+    python -I -S program_guard.py OWNER MAX_BYTES CLEANUP COMMAND...
 
 The program has this process's standard input and output. OWNER is the number of an open pipe: its end of file, which
 follows any exit of the owner, ends the program. Orphans of the program become children of this process, so that those
 that left the process group are ended too. MAX_BYTES bounds the memory of all together, checked four times a second; 0
-is no bound. The exit status is the program's, 128 and the signal for one that a signal ended.
+is no bound. CLEANUP is a JSON list: a command to run at the end unless the program exits with 0, or nothing. The exit
+status is the program's, 128 and the signal for one that a signal ended.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -20,11 +22,12 @@ import time
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _GRACE_S = 2.0
 _CHECK_S = 0.25
+_CLEANUP_S = 10.0
 
 
 def main() -> int:
     """Run the program to its end, its owner's, or the bound of memory; returns its exit status."""
-    owner, max_bytes, *command = sys.argv[1:]
+    owner, max_bytes, cleanup, *command = sys.argv[1:]
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
@@ -50,6 +53,10 @@ def main() -> int:
             print(f"{message}; raise external.max_memory_bytes", flush=True)
             break
     ended = _end_all()
+    if status != 0 and json.loads(cleanup):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            null = subprocess.DEVNULL
+            subprocess.run(json.loads(cleanup), stdin=null, stdout=null, stderr=null, timeout=_CLEANUP_S)
     status = ended.get(program.pid, 128 + signal.SIGKILL) if status is None else status
     return status if status >= 0 else 128 - status
 

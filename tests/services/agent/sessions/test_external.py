@@ -23,7 +23,7 @@ from tests.services.rollout.model_routes.openai_server import serving as server
 from tests.services.trainer.learner_settings import learner_config
 from trackway.agent.episode import Episode
 from trackway.agent.sessions import external as external_agents
-from trackway.agent.sessions.external import guarded, run_program
+from trackway.agent.sessions.external import Program, guarded, run_program
 from trackway.agent.settings import AgentSettings, ExternalSettings
 from trackway.trainer.learner.filtering import filter_trajectories
 from trackway.trainer.learner.learner import Learner
@@ -142,7 +142,7 @@ async def test_a_child_that_left_the_process_group_is_ended_too(serving: Serve, 
 async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path) -> None:
     number = tmp_path / "pid"
     program = f"{LEAVES_ITS_GROUP} open({str(number)!r}, 'w').write(str(child.pid)); time.sleep(60)"
-    guard = guarded(python(program), 3)
+    guard = guarded(Program("", python(program).command), 3)
     service = (
         "import os, subprocess, sys, time; held, holding = os.pipe(); os.dup2(held, 3);"
         f"guard = subprocess.Popen({guard!r}, stdin=subprocess.DEVNULL, pass_fds=(3,));"
