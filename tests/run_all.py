@@ -24,7 +24,8 @@ HALVES = [
         "--dist",
         "loadfile",
         "-m",
-        "not e2e and not vllm and not pods and not manifests and not chaos and not install and not agents",
+        "not e2e and not vllm and not pods and not manifests and not chaos and not install "
+        "and not agents and not model",
     ],
     ["-m", "e2e"],
 ]
