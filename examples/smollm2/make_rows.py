@@ -44,13 +44,15 @@ def is_held_out(number: int) -> bool:
 
 def problem(number: int, split: str, index: int) -> Sample:
     """The row of a number."""
-    shown = [(in_words(example), str(example)) for example in EXAMPLES]
-    turns = [(role, text) for pair in shown for role, text in zip(("user", "assistant"), pair, strict=True)]
-    prompt = [("system", SYSTEM), *turns, ("user", in_words(number))]
+    prompt = [Message(role="system", content=SYSTEM)]
+    for example in EXAMPLES:
+        prompt.append(Message(role="user", content=in_words(example)))
+        prompt.append(Message(role="assistant", content=str(example)))
+    prompt.append(Message(role="user", content=in_words(number)))
     return Sample(
         data_source=DATA_SOURCE,
         agent_name="single_turn_agent",
-        prompt=[Message(role=role, content=text) for role, text in prompt],
+        prompt=prompt,
         ability="reading",
         reward_model=RewardModel(style="rule", ground_truth=str(number)),
         extra_info={"split": split, "index": index},
