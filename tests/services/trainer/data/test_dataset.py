@@ -211,10 +211,14 @@ def test_several_files_of_either_format_are_one_dataset(sample: Make, tmp_path: 
 
     rows, held_out = load_data(config)
     prompts = prompts_of(config, rows)
+    fewer, _ = load_data(config.with_values({"data.train_max_samples": 3}))
+    seeds = ({"data.seed": 5}, {"trackway.seed": 5}, {"trackway.seed": 6, "data.seed": 5}, {"trackway.seed": 6})
+    shuffled = [epoch(prompts_of(config.with_values({"data.shuffle": True, **keys}), rows), 0) for keys in seeds]
 
     assert epoch(prompts, 0) == [0, 1, 2, 3, 4]
+    assert shuffled[0] == shuffled[1] == shuffled[2] != shuffled[3]
     assert prompts.steps_per_epoch == 3
-    assert indices(held_out.samples) == [0, 1, 2, 3]
+    assert (indices(fewer.samples), indices(held_out.samples)) == ([0, 1, 2], [0, 1, 2, 3])
     assert [row.prompt[0].content for row in held_out.samples] == [
         "question 0",
         "question 1",

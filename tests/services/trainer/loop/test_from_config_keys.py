@@ -548,57 +548,68 @@ def test_a_key_changes_its_own_fields_and_no_others(key: str, value: JsonValue, 
     assert changed({key: value}) == fields
 
 
-@pytest.mark.parametrize(
-    ("keys", "fields"),
-    [
-        ({f"{MODEL}.path": "m"}, {"model_path": "m"}),
-        ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),
-        ({"critic.model.use_remove_padding": False}, {"remove_padding": False}),
-        ({"critic.model.enable_gradient_checkpointing": False}, {"gradient_checkpointing": False}),
-        ({"critic.optim.lr": 0.5}, {"optim": CriticOptimConfig(lr=0.5)}),
-        ({"critic.optim.lr_warmup_steps": 7}, {"optim": CriticOptimConfig(lr_warmup_steps=7)}),
-        ({"critic.optim.warmup_style": "cosine"}, {"optim": CriticOptimConfig(lr_scheduler_type="cosine")}),
-        ({"critic.optim.clip_grad": 4.0}, {"optim": CriticOptimConfig(clip_grad=4.0), "clip_grad": 4.0}),
-        ({"critic.grad_clip": 5.0}, {"clip_grad": 5.0}),
-        ({"critic.optim.weight_decay": 0.5}, {"optim": CriticOptimConfig(weight_decay=0.5)}),
-        ({"critic.fsdp.param_offload": True}, {"fsdp": ShardingConfig(param_offload=True)}),
-        ({"critic.model.fsdp_config.optimizer_offload": True}, {"fsdp": ShardingConfig(optimizer_offload=True)}),
-        ({"critic.model.fsdp_config.param_offload": None}, {}),
-        ({f"{ROLLOUT}.n": 2}, {"mini_batch_size": 512, "limit": PassLimit(512), "forward_limit": PassLimit(512)}),
-        (
-            {"critic.ppo_mini_batch_size": 8, f"{ROLLOUT}.n": 2, f"{ACTOR}.ppo_mini_batch_size": 4},
-            {"mini_batch_size": 16, "limit": PassLimit(16), "forward_limit": PassLimit(16)},
-        ),
-        ({"critic.ppo_micro_batch_size_per_gpu": 3}, {"limit": PassLimit(3), "forward_limit": PassLimit(3)}),
-        ({"critic.ppo_micro_batch_size_per_gpu": 999}, {}),
-        ({"critic.forward_micro_batch_size_per_gpu": 5}, {"forward_limit": PassLimit(5)}),
-        ({"critic.ppo_infer_micro_batch_size_per_gpu": 5}, {"forward_limit": PassLimit(5)}),
-        (
-            {f"{ACTOR}.use_dynamic_bsz": True},
-            {"limit": PassLimit(256, 32768), "forward_limit": PassLimit(256, 32768)},
-        ),
-        ({f"{ACTOR}.use_dynamic_bsz": True, "critic.use_dynamic_bsz": False}, {}),
-        (
-            {"critic.use_dynamic_bsz": True, "critic.ppo_max_token_len_per_gpu": 64},
-            {"limit": PassLimit(256, 64), "forward_limit": PassLimit(256, 64)},
-        ),
-        (
-            {"critic.use_dynamic_bsz": True, "critic.forward_max_token_len_per_gpu": 64},
-            {"limit": PassLimit(256, 32768), "forward_limit": PassLimit(256, 64)},
-        ),
-        ({f"{ACTOR}.ppo_epochs": 3}, {"epochs": 3}),
-        ({f"{ACTOR}.ppo_epochs": 3, "critic.ppo_epochs": 2}, {"epochs": 2}),
-        ({f"{ACTOR}.shuffle": True}, {"shuffle": True}),
-        ({f"{ACTOR}.shuffle": True, "critic.shuffle": False}, {}),
-        ({f"{ACTOR}.data_loader_seed": 6}, {"shuffle_seed": 6}),
-        ({f"{ACTOR}.data_loader_seed": 6, "critic.data_loader_seed": 7}, {"shuffle_seed": 7}),
-        ({"critic.cliprange_value": 0.1}, {"cliprange": 0.1}),
-        ({f"{ACTOR}.loss_agg_mode": "token-sum"}, {"loss_agg_mode": "token-sum"}),
-        ({f"{ACTOR}.loss_agg_mode": "token-sum", "critic.loss_agg_mode": "token-mean"}, {}),
-        ({f"{ACTOR}.loss_scale_factor": 9.0}, {"loss_scale_factor": 9.0}),
-        ({"critic.loss_scale_factor": 7.0}, {"loss_scale_factor": 7.0}),
-    ],
-)
+OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
+    ({f"{MODEL}.path": "m"}, {"model_path": "m"}),
+    ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),
+    ({"critic.model.use_remove_padding": False}, {"remove_padding": False}),
+    ({"critic.model.enable_gradient_checkpointing": False}, {"gradient_checkpointing": False}),
+    ({"critic.optim.lr": 0.5}, {"optim": CriticOptimConfig(lr=0.5)}),
+    *(
+        ({f"critic.optim.{name}": value}, {"optim": CriticOptimConfig.model_validate({name: value})})
+        for name, value in (
+            *(("lr_warmup_steps", 7), ("lr_warmup_steps_ratio", 0.25), ("betas", [0.5, 0.75]), ("min_lr_ratio", 0.5)),
+            *(("num_cycles", 2.0), ("lr_scheduler_type", "cosine"), ("zero_indexed_step", False)),
+        )
+    ),
+    *(
+        ({f"critic.fsdp.{name}": value}, {"fsdp": ShardingConfig.model_validate({name: value})})
+        for name, value in (("optimizer_offload", True), ("offload_policy", True), ("reshard_after_forward", False))
+    ),
+    ({"critic.optim.warmup_style": "cosine"}, {"optim": CriticOptimConfig(lr_scheduler_type="cosine")}),
+    ({"critic.optim.clip_grad": 4.0}, {"optim": CriticOptimConfig(clip_grad=4.0), "clip_grad": 4.0}),
+    ({"critic.grad_clip": 5.0}, {"clip_grad": 5.0}),
+    ({"critic.optim.weight_decay": 0.5}, {"optim": CriticOptimConfig(weight_decay=0.5)}),
+    ({"critic.fsdp.param_offload": True}, {"fsdp": ShardingConfig(param_offload=True)}),
+    ({"critic.model.fsdp_config.optimizer_offload": True}, {"fsdp": ShardingConfig(optimizer_offload=True)}),
+    ({"critic.model.fsdp_config.param_offload": None}, {}),
+    ({f"{ROLLOUT}.n": 2}, {"mini_batch_size": 512, "limit": PassLimit(512), "forward_limit": PassLimit(512)}),
+    (
+        {"critic.ppo_mini_batch_size": 8, f"{ROLLOUT}.n": 2, f"{ACTOR}.ppo_mini_batch_size": 4},
+        {"mini_batch_size": 16, "limit": PassLimit(16), "forward_limit": PassLimit(16)},
+    ),
+    ({"critic.ppo_micro_batch_size_per_gpu": 3}, {"limit": PassLimit(3), "forward_limit": PassLimit(3)}),
+    ({"critic.ppo_micro_batch_size_per_gpu": 999}, {}),
+    ({"critic.forward_micro_batch_size_per_gpu": 5}, {"forward_limit": PassLimit(5)}),
+    ({"critic.ppo_infer_micro_batch_size_per_gpu": 5}, {"forward_limit": PassLimit(5)}),
+    (
+        {f"{ACTOR}.use_dynamic_bsz": True},
+        {"limit": PassLimit(256, 32768), "forward_limit": PassLimit(256, 32768)},
+    ),
+    ({f"{ACTOR}.use_dynamic_bsz": True, "critic.use_dynamic_bsz": False}, {}),
+    (
+        {"critic.use_dynamic_bsz": True, "critic.ppo_max_token_len_per_gpu": 64},
+        {"limit": PassLimit(256, 64), "forward_limit": PassLimit(256, 64)},
+    ),
+    (
+        {"critic.use_dynamic_bsz": True, "critic.forward_max_token_len_per_gpu": 64},
+        {"limit": PassLimit(256, 32768), "forward_limit": PassLimit(256, 64)},
+    ),
+    ({f"{ACTOR}.ppo_epochs": 3}, {"epochs": 3}),
+    ({f"{ACTOR}.ppo_epochs": 3, "critic.ppo_epochs": 2}, {"epochs": 2}),
+    ({f"{ACTOR}.shuffle": True}, {"shuffle": True}),
+    ({f"{ACTOR}.shuffle": True, "critic.shuffle": False}, {}),
+    ({f"{ACTOR}.data_loader_seed": 6}, {"shuffle_seed": 6}),
+    ({f"{ACTOR}.data_loader_seed": 6, "critic.data_loader_seed": 7}, {"shuffle_seed": 7}),
+    ({"critic.cliprange_value": 0.1}, {"cliprange": 0.1}),
+    ({f"{ACTOR}.loss_agg_mode": "token-sum"}, {"loss_agg_mode": "token-sum"}),
+    ({f"{ACTOR}.loss_agg_mode": "token-sum", "critic.loss_agg_mode": "token-mean"}, {}),
+    ({f"{ACTOR}.loss_scale_factor": 9.0}, {"loss_scale_factor": 9.0}),
+    ({"critic.loss_scale_factor": 7.0}, {"loss_scale_factor": 7.0}),
+]
+"""Keys beside `adv_estimator=gae`, and what they change in the settings of the value model."""
+
+
+@pytest.mark.parametrize(("keys", "fields"), OF_VALUE_MODEL)
 def test_a_key_changes_its_own_settings_of_the_value_model_and_no_others(keys: Keys, fields: Fields):
     settings = learner_config(resolve({**GIVEN, "algorithm.adv_estimator": "gae", **keys}), STEPS).value_model
 
