@@ -8,7 +8,8 @@
 
 Each run is the demo's, with the words of its setting; further words (`key=value`) hold for all runs. A run takes about
 a minute on two cores. Runs that `--outputs` already holds are not repeated, so that an interrupted command goes on.
-The tables are printed after each setting, and written to `--outputs` with every run's accuracies.
+The tables are printed after each setting, and written to `--outputs` with every run's accuracies and rewards, of which
+`benchmarks/learning_page.py` makes the curves of docs/concepts/algorithms.md.
 """
 
 import argparse
@@ -48,6 +49,7 @@ ESTIMATOR = "algorithm.adv_estimator"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 CLIP = "actor_rollout_ref.actor.clip_ratio"
 CORRECTION = "algorithm.rollout_correction"
+REWARD = "critic/score/mean"
 
 
 def _behind(versions: float, correction: str, *words: str) -> list[str]:
@@ -114,6 +116,8 @@ class Learned:
     """Versions by which a trajectory's oldest token is behind the trained weights, mean over the steps."""
     train_reward: float
     """Mean of the last five steps."""
+    rewards: dict[int, float]
+    """Mean training reward by step."""
     error: str = ""
     """Why the run ended early."""
 
@@ -128,7 +132,7 @@ class Learned:
         accuracies = {
             row.step: float(value) for row in rows for key, value in row.data.items() if plot.is_accuracy(key)
         }
-        rewards = [float(row.data["critic/score/mean"]) for row in rows if "critic/score/mean" in row.data]
+        rewards = {row.step: float(row.data[REWARD]) for row in rows if REWARD in row.data}
         stale = [
             float(row.data.get("training/off_policy/trajectory_staleness_worst/mean", 0.0)) for row in rows if row.step
         ]
@@ -137,7 +141,8 @@ class Learned:
             seed=seed,
             accuracies=accuracies,
             staleness=statistics.fmean(stale or [0.0]),
-            train_reward=statistics.fmean(rewards[-5:] or [0.0]),
+            train_reward=statistics.fmean([*rewards.values()][-5:] or [0.0]),
+            rewards=rewards,
             error=error,
         )
 

@@ -2,8 +2,9 @@
 
     .venv/bin/python benchmarks/learning_page.py --outputs outputs/learning
 
-A curve is the held-out accuracy by step: the mean over the seeds that ended well, and their range. A row whose setting
-has no record keeps an empty cell, so that it may run while the records are incomplete.
+A curve is the training reward by step: the mean over the seeds that ended well, and their range; beside it stands the
+held-out accuracy after the last step. A row whose setting has no record keeps an empty cell, so that this may run while
+records are incomplete.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "concepts" / "algorithms.md"
@@ -20,7 +21,7 @@ CURVES = DOCS / "pictures" / "learning"
 
 SECTIONS = {"Advantages": "estimators", "Loss": "losses"}
 """Heading of a section -> the part of the benchmark that its table shows."""
-COLUMN = "the demo's accuracy"
+COLUMN = "on the demo"
 """Header of the last column of these tables."""
 SETTINGS = {"norm_adv_by_std_in_grpo=false": "dr_grpo"}
 """Name in a row -> its setting, where that is not the same."""
@@ -36,11 +37,14 @@ class Run(TypedDict):
     setting: str
     seed: int
     accuracies: Mapping[str, float]
+    """Held out, by step."""
+    rewards: NotRequired[Mapping[str, float]]
+    """Mean training reward by step."""
     error: str
 
 
 class Point(NamedTuple):
-    """Held-out accuracy at a step, over seeds."""
+    """A value at a step, over seeds."""
 
     step: int
     mean: float
@@ -48,25 +52,25 @@ class Point(NamedTuple):
     high: float
 
 
-def points(runs: Sequence[Run]) -> list[Point]:
-    """The curve of a setting's runs, at the steps that all of them have; those that failed are left out."""
-    finished = [{int(step): value for step, value in run["accuracies"].items()} for run in runs if not run["error"]]
-    if not finished:
+def points(series: Sequence[Mapping[str, float]]) -> list[Point]:
+    """The curve of values by step, at the steps that all of the series have."""
+    if not series:
         return []
-    steps = sorted(set.intersection(*(set(accuracies) for accuracies in finished)))
-    columns = [(step, [accuracies[step] for accuracies in finished]) for step in steps]
+    steps = sorted(map(int, set.intersection(*(set(values) for values in series))))
+    columns = [(step, [values[str(step)] for values in series]) for step in steps]
     return [Point(step, statistics.fmean(values), min(values), max(values)) for step, values in columns]
 
 
 def told(runs: Sequence[Run]) -> str:
-    """The last point in words: `0.95 (0.93 to 0.97)`, and how many runs failed."""
-    curve, failed = points(runs), sum(bool(run["error"]) for run in runs)
+    """The held-out accuracy in words: `0.95 (0.93 to 0.97)`, and how many runs failed."""
+    curve = points([run["accuracies"] for run in runs if not run["error"]])
+    failed = sum(bool(run["error"]) for run in runs)
     parts = [f"{curve[-1].mean:.2f} ({curve[-1].low:.2f} to {curve[-1].high:.2f})"] if curve else []
     return ", ".join([*parts, *([f"{failed} of {len(runs)} failed"] if failed else [])])
 
 
-def drawn(curve: Sequence[Point]) -> str:
-    """The curve as SVG: the range of the seeds, their mean, the goal as a dotted line, and the last mean."""
+def drawn(curve: Sequence[Point], accuracy: str) -> str:
+    """The curve as SVG: the range of the seeds, their mean, the goal as a dotted line, and the accuracy."""
     first, last = curve[0], curve[-1]
 
     def places(values: Sequence[tuple[int, float]]) -> str:
@@ -84,7 +88,7 @@ def drawn(curve: Sequence[Point]) -> str:
 <polygon points="{band}" fill="#1f6feb" fill-opacity="0.25"/>
 <polyline points="{places([(p.step, p.mean) for p in curve])}" fill="none" stroke="#1f6feb" stroke-width="1.5"/>
 <text x="{WIDTH + 4 * EDGE}" y="{HEIGHT / 2 + 3 * EDGE:g}" font-family="sans-serif" font-size="13" \
-fill="#1f6feb">{last.mean:.2f}</text>
+fill="#1f6feb">{accuracy}</text>
 </svg>
 """
 
@@ -110,12 +114,12 @@ def _row(line: str, part: str, runs: Sequence[Run], folder: Path) -> str:
 
 def _cell(part: str, setting: str, runs: Sequence[Run], folder: Path) -> str:
     own = [run for run in runs if run["setting"] == setting]
-    curve, text = points(own), told(own)
+    curve, text = points([run.get("rewards") or run["accuracies"] for run in own if not run["error"]]), told(own)
     if not curve:
         return text
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{part}-{setting}.svg"
-    (folder / name).write_text(drawn(curve))
+    (folder / name).write_text(drawn(curve, text.partition(" ")[0]))
     return f"![{text}](../pictures/{folder.name}/{name})"
 
 
