@@ -237,6 +237,7 @@ class Only(NamedTuple):
 
 
 _MANAGERS = ("naive", "dapo", "batch", "prime", "gdpo", "rate_limited", "remote")
+_OWN_MANAGER = "all of these score alike here; score otherwise by custom_reward_function.path"
 _NO_REWARD_MODEL = "serve the model anywhere and name its URL in `judges` of the reward service"
 _NO_MEGATRON = "the learner is PyTorch's; take the keys of verl's FSDP recipe"
 _OWN_SANDBOX = "run code in a scorer of your own: give custom_reward_function.path"
@@ -305,13 +306,13 @@ ONLY: dict[str, Only] = {
         f"data.{name}_key": Only((f"{name}s",), "rows are text; take rows without media")
         for name in ("image", "video", "audio")
     },
-    "reward.reward_manager.name": Only(_MANAGERS, "all of these score alike here; own scorers take its place"),
+    "reward.reward_manager.name": Only(_MANAGERS, _OWN_MANAGER),
     "reward.reward_manager.source": Only(("register",), "give custom_reward_function.path"),
     "reward.reward_manager.module.path": Only((), "give custom_reward_function.path"),
     "reward.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
     "reward.reward_model.enable": Only((False,), _NO_REWARD_MODEL),
     "reward.sandbox_fusion.url": Only((), _OWN_SANDBOX),
-    "reward_model.reward_manager": Only(_MANAGERS, "all of these score alike here; own scorers take its place"),
+    "reward_model.reward_manager": Only(_MANAGERS, _OWN_MANAGER),
     "reward_model.reward_kwargs.*": Only((), "give arguments of a scorer as custom_reward_function.reward_kwargs"),
     "reward_model.enable": Only((False,), _NO_REWARD_MODEL),
     "reward_model.reward_loop_source": Only(("register",), "give custom_reward_function.path"),
