@@ -548,6 +548,11 @@ def test_a_key_changes_its_own_fields_and_no_others(key: str, value: JsonValue, 
     assert changed({key: value}) == fields
 
 
+_CRITIC_OPTIM: Keys = {
+    **{"lr_warmup_steps": 7, "lr_warmup_steps_ratio": 0.25, "betas": [0.5, 0.75], "min_lr_ratio": 0.5},
+    **{"num_cycles": 2.0, "lr_scheduler_type": "cosine", "zero_indexed_step": False},
+}
+_CRITIC_FSDP: Keys = {"optimizer_offload": True, "offload_policy": True, "reshard_after_forward": False}
 OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
     ({f"{MODEL}.path": "m"}, {"model_path": "m"}),
     ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),
@@ -556,14 +561,11 @@ OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
     ({"critic.optim.lr": 0.5}, {"optim": CriticOptimConfig(lr=0.5)}),
     *(
         ({f"critic.optim.{name}": value}, {"optim": CriticOptimConfig.model_validate({name: value})})
-        for name, value in (
-            *(("lr_warmup_steps", 7), ("lr_warmup_steps_ratio", 0.25), ("betas", [0.5, 0.75]), ("min_lr_ratio", 0.5)),
-            *(("num_cycles", 2.0), ("lr_scheduler_type", "cosine"), ("zero_indexed_step", False)),
-        )
+        for name, value in _CRITIC_OPTIM.items()
     ),
     *(
         ({f"critic.fsdp.{name}": value}, {"fsdp": ShardingConfig.model_validate({name: value})})
-        for name, value in (("optimizer_offload", True), ("offload_policy", True), ("reshard_after_forward", False))
+        for name, value in _CRITIC_FSDP.items()
     ),
     ({"critic.optim.warmup_style": "cosine"}, {"optim": CriticOptimConfig(lr_scheduler_type="cosine")}),
     ({"critic.optim.clip_grad": 4.0}, {"optim": CriticOptimConfig(clip_grad=4.0), "clip_grad": 4.0}),
