@@ -136,9 +136,10 @@ $(VENV)/.cpu: $(VENV)/.uv pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[cpu]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt
+$(VENV)/.dev: $(VENV)/.uv pyproject.toml constraints.txt tests/console/axe.txt
 	@echo "installing the development set (first time: a minute or two)"
 	$(INSTALL) --editable '.[dev]'
+	$(BIN)/uv pip install --python $(BIN)/python --quiet --no-deps --require-hashes --requirement tests/console/axe.txt
 	@touch $@ $(VENV)/.cpu
 
 $(WEAVE)/.ready: tests/weave/constraints.txt Makefile | $(VENV)/.uv

@@ -1,9 +1,10 @@
-"""The console on a large run: seconds until its first answer, of each kind of click and of a text search, and memory.
+"""The console on a large run: first answer and paint, each kind of click, searches and what cancels them, memory.
 
-    .venv/bin/python -m benchmarks.console write --steps 100 --prompts 512     # once; outputs/bench-console
+    .venv/bin/python -m benchmarks.console write --steps 1000 --prompts 512     # once, 2.5 GB; outputs/bench-console
     .venv/bin/python -m benchmarks.console measure
 
 `write` uses the trainer's writer: 8 rollouts for each prompt, two turns with a tool call, texts of some hundred bytes.
+`measure` clicks in Chromium and asks the searches over HTTP: over 102,400 trajectories (25 steps) and over the run.
 """
 
 import argparse
@@ -14,7 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -62,7 +65,7 @@ def write(steps: int, prompts: int) -> None:
 
 def _rollout(draw: random.Random, step: int, prompt: int, n: int) -> Trajectory:
     a, b = draw.randrange(1000), draw.randrange(1000)
-    score = float(draw.random() < 0.2 + 0.6 * step / 100)
+    score = float(draw.random() < 0.2 + 0.6 * min(1, step / 100))
     answer = a + b if score else a - b
     words = " ".join(draw.choices(("so", "we", "add", "take", "both", "numbers", "carry", "one", "check"), k=30))
     call = ToolCall(id="c0", function=FunctionCall(name="calculator", arguments=json.dumps({"expression": f"{a}+{b}"})))
@@ -111,85 +114,178 @@ def _rollout(draw: random.Random, step: int, prompt: int, n: int) -> Trajectory:
     )
 
 
+HUNDRED_THOUSAND = 25
+"""Steps of 4,096 trajectories."""
+RARE_REGEX, COMMON_REGEX = r"\bzyzz[a-z]+\b", r"carry \w+ one"
+SQL = {
+    "mean reward by step": "SELECT step, avg(score) FROM trajectories GROUP BY step ORDER BY step",
+    "a word in 25 steps": "SELECT count(*) FROM trajectories WHERE step > {} AND contains(turns, 'carry')",
+}
+SLOW_SQL = "SELECT count(*) FROM trajectories a, trajectories b WHERE contains(a.turns, b.stop_reason)"
+
+
 def measure(clicks: int) -> None:
     """Print the figures."""
-    from tests.console.browser import Browser
-
     port = free_port()
     url = f"http://127.0.0.1:{port}/"
     command = [sys.executable, "-m", "trackway.deploy.cli", "console", "--outputs", str(OUTPUTS), "--port", str(port)]
     started = time.monotonic()
     server = subprocess.Popen(command)
     try:
-        _first_answer(url)
+        about = _first_answer(url)
         print(f"first answer after {time.monotonic() - started:.2f} s, load {psutil.getloadavg()[0]:.1f}")
-        memory = psutil.Process(server.pid)
-        print(f"memory at the start {memory.memory_info().rss / 1e6:.0f} MB")
-        draw = random.Random(1)
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Browser(Path(folder)) as browser:
-            browser.size(1280)
-            _print("open the list of runs", _seconds(browser, clicks, lambda: f"{url}?{draw.random()}#/"))
-            browser.open(f"{url}#/")
-            step = lambda: draw.randint(1, 100)  # noqa: E731
-            for name, view in {
-                "run": lambda: f"run?run={RUN}&metrics=own/metric_{draw.randrange(150)}",
-                "step": lambda: f"step?run={RUN}&step={step()}",
-                "trajectory": lambda: f"trajectory?run={RUN}&step={step()}&sample={draw.randrange(512)}&rollout=3",
-                "tokens": lambda: f"tokens?run={RUN}&step={step()}&sample={draw.randrange(512)}&rollout=3",
-                "prompt": lambda: f"prompt?run={RUN}&sample={draw.randrange(512)}",
-                "failures": lambda: f"failures?run={RUN}&_={draw.random()}",
-            }.items():
-                _print(name, _seconds(browser, clicks, lambda view=view: f"{url}#/{view()}"))
-        _print("search for a rare word, all steps", [_search(url, NEEDLE, 10) for _ in range(3)])
-        _print("search for a common word, one page", [_search(url, "carry", 50) for _ in range(3)])
-        print(f"memory at the end {memory.memory_info().rss / 1e6:.0f} MB")
+        print(f"memory at the start {_peak_mb(server.pid):.0f} MB")
+        _pages(url, clicks, about["runs"][0]["step"])
+        print(f"memory at most so far {_peak_mb(server.pid):.0f} MB")
+        _searches(url, about["runs"][0]["step"])
+        print(f"memory at most {_peak_mb(server.pid):.0f} MB, load {psutil.getloadavg()[0]:.1f}")
     finally:
         server.terminate()
         server.wait(30)
 
 
-def _first_answer(url: str) -> None:
+def _first_answer(url: str) -> dict:
     deadline = time.monotonic() + 60
     while True:
         try:
-            httpx.get(f"{url}api/runs").raise_for_status()
-            return
+            return httpx.get(f"{url}api/runs").raise_for_status().json()
         except httpx.TransportError:
             assert time.monotonic() < deadline, "the console did not start"
             time.sleep(0.02)
 
 
-def _seconds(browser: object, clicks: int, address: Callable[[], str]) -> list[float]:
-    taken = []
-    for _ in range(clicks):
-        started = time.monotonic()
-        browser.open(address())  # pyright: ignore[reportAttributeAccessIssue]
-        taken.append(time.monotonic() - started)
-    return taken
+def _peak_mb(pid: int) -> float:
+    [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1000
 
 
-def _search(url: str, text: str, hits: int) -> float:
-    """Seconds until that many hits, or the end."""
-    started, cursor, found = time.monotonic(), None, 0
+def _pages(url: str, clicks: int, steps: int) -> None:
+    """Seconds to the first paint of pages that are opened afresh, and of each kind of click."""
+    from tests.console.browser import Browser
+
+    draw, taken = random.Random(1), defaultdict[str, list[float]](list)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Browser(Path(folder)) as browser:
+        browser.size(1280)
+
+        def fresh(name: str, view: str) -> None:
+            browser.open(f"{url}?{draw.random()}#/{view}")
+            paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+            taken[f"first paint of {name}"].append(browser.wait(paint) / 1000)
+
+        def click(name: str, selector: str, shown: str = "") -> None:
+            started = time.monotonic()
+            browser.settled(lambda: browser.click(selector))
+            if shown:
+                browser.wait(f"!!document.querySelector({json.dumps(shown)})")
+            taken[name].append(time.monotonic() - started)
+
+        def choose(name: str, label: str, value: str) -> None:
+            field = f"document.querySelector('select[aria-label=\"{label}\"]')"
+            script = f"{field}.value = '{value}'; {field}.dispatchEvent(new Event('change'))"
+            taken[name].append(browser.settled(lambda: browser.evaluate(script)))
+
+        for _ in range(clicks):
+            step, cell = draw.randint(2, steps), draw.randrange(512)
+            fresh("the list of runs", "")
+            fresh("a step", f"step?run={RUN}&step={step}")
+            browser.open(f"{url}#/")
+            click("a run", "a.open")
+            click("a step", f".steps a[aria-label^='step {step},']")
+            click("its lowest rewards", ".histogram button:first-child")
+            choose("its prompts without variance", "Which prompts", "flat")
+            browser.open(f"{url}#/step?run={RUN}&step={step}")
+            choose("what got worse since a step", "Change since a step", str(step - 1))
+            click("the step before, key ←", ".pager a:first-child")
+            browser.open(f"{url}#/step?run={RUN}&step={step}")
+            click("a trajectory", f".group:nth-child({cell + 1}) .cell")
+            click("the next one, key →", ".pager a:last-child")
+            click("its tokens", ".title a[title='key t']", ".token")
+            click("another tint", ".segments a:last-child", ".token")
+            browser.open(f"{url}#/trajectory?run={RUN}&step={step}&sample={cell}&rollout=3")
+            click("compare its group", ".title a[href*='compare']", ".compare")
+            browser.open(f"{url}#/trajectory?run={RUN}&step={step}&sample={cell}&rollout=3")
+            click("its prompt in all steps", ".title a[href*='prompt']", ".by-step-row")
+            click("failures", "#tools a[href*='failures']")
+            click("search", "#tools a[href*='search']")
+            browser.write("input[name=text]", "carry")
+            click("its hits of a common word", "form.search .primary", "table.hits tbody tr:nth-child(50)")
+            click("SQL", "#tools a[href*='sql']")
+        for name, seconds in taken.items():
+            _print(name, seconds)
+        away = {address for address in browser.requests if not address.startswith((url, "data:", "blob:"))}
+        print(f"{len(browser.requests)} requests, to elsewhere: {away or 'none'}")
+        print(f"problems of the page: {browser.problems or 'none'}")
+
+
+def _searches(url: str, steps: int) -> None:
+    """Seconds of searches and queries, and until the console is free again after a cancelled one."""
+    last = {"first_step": steps - HUNDRED_THOUSAND + 1}
+    for name, text, regex in (
+        ("a rare word", NEEDLE, False),
+        ("a word that none has", "absent-word", False),
+        ("a rare expression", RARE_REGEX, True),
+    ):
+        asked = {"text": text} | ({"regex": True} if regex else {})
+        _print(f"{name}, 102,400 trajectories", [_search(url, asked | last)[1] for _ in range(3)])
+        first, whole = zip(*[_search(url, asked) for _ in range(2)], strict=True)
+        _print(f"{name}, all: the first hits", list(first))
+        _print(f"{name}, all: to the end", list(whole))
+    for name, asked in {"word": {"text": "carry"}, "expression": {"text": COMMON_REGEX, "regex": True}}.items():
+        _print(f"a common {name}, 50 hits", [_search(url, asked, 50)[1] for _ in range(3)])
+    for name, query in SQL.items():
+        text = query.format(steps - HUNDRED_THOUSAND)
+        _print(f"SQL: {name}", [_seconds(lambda text=text: _ask(url, "sql", query=text)) for _ in range(3)])
+    _print("another query after a cancelled one", [_cancelled(url) for _ in range(3)])
+
+
+def _search(url: str, asked: dict, most: int | None = None) -> tuple[float, float]:
+    """Seconds until the first hits, and until `most` of them or the end of the run."""
+    started, cursor, found, first = time.monotonic(), None, 0, None
     while True:
-        parameters = {"run": RUN, "text": text, "limit": hits} | ({"cursor": cursor} if cursor else {})
-        page = httpx.get(f"{url}api/search", params=parameters, timeout=60).json()
+        page = _ask(url, "search", **asked, limit=50, **({"cursor": cursor} if cursor else {}))
         found, cursor = found + len(page["hits"]), page["cursor"]
-        if cursor is None or found >= hits:
-            assert found == hits, found
+        if first is None and found:
+            first = time.monotonic() - started
+        if cursor is None or (most is not None and found >= most):
+            ended = time.monotonic() - started
+            return ended if first is None else first, ended
+
+
+def _cancelled(url: str) -> float:
+    """Seconds of a small query that is asked as soon as both places are taken by queries whose caller has gone."""
+    for _ in range(2):
+        with suppress(httpx.ReadTimeout):
+            httpx.get(f"{url}api/sql", params={"run": RUN, "query": SLOW_SQL}, timeout=0.5)
+    started = time.monotonic()
+    while True:
+        reply = httpx.get(f"{url}api/sql", params={"run": RUN, "query": "SELECT 1"}, timeout=60)
+        if reply.status_code != 429:
+            reply.raise_for_status()
             return time.monotonic() - started
+        time.sleep(0.02)
+
+
+def _ask(url: str, path: str, **parameters: object) -> dict:
+    reply = httpx.get(f"{url}api/{path}", params={"run": RUN, **parameters}, timeout=60)  # pyright: ignore[reportArgumentType]
+    return reply.raise_for_status().json()
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    started = time.monotonic()
+    action()
+    return time.monotonic() - started
 
 
 def _print(name: str, taken: list[float]) -> None:
     ordered = sorted(taken)
     p95 = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
-    print(f"{name:36} median {statistics.median(taken):.2f} s, p95 {p95:.2f} s, n {len(taken)}")
+    print(f"{name:48} median {statistics.median(taken):.2f} s, p95 {p95:.2f} s, n {len(taken)}", flush=True)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("write", "measure"))
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--clicks", type=int, default=20)
     options = parser.parse_args()

@@ -1,15 +1,19 @@
-"""What an automatic check of accessibility finds on the open page: contrast, names, labels, ids, headers."""
+"""What axe finds on the open page: its rules of WCAG 2.2 A and AA, and its best practices."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.console.browser import Browser
 
-LEAST_CONTRAST, LEAST_CONTRAST_LARGE = 4.5, 3.0
-"""Of WCAG 2.2, AA; large is from 24 px on, or 18.66 px if bold."""
-_SCRIPT = Path(__file__).with_suffix(".js").read_text()
+_PACKAGE = find_spec("axe_playwright_python")
+"""Of `axe.txt`; its own code, which needs Playwright, is not imported."""
+IS_INSTALLED = _PACKAGE is not None
 
 
 def faults(browser: Browser) -> list[str]:
-    """Faults of the open page; empty for none."""
-    code = _SCRIPT.partition("\n")[2]
-    return browser.evaluate(f"({code})({LEAST_CONTRAST}, {LEAST_CONTRAST_LARGE})")
+    """Each fault with its impact and the first element that has it; empty for none."""
+    assert _PACKAGE is not None and _PACKAGE.origin is not None
+    if not browser.evaluate("typeof axe === 'object'"):
+        browser.evaluate((Path(_PACKAGE.origin).parent / "axe.min.js").read_text() + "; true")
+    found = browser.evaluate("axe.run(document, {resultTypes: ['violations']}).then((results) => results.violations)")
+    return [f"{rule['impact']}: {rule['id']} at {rule['nodes'][0]['html'][:200]}" for rule in found]

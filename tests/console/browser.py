@@ -67,15 +67,19 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """The value of an expression once it is true."""
+        """The value of an expression in the page once it is true."""
+        return self.until(lambda: self.evaluate(script), script)
+
+    def until(self, condition: Callable[[], Any], words: str = "the condition") -> Any:
+        """The value of the condition once it is true."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
-            value = self.evaluate(script)
+            value = condition()
             if value:
                 return value
             if time.monotonic() > deadline:
                 shown = self.evaluate("document.body?.innerText.slice(0, 2000)")
-                raise AssertionError(f"{script} did not become true; problems: {self.problems}; the page: {shown}")
+                raise AssertionError(f"{words} did not become true; problems: {self.problems}; the page: {shown}")
             self._loop.run_until_complete(asyncio.sleep(0.02))
 
     def open(self, url: str) -> None:

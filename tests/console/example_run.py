@@ -1,5 +1,6 @@
 """A small run, written by the trainer's own writers."""
 
+import base64
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from trackway.wire.trajectory import (
     trajectory_id,
 )
 
-TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 MESSAGE = 'the tool "calculator" took 30 s'
 
 
@@ -43,7 +44,8 @@ def write_run(outputs: Path, name: str = "tidy", steps: int = 2, message: str = 
     for step in range(1, steps + 1):
         write_step(folder, step)
     folder.write_activity(Activity(rollouts={"submitted": 4 * steps, "used": 4 * steps}))
-    folder.update(step=steps, mlflow_uri="http://127.0.0.1:5000", experiment_id="3")
+    pages = {"mlflow_uri": "http://127.0.0.1:5000", "experiment_id": "3", "weave_url": "https://wandb.ai/team/own"}
+    folder.update(step=steps, **pages)
     folder.move(RunState.FINISHED, message)
     return folder
 
@@ -144,6 +146,20 @@ def rollout(
         stop_reason=StopReason.ERROR if fails else StopReason.ANSWERED,
         timings=Timings(generate_sequences=0.75, tool_calls=0.25, compute_score=0.125, total=1.5 + n),
         trace_id=TRACE_ID if right else None,
+        span_id=SPAN_ID if right else None,
         incidents=[Incident.RETRIED] if right else [],
         error=ErrorBody(code=ErrorCode.TOOL_TIMEOUT, message=MESSAGE, retryable=False) if fails else None,
     )
+
+
+def mlflow_span(number: int, parent: int | None, start: float, end: float, error: str = "") -> dict[str, object]:
+    """A span in MLflow's reply."""
+    return {
+        "name": f"span {number}",
+        "span_id": base64.b64encode(bytes([number])).decode(),
+        "parent_span_id": base64.b64encode(bytes([parent])).decode() if parent else "",
+        "start_time_unix_nano": str(int(start * 1e9)),
+        "end_time_unix_nano": str(int(end * 1e9)),
+        "status": {"code": "STATUS_CODE_ERROR", "message": error} if error else {},
+        "attributes": [{"key": "agentic.service", "value": {"string_value": "tools"}}],
+    }

@@ -1,5 +1,9 @@
 """The console's page in a real browser, from the list of runs to a token."""
 
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -7,8 +11,10 @@ import pytest
 from tests.console import accessibility
 from tests.console.browser import Browser
 from tests.console.conftest import Serve
-from tests.console.example_run import rollout, write_run, write_values
-from trackway.trainer.run_state.trajectory_dump import write_trajectories
+from tests.console.example_run import TRACE_ID, mlflow_span, rollout, write_run, write_values
+from trackway.trainer.run_state.folder import RunFolder
+from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.wire.trajectory import Trajectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
@@ -42,7 +48,11 @@ def test_clicks_and_keys_lead_from_the_runs_to_a_token_and_back(browser: Browser
     browser.settled(lambda: browser.click(".cell:not(.faded)"))
     assert browser.evaluate("location.hash") == "#/trajectory?run=tidy&step=2&sample=7&rollout=1"
     assert "#### 42" in browser.text() and '{"expression": "7*6"}' in browser.text()
-    assert browser.evaluate("document.querySelector('.title a[target]').href").startswith("http://127.0.0.1:5000/#/")
+    traces = browser.evaluate("[...document.querySelectorAll('.title a[target]')].map((link) => link.href)")
+    assert [address.partition("#")[0] for address in traces] == [
+        "http://127.0.0.1:5000/",
+        "https://wandb.ai/team/own/r/call/b7ad6b7169203331",
+    ]
 
     browser.settled(lambda: browser.press("ArrowRight"))
     assert "took 30 s" in browser.text()
@@ -116,3 +126,90 @@ def test_what_is_missing_says_what_to_do(browser: Browser, url: str, outputs: Pa
     assert "Open the run" in browser.text()
     browser.open(f"{url}#/nonsense")
     assert "There is no view nonsense" in browser.text()
+
+
+def test_folders_that_are_dead_empty_broken_or_of_another_kind_say_so(
+    browser: Browser, tmp_path: Path, serve: Serve
+) -> None:
+    for name in ("dead", "broken"):
+        write_run(tmp_path / "outputs", name)
+    state = tmp_path / "outputs/dead/state.json"
+    state.write_text(state.read_text().replace('"finished"', '"running"'))
+    (tmp_path / "outputs/dead/worker.json").unlink()
+    (tmp_path / "outputs/broken/state.json").write_text("{")
+    torn = tmp_path / "outputs/broken/trajectories/step_2.parquet"
+    torn.write_bytes(torn.read_bytes()[:2000])
+    (tmp_path / "photos/holiday").mkdir(parents=True)
+    (tmp_path / "photos/holiday/a.parquet").write_bytes(b"not ours")
+    url = serve(tmp_path / "outputs")
+
+    browser.open(f"{url}#/")
+    assert "running · its process is gone" in browser.text() and "unreadable" in browser.text()
+    browser.open(f"{url}#/run?run=dead")
+    assert "trackway train --resume dead" in browser.text()
+    browser.open(f"{url}#/run?run=broken")
+    assert "cannot be read" in browser.text() and "0.25" in browser.text()  # its metrics are whole
+    browser.open(f"{url}#/step?run=broken&step=2")
+    assert f"expected trajectories in {torn}, got a file that cannot be read" in browser.text()
+    browser.open(f"{url}#/step?run=broken&step=1")
+    assert browser.evaluate("document.querySelectorAll('.cell').length") == 4
+    for folder in (tmp_path / "none", tmp_path / "photos"):
+        browser.open(f"{serve(folder)}#/")
+        assert f"There is no run in {folder}." in browser.text()
+        assert "trackway demo" in browser.text()
+
+
+def test_a_chart_rows_and_a_trajectory_can_be_saved(browser: Browser, url: str, outputs: Path, tmp_path: Path) -> None:
+    browser.call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+
+    def saved(name: str, selector: str) -> Path:
+        browser.click(selector)
+        browser.until(lambda: (tmp_path / name).is_file())
+        return tmp_path / name
+
+    browser.open(f"{url}#/run?run=tidy")
+    picture = saved("reward-accuracy.png", ".chart-box button").read_bytes()
+    assert picture.startswith(b"\x89PNG") and int.from_bytes(picture[16:20]) > 600  # pixels wide
+    rows = saved("tidy-metrics.csv", "button[title='save tidy-metrics.csv']").read_text().splitlines()
+    assert rows == ["step,actor/entropy,timing_s/step", "1,,2", "2,,2"]
+    browser.open(f"{url}#/trajectory?run=tidy&step=2&sample=7&rollout=1")
+    line = saved("tidy-2-7-1.jsonl", "button[title='save tidy-2-7-1.jsonl']").read_text()
+    assert Trajectory.model_validate_json(line) == read_trajectories(outputs / "tidy/trajectories/step_2.parquet")[1]
+    assert browser.problems == []
+
+
+@pytest.fixture
+def mlflow() -> Iterator[str]:
+    """The address of a server that answers as MLflow's does for the trace of the example run."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            spans = [mlflow_span(2, 1, 1.5, 2.0, "failed"), mlflow_span(1, None, 1.0, 3.0)]
+            body = json.dumps({"traces": [{"spans": spans}] if self.path.endswith(f"=tr-{TRACE_ID}") else []}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join(10)
+
+
+def test_the_spans_of_a_trace_stand_below_the_lanes(browser: Browser, url: str, outputs: Path, mlflow: str) -> None:
+    RunFolder(outputs / "tidy").update(mlflow_uri=mlflow)
+    browser.open(f"{url}#/trajectory?run=tidy&step=2&sample=7&rollout=1")
+    browser.click(".spans button")
+    browser.wait("document.querySelectorAll('.spans li').length === 2")
+
+    assert browser.evaluate("[...document.querySelectorAll('.spans li')].map((line) => line.innerText)") == [
+        "span 1\n2.00 s",
+        "span 2\n0.50 s",
+    ]
+    assert browser.evaluate("document.querySelectorAll('.spans li.bad-text').length") == 1

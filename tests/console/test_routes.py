@@ -1,7 +1,7 @@
 """The console's JSON: exact values on a small run, and folders that are empty, broken or of another kind."""
 
-import base64
 import json
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,12 +10,22 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
-from tests.console.example_run import MESSAGE, TRACE_ID, rollout, write_run, write_step, write_values
+from tests.console.example_run import (
+    MESSAGE,
+    SPAN_ID,
+    TRACE_ID,
+    mlflow_span,
+    rollout,
+    write_run,
+    write_step,
+    write_values,
+)
 from trackway.console import spans
 from trackway.console.app import create_app
 from trackway.serving import AuthSettings, ServiceSettings
 from trackway.serving.tokens import Token
 from trackway.trainer.run_state.folder import Activity, RunFolder
+from trackway.trainer.run_state.ownership import Beat, Owner
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.health import Wait
 from trackway.wire.trajectory import Trajectory
@@ -95,6 +105,7 @@ def test_a_run_has_its_newest_metrics_its_files_and_its_rollouts(outputs: Path) 
     assert [(file["step"], file["validation"]) for file in page["files"]] == [(0, True), (1, False), (2, False)]
     assert page["rollouts"] == {"submitted": 8, "used": 8}
     assert page["mlflow"] == "http://127.0.0.1:5000/#/experiments/3/traces"
+    assert page["weave"] == "https://wandb.ai/team/own/weave/traces"
     assert get(outputs, "metrics", run="tidy", name=["timing_s/gen", "actor/entropy", "none"])["series"] == {
         "timing_s/gen": {"steps": [1, 2], "values": [1.5, 1.5]},
         "actor/entropy": {"steps": [1, 2], "values": [None, None]},
@@ -108,6 +119,7 @@ def test_a_run_is_sent_again_only_once_one_of_its_files_changed(outputs: Path) -
     first = client.get("/api/run", params={"run": "tidy"})
     known = {"if-none-match": first.headers["etag"]}
 
+    folder.write_beat(Beat(owner=Owner.of(os.getpid()), count=7))  # as every three seconds
     same = client.get("/api/run", params={"run": "tidy"}, headers=known)
     write_step(folder, 3)
     changed = client.get("/api/run", params={"run": "tidy"}, headers=known)
@@ -185,9 +197,10 @@ def test_a_trajectory_has_its_turns_its_group_its_neighbours_and_its_trace(outpu
     assert page["reward"] == {"score": 1.0, "components": {"correct": 1.0}}
     assert (page["prompt_tokens"], page["response_tokens"], page["model_tokens"], page["rows"]) == (2, 5, 4, 1)
     assert page["trace"] == f"http://127.0.0.1:5000/#/experiments/3/traces?selectedEvaluationId=tr-{TRACE_ID}"
+    assert page["weave"] == f"https://wandb.ai/team/own/r/call/{SPAN_ID}"
     assert (page["incidents"], page["error"], page["shortened"]) == (["retried"], None, False)
     last = get(outputs, "trajectory", run="tidy", step=1, sample="10", rollout=1)
-    assert (last["next"], last["trace"], last["previous"]["rollout"]) == (None, None, 0)
+    assert (last["next"], last["trace"], last["weave"], last["previous"]["rollout"]) == (None, None, None, 0)
 
 
 def test_a_long_text_loses_its_middle(outputs: Path) -> None:
@@ -412,6 +425,10 @@ def test_a_step_can_be_saved_as_numbers_and_as_whole_trajectories(outputs: Path)
     ]
     written = read_trajectories(folder.path / "trajectories/step_2.parquet")
     assert [Trajectory.model_validate_json(line) for line in lines] == written
+    [line] = client.get(
+        "/api/export", params={**step, "format": "jsonl", "sample": "7", "rollout": 1}
+    ).text.splitlines()
+    assert Trajectory.model_validate_json(line) == written[1]
     assert refused(outputs, "export", run="tidy", step=9, format="csv")[:2] == (404, "not_found")
 
 
@@ -424,7 +441,7 @@ def test_the_spans_of_a_trace_come_from_the_mlflow_server_of_the_run(
     def answer(request: httpx.Request) -> httpx.Response:
         asked.append(request)
         return httpx.Response(
-            200, json={"traces": [{"spans": [_span(2, 1, 1.5, 2.0, "failed"), _span(1, None, 1.0, 3.0)]}]}
+            200, json={"traces": [{"spans": [mlflow_span(2, 1, 1.5, 2.0, "failed"), mlflow_span(1, None, 1.0, 3.0)]}]}
         )
 
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "of-another-server")
@@ -442,19 +459,6 @@ def test_the_spans_of_a_trace_come_from_the_mlflow_server_of_the_run(
     url = f"http://127.0.0.1:5000/api/3.0/mlflow/traces/batchGet?trace_ids=tr-{TRACE_ID}"
     assert [str(request.url) for request in asked] == [url] and "authorization" not in asked[0].headers
     assert refused(outputs, "spans", run="tidy", trace="../x")[:2] == (422, "invalid_request")
-
-
-def _span(number: int, parent: int | None, start: float, end: float, error: str = "") -> dict[str, object]:
-    """A span in MLflow's reply."""
-    return {
-        "name": f"span {number}",
-        "span_id": base64.b64encode(bytes([number])).decode(),
-        "parent_span_id": base64.b64encode(bytes([parent])).decode() if parent else "",
-        "start_time_unix_nano": str(int(start * 1e9)),
-        "end_time_unix_nano": str(int(end * 1e9)),
-        "status": {"code": "STATUS_CODE_ERROR", "message": error} if error else {},
-        "attributes": [{"key": "agentic.service", "value": {"string_value": "tools"}}],
-    }
 
 
 def test_a_folder_without_runs_is_an_empty_list(outputs: Path) -> None:

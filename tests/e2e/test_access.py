@@ -5,10 +5,13 @@ The other files here show the rest of it: they run, scale, break and trace the s
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
 from tests.e2e.access_tokens import AGENT, OPERATOR
 from trackway.clients import AgentClient, ServiceClient, ToolsClient, run
+from trackway.console.app import create_app
+from trackway.deploy.commands.console import services_of
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.trainer.data.tiny import make_tiny_rows
@@ -105,3 +108,22 @@ def test_an_agents_token_is_enough_for_its_trajectories(deployment: Deployment) 
         {True},
     )
     assert sum(len(trajectory.tool_rewards) for trajectory in made) >= 1
+
+
+def test_the_console_asks_the_services_with_the_token_of_its_user_alone(deployment: Deployment) -> None:
+    with TestClient(create_app(deployment.outputs, services=services_of(deployment.outputs, None))) as client:
+        assert {client.get(f"/api/{page}").status_code for page in ("system", "try")} == {401}
+        assert client.post("/api/try/prompt", json={"prompt": "What is 6 x 7?"}).status_code == 401
+        client.headers["authorization"] = f"Bearer {AGENT}"
+        services = client.get("/api/system").json()["services"]
+        offer = client.get("/api/try").json()
+        prompt = client.post("/api/try/prompt", json={"prompt": "What is 6 x 7?", "max_tokens": 8}).json()
+        call = client.post("/api/try/tool", json={"tool": "calculator", "arguments": {"expression": "6*7"}}).json()
+        answer = {"data_source": "openai/gsm8k", "solution_str": "#### 42", "ground_truth": "42"}
+        score = client.post("/api/try/score", json=answer).json()
+
+    assert [service["service"] for service in services if not service["answers"]] == []
+    assert {replica["ready"] for service in services for replica in service["replicas"]} == {True}
+    assert "calculator" in [tool["function"]["name"] for tool in offer["tools"]]
+    assert prompt["facts"]["model"] == offer["model"] and 1 <= prompt["facts"]["tokens"] <= 8
+    assert (call["text"], score["text"], score["facts"]["correct"]) == ("42", "1", 1.0)

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 from mlflow import MlflowClient
 from mlflow.entities import Trace
 
 from tests.e2e.small_runs import small_run
 from trackway import traces
 from trackway.clients import TrainerClient, run
+from trackway.console.app import create_app
 from trackway.deploy.deployment import status
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import launch
@@ -55,8 +57,9 @@ def runs(deployment: Deployment) -> list[RunInfo]:
 
 
 def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deployment, started) -> None:
-    info = launch.follow(deployment, started("whole", 2).run, quiet)
+    info = launch.follow(deployment, started("whole", 2, "trackway.save_token_values=true").run, quiet)
     made = trajectories_of(info)
+    assert_learner_values(deployment, info, made)
     traced = {f"tr-{trajectory.trace_id}": trajectory for trajectory in made if trajectory.trace_id}
     assert (info.state, len(made), len(traced)) == (RunState.FINISHED, 8 + 32 + 8, 2 + 32 + 2)
     assert [trajectory.error for trajectory in made if trajectory.error] == []
@@ -84,6 +87,22 @@ def test_a_run_leaves_a_whole_trace_for_each_traced_trajectory(deployment: Deplo
     assert {link.trace_id for link in spans["optimizer_step 0"].links} == first
     asked = {link.span_id for name in first for span in by_run[name].data.spans for link in span.links or []}
     assert asked == {spans["rollout"].span_id}  # each trajectory leads back to the step that asked for it
+
+
+def assert_learner_values(deployment: Deployment, info: RunInfo, made: list[Trajectory]) -> None:
+    """The console has the learner's values of each token that it trained, and of no other."""
+    client = TestClient(create_app(deployment.outputs, services={}))
+    trained = [trajectory.tags for trajectory in made if not trajectory.tags.validation]
+    for tags in trained:
+        place = {"run": info.run, "step": tags.step, "sample": tags.sample_index, "rollout": tags.rollout_n}
+        page = client.get("/api/tokens", params=place).json()
+        learner, is_trained = page["learner"], [bool(mask) for mask in page["mask"]]
+        assert (learner["status"], learner["kept"], len(page["pieces"])) == ("used", is_trained, page["total"])
+        for name in ("logprobs", "entropies", "advantages"):
+            assert [value is not None for value in learner[name]] == is_trained
+        pairs = zip(page["logprobs"], learner["logprobs"], strict=True)
+        assert all(abs(sampler - value) < 1e-4 for sampler, value in pairs if value is not None)
+    assert len(trained) == 32
 
 
 def of_the_run(client: MlflowClient, info: RunInfo) -> list[Trace]:

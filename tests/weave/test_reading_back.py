@@ -30,6 +30,8 @@ from trackway.tracing import (
     turn_span,
 )
 from trackway.tracing.active import activated
+from trackway.tracing.export.weave import project_url
+from trackway.tracing.settings import HOSTED_WEAVE
 from trackway.wire.chat import Message
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
@@ -76,6 +78,7 @@ class Services:
             num_turns=2,
             stop_reason=StopReason.ANSWERED,
             trace_id=root.trace_id,
+            span_id=root.span_id,
         )
 
     def work(self, headers: Mapping[str, str], rollout: Tracing) -> None:
@@ -171,6 +174,16 @@ def test_whole_trees_verify_and_a_lost_span_is_named(store: WeaveStore, made: di
 def test_a_name_and_the_beginning_of_an_id_find_a_trace(store: WeaveStore, made: dict[str, Trajectory]) -> None:
     trace_id = made["s12n0"].trace_id or ""
     assert resolve(store, "s12/i7/n0", RUN).trace_id == resolve(store, trace_id[:10]).trace_id == trace_id
+
+
+def test_the_page_of_a_trajectory_is_the_one_of_weaves_client(
+    weave_client: "WeaveClient", made: dict[str, Trajectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    trajectory, project = made["s3n0"], f"{weave_client.entity}/{weave_client.project}"
+    calls = weave_client.get_calls(filter={"trace_ids": [trajectory.trace_id], "trace_roots_only": True})
+
+    assert [call.ui_url for call in calls] == [f"{project_url(project, HOSTED_WEAVE)}/r/call/{trajectory.span_id}"]
 
 
 def test_a_step_of_the_trainer_links_to_what_it_consumed(store: WeaveStore, made: dict[str, Trajectory]) -> None:

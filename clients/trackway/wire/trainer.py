@@ -132,6 +132,8 @@ class RunInfo(WireReply):
     experiment_id: str | None = None
     run_id: str | None = None
     """MLflow's id of this run."""
+    weave_url: str | None = None
+    """Page of the Weave project of its traces, `https://wandb.ai/<entity>/<project>`; None without traces there."""
     threads: int | None = None
     """CPU threads of the learner, kept when the run is resumed; None until it has loaded its model."""
     engine_threads: int | None = None

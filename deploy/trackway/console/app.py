@@ -221,10 +221,22 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
         return failures_page(reader, runs.find(run))
 
     @router.get("/api/export", response_class=StreamingResponse)
-    def export(run: RunKey, step: Step, format: Literal["csv", "jsonl"], validation: Validation = False) -> Response:
-        """The rollouts of a step: CSV of their numbers, or JSONL of whole trajectories."""
-        write, kind = (as_csv, "text/csv") if format == "csv" else (as_jsonl, "application/jsonl")
-        lines = write(reader, runs.find(run), step, validation)
+    def export(
+        run: RunKey,
+        step: Step,
+        format: Literal["csv", "jsonl"],
+        validation: Validation = False,
+        sample: Annotated[str | None, Query(description="Index of a prompt, with `format=jsonl`.")] = None,
+        rollout: Annotated[int | None, Query(description="Number of a rollout, with `format=jsonl`.")] = None,
+    ) -> Response:
+        """The rollouts of a step: CSV of their numbers, or JSONL of whole trajectories, all or those of a prompt."""
+        folder = runs.find(run)
+        lines = (
+            as_csv(reader, folder, step, validation)
+            if format == "csv"
+            else as_jsonl(reader, folder, step, validation, sample, rollout)
+        )
+        kind = "text/csv" if format == "csv" else "application/jsonl"
         first = next(lines, "")  # an unreadable file is an error and not a short one
         return StreamingResponse(chain((first,), lines), media_type=kind)
 

@@ -40,20 +40,32 @@ def as_csv(reader: ParquetReader, folder: RunFolder, step: int, validation: bool
         offset, total = offset + MOST_ROLLOUTS, page.total
 
 
-def as_jsonl(reader: ParquetReader, folder: RunFolder, step: int, validation: bool) -> Iterator[str]:
-    """A trajectory per line, with its tokens, as the agent returned it. Raises TrackwayError before the first line."""
+def as_jsonl(
+    reader: ParquetReader,
+    folder: RunFolder,
+    step: int,
+    validation: bool,
+    sample: str | None = None,
+    rollout: int | None = None,
+) -> Iterator[str]:
+    """A trajectory per line, with its tokens, as the agent returned it; all, or those of a sample and of a number.
+
+    Raises TrackwayError before the first line.
+    """
     file, start = file_of(folder, step, validation), 0
     while True:
         records = reader.records(
             "SELECT * FROM read_parquet($file, file_row_number = true) WHERE file_row_number >= $start "
-            f"ORDER BY file_row_number LIMIT {_CHUNK}",
+            "AND ($sample IS NULL OR CAST(sample_index AS VARCHAR) = $sample) "
+            f"AND ($rollout IS NULL OR rollout_n = $rollout) ORDER BY file_row_number LIMIT {_CHUNK}",
             file,
             start=start,
+            sample=sample,
+            rollout=rollout,
         )
         for record in records:
-            del record["file_row_number"]
+            start = record.pop("file_row_number") + 1
             kept = {name: value for name, value in record.items() if value is not None}
             yield from_record(kept).model_dump_json() + "\n"
         if len(records) < _CHUNK:
             return
-        start += len(records)

@@ -77,6 +77,8 @@ class RunPage(WireReply):
     """In the order of the steps, validation after training."""
     mlflow: str | None = None
     """Its page of traces in MLflow."""
+    weave: str | None = None
+    """Its page of traces in Weave."""
     traces: TraceSummary | None = None
     tracking: list[BackendSummary] = Field(default_factory=list[BackendSummary])
 
@@ -154,7 +156,9 @@ class TrajectoryPage(WireReply):
     rows: int
     """Rows of tokens; most trajectories have one."""
     trace: str | None
-    """TrajectoryAddress of its trace in MLflow; None when it was not traced, or MLflow is unknown."""
+    """Page of its trace in MLflow; None when it was not traced, or MLflow is unknown."""
+    weave: str | None
+    """Page of its trace in Weave; None when it was not traced there."""
     trace_id: str | None
     shortened: bool
     """Whether a text was cut to the console's limit."""

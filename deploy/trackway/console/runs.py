@@ -97,14 +97,15 @@ class Runs:
                 for file in trajectory_files(folder)
             ],
             mlflow=mlflow_page(folder),
+            weave=weave_page(folder),
             traces=info.traces,
             tracking=info.tracking,
         )
 
     def stamp(self, key: str) -> str:
-        """Changes whenever a file that `page` reads does."""
+        """Changes whenever a file that `page` reads does, but for the beats of the run's process."""
         folder = self.find(key)
-        names = ("state.json", "metrics.jsonl", "activity.json", "heartbeat.json", "trajectories")
+        names = ("state.json", "metrics.jsonl", "activity.json", "trajectories")
         return "-".join(f"{size:x}.{at:x}" for size, at in (stamp_of(folder.path / name) for name in names))
 
     def _key(self, folder: RunFolder) -> str:
@@ -149,6 +150,14 @@ def mlflow_page(folder: RunFolder, trace_id: str | None = None) -> str | None:
         return None
     trace = f"?selectedEvaluationId=tr-{trace_id}" if trace_id else ""
     return f"{(info.mlflow_uri or '').rstrip('/')}/#/experiments/{info.experiment_id}/traces{trace}"
+
+
+def weave_page(folder: RunFolder, span_id: str | None = None) -> str | None:
+    """Weave's page of the run's traces, or of the call of a span; None without traces there."""
+    project = folder.info().weave_url or ""
+    if not project.startswith(("http://", "https://")):
+        return None
+    return f"{project}/r/call/{span_id}" if span_id else f"{project}/weave/traces"
 
 
 def stamp_of(path: Path) -> _Stamp:

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trackway.console.replies import LearnerTokens, TokensPage, TrajectoryAddress, TrajectoryPage
-from trackway.console.runs import finite, mlflow_page
+from trackway.console.runs import finite, mlflow_page, weave_page
 from trackway.console.steps import order
 from trackway.console.tokenizer import Tokenizers
 from trackway.console.trajectory_files import File, ParquetReader, file_of, token_values_of
@@ -82,6 +82,7 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         model_tokens=sum(trajectory.response_mask),
         rows=1 + len(trajectory.further_rows),
         trace=mlflow_page(folder, trajectory.trace_id) if trajectory.trace_id else None,
+        weave=weave_page(folder, trajectory.span_id) if trajectory.span_id else None,
         trace_id=trajectory.trace_id,
         shortened=messages.shortened,
     )

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from trackway.deploy.commands.demo import _print_summary
 from trackway.deploy.deployment.attach import runs_folder
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import demo, launch
-from trackway.deploy.runs.demo import Demo, PhaseTimes, newest_of, summarise
+from trackway.deploy.runs.demo import Demo, PhaseTimes, RunOutput, newest_of, summarise
 from trackway.system.user_error import UserError
 from trackway.trainer.config import RunConfig
 from trackway.trainer.run_state.folder import RunFolder
@@ -166,3 +167,15 @@ def test_an_mlflow_that_does_not_answer_costs_the_count_only(there: Deployment, 
     summary, [note] = summarise(there, info, PhaseTimes(time.monotonic()))
     assert summary.complete_traces is None
     assert note.startswith("traces were not checked: MLflow at http://127.0.0.1:1 refused, or did not answer")
+
+
+def test_a_demo_ends_with_the_command_that_opens_its_run(
+    there: Deployment, folder: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = there.model_copy(update={"attached": False, "outputs": tmp_path / "demo"})
+    info = made_run(folder)
+    summary = RunOutput.of(folder).summary(info, PhaseTimes(0.0), "", None)
+
+    _print_summary(summary, here, "seed0")
+
+    assert f"console        trackway console --outputs {tmp_path / 'demo'}\n" in capsys.readouterr().out

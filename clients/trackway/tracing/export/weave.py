@@ -1,11 +1,14 @@
-"""The full name of a Weave project, whose entity may be left to the API key's account, as `weave.init` leaves it."""
+"""The full name of a Weave project, whose entity may be left to the API key's account, and its place in W&B's app."""
 
 import logging
 import os
 from functools import lru_cache
+from urllib.parse import quote
 
 import httpx
 from pydantic import BaseModel, SecretStr, ValidationError
+
+from trackway.tracing.settings import HOSTED_WEAVE
 
 logger = logging.getLogger("trackway.tracing")
 
@@ -39,6 +42,28 @@ def full_project(name: str, key: SecretStr | None) -> str | None:
     if project and not slash:
         entity = os.environ.get("WANDB_ENTITY") or (default_entity(key) if key else None) or ""
     return f"{entity}/{project}" if entity and project and "/" not in entity else None
+
+
+def project_url(project: str, trace_server: str) -> str | None:
+    """The page of `entity/project` in W&B's app, as weave's client builds it; None where the app is unknown.
+
+    WANDB_APP_URL and WANDB_BASE_URL say it, else the trace server: W&B's own, or `https://<host>/traces`.
+    """
+    app = os.environ.get("WANDB_APP_URL") or _app_of(os.environ.get("WANDB_BASE_URL") or _api_of(trace_server))
+    return f"{app.rstrip('/')}/{quote(project)}" if app else None
+
+
+def _api_of(trace_server: str) -> str:
+    """The API beside a trace server; empty if unknown."""
+    if trace_server.rstrip("/") == HOSTED_WEAVE:
+        return HOSTED_WANDB
+    host, _, path = trace_server.rstrip("/").rpartition("/")
+    return host if path == "traces" else ""
+
+
+def _app_of(api: str) -> str:
+    """The app beside an API, by W&B's rule: api.wandb.ai has wandb.ai, other `api.` hosts `app.`, others themselves."""
+    return api.replace("://api.", "://" if "://api.wandb." in api else "://app.")
 
 
 def default_entity(key: SecretStr) -> str | None:

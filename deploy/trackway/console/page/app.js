@@ -1,13 +1,12 @@
 // The page's frame: the address chooses the view, and a view may follow the run.
 
 import { ApiError, get, keepToken, link, route, trajectoryLink } from "./api.js";
-import { h, hideTip, visible } from "./dom.js";
+import { busy, h, hideTip, redraw, visible } from "./dom.js";
 
 const VIEWS = ["runs", "run", "step", "trajectory", "tokens", "search", "prompt", "compare", "failures", "sql", "system", "try"];
 const POLL_MS = 2000;
 
 const main = document.getElementById("main");
-const progress = document.getElementById("progress");
 let open = null;
 let services = null;
 /** Whether the console was started beside running services; a promise until the first answer. */
@@ -64,26 +63,22 @@ async function show() {
   const visit = (open = new Visit(parameters));
   before?.end();
   hideTip();
-  const late = setTimeout(() => (progress.hidden = false), 250);
   let content;
   try {
     if (!VIEWS.includes(view)) throw new ApiError(404, `There is no view ${view}; start from the list of runs.`);
-    const module = await import(`./views/${view}.js`);
     services ??= visit.get("console").then((about) => about.services.length > 0);
     services.catch(() => (services = null)); // asked again with the next page
-    [content, hasServices] = await Promise.all([module.default(visit), services]);
+    const drawn = import(`./views/${view}.js`).then((module) => module.default(visit));
+    [content, hasServices] = await busy(Promise.all([drawn, services]));
   } catch (error) {
     if (visit.signal.aborted) return;
     content = problem(error, parameters);
-  } finally {
-    clearTimeout(late);
-    if (visit === open) progress.hidden = true;
   }
   if (visit !== open) return;
   frame(view, parameters);
   const same = before && main.dataset.view === view;
   main.dataset.view = view;
-  main.replaceChildren(...[content].flat().filter(Boolean));
+  redraw(main, content);
   if (!same) scrollTo(0, 0);
   main.querySelector("[data-focus]")?.focus({ preventScroll: true });
   main.dataset.ready = location.hash;

@@ -36,6 +36,9 @@ export function number(value, digits = 3) {
   });
 }
 
+/** A count in at most three digits: 12,345,678 is "12.3 M". */
+export const compact = (value) => value.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 3 });
+
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0 s";
@@ -71,6 +74,35 @@ export function deviation(values) {
 }
 
 export const plural = (count, word) => `${number(count)} ${word}${count === 1 ? "" : "s"}`;
+
+const nameOf = (node) => node.id || node.getAttribute("aria-label") || node.title || node.getAttribute("href");
+
+/** Replaces what is in a node. The focus, and what is typed, stay with the element of the same id, label or address. */
+export function redraw(node, children) {
+  const focused = node.contains(document.activeElement) && nameOf(document.activeElement) ? document.activeElement : null;
+  hideTip();
+  node.replaceChildren(...[children].flat(Infinity).filter(Boolean));
+  const again = focused && [...node.querySelectorAll(focused.tagName)].find((other) => nameOf(other) === nameOf(focused));
+  if (again && again.matches("input:not([type=checkbox])")) again.value = focused.value;
+  again?.focus({ preventScroll: true });
+}
+
+const LATE_MS = 250;
+let waiting = 0;
+
+/** The promise's value; the page says that it waits once that takes longer than LATE_MS. */
+export async function busy(promise) {
+  const bar = document.getElementById("progress");
+  const late = setTimeout(() => (bar.hidden = false), LATE_MS);
+  waiting += 1;
+  try {
+    return await promise;
+  } finally {
+    clearTimeout(late);
+    waiting -= 1;
+    if (!waiting) bar.hidden = true;
+  }
+}
 
 /** A panel with a heading. */
 export function panel(title, attributes, ...children) {

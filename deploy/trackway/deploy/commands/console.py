@@ -44,7 +44,7 @@ def console(
     port = port or free_port()
     preflight.check_port("--port", port)
     os.nice(10)  # a training run on the same machine goes first
-    application = create_app(outputs, services=_services(outputs, services_url))
+    application = create_app(outputs, services=services_of(outputs, services_url))
     url = f"http://{host}:{port}/"
     if as_json:
         print_json({"console": url, "outputs": str(outputs)})
@@ -53,8 +53,8 @@ def console(
     single_service.run_app(application, host, port)
 
 
-def _services(outputs: Path, services_url: str | None) -> dict[str, str]:
-    """Addresses of the services by name; none where nothing was started or attached."""
+def services_of(outputs: Path, services_url: str | None) -> dict[str, str]:
+    """Addresses of the running services by name; none where nothing was started or attached."""
     from trackway.deploy.deployment.attach import address
     from trackway.deploy.deployment.record import Deployment
     from trackway.wire.health import ServiceName

@@ -4,6 +4,7 @@ from trackway.serving.app import span_counts
 from trackway.tracing import Tracing, TracingSettings
 from trackway.tracing.active import install
 from trackway.tracing.export.mlflow import experiment_by_name
+from trackway.tracing.export.weave import project_url
 from trackway.trainer.config import RunConfig
 from trackway.trainer.delivery.feedback_queue import QueuedFeedback
 from trackway.trainer.loop.from_config import trace_target
@@ -39,7 +40,11 @@ def run_target(config: RunConfig, run: MlflowRun | None) -> TraceTarget:
 def open_traces(
     folder: RunFolder, config: RunConfig, target: TraceTarget, settings: TracingSettings, tracking: Tracking
 ) -> RunTraces:
-    """The run's traces. When it names a backend or MLflow is on, the trainer itself traces from now on."""
+    """The run's traces. When it names a backend or MLflow is on, the trainer itself traces from now on.
+
+    The run's state gets the page of its Weave project.
+    """
+    folder.update(weave_url=_weave_url(target, settings))
     tracing = None
     if target.backends or tracking.run is not None:
         # The experiment's and the run's ids are those of the run's own server.
@@ -55,6 +60,13 @@ def open_traces(
         feedback=_feedback(folder, target, settings, tracking) if config.trackway.feedback else [],
         links=_mlflow(target, settings, tracking),
     )
+
+
+def _weave_url(target: TraceTarget, settings: TracingSettings) -> str | None:
+    backends, project = target.backends or settings.default_backends, target.weave_project or settings.weave_project
+    if project is None or TraceBackend.WEAVE not in settings.kept_by(backends):
+        return None
+    return project_url(project, settings.weave_url)
 
 
 def _counts(tracing: Tracing | None) -> SpanCounts:

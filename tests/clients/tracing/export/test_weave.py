@@ -10,7 +10,8 @@ import pytest
 from pydantic import SecretStr
 
 from trackway.tracing import RolloutTraceConfig
-from trackway.tracing.export.weave import default_entity
+from trackway.tracing.export.weave import default_entity, project_url
+from trackway.tracing.settings import HOSTED_WEAVE
 from trackway.trainer.config import compose
 from trackway.trainer.config.weave_project import weave_project
 from trackway.wire.errors import TrackwayError
@@ -87,3 +88,24 @@ def test_a_key_that_nobody_knows_is_a_warning_and_the_old_remedy(
 def test_a_server_that_is_not_there_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     assert default_entity(SecretStr("mine")) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "trace_server", "expected"),
+    [
+        ({}, HOSTED_WEAVE, "https://wandb.ai/me/a%20b"),
+        ({}, "https://wandb.example.test/traces", "https://wandb.example.test/me/a%20b"),
+        ({}, "http://127.0.0.1:9", None),
+        ({"WANDB_BASE_URL": "https://api.example.test"}, "http://127.0.0.1:9", "https://app.example.test/me/a%20b"),
+        ({"WANDB_APP_URL": "https://look.test/"}, HOSTED_WEAVE, "https://look.test/me/a%20b"),
+    ],
+)
+def test_a_project_has_its_page_where_the_app_is_known(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], trace_server: str, expected: str | None
+) -> None:
+    for name in ("WANDB_BASE_URL", "WANDB_APP_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    assert project_url("me/a b", trace_server) == expected

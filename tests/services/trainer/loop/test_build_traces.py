@@ -82,6 +82,22 @@ def test_a_collector_keeps_no_feedback(opened):
     assert opened(configured("otlp")).feedback == []
 
 
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("weave", "https://weave.test/me/p"), ("otlp", "https://weave.test/me/p"), ("mlflow", None)],
+)
+def test_the_state_has_the_page_of_the_weave_project_that_gets_the_traces(
+    opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, expected: str | None
+) -> None:
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    collector = {"otlp_endpoint": "http://127.0.0.1:9", "collected": [TraceBackend.WEAVE]}
+    opened(
+        configured(backend), None, SETTINGS.model_copy(update={"weave_url": "https://weave.test/traces", **collector})
+    )
+
+    assert RunFolder(tmp_path / "outputs" / "run").info().weave_url == expected
+
+
 def test_an_mlflow_that_is_away_gets_its_experiment_by_name():
     assert run_target(configured("mlflow"), None).mlflow_experiment_id == "name:me%2Fp"
     assert run_target(configured("weave"), None).mlflow_experiment_id is None

@@ -3,7 +3,7 @@
 import { link, trajectoryLink } from "../api.js";
 import { differences } from "../diff.js";
 import { empty, h, number, seconds, visible } from "../dom.js";
-import { scoreChip } from "./parts.js";
+import { download, exported, fileName, scoreChip } from "./parts.js";
 
 const MOST = 8;
 
@@ -30,7 +30,8 @@ export default async function compare(visit) {
   const cells = (draw) => pages.map((page, index) => h("div", { class: "column" }, draw(page, index)));
   const line = (name, draw) => [h("div", { class: "row-name" }, name), ...cells(draw)];
   const text = (page, of) => marked(of(page), page === first ? null : of(first));
-  return [h("div", { class: "title" }, h("h1", {}, `${pages.length} trajectories`), h("span", { class: "dim" }, "what differs from the first is marked")),
+  return [h("div", { class: "title" }, h("h1", {}, `${pages.length} trajectories`), h("span", { class: "dim" }, "what differs from the first is marked"), h("span", { class: "spacer" }),
+    download("export", pages.map((page) => exported(run, page.address)), `${fileName(run)}-compared.jsonl`, "JSONL")),
     h("div", { class: "panel scroll compare", style: { "--columns": pages.length } },
       line("", (page, index) => [h("a", { class: "strong", href: trajectoryLink("trajectory", run, page.address) }, `${page.address.validation ? "v" : "step "}${page.address.step} · ${visible(page.address.sample)} · ${page.address.rollout}`),
         " ", scoreChip(page.reward?.score ?? null), pages.length > 2 && h("a", { class: "button small", href: without(index), "aria-label": "leave this one out" }, "×")]),

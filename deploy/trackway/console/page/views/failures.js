@@ -3,7 +3,9 @@
 import { link, trajectoryLink } from "../api.js";
 import { spark } from "../charts.js";
 import { empty, h, number, plural, roving, visible } from "../dom.js";
+import { csv, fileName } from "./parts.js";
 
+const COLUMNS = ["kind", "code", "tool", "service", "infrastructure", "count", "validation", "message"];
 const KINDS = { trajectory: "ended rollouts", call: "failed tool calls, which the model saw", incident: "problems from which rollouts recovered" };
 
 export default async function failures(visit) {
@@ -13,7 +15,8 @@ export default async function failures(visit) {
   const kept = page.failures.filter((failure) => !only || failure.infrastructure === (only === "infrastructure"));
   const filters = { "": "all", infrastructure: "infrastructure", own: "tools and rows" };
   const title = h("div", { class: "title" }, h("h1", {}, "Failures"), h("span", { class: "dim" }, plural(kept.reduce((sum, failure) => sum + failure.count, 0), "failure")), h("span", { class: "spacer" }),
-    h("div", { class: "segments", role: "group", "aria-label": "Which failures" }, Object.entries(filters).map(([name, words]) => h("a", { href: link("failures", { run, only: name }), "aria-current": name === only ? "true" : null }, words))));
+    h("div", { class: "segments", role: "group", "aria-label": "Which failures" }, Object.entries(filters).map(([name, words]) => h("a", { href: link("failures", { run, only: name }), "aria-current": name === only ? "true" : null }, words))),
+    kept.length > 0 && csv(`${fileName(run)}-failures`, COLUMNS, () => kept.map((failure) => COLUMNS.map((name) => failure[name]))));
   if (!page.failures.length) return [title, ...damaged, empty("Nothing failed: no rollout ended by an error, no call failed, nothing was tried again.", h("a", { href: link("run", { run }) }, "Open the run"))];
   const steps = about.files.filter((file) => !file.validation).map((file) => file.step);
   if (!kept.length) return [title, ...damaged, empty("None of the failures is of this kind.", h("a", { href: link("failures", { run }) }, "Show all"))];

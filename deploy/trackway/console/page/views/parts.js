@@ -1,7 +1,7 @@
 // Parts that several views show.
 
 import { file, link, trajectoryLink } from "../api.js";
-import { h, number, tip, visible } from "../dom.js";
+import { busy, h, number, tip, visible } from "../dom.js";
 
 const ENDED = ["finished", "failed", "stopped", "unreadable"];
 export const isLive = (summary) => !ENDED.includes(summary.state) && summary.alive !== false;
@@ -46,7 +46,7 @@ export const scoreChip = (score, scale = [0, 1]) =>
 export const facts = (rows) => h("dl", { class: "facts" }, rows.filter((row) => row && row[1] !== null && row[1] !== undefined).map(([name, value]) =>
   [h("dt", {}, name), h("dd", {}, typeof value === "string" ? visible(value) : value)]));
 
-/** A link that leaves for MLflow. */
+/** A link that leaves for MLflow or Weave. */
 export const outside = (href, text) => h("a", { class: "button", href, target: "_blank", rel: "noreferrer noopener" }, text, h("span", { "aria-hidden": "true" }, " ↗"));
 
 /** A command to copy. */
@@ -77,14 +77,12 @@ export function pager(visit, before, after, words) {
   return h("span", { class: "pager" }, button(before, "←", `previous ${words}, key ←`), button(after, "→", `next ${words}, key →`));
 }
 
-/** A button that saves a reply as a file. It is fetched, because a link would not send the token. */
-export function download(path, parameters, name, text) {
+/** A button that saves replies as one file. They are fetched, because a link would not send the token. */
+export function download(path, every, name, text) {
   const button = h("button", { type: "button", title: `save ${name}`, onclick: async () => {
     button.disabled = true;
     try {
-      const address = URL.createObjectURL(await file(path, parameters));
-      h("a", { href: address, download: name }).click();
-      setTimeout(() => URL.revokeObjectURL(address), 60_000);
+      save(new Blob(await busy(Promise.all([every].flat().map((parameters) => file(path, parameters))))), name);
     } catch (error) {
       button.replaceWith(h("span", { class: "chip bad", role: "alert" }, error.message));
     } finally {
@@ -93,6 +91,27 @@ export function download(path, parameters, name, text) {
   } }, text);
   return button;
 }
+
+/** A button that saves rows as CSV; rows() gives them when it is pressed. */
+export function csv(name, columns, rows) {
+  const cell = (value) => (value === null || value === undefined ? "" : /[",\n\r]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value));
+  return h("button", { type: "button", title: `save ${name}.csv`, onclick: () => {
+    const lines = [columns, ...rows()].map((row) => row.map(cell).join(","));
+    save(new Blob([`${lines.join("\n")}\n`], { type: "text/csv" }), `${name}.csv`);
+  } }, "CSV");
+}
+
+function save(blob, name) {
+  const address = URL.createObjectURL(blob);
+  h("a", { href: address, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}
+
+/** Parameters of a file of one trajectory. */
+export const exported = (run, { step, validation, sample, rollout }) => ({ run, step, validation: validation || undefined, sample, rollout, format: "jsonl" });
+
+/** What a run is called in names of files. */
+export const fileName = (run) => run.replaceAll("/", "-");
 
 const SAVED = "trackway-queries";
 const MOST_SAVED = 30;

@@ -4,7 +4,9 @@ import { link, trajectoryLink } from "../api.js";
 import { lines } from "../charts.js";
 import { empty, h, mean, panel, plural, roving, seconds, visible } from "../dom.js";
 import { compareLink } from "./compare.js";
-import { cell, range } from "./parts.js";
+import { cell, csv, fileName, range } from "./parts.js";
+
+const COLUMNS = ["step", "rollout", "score", "stop_reason", "error", "seconds", "answer"];
 
 export default async function prompt(visit) {
   const { run, sample, val } = visit.parameters;
@@ -17,27 +19,32 @@ export default async function prompt(visit) {
   const scale = range(page.rollouts.map((rollout) => rollout.score));
   const address = (rollout) => ({ step: rollout.step, validation: page.validation, sample, rollout: rollout.rollout });
   const means = [...steps].map(([step, rollouts]) => [step, mean(rollouts.map((rollout) => rollout.score))]);
+  const before = new Map([...steps].map(([step], index, all) => [step, all[index - 1]?.[1]]));
   const chosen = spread([...steps.values()].map((rollouts) => rollouts[0]), 4);
   const damaged = page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message)));
   const title = h("div", { class: "title" }, h("h1", {}, visible(`Sample ${sample}`)), h("span", { class: "dim" }, `${plural(page.rollouts.length, "rollout")} in ${plural(steps.size, page.validation ? "validation" : "step")}`),
-    h("span", { class: "spacer" }), chosen.length > 1 && h("a", { class: "button", href: compareLink(run, chosen.map(address)) }, "Compare over steps"));
+    h("span", { class: "spacer" }),
+    csv(`${fileName(run)}-sample-${sample}`, COLUMNS, () => page.rollouts.map((rollout) => COLUMNS.map((name) => rollout[name]))), chosen.length > 1 && h("a", { class: "button", href: compareLink(run, chosen.map(address)) }, "Compare over steps"));
   if (!page.rollouts.length)
     return [title, ...damaged, empty(`No ${page.validation ? "validation" : "step"} of this run has the sample.`, h("a", { href: link("run", { run }) }, "Open a step of the run to choose one"))];
   return h("div", { class: "stack" }, title, damaged,
     h("article", { class: "message user" }, h("h3", {}, "user"), h("pre", {}, visible(page.prompt))),
     steps.size > 1 && panel("Mean reward of its rollouts", {}, lines({ series: [{ name: "mean reward", steps: means.map(([step]) => step), values: means.map(([, value]) => value) }], height: 150, pick: (step) => (location.hash = link("step", { run, step, val })) })),
-    panel("Rollouts by step", {}, roving(h("div", { class: "by-step" }, [...steps].map(([step, rollouts]) => h("div", { class: "by-step-row" },
+    panel("Rollouts by step", { aside: steps.size > 1 && h("span", { class: "dim small" }, "marked: an answer that the step before did not give") }, roving(h("div", { class: "by-step" }, [...steps].map(([step, rollouts]) => h("div", { class: "by-step-row" },
       h("a", { href: link("step", { run, step, val }) }, `${page.validation ? "v" : "step "}${step}`),
       h("div", { class: "cells" }, rollouts.map((rollout) => cell(run, address(rollout), { score: rollout.score, error: rollout.error, title: `step ${step}, rollout ${rollout.rollout}\n${rollout.stop_reason}, ${seconds(rollout.seconds)}\n${visible(rollout.answer)}` }, scale))),
-      h("span", { class: "clip found dim" }, answers(rollouts))))), "a.cell")));
+      h("span", { class: "clip found dim" }, answers(rollouts, before.get(step)))))), "a.cell")));
 }
 
-/** The answers of a step and how often each was given, the most frequent first. */
-function answers(rollouts) {
+/** The answers of a step and how often each was given, the most frequent first; those that `before` lacks are marked. */
+function answers(rollouts, before) {
   const counts = new Map();
   rollouts.forEach(({ answer }) => counts.set(answer, (counts.get(answer) ?? 0) + 1));
   const sorted = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 4);
-  return sorted.map(([answer, count]) => `${visible(answer).replaceAll("\n", " ").slice(0, 60)}${count > 1 ? ` ×${count}` : ""}`).join("   ");
+  return sorted.map(([answer, count], index) => {
+    const text = `${visible(answer).replaceAll("\n", " ").slice(0, 60)}${count > 1 ? ` ×${count}` : ""}`;
+    return [index > 0 && "   ", before?.every((rollout) => rollout.answer !== answer) ? h("mark", {}, text) : text];
+  });
 }
 
 /** At most `count` of the items: the first, the last, and some between them. */

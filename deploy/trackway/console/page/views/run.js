@@ -2,10 +2,11 @@
 
 import { get, link } from "../api.js";
 import { bar, legend, lines, stacked } from "../charts.js";
-import { empty, h, mean, number, panel, plural, roving, seconds, tip, visible } from "../dom.js";
-import { command, facts, isLive, outside, scored, stateChip, range } from "./parts.js";
+import { busy, empty, h, mean, number, panel, plural, redraw, roving, seconds, tip, visible } from "../dom.js";
+import { command, csv, facts, fileName, isLive, outside, scored, stateChip, range } from "./parts.js";
 
 const SHOWN = ["actor/entropy", "actor/grad_norm", "response_length/mean", "timing_s/step"];
+const IDLE = { "learner, waiting for rollouts": "fully_async/trainer/idle_ratio", "no rollout runs": "fully_async/rollouter/idle_ratio" };
 const MOST_CHOSEN = 8;
 const MOST_STEPS = 400;
 const STATES = { used: "good", running: "live", finished: "ready", submitted: "", baseline: "", cancelled: "idle" };
@@ -20,10 +21,9 @@ export default async function run(visit) {
   const draw = async () => {
     const phases = phaseNames(page.metrics);
     const chosen = metrics.length ? metrics : SHOWN.filter((name) => name in page.metrics);
-    const names = [...new Set([...chosen, ...phases, "timing_s/step", "fully_async/trainer/idle_ratio"])];
+    const names = [...new Set([...chosen, ...phases, "timing_s/step", ...Object.values(IDLE)])];
     const { series } = await visit.get("metrics", { run: key, name: names });
-    const focused = document.activeElement?.id;
-    root.replaceChildren(...[
+    redraw(root, [
       head(page), waits(page), cards(page, series),
       h("div", { class: "two" },
         panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
@@ -33,11 +33,10 @@ export default async function run(visit) {
       metricsPanel(page, series, chosen, key, (next) => {
         metrics = next;
         history.replaceState(null, "", link("run", { run: key, metrics: next.join(",") }));
-        draw();
+        busy(draw());
       }),
       account(page),
-    ].filter(Boolean));
-    if (focused) document.getElementById(focused)?.focus();
+    ]);
   };
   await draw();
   visit.follow("run", { run: key }, first.tag, async (body) => {
@@ -47,12 +46,12 @@ export default async function run(visit) {
   return root;
 }
 
-function head({ summary, folder, mlflow }) {
+function head({ summary, folder, mlflow, weave }) {
   const done = summary.total_steps ? summary.step / summary.total_steps : 0;
   return h("div", {},
     h("div", { class: "title" }, h("h1", {}, visible(summary.key)), stateChip(summary),
       h("span", { class: "offline-note chip bad" }, "no answer from the console; trying again"),
-      h("span", { class: "spacer" }), mlflow && outside(mlflow, "Traces in MLflow")),
+      h("span", { class: "spacer" }), mlflow && outside(mlflow, "Traces in MLflow"), weave && outside(weave, "Traces in Weave")),
     h("div", { class: "meter", role: "progressbar", "aria-valuenow": summary.step, "aria-valuemax": summary.total_steps, "aria-label": "Steps" }, h("i", { style: { width: `${Math.min(100, done * 100)}%` } })),
     h("p", { class: "dim" }, `step ${number(summary.step)} of ${number(summary.total_steps)}`,
       summary.restarts > 0 && ` · ${plural(summary.restarts, "restart")}`, " · ", h("code", {}, visible(folder))),
@@ -111,7 +110,16 @@ function timePanel(page, series, phases, key) {
   const stack = [...names, "other"].filter((name) => rows.some((row) => row.parts[name] > 0));
   return panel("Seconds of each step", { aside: legend(stack.map((name, index) => ({ name, kind: `p${index}` }))) },
     stacked({ rows, names: stack, unit: seconds, pick: opens(key, page) }),
+    idle(series, key, page),
     overlaps && h("p", { class: "dim small" }, "Phases of this run overlap: a column can be longer than its step."));
+}
+
+/** The share of each step in which a side of the run did nothing. */
+function idle(series, key, page) {
+  const found = Object.entries(IDLE).filter(([, name]) => series[name]?.values.some((value) => value !== null));
+  if (!found.length) return null;
+  return h("figure", {}, h("figcaption", {}, h("span", { class: "clip" }, "idle share of each step"), legend(found.map(([name], index) => ({ name, kind: `s${index}` })))),
+    lines({ series: found.map(([name, metric]) => ({ name, ...series[metric] })), height: 110, label: "idle share", pick: opens(key, page) }));
 }
 
 function stepsPanel(page, key) {
@@ -133,14 +141,24 @@ function metricsPanel(page, series, chosen, key, choose) {
   const add = (event) => {
     event.preventDefault();
     const name = field.value.trim();
-    if (name in page.metrics && !chosen.includes(name)) choose([...chosen, name].slice(-MOST_CHOSEN));
+    if (!(name in page.metrics) || chosen.includes(name)) return;
+    field.value = "";
+    choose([...chosen, name].slice(-MOST_CHOSEN));
   };
   field.addEventListener("change", add);
-  return panel("Metrics", { aside: h("form", { onsubmit: add }, field, h("datalist", { id: "metrics" }, Object.keys(page.metrics).map((name) => h("option", { value: name })))) },
+  return panel("Metrics", { aside: h("form", { class: "row", onsubmit: add }, field, h("datalist", { id: "metrics" }, Object.keys(page.metrics).map((name) => h("option", { value: name }))),
+    csv(`${fileName(key)}-metrics`, ["step", ...chosen], () => table(chosen.map((name) => series[name])))) },
     h("div", { class: "small-charts" }, chosen.map((name) => h("figure", {},
       h("figcaption", {}, h("span", { class: "clip", title: name }, visible(name)), h("b", {}, number(page.metrics[name])),
         h("button", { type: "button", class: "plain", "aria-label": `remove ${name}`, onclick: () => choose(chosen.filter((other) => other !== name)) }, "×")),
       lines({ series: [{ name, ...(series[name] ?? { steps: [], values: [] }) }], height: 120, pick: opens(key, page) })))));
+}
+
+/** A row for each step that one of the series has. */
+function table(every) {
+  const steps = [...new Set(every.flatMap((line) => line?.steps ?? []))].sort((a, b) => a - b);
+  const values = every.map((line) => new Map(line?.steps.map((step, index) => [step, line.values[index]])));
+  return steps.map((step) => [step, ...values.map((line) => line.get(step))]);
 }
 
 function account({ rollouts, traces, tracking }) {

@@ -2,11 +2,12 @@
 
 import { link } from "../api.js";
 import { lines, spark } from "../charts.js";
-import { ago, empty, h, number, panel, plural, roving, seconds, visible } from "../dom.js";
-import { isLive, stateChip } from "./parts.js";
+import { ago, compact, empty, h, number, panel, plural, roving, seconds, visible } from "../dom.js";
+import { csv, isLive, stateChip } from "./parts.js";
 
 const PAGE = 50;
 const MOST_COMPARED = 4;
+const COLUMNS = ["run", "state", "step", "total_steps", "reward", "accuracy", "failed", "seconds", "tokens", "gpu_seconds"];
 
 export default async function runs(visit) {
   const offset = Number(visit.parameters.offset ?? 0);
@@ -42,10 +43,11 @@ export default async function runs(visit) {
     h("span", { class: "dim" }, `${offset + 1} to ${offset + list.runs.length} of ${list.total}`),
     offset + PAGE < list.total && h("a", { class: "button", href: link("runs", { offset: offset + PAGE }) }, "older →"));
   return [
-    h("div", { class: "title" }, h("h1", {}, "Runs"), h("span", { class: "dim" }, `${plural(list.total, "run")} in `, h("code", {}, visible(list.outputs)))),
+    h("div", { class: "title" }, h("h1", {}, "Runs"), h("span", { class: "dim" }, `${plural(list.total, "run")} in `, h("code", {}, visible(list.outputs))), h("span", { class: "spacer" }),
+      csv("runs", COLUMNS, () => list.runs.map((run) => [run.key, run.state, run.step, run.total_steps, run.reward.values.at(-1), run.accuracy.values.at(-1), run.failed, run.seconds, run.tokens, run.gpu_seconds]))),
     curves,
     h("div", { class: "panel flush scroll" }, h("table", { class: "runs" },
-      h("thead", {}, h("tr", {}, ["", "run", "state", "step", "reward", "accuracy", "failed", "time", "changed"].map((name, index) => h("th", { scope: "col", class: index > 5 ? "num" : null }, name)))),
+      h("thead", {}, h("tr", {}, ["", "run", "state", "step", "reward", "accuracy", "failed", "cost", "changed"].map((name, index) => h("th", { scope: "col", class: index > 5 ? "num" : null }, name)))),
       roving(body, "a.open"))),
     pages,
   ];
@@ -64,6 +66,7 @@ function row(run, isChosen, choose) {
     h("td", { class: "nowrap" }, spark(run.reward.values, "reward"), " ", h("b", {}, number(run.reward.values.at(-1), 2))),
     h("td", { class: "nowrap" }, accuracy.length > 1 ? [number(accuracy[0], 2), h("span", { class: "dim" }, " → "), h("b", {}, number(accuracy.at(-1), 2))] : h("b", {}, number(accuracy[0], 2))),
     h("td", { class: `num ${run.failed ? "bad-text" : ""}` }, number(run.failed)),
-    h("td", { class: "num nowrap" }, seconds(run.seconds)),
+    h("td", { class: "num nowrap" }, seconds(run.seconds), run.tokens !== null && h("div", { class: "dim small" }, `${compact(run.tokens)} tokens`),
+      run.gpu_seconds !== null && h("div", { class: "dim small" }, `GPUs ${seconds(run.gpu_seconds)}`)),
     h("td", { class: "num nowrap dim" }, run.changed ? ago(run.changed) : "–"));
 }

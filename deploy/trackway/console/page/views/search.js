@@ -2,10 +2,11 @@
 
 import { link, trajectoryLink } from "../api.js";
 import { empty, h, number, panel, plural, roving, visible } from "../dom.js";
-import { queries, scoreChip } from "./parts.js";
+import { csv, fileName, queries, scoreChip } from "./parts.js";
 
 const FIELDS = ["text", "regex", "tool", "tool_right", "error", "stop_reason", "least", "most", "first_step", "last_step", "validation"];
 const ENOUGH = 50;
+const COLUMNS = ["step", "validation", "sample_index", "rollout_n", "score", "stop_reason", "error", "tools", "found"];
 const READY = [
   ["tool right, answer wrong", { tool_right: 1, most: 0 }, "a reward of 0 or less, though a call got a reward from its tool, or its result is the answer of a better rollout of the prompt"],
   ["response cut off", { stop_reason: "max_response" }, "the response reached its limit"],
@@ -62,7 +63,10 @@ async function read(visit, asked, results) {
   const table = h("div", { class: "panel flush scroll", hidden: true }, h("table", { class: "hits" },
     h("thead", {}, h("tr", {}, ["step", "rollout", "reward", "ended by", "tools", "found"].map((name) => h("th", { scope: "col" }, name)))), list));
   const damaged = h("div");
-  results.append(h("p", { class: "row" }, state, stop, more), damaged, table);
+  const found = [];
+  const save = csv(`${fileName(run)}-hits`, COLUMNS, () => found.map(({ address, ...hit }) => [address.step, address.validation, address.sample, address.rollout, hit.score, hit.stop_reason, hit.error, hit.tools.join(" "), hit.snippet]));
+  save.hidden = true;
+  results.append(h("p", { class: "row" }, state, stop, more, save), damaged, table);
   let cursor, hits = 0, files = 0, stopped = false;
   const go = async () => {
     stopped = false;
@@ -81,6 +85,8 @@ async function read(visit, asked, results) {
         return;
       }
       list.append(...page.hits.map((hit) => row(run, hit, asked)));
+      found.push(...page.hits);
+      save.hidden = !found.length;
       roving(list, "a.open");
       damaged.append(...page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message))));
       hits += page.hits.length;

@@ -2,7 +2,7 @@
 
 import { link, trajectoryLink } from "../api.js";
 import { empty, h, number, plural, visible } from "../dom.js";
-import { queries } from "./parts.js";
+import { csv, queries } from "./parts.js";
 
 const TABLES = {
   trajectories: "step, validation, sample_index, rollout_n, score, stop_reason, num_turns, error, turns, timings, incidents, response_ids, response_logprobs, weight_versions, …",
@@ -66,7 +66,7 @@ async function read(visit, run, query, results) {
     const page = await visit.get("sql", { run, query }, { signal: controller.signal });
     state.textContent = `${plural(page.rows.length, "row")}${page.truncated ? ", the first ones" : ""} in ${((performance.now() - started) / 1000).toFixed(2)} s`;
     results.append(...page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message))));
-    if (page.rows.length) results.append(table(run, page), save(page));
+    if (page.rows.length) results.append(table(run, page), h("p", {}, csv("query", page.columns.map(({ name }) => name), () => page.rows)));
     else results.append(empty("No row fits."));
   } catch (error) {
     if (visit.signal.aborted) return;
@@ -102,15 +102,4 @@ function opens(run, at, row) {
   }
   if (isKnown(sample)) return link("prompt", { run, sample, val: validation === true });
   return isKnown(step) ? link("step", { run, step, val: validation === true }) : null;
-}
-
-/** A button that saves the rows as CSV. */
-function save({ columns, rows }) {
-  const cell = (value) => (value === null ? "" : /[",\n\r]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value));
-  return h("p", {}, h("button", { type: "button", onclick: () => {
-    const lines = [columns.map(({ name }) => name), ...rows].map((row) => row.map(cell).join(","));
-    const address = URL.createObjectURL(new Blob([`${lines.join("\n")}\n`], { type: "text/csv" }));
-    h("a", { href: address, download: "query.csv" }).click();
-    setTimeout(() => URL.revokeObjectURL(address), 60_000);
-  } }, "CSV"));
 }

@@ -3,7 +3,7 @@
 import { link, trajectoryLink } from "../api.js";
 import { histogram } from "../charts.js";
 import { deviation, empty, h, mean, number, panel, plural, roving, seconds, visible } from "../dom.js";
-import { cell, download, pager, range, scoreChip, stepLinks } from "./parts.js";
+import { cell, download, fileName, pager, range, scoreChip, stepLinks } from "./parts.js";
 
 const BINS = 12;
 const SLOWEST = 6;
@@ -37,7 +37,7 @@ export default async function step(visit) {
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, page.validation ? `Validation after step ${page.step}` : `Step ${page.step}`),
       scoreChip(mean(rollouts.map((rollout) => rollout.score)), scale), h("span", { class: "spacer" }),
-      ["csv", "jsonl"].map((format) => download(`export`, { run, step: number_, validation: page.validation ? true : undefined, format }, `${run.replaceAll("/", "-")}-${page.validation ? "val-" : ""}step-${number_}.${format}`, format.toUpperCase())),
+      ["csv", "jsonl"].map((format) => download(`export`, { run, step: number_, validation: page.validation ? true : undefined, format }, `${fileName(run)}-${page.validation ? "val-" : ""}step-${number_}.${format}`, format.toUpperCase())),
       other && h("a", { class: "button", href: link("step", { run, step: number_, val: !page.validation }) }, page.validation ? "its training" : "its validation"),
       pager(visit, before, after, "step")),
     h("div", { class: "step-top" },

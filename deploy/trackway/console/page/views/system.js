@@ -1,15 +1,18 @@
 // The running services: replicas, queues, weights and spans. Asked again every few seconds.
 
-import { empty, h, number, panel, plural, visible } from "../dom.js";
+import { empty, h, number, panel, plural, redraw, visible } from "../dom.js";
+import { csv } from "./parts.js";
 
 const EVERY_MS = 5000;
+const COLUMNS = ["replica", "pid", "ready", "reason", "version", "latest", "spans_ended", "spans_waiting", "spans_lost", "threads"];
 const WORDS = { in_flight: "requests in progress", engine_running: "running", engine_waiting: "waiting", trajectories_running: "trajectories", tool_instances: "tool instances" };
 
 export default async function system(visit) {
   const root = h("div", { class: "stack" });
-  const draw = (page) => root.replaceChildren(...[
-    h("div", { class: "title" }, h("h1", {}, "System"), summary(page.services), h("span", { class: "spacer" }), h("span", { class: "dim small" }, `asked every ${EVERY_MS / 1000} s`)),
-    cards(page.services), ...page.services.map(service)].filter(Boolean));
+  const draw = (page) => redraw(root, [
+    h("div", { class: "title" }, h("h1", {}, "System"), summary(page.services), h("span", { class: "spacer" }), h("span", { class: "dim small" }, `asked every ${EVERY_MS / 1000} s`),
+      csv("replicas", ["service", ...COLUMNS], () => page.services.flatMap((service) => service.replicas.map((replica) => [service.service, ...COLUMNS.map((name) => replica[name])])))),
+    cards(page.services), ...page.services.map(service)]);
   draw(await visit.get("system"));
   const again = async () => {
     if (visit.signal.aborted) return;

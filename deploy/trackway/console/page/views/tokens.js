@@ -2,7 +2,7 @@
 
 import { addressed, link, trajectoryLink } from "../api.js";
 import { empty, h, number, panel, roving, visible } from "../dom.js";
-import { facts } from "./parts.js";
+import { csv, facts, fileName } from "./parts.js";
 
 const PAGE = 2048;
 const MOST_LISTED = 8;
@@ -51,6 +51,7 @@ export default async function tokens(visit) {
   show(visit.parameters.at === undefined ? Math.max(0, page.mask.indexOf(1)) : Number(visit.parameters.at) - offset);
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, "Tokens"), h("span", { class: "dim" }, `${number(page.total)} tokens, ${number(page.prompt_tokens)} of them the prompt`), h("span", { class: "spacer" }),
+      csv(`${fileName(run)}-${address.step}-${address.sample}-${address.rollout}-tokens`, COLUMNS, () => page.ids.map((_, index) => line(page, index, offset))),
       h("a", { class: "button", href: trajectoryLink("trajectory", run, address), title: "key t" }, "Conversation")),
     !page.pieces && h("p", { class: "note" }, "Ids are shown, because the tokenizer of the run's model is not on this machine, or the package tokenizers is not installed."),
     page.unreadable && h("p", { class: "note bad" }, visible(page.unreadable)),
@@ -74,6 +75,12 @@ function difference(page, index) {
 const shown = (piece) => visible(piece).replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
 const quoted = (piece) => JSON.stringify(visible(piece));
 const nats = (value) => (value === null || value === undefined ? null : `${number(value, 4)} nats`);
+
+const COLUMNS = ["place", "id", "text", "mask", "logprob", "version", "learner_logprob", "entropy", "advantage", "clipped", "kept"];
+
+/** A token as a row of a file. */
+const line = ({ ids, pieces, mask, logprobs, versions, learner }, index, offset) => [offset + index, ids[index], pieces?.[index], mask[index], logprobs[index], versions[index],
+  ...["logprobs", "entropies", "advantages", "clipped", "kept"].map((name) => learner?.[name][index])];
 
 /** All that is known of one token. */
 function about(page, index, offset) {

@@ -1,9 +1,9 @@
 // One trajectory: its conversation with tool calls, where its time went, and its reward.
 
 import { addressed, link, trajectoryLink } from "../api.js";
-import { h, number, panel, plural, seconds, tip, visible } from "../dom.js";
+import { busy, h, number, panel, plural, seconds, tip, visible } from "../dom.js";
 import { compareLink } from "./compare.js";
-import { cell, facts, outside, pager, range, scoreChip } from "./parts.js";
+import { cell, download, exported, facts, fileName, outside, pager, range, scoreChip } from "./parts.js";
 
 export default async function trajectory(visit) {
   const { run } = visit.parameters;
@@ -16,7 +16,8 @@ export default async function trajectory(visit) {
       h("h1", {}, visible(`${page.address.sample} · ${page.address.rollout}`)), scoreChip(page.reward?.score ?? null, scale),
       h("span", { class: `chip ${page.error ? "bad" : ""}` }, page.stop_reason), page.incidents.map((incident) => h("span", { class: "chip warn" }, incident.replaceAll("_", " "))),
       h("span", { class: "spacer" }),
-      page.trace ? outside(page.trace, "Trace") : page.trace_id && h("code", { class: "dim" }, page.trace_id),
+      page.trace && outside(page.trace, "MLflow"), page.weave && outside(page.weave, "Weave"), !page.trace && !page.weave && page.trace_id && h("code", { class: "dim", title: "its trace" }, page.trace_id),
+      download("export", exported(run, page.address), `${fileName(run)}-${page.address.step}-${page.address.sample}-${page.address.rollout}.jsonl`, "JSONL"),
       page.group.length > 1 && h("a", { class: "button", href: compareLink(run, group(page)) }, "Compare group"),
       h("a", { class: "button", href: link("prompt", { run, sample: page.address.sample, val: page.address.validation }) }, "Over steps"),
       h("a", { class: "button", href: trajectoryLink("tokens", run, page.address), title: "key t" }, "Tokens"),
@@ -93,7 +94,7 @@ function swimlane(visit, page) {
     h("div", { class: "lanes" }, lanes.map((lane, index) => {
       const own = parts.filter((part) => part.lane === lane && part.value > 0);
       return [h("span", { class: "dim" }, lane), h("div", { class: "lane" }, own.map((part) =>
-        tip(h("i", { class: `p${index}`, tabindex: 0, "aria-label": `${part.name} ${seconds(part.value)}`, style: { left: `${(part.at / total) * 100}%`, width: `max(2px, ${(part.value / total) * 100}%)` } }), `${visible(part.name)}\n${seconds(part.value)}`))),
+        tip(h("i", { class: `p${index}`, role: "img", tabindex: 0, "aria-label": `${part.name} ${seconds(part.value)}`, style: { left: `${(part.at / total) * 100}%`, width: `max(2px, ${(part.value / total) * 100}%)` } }), `${visible(part.name)}\n${seconds(part.value)}`))),
       h("b", {}, seconds(own.reduce((sum, part) => sum + part.value, 0)))];
     })), page.trace && spans(visit, page.trace_id));
 }
@@ -104,9 +105,9 @@ function spans(visit, trace) {
   const button = h("button", { type: "button", class: "plain", onclick: async () => {
     button.disabled = true;
     try {
-      const page = await visit.get("spans", { run: visit.parameters.run, trace });
+      const page = await busy(visit.get("spans", { run: visit.parameters.run, trace }));
       const end = Math.max(...page.spans.map((span) => span.start + (span.seconds ?? 0))) || 1;
-      box.replaceChildren(h("ol", {}, page.spans.map((span) => h("li", { class: span.error ? "bad-text" : null },
+      box.replaceChildren(h("ol", { tabindex: 0, "aria-label": "Spans" }, page.spans.map((span) => h("li", { class: span.error ? "bad-text" : null },
         h("span", { class: "clip", style: { "padding-left": `${span.depth * 10}px` }, title: span.error || span.name }, visible(span.name)),
         h("span", { class: "lane" }, h("i", { class: `p${LANES.indexOf(span.service)}`, style: { left: `${(span.start / end) * 100}%`, width: `max(2px, ${((span.seconds ?? 0) / end) * 100}%)` } })),
         h("b", {}, span.seconds === null ? "open" : seconds(span.seconds))))), page.total > page.spans.length && h("p", { class: "dim small" }, `the first ${page.spans.length} of ${page.total} spans`) || "");
