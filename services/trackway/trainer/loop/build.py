@@ -18,7 +18,7 @@ from trackway.trainer.data.prompt_filter import prompt_filter
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
-from trackway.trainer.loop.build_traces import open_traces, run_target
+from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url
 from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import (
     group_filter,
@@ -85,7 +85,7 @@ async def build(
         _training, folder, config, services, stop, rows, held_out, tracking, traces, skip_damaged, waits
     )
     training.engines = engines
-    folder.update(total_steps=training.plan.total_steps, step=training.step)
+    folder.update(total_steps=training.plan.total_steps, step=training.step, weave_url=weave_url(target, settings))
     return training, tracking
 
 

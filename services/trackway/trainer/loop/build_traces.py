@@ -40,11 +40,7 @@ def run_target(config: RunConfig, run: MlflowRun | None) -> TraceTarget:
 def open_traces(
     folder: RunFolder, config: RunConfig, target: TraceTarget, settings: TracingSettings, tracking: Tracking
 ) -> RunTraces:
-    """The run's traces. When it names a backend or MLflow is on, the trainer itself traces from now on.
-
-    The run's state gets the page of its Weave project.
-    """
-    folder.update(weave_url=_weave_url(target, settings))
+    """The run's traces. When it names a backend or MLflow is on, the trainer itself traces from now on."""
     tracing = None
     if target.backends or tracking.run is not None:
         # The experiment's and the run's ids are those of the run's own server.
@@ -62,7 +58,8 @@ def open_traces(
     )
 
 
-def _weave_url(target: TraceTarget, settings: TracingSettings) -> str | None:
+def weave_url(target: TraceTarget, settings: TracingSettings) -> str | None:
+    """Page of the Weave project that gets the traces, directly or by a collector; None without one."""
     backends, project = target.backends or settings.default_backends, target.weave_project or settings.weave_project
     if project is None or TraceBackend.WEAVE not in settings.kept_by(backends):
         return None

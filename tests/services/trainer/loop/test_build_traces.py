@@ -10,7 +10,7 @@ from trackway.tracing import TracingSettings
 from trackway.tracing.active import active_tracing, install
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.delivery.feedback_queue import QueuedFeedback
-from trackway.trainer.loop.build_traces import open_traces, run_target
+from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.service_urls import ServiceUrls
 from trackway.trainer.traces.run import RunTraces
@@ -83,19 +83,16 @@ def test_a_collector_keeps_no_feedback(opened):
 
 
 @pytest.mark.parametrize(
-    ("backend", "expected"),
-    [("weave", "https://weave.test/me/p"), ("otlp", "https://weave.test/me/p"), ("mlflow", None)],
+    ("backend", "expected"), [("weave", "https://w.test/me/p"), ("otlp", "https://w.test/me/p"), ("mlflow", None)]
 )
-def test_the_state_has_the_page_of_the_weave_project_that_gets_the_traces(
-    opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, expected: str | None
+def test_a_run_has_the_page_of_the_weave_project_that_gets_its_traces(
+    monkeypatch: pytest.MonkeyPatch, backend: str, expected: str | None
 ) -> None:
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     collector = {"otlp_endpoint": "http://127.0.0.1:9", "collected": [TraceBackend.WEAVE]}
-    opened(
-        configured(backend), None, SETTINGS.model_copy(update={"weave_url": "https://weave.test/traces", **collector})
-    )
+    settings = SETTINGS.model_copy(update={"weave_url": "https://w.test/traces", **collector})
 
-    assert RunFolder(tmp_path / "outputs" / "run").info().weave_url == expected
+    assert weave_url(run_target(configured(backend), None), settings) == expected
 
 
 def test_an_mlflow_that_is_away_gets_its_experiment_by_name():
