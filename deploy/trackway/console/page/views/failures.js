@@ -24,7 +24,7 @@ export default async function failures(visit) {
     const found = kept.filter((failure) => failure.kind === kind);
     return found.length > 0 && h("section", { class: "panel flush scroll" }, h("table", { class: "causes" },
       h("caption", {}, words),
-      h("thead", {}, h("tr", {}, ["what", "count", "by step", "newest", ""].map((name, index) => h("th", { scope: "col", class: index === 1 ? "num" : null }, name)))),
+      h("thead", {}, h("tr", {}, ["what", "count", "by step", "newest", "search"].map((name, index) => h("th", { scope: "col", class: index === 1 ? "num" : null }, name)))),
       roving(h("tbody", {}, found.map((failure) => row(run, failure, steps))), "a.open")));
   })];
 }

@@ -27,7 +27,7 @@ export default async function run(visit) {
       head(page), waits(page), cards(page, series),
       h("div", { class: "two" },
         panel("Reward and accuracy", { aside: legend([{ name: "mean reward", kind: "s0" }, { name: "validation accuracy", kind: "s1" }]) },
-          lines({ series: [{ name: "reward", ...page.summary.reward }, { name: "accuracy", ...page.summary.accuracy, points: true }], pick: opens(key, page) })),
+          lines({ series: [{ name: "reward", ...page.summary.reward }, { name: "accuracy", ...page.summary.accuracy, points: true }], height: 300, pick: opens(key, page) })),
         timePanel(page, series, phases, key)),
       stepsPanel(page, key),
       metricsPanel(page, series, chosen, key, (next) => {
@@ -147,7 +147,7 @@ function metricsPanel(page, series, chosen, key, choose) {
   };
   field.addEventListener("change", add);
   return panel("Metrics", { aside: h("form", { class: "row", onsubmit: add }, field, h("datalist", { id: "metrics" }, Object.keys(page.metrics).map((name) => h("option", { value: name }))),
-    csv(`${fileName(key)}-metrics`, ["step", ...chosen], () => table(chosen.map((name) => series[name])))) },
+    chosen.length > 0 && csv(`${fileName(key)}-metrics`, ["step", ...chosen], () => table(chosen.map((name) => series[name])))) },
     h("div", { class: "small-charts" }, chosen.map((name) => h("figure", {},
       h("figcaption", {}, h("span", { class: "clip", title: name }, visible(name)), h("b", {}, number(page.metrics[name])),
         h("button", { type: "button", class: "plain", "aria-label": `remove ${name}`, onclick: () => choose(chosen.filter((other) => other !== name)) }, "×")),

@@ -47,7 +47,7 @@ export default async function runs(visit) {
       csv("runs", COLUMNS, () => list.runs.map((run) => [run.key, run.state, run.step, run.total_steps, run.reward.values.at(-1), run.accuracy.values.at(-1), run.failed, run.seconds, run.tokens, run.gpu_seconds]))),
     curves,
     h("div", { class: "panel flush scroll" }, h("table", { class: "runs" },
-      h("thead", {}, h("tr", {}, ["", "run", "state", "step", "reward", "accuracy", "failed", "cost", "changed"].map((name, index) => h("th", { scope: "col", class: index > 5 ? "num" : null }, name)))),
+      h("thead", {}, h("tr", {}, ["shown", "run", "state", "step", "reward", "accuracy", "failed", "cost", "changed"].map((name, index) => h("th", { scope: "col", class: index > 5 ? "num" : null }, name)))),
       roving(body, "a.open"))),
     pages,
   ];

@@ -64,7 +64,7 @@ function service({ service: name, url, answers, message, replicas: list }) {
       h("td", {}, h("b", {}, visible(replica.replica)), h("div", { class: "dim small" }, `pid ${replica.pid}`)),
       h("td", {}, replica.ready ? h("span", { class: "chip good" }, "ready") : [h("span", { class: "chip bad" }, "not ready"), " ", visible(replica.reason)]),
       h("td", {}, Object.entries(replica.queues).map(([key, value]) => h("div", { class: "nowrap" }, `${number(value)} `, h("span", { class: "dim" }, WORDS[key] ?? key))), !Object.keys(replica.queues).length && h("span", { class: "dim" }, "not reachable from here")),
-      weights && h("td", { class: "nowrap" }, replica.version === null ? "–" : [`version ${replica.version}`, lag(replica) > 0 && h("span", { class: "chip warn" }, `${plural(lag(replica), "version")} behind`), replica.verdict && h("div", { class: "dim small" }, replica.verdict)]),
+      weights && h("td", { class: "nowrap" }, replica.version === null ? "–" : [`version ${replica.version} `, lag(replica) > 0 && h("span", { class: "chip warn" }, `${plural(lag(replica), "version")} behind`), replica.verdict && h("div", { class: "dim small" }, replica.verdict)]),
       h("td", { class: replica.spans_lost ? "bad-text strong" : null }, number(replica.spans_lost)), h("td", {}, number(replica.spans_waiting)),
       h("td", {}, replica.trace_backends.join(", ") || "–"), h("td", {}, number(replica.threads)))))));
 }
