@@ -28,7 +28,7 @@ export default async function prompt(visit) {
   if (!page.rollouts.length)
     return [title, ...damaged, empty(`No ${page.validation ? "validation" : "step"} of this run has the sample.`, h("a", { href: link("run", { run }) }, "Open a step of the run to choose one"))];
   return h("div", { class: "stack" }, title, damaged,
-    h("article", { class: "message user" }, h("h3", {}, "user"), h("pre", {}, visible(page.prompt))),
+    h("article", { class: "message user" }, h("h2", {}, "user"), h("pre", {}, visible(page.prompt))),
     steps.size > 1 && panel("Mean reward of its rollouts", {}, lines({ series: [{ name: "mean reward", steps: means.map(([step]) => step), values: means.map(([, value]) => value) }], height: 150, pick: (step) => (location.hash = link("step", { run, step, val })) })),
     panel("Rollouts by step", { aside: steps.size > 1 && h("span", { class: "dim small" }, "marked: an answer that the step before did not give") }, roving(h("div", { class: "by-step" }, [...steps].map(([step, rollouts]) => h("div", { class: "by-step-row" },
       h("a", { href: link("step", { run, step, val }) }, `${page.validation ? "v" : "step "}${step}`),

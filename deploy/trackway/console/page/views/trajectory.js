@@ -37,7 +37,7 @@ export default async function trajectory(visit) {
 const group = (page) => [page.address, ...page.group.map((_, rollout) => ({ ...page.address, rollout })).filter(({ rollout }) => rollout !== page.address.rollout)];
 
 function bubble(message, kind = message.role) {
-  return h("article", { class: `message ${kind}` }, h("h3", {}, kind), message.content
+  return h("article", { class: `message ${kind}` }, h("h2", {}, kind), message.content
     ? h("pre", {}, visible(message.content)) : h("p", { class: "dim" }, "no text"));
 }
 
@@ -49,7 +49,7 @@ function turnOf(turn) {
   const answered = new Set(called.map((call) => call.id));
   const others = turn.messages.filter((message) => message.role !== "assistant" && !(message.role === "tool" && answered.has(message.tool_call_id)));
   return h("article", { class: "message assistant" },
-    h("h3", {}, `assistant, turn ${turn.index + 1}`, h("span", { class: "dim" }, ` ${seconds(turn.generate_s)} · ${plural(turn.response_end - turn.response_start, "token")} · ${turn.finish_reason}`)),
+    h("h2", {}, `assistant, turn ${turn.index + 1}`, h("span", { class: "dim" }, ` ${seconds(turn.generate_s)} · ${plural(turn.response_end - turn.response_start, "token")} · ${turn.finish_reason}`)),
     assistant.map((message) => message.content && h("pre", {}, visible(message.content))),
     called.map((call) => toolCard(call, records.get(call.id), results.get(call.id))),
     others.map((message) => h("div", { class: "tool-card" }, h("div", { class: "tool-head" }, h("b", {}, visible(message.name ?? message.role))), h("pre", {}, visible(message.content)))));
