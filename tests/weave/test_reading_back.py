@@ -181,7 +181,7 @@ def test_the_page_of_a_trajectory_is_the_one_of_weaves_client(
 ) -> None:
     monkeypatch.delenv("WANDB_BASE_URL", raising=False)
     trajectory, project = made["s3n0"], f"{weave_client.entity}/{weave_client.project}"
-    calls = weave_client.get_calls(filter={"trace_ids": [trajectory.trace_id], "trace_roots_only": True})
+    calls = weave_client.get_calls(filter={"trace_ids": [trajectory.trace_id or ""], "trace_roots_only": True})
 
     assert [call.ui_url for call in calls] == [f"{project_url(project, HOSTED_WEAVE)}/r/call/{trajectory.span_id}"]
 
