@@ -1,7 +1,11 @@
 """A group request names its rollouts."""
 
+import pytest
+from pydantic import ValidationError
+
 from trackway.wire.agent import GroupRequest
 from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
+from trackway.wire.sessions.session import SessionRequest
 from trackway.wire.trajectory import StopReason, Tags, Trajectory
 
 SAMPLE = {
@@ -38,3 +42,9 @@ def test_a_failed_rollout_has_its_id_and_its_error_and_no_tokens() -> None:
             code=ErrorCode.UNAVAILABLE, message="no agent answers", retryable=True, detail={"replica": "b"}
         ),
     )
+
+
+def test_a_session_is_a_rollout_of_a_group_of_at_most_1024() -> None:
+    assert SessionRequest.model_validate({"sample": SAMPLE, "rollout_n": 1023}).group().rollout_numbers() == [1023]
+    with pytest.raises(ValidationError, match="less than 1024"):
+        SessionRequest.model_validate({"sample": SAMPLE, "rollout_n": 1024})

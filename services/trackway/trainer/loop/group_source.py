@@ -29,9 +29,9 @@ class GroupSource(ABC):
     async def group(self, sample: Sample, step: int, min_weight_version: int, trace: bool) -> list[Trajectory]:
         """All n rollouts of one sample, in order; a failed rollout has its `error` set."""
 
-    def take_stale(self) -> int:
+    def take_stale(self) -> list[Trajectory]:
         """Rollouts that became too old before they were part of a group, since the last call."""
-        return 0
+        return []
 
     def drawn(self) -> Sequence[str]:
         """What cannot be drawn again; part of a checkpoint."""

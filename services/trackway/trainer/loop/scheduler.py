@@ -287,8 +287,9 @@ class GroupScheduler:
         """The groups taken last are done; `counts` are their trajectories by `fate`."""
         self._outstanding = [group for group in self._outstanding if group not in self._taken]
         stale = self.rollouts.take_stale()
-        self.state.account.add({**counts, "submitted": stale})
-        self.state.account.add({"dropped_stale": stale})
+        self.state.account.add({**counts, "submitted": len(stale)})
+        self.state.account.dropped_stale += len(stale)
+        self._dropped.append(FilteredBatch(stale, [TrainStatus.STALE] * len(stale)))
         if self.filter is not None:
             self._end_filtered_step()
         self._taken = []

@@ -85,7 +85,8 @@ class SessionGroups(GroupSource):
         self._trained = dict.fromkeys(trained)
         self._drawn: list[str] = []
         self._turn = asyncio.Lock()
-        self._stale = self._version = 0
+        self._stale: list[Trajectory] = []
+        self._version = 0
         self._waiting: Sequence[WaitingSession] = ()
         self._open = OpenInbox(run=_fixed(template, first_version), most=limits.max_waiting)
         inbox.open(self._open, set(trained))
@@ -139,8 +140,7 @@ class SessionGroups(GroupSource):
         self._inbox.remove([session.session_id for session in found if session.session_id in self._trained])
         waiting = [session for session in found if session.session_id not in self._trained]
         stale = [session.session_id for session in waiting if self._is_old(session)]
-        self._draw(stale)
-        self._stale += len(stale)
+        self._stale += [session.trajectory for session in self._draw(stale)]
         self._waiting = [session for session in waiting if session.session_id not in stale]
         groups: defaultdict[int | str, list[str]] = defaultdict(list)
         for session in self._waiting:
@@ -164,9 +164,9 @@ class SessionGroups(GroupSource):
         sizes = Counter(session.group for session in self._waiting)
         return f"{sizes.total()} sessions of {len(sizes)} groups wait, at most {max(sizes.values(), default=0)} of one"
 
-    def take_stale(self) -> int:
+    def take_stale(self) -> list[Trajectory]:
         """Sessions that were dropped as too old, since the last call."""
-        stale, self._stale = self._stale, 0
+        stale, self._stale = self._stale, []
         return stale
 
     def drawn(self) -> list[str]:

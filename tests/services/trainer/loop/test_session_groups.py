@@ -16,6 +16,7 @@ from trackway.trainer.loop.from_config import training_template
 from trackway.trainer.loop.scheduler import GroupScheduler, Pacing, SchedulerState
 from trackway.trainer.loop.session_groups import SessionGroups, SessionLimits, SessionSlots
 from trackway.trainer.run_state.session_inbox import SessionInbox
+from trackway.trainer.traces.feedback import training_feedback
 from trackway.wire.errors import ErrorCode
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.trajectory import Trajectory, WeightSpan
@@ -100,11 +101,11 @@ async def test_a_session_that_comes_again_after_a_checkpoint_is_not_trained_agai
     assert SessionInbox(tmp_path).waiting() == []
 
 
-async def test_old_sessions_are_dropped_by_versions_and_by_seconds_and_counted(
+async def test_old_sessions_are_dropped_by_versions_and_by_seconds_counted_and_named_on_their_traces(
     tmp_path: Path, finished: Finished
 ) -> None:
     def sampled_from(version: int) -> dict[str, object]:
-        return {"weight_versions": [WeightSpan(version=version, start=0, end=2)]}
+        return {"weight_versions": [WeightSpan(version=version, start=0, end=2)], "trace_id": f"t{version}"}
 
     groups = groups_of(tmp_path, max_staleness=2)
     scheduler = GroupScheduler(SessionSlots(1, 1), groups)
@@ -120,6 +121,11 @@ async def test_old_sessions_are_dropped_by_versions_and_by_seconds_and_counted(
     assert [session_id[-1] for session_id in groups.drawn()] == ["2", "0", "1", "3"]
     account = {state: count for state, count in scheduler.account().items() if count}
     assert account == {"submitted": 4, "used": 2, "dropped_stale": 2}
+    feedback = training_feedback(scheduler.take_dropped(), [])
+    assert {told.trace_id: told.values for told in feedback} == {
+        "t6": {"reward": 0.0, "fate": "dropped_stale"},
+        "t8": {"reward": 2.0, "fate": "dropped_stale"},
+    }
 
 
 async def test_a_group_that_does_not_come_in_time_fails_and_says_what_waits(tmp_path: Path, finished: Finished) -> None:
