@@ -45,6 +45,13 @@ AgentFunction = Callable[[SessionAccess, Sample], Awaitable[float | None] | floa
 
 _SECRET = re.compile(r"TRACKWAY_|.*(KEY|TOKEN|SECRET|PASSWORD)")
 """Variables of this service that a program is not given."""
+NO_TELEMETRY = {
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",  # it posts traces, with the session's key, whatever the base URL
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "1",
+}
+"""Variables that switch off what frameworks send to their makers by default."""
 _READ_BYTES = 65_536
 _GUARD = Path(__file__).with_name("program_guard.py")
 _GUARD_S = 5.0
@@ -196,6 +203,8 @@ async def _ended(process: Process, guard_s: float) -> None:
             async with asyncio.timeout(guard_s):
                 await process.wait()
                 return
+    if process.returncode is not None:
+        return  # its number may be another process's by now
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):
@@ -249,20 +258,21 @@ def environment(own: Mapping[str, str], settings: ExternalSettings, access: Sess
     traced = {} if access.traceparent is None else {"TRACEPARENT": access.traceparent}
     return {
         **kept,
+        **NO_TELEMETRY,
         **settings.environment,
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_KEY": access.api_key,
         "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": access.api_key,
-        # The OpenAI Agents SDK posts its traces, with the key, to its maker's address whatever the base URL.
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",
         **traced,
     }
 
 
 def function_of(place: str) -> AgentFunction:
-    """The function at `module:name`. Raises OwnCodeError when its module cannot be imported."""
+    """The function at `module:name`, imported without telemetry. Raises OwnCodeError when its module cannot be."""
     module, _, name = place.partition(":")
+    for variable, value in NO_TELEMETRY.items():
+        os.environ.setdefault(variable, value)
     with loading(f"setting external.function, {place!r}"):
         return cast(AgentFunction, getattr(import_module(module), name))
 

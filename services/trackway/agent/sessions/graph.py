@@ -5,14 +5,16 @@ what follows is rendered behind that node's recorded ids. A call that changes wh
 nothing, begins a root, with the reason. So parallel branches and sub-agents are paths of one graph.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import accumulate
 from typing import NamedTuple
 
 from pydantic import JsonValue
 
-from trackway.agent.sessions.messages import Meaning, canonical, meaning, prefix_digests, without_reasoning
+from trackway.agent.sessions.messages import Meaning, canonical, meaning, without_reasoning
 from trackway.wire.openai.requests import ChatMessage, ChatTool
 from trackway.wire.sessions.graph import GraphNode, NodeKind, RootReason
 from trackway.wire.trajectory import WeightSpan
@@ -23,8 +25,10 @@ class Conversation:
     """The messages of a call, and what else its prompt depends on."""
 
     said: tuple[Meaning, ...]
-    options: str = ""
+    options: str
     """Tools and template variables, as canonical JSON."""
+    keys: tuple[bytes, ...]
+    """Digests of its options with the first 0, 1, 2, ... messages; the last is that of the whole conversation."""
 
     @classmethod
     def of(
@@ -34,8 +38,15 @@ class Conversation:
         template: Mapping[str, JsonValue] | None = None,
     ) -> "Conversation":
         """The conversation of these messages; neighbouring ones of the model are to be joined before."""
-        options: list[JsonValue] = [[tool.model_dump(mode="json") for tool in tools], {**(template or {})}]
-        return cls(tuple(map(meaning, messages)), canonical(options))
+        values: list[JsonValue] = [[tool.model_dump(mode="json") for tool in tools], {**(template or {})}]
+        options = canonical(values)
+        conversation = cls((), options, (sha256(options.encode()).digest(),))
+        return conversation.followed_by(*map(meaning, messages))
+
+    def followed_by(self, *said: Meaning) -> "Conversation":
+        """The conversation with these messages after it."""
+        keys = list(accumulate(said, _key_of, initial=self.keys[-1]))
+        return Conversation((*self.said, *said), self.options, (*self.keys, *keys[1:]))
 
 
 class Place(NamedTuple):
@@ -79,10 +90,9 @@ class TokenGraph:
 
     def place(self, conversation: Conversation) -> Place:
         """Where a call with this conversation belongs; adds nothing."""
-        said = conversation.said
-        keys = prefix_digests(conversation.options, said)
+        said, keys = conversation.said, conversation.keys
         for known in range(len(said), 0, -1):
-            parent = self._by_key.get(keys[known - 1])
+            parent = self._by_key.get(keys[known])
             if parent is None:
                 continue
             if all(message.role != "assistant" for message in said[known:]):
@@ -156,9 +166,9 @@ class TokenGraph:
     def continue_message(self, node: GraphNode, conversation: Conversation, said: Meaning) -> None:
         """Let calls continue a sampled node whose message the client was given as `said`."""
         if node.kind is NodeKind.SAMPLED:
-            whole = Conversation((*conversation.said, said), conversation.options)
+            whole = conversation.followed_by(said)
             self._conversations[node.id] = whole
-            self._by_key[prefix_digests(whole.options, whole.said)[-1]] = node.id
+            self._by_key[whole.keys[-1]] = node.id
 
     def beside(self, kind: NodeKind, call: int, repeats: int | None = None) -> GraphNode:
         """Add a node without tokens: a retry of an earlier call, or an auxiliary call."""
@@ -185,6 +195,10 @@ class TokenGraph:
         begun = any(message.role == "assistant" for message in earlier.said[:same])
         shortened = len(said) > same + 1 or any(message.role == "assistant" for message in said)
         return RootReason.HISTORY_CHANGED if begun or shortened else RootReason.OTHER_CONVERSATION
+
+
+def _key_of(before: bytes, message: Meaning) -> bytes:
+    return sha256(before + json.dumps(message).encode()).digest()
 
 
 def _common(said: Sequence[Meaning], other: Sequence[Meaning]) -> int:

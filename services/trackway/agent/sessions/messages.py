@@ -5,7 +5,6 @@ Clients serialise arguments again, strip text, reorder items, and flatten calls 
 """
 
 import ast
-import hashlib
 import json
 import re
 from collections.abc import Sequence
@@ -87,16 +86,6 @@ def without_reasoning(said: Meaning) -> Meaning:
     """The message without what stands between <think> and </think>."""
     before, tag, behind = said.text.partition("</think>")
     return said._replace(text=behind.strip()) if tag else said._replace(text=before)
-
-
-def prefix_digests(options: str, said: Sequence[Meaning]) -> list[bytes]:
-    """The digest of each prefix of a conversation, the longest last; `options` are those of the template."""
-    digest = hashlib.sha256(options.encode()).digest()
-    digests: list[bytes] = []
-    for message in said:
-        digest = hashlib.sha256(digest + json.dumps(message).encode()).digest()
-        digests.append(digest)
-    return digests
 
 
 def canonical(value: JsonValue) -> str:

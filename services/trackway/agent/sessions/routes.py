@@ -6,7 +6,7 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
-from pydantic import BaseModel, JsonValue
+from pydantic import BaseModel
 
 from trackway.agent.context import AgentContext
 from trackway.agent.groups import Groups
@@ -145,8 +145,8 @@ class RunningSessions:
             await asyncio.wait({task})
 
 
-def _called(request: Request) -> Session:
-    """The session of a call."""
+async def _called(request: Request) -> Session:
+    """The session of a call; a coroutine, since FastAPI runs plain functions in a thread."""
     sessions: Sessions = request.app.state.passing_on.sessions
     session = sessions.find(session_of_request(request.url.path, request.headers.raw) or "")
     session.note_headers(request.headers)
@@ -227,12 +227,12 @@ def _openai(at: str) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None, responses=_either(ChatCompletion))
     async def chat(body: Annotated[ChatRequest, Body()], session: Called, request: Request) -> Response:
         """The next message of a conversation, with the run's sampling."""
-        return await session.answer(request, body, ChatResponseBuilder, ["chat", _said(body)], stream=body.stream)
+        return await session.answer(request, body, ChatResponseBuilder, _said("chat", body), stream=body.stream)
 
     @router.post("/v1/completions", response_model=None, responses=_either(Completion))
     async def completions(body: Annotated[CompletionRequest, Body()], session: Called, request: Request) -> Response:
         """Continue prompts; one that begins with an earlier prompt and its completion continues the recorded ids."""
-        return await session.complete(request, body, ["completions", _said(body)])
+        return await session.complete(request, body, _said("completions", body))
 
     @router.post("/v1/responses", response_model=None, responses=_either(ResponsesReply))
     async def responses(body: Annotated[ResponsesRequest, Body()], session: Called, request: Request) -> Response:
@@ -243,7 +243,7 @@ def _openai(at: str) -> APIRouter:
         def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> ResponsesBuilder:
             return ResponsesBuilder(body, forced, prompt)
 
-        return await session.answer(request, chat, build, ["responses", _said(body)], stream=body.stream)
+        return await session.answer(request, chat, build, _said("responses", body), stream=body.stream)
 
     return router
 
@@ -260,7 +260,7 @@ def _anthropic(at: str) -> APIRouter:
         def build(forced: ChatRequest, _: Tokenizer, prompt: list[int]) -> MessagesResponseBuilder:
             return MessagesResponseBuilder(body, forced, prompt)
 
-        return await session.answer(request, chat, build, ["messages", _said(body)], stream=body.stream)
+        return await session.answer(request, chat, build, _said("messages", body), stream=body.stream)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: Annotated[CountTokensRequest, Body()], session: Called) -> CountTokensReply:
@@ -270,9 +270,9 @@ def _anthropic(at: str) -> APIRouter:
     return router
 
 
-def _said(body: BaseModel) -> JsonValue:
+def _said(route: str, body: BaseModel) -> str:
     """What a retry of the call repeats."""
-    return body.model_dump(mode="json", exclude={"stream", "stream_options"})
+    return f"{route} {body.model_dump_json(exclude={'stream', 'stream_options'})}"
 
 
 def _either(whole: Any) -> dict[int | str, dict[str, Any]]:

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from fastapi import Request, Response
 from opentelemetry import trace
-from pydantic import JsonValue
 from starlette.types import Message as AsgiMessage
 from starlette.types import Receive, Scope, Send
 
 from trackway.agent.episode import Episode
 from trackway.agent.sessions.graph import Conversation, Place, Sampled, TokenGraph
-from trackway.agent.sessions.messages import canonical, is_auxiliary, joined_turns, meaning
+from trackway.agent.sessions.messages import is_auxiliary, joined_turns, meaning
 from trackway.agent.sessions.token_budget import TokenBudget
 from trackway.model_api.choices import jobs_of
 from trackway.model_api.openai.completions import CompletionResponseBuilder
@@ -188,16 +187,14 @@ class Session:
         for node in self._sampled_nodes[call_id]:
             node.reward = score
 
-    async def answer(
-        self, request: Request, chat: ChatRequest, build: Build, body: JsonValue, *, stream: bool
-    ) -> Response:
+    async def answer(self, request: Request, chat: ChatRequest, build: Build, body: str, *, stream: bool) -> Response:
         """The response to one call.
 
         Args:
             request: the HTTP request.
             chat: the call as messages.
             build: makes the response in the route's format.
-            body: what a retry repeats: the body without `stream`, and the route.
+            body: what a retry repeats: the route, and the body without `stream`.
             stream: whether to send it as events.
 
         Raises:
@@ -211,7 +208,7 @@ class Session:
             lambda recorded: self._chat_again(recorded, chat, build, stream=stream),
         )
 
-    async def complete(self, request: Request, asked: CompletionRequest, body: JsonValue) -> Response:
+    async def complete(self, request: Request, asked: CompletionRequest, body: str) -> Response:
         """The response to a call of text completions; arguments and errors as in `answer`."""
         return await self._answered(
             CallInProgress(request, asked.stream, asyncio.get_running_loop().create_future()),
@@ -223,11 +220,11 @@ class Session:
     async def _answered(
         self,
         call: CallInProgress,
-        body: JsonValue,
+        body: str,
         first: Callable[[CallInProgress], Awaitable[Response]],
         again: Callable[[Recorded], Awaitable[Response]],
     ) -> Response:
-        key = hashlib.sha256(canonical(body).encode()).hexdigest()
+        key = hashlib.sha256(body.encode()).hexdigest()
         while (answered := self._answers.get(key)) is not None:
             if (recorded := await asyncio.shield(answered)) is not None:
                 return await again(recorded)

@@ -89,7 +89,7 @@ async def test_a_program_gets_the_row_and_none_of_the_services_secrets(
     log = trajectory.log
     assert log.startswith("9+9? ") and "'MODE': 'fast'" in log and "secret-of-the-service" not in log
     assert f"00-{trajectory.trace_id}-{trajectory.span_id}" in log
-    assert "'OPENAI_AGENTS_DISABLE_TRACING': '1'" in log
+    assert "'OPENAI_AGENTS_DISABLE_TRACING': '1'" in log and "'DO_NOT_TRACK': '1'" in log
     assert "/sessions/s-" in log and "'ANTHROPIC_API_KEY': 'sk-s-" in log
 
 
@@ -158,7 +158,9 @@ async def test_a_program_ends_with_the_service_that_was_killed(tmp_path: Path) -
 def test_nothing_stays_open_of_a_program_whose_processes_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(external_agents, "guarded", lambda settings, owner: settings.command)
     monkeypatch.setattr(external_agents, "_GUARD_S", 0.02)
-    settings = ExternalSettings(command=["sh", "-c", "setsid sleep 60 & echo $!"])
+    group_kills: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda pid, number: group_kills.append(pid))
+    settings = ExternalSettings(command=["sh", "-c", "setsid sleep 60 & echo $$ $!"])
     access = SessionAccess(session_id="s", base_url="http://127.0.0.1:9/v1", api_key="k")
     episode = Episode.begin(group("external"), 0, "external")
 
@@ -166,6 +168,7 @@ def test_nothing_stays_open_of_a_program_whose_processes_cannot_be_ended(monkeyp
         async with asyncio.timeout(5):
             running = asyncio.create_task(run_program(settings, access, episode))
             await until(lambda: episode.log.endswith("\n"))
+            await until(lambda: not Path(f"/proc/{episode.log.split()[0]}").exists())
             running.cancel()
             await asyncio.wait({running})
 
@@ -174,8 +177,9 @@ def test_nothing_stays_open_of_a_program_whose_processes_cannot_be_ended(monkeyp
         warnings.simplefilter("always")
         asyncio.run(run())
         gc.collect()
-    os.kill(int(episode.log), signal.SIGKILL)
+    os.kill(int(episode.log.split()[1]), signal.SIGKILL)
 
+    assert group_kills == []  # the program's number may be another's once it was reaped
     assert [str(warning.message) for warning in warned if warning.category is ResourceWarning] == []
 
 
@@ -265,9 +269,15 @@ async def test_without_the_setting_no_request_starts_a_program(serving: Serve) -
     assert "external.command" in trajectory.error.message
 
 
-async def test_a_function_runs_in_the_process_and_may_score(serving: Serve) -> None:
+async def test_a_function_runs_in_the_process_without_telemetry_and_may_score(
+    serving: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in external_agents.NO_TELEMETRY:
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
     async with serving(ExternalSettings(function="tests.services.agent.sessions.own_function:answer")) as services:
         trajectory = await services.say("I do not know" + END, agent_name="external")
 
     assert trajectory.error is None and trajectory.reward is not None and trajectory.reward.score == 0.5
     assert len(trajectory.turns) == 1
+    assert dict(os.environ).items() >= external_agents.NO_TELEMETRY.items()
