@@ -123,7 +123,7 @@ bench: $(VENV)/.dev $(WEAVE)/.ready ## Measure what tracing costs, beside its pe
 	$(BIN)/python benchmarks/tracing.py run
 
 clean: ## Remove the environments and every output.
-	rm -rf $(VENV) $(WEAVE) $(VLLM) .venv-trl outputs
+	rm -rf $(VENV) $(WEAVE) $(VLLM) .venv-trl .venv-agentlightning .venv-rllm-gateway .venv-openai-agents outputs
 
 $(VENV)/.uv:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "expected Python 3.11 to 3.13, got $$($(PYTHON) --version); set PYTHON=/path/to/python3.11" >&2; exit 2; }

@@ -3,8 +3,10 @@
     .venv/bin/python benchmarks/learning.py staleness    generation ahead of the learner, with and without correction
     .venv/bin/python benchmarks/learning.py estimators   every `algorithm.adv_estimator`
     .venv/bin/python benchmarks/learning.py losses       every `actor.policy_loss.loss_mode`
+    .venv/bin/python benchmarks/learning.py agents       scripts of examples/agents, as they are, in sessions
 
-`make test-learning` runs the last two.
+`make test-learning` runs estimators and losses. Agents run in an environment of their own, `.venv-openai-agents`, which
+is made on the first call, each rollout in a process (agent_server.py).
 
 Each run is the demo's, with the words of its setting; further words (`key=value`) hold for all runs. A run takes about
 a minute on two cores. Runs that `--outputs` already holds are not repeated, so that an interrupted command goes on.
@@ -13,9 +15,11 @@ The tables are printed after each setting, and written to `--outputs` with every
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checkout import run_in
+from environments import environment
 
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.deployment.record import Deployment
@@ -32,7 +37,7 @@ from trackway.deploy.local.settings import UpSettings
 from trackway.deploy.local.up import bring_up, take_down
 from trackway.deploy.runs import launch, plot
 from trackway.deploy.runs.demo import HELD_OUT_ROWS, TRAIN_ROWS
-from trackway.system import atomic_write
+from trackway.system import atomic_write, free_port
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.trainer.data import make_tiny
@@ -101,7 +106,14 @@ LOSSES: Settings = {
     "dppo_kl": _loss("dppo_kl", *_clipped(0.05, 0.05)),
     **{name: _loss(name) for name in ("sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean")},
 }
-PARTS: Mapping[str, Settings] = {"staleness": STALENESS, "estimators": ESTIMATORS, "losses": LOSSES}
+AGENTS: Settings = {"openai_script": [], "openai_agents_sdk": []}
+"""By the name of the example."""
+PARTS: Mapping[str, Settings] = {
+    "staleness": STALENESS,
+    "estimators": ESTIMATORS,
+    "losses": LOSSES,
+    "agents": AGENTS,
+}
 
 
 @dataclass(frozen=True)
@@ -147,9 +159,48 @@ class Learned:
         )
 
 
+def rows_of(part: str, setting: str, seed: int, outputs: Path) -> Path:
+    """The folder of the rows, which are made if they are missing."""
+    if part != "agents":
+        folder = outputs / f"tiny-seed{seed}"
+        make_tiny(folder, TRAIN_ROWS, HELD_OUT_ROWS, seed)
+        return folder
+    folder = outputs / f"tiny-{setting}-seed{seed}"
+    make_tiny(folder, TRAIN_ROWS, HELD_OUT_ROWS, seed, agent_name=f"external:{setting}")
+    return folder
+
+
+@contextlib.contextmanager
+def agents_of(part: str) -> Iterator[None]:
+    """The servers of the examples, named in the settings of a deployment that is started meanwhile."""
+    if part != "agents":
+        yield
+        return
+    python = environment("openai-agents", ["openai-agents==0.24.0"])
+    server, examples = Path(__file__).with_name("agent_server.py"), Path(__file__).parents[1] / "examples" / "agents"
+    ports = {name: free_port() for name in AGENTS}
+    agents = {name: {"url": f"http://127.0.0.1:{port}/", "max_running": 32} for name, port in ports.items()}
+    os.environ["TRACKWAY_EXTERNAL_AGENTS"] = json.dumps(agents)
+    variables = {**os.environ, "OPENAI_AGENTS_DISABLE_TRACING": "1"}
+    started = [
+        subprocess.Popen(
+            [python, server, str(port), examples / f"{name}.py", "openai" if name == "openai_script" else "agents"],
+            env=variables,
+            stderr=subprocess.DEVNULL,  # the traces of scripts whose session had reached a bound
+        )
+        for name, port in ports.items()
+    ]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait()
+
+
 def words_of(part: str, setting: str, seed: int, args: argparse.Namespace) -> tuple[str, list[str]]:
     """The run's name and its words."""
-    data = args.outputs / f"tiny-seed{seed}"
+    data = rows_of(part, setting, seed, args.outputs)
     slug = "".join(letter if letter.isalnum() or letter in "._" else "-" for letter in setting)
     name = f"{part}-{slug}-seed{seed}"
     return name, [
@@ -180,7 +231,6 @@ def learn(deployment: Deployment, part: str, setting: str, seed: int, args: argp
     rows = finished(args.outputs, name, args.steps)
     if rows is not None:
         return Learned.of(setting, seed, rows)
-    make_tiny(args.outputs / f"tiny-seed{seed}", TRAIN_ROWS, HELD_OUT_ROWS, seed)
     folder, number = name, 1
     while RunFolder(args.outputs / folder).exists:  # an earlier attempt
         number += 1
@@ -237,17 +287,18 @@ def main() -> None:
     """Train every setting with every seed, and print the table."""
     args = arguments()
     settings = UpSettings(outputs=args.outputs, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
-    deployment = bring_up(settings, lambda name, state: None)
     learned: list[Learned] = []
-    try:
-        for setting in args.only or PARTS[args.part]:
-            learned += [learn(deployment, args.part, setting, seed, args) for seed in args.seeds]
-            text = "\n".join(table(learned))
-            print(f"\n{text}", flush=True)
-            atomic_write(args.outputs / f"{args.part}.md", text + "\n")
-            atomic_write(args.outputs / f"{args.part}.json", json.dumps([asdict(run) for run in learned], indent=1))
-    finally:
-        take_down(deployment)
+    with agents_of(args.part):
+        deployment = bring_up(settings, lambda name, state: None)
+        try:
+            for setting in args.only or PARTS[args.part]:
+                learned += [learn(deployment, args.part, setting, seed, args) for seed in args.seeds]
+                text = "\n".join(table(learned))
+                print(f"\n{text}", flush=True)
+                atomic_write(args.outputs / f"{args.part}.md", text + "\n")
+                atomic_write(args.outputs / f"{args.part}.json", json.dumps([asdict(run) for run in learned], indent=1))
+        finally:
+            take_down(deployment)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,12 @@ from typing import Any
 
 import psutil
 from checkout import interpreter
+from environments import CONSTRAINTS, ROOT, NotMade, environment
 from rich.console import Console
 from step_report import Round, report, table
 from step_work import SHAPES, SILENCE_S, Work, scripted_model
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-TRL = ROOT / ".venv-trl"
 TRL_REQUIREMENTS = ["trl==1.16.0", "torch", "transformers", "psutil"]
 """The last three in the versions of constraints.txt."""
 CONTENDERS = ("trackway", "trl", "plain")
@@ -86,31 +85,12 @@ def _trackway(name: str, checkout: Path) -> Contender:
 
 def trl_python() -> Path:
     """The interpreter of TRL's environment, which is made if it is missing or has other versions."""
-    python, made_of = TRL / "bin" / "python", TRL / "requirements.txt"
-    constraints = ROOT / "constraints.txt"
-    wanted = "\n".join([*TRL_REQUIREMENTS, constraints.read_text()])
-    if python.exists() and made_of.exists() and made_of.read_text() == wanted:
-        return python
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if uv is None:
-        raise Failed(f"expected uv beside {sys.executable} or on PATH, got none; `{sys.executable} -m pip install uv`")
     links = os.environ.get("PIP_FIND_LINKS", "").split()
     torch_from = [part for link in links for part in ("--find-links", link)] or ["--torch-backend", "cpu"]
-    console.print(f"making TRL's environment in {TRL} (first time: a minute or two)")
-    _install([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(TRL)])
-    install = [uv, "pip", "install", "--quiet", "--python", str(python), "--compile-bytecode", *torch_from]
-    _install([*install, "--constraint", str(constraints), *TRL_REQUIREMENTS])
-    made_of.write_text(wanted)
-    return python
-
-
-def _install(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise Failed(
-            f"expected `{' '.join(command[:3])}` to make TRL's environment, got status {done.returncode}:\n"
-            f"{done.stderr[-1500:]}\nmend that, or leave TRL out: --contenders trackway,plain"
-        )
+    try:
+        return environment("trl", TRL_REQUIREMENTS, options=[*torch_from, "--constraint", str(CONSTRAINTS)])
+    except NotMade as error:
+        raise Failed(f"{error}: --contenders trackway,plain") from error
 
 
 def run(contender: Contender, work: Work, folder: Path, show: Any) -> Round:
