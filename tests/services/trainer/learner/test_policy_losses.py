@@ -204,6 +204,18 @@ def test_the_geometric_mean_takes_the_mean_of_the_advantages_of_tokens():
     assert float(POLICY_LOSSES["geo_mean"](config, inputs)[0]) == -1.75
 
 
+def test_a_small_negative_advantage_is_negative():
+    inputs = of_tokens([[-10.0]], [[-1.0]], [[-0.5]])
+    same = inputs._replace(old_logp=inputs.logp)
+    config = learner_config("m", bypass_mode=False, clip_ratio=LOW, tau_pos=TAU_POS, tau_neg=TAU_NEG)
+
+    loss, stats = POLICY_LOSSES["geo_mean"](config, inputs)
+
+    assert float(loss) == pytest.approx(0.5 * math.exp(-LOW))
+    assert (float(stats["pg_clipfrac"]), float(stats["pg_clipfrac_lower"])) == (0, 1)
+    assert float(POLICY_LOSSES["sapo"](config, same)[0]) == pytest.approx(0.5 * 4 / TAU_NEG / 2)
+
+
 def test_a_token_without_an_advantage_counts_as_clipped_on_neither_side():
     config = learner_config("m", bypass_mode=False, loss_mode="geo_mean")
 
@@ -334,6 +346,17 @@ def test_tokens_are_selected_by_the_covariance_of_advantage_and_logprob(
     mode: str, keys: dict[str, float], expected: list[list[int]]
 ):
     assert selection(mode, **keys) == expected
+
+
+def test_a_covariance_at_a_bound_is_not_within_it():
+    inputs = of_tokens([[-1.0, -3.0]], [[-1.0, -3.0]], [[4.0, 0.0]])  # about the means 2 and -2: 2 x 1 and -2 x -1
+    draw, chosen = torch.Generator(), []
+    for low, high in ((1.0, 3.0), (2.0, 3.0), (1.0, 2.0)):
+        keys = {"clip_cov_ratio": 1.0, "clip_cov_lb": low, "clip_cov_ub": high}
+        config = learner_config("m", bypass_mode=False, loss_mode="clip_cov", **keys)
+        chosen.append(int(SELECTIONS["clip_cov"](config, inputs, draw).sum()))
+
+    assert chosen == [2, 0, 0]
 
 
 def test_a_share_of_the_eligible_tokens_is_drawn_and_at_least_one():
