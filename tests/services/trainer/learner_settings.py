@@ -65,6 +65,8 @@ def learner_config(model: Path | str, **settings: Any) -> LearnerConfig:
 
 
 def _key(name: str) -> str:
+    if name.startswith("checkpoint."):
+        return f"{ACTOR}.{name}"
     if "." in name:
         return name
     section = f"{ACTOR}.optim" if name in OptimConfig.model_fields else ACTOR

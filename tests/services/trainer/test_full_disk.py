@@ -41,7 +41,9 @@ async def runs(agent_url: str, agent, outputs: Path, tmp_path: Path) -> AsyncIte
 
 @pytest.fixture
 def request_of(tiny_model: Path, sample, tmp_path: Path) -> Start:
-    return lambda name, *overrides: run_request(tiny_model, tmp_path, sample, name, *overrides)
+    # In the step, so that the test knows what has been written when the disk is full.
+    waits = "actor_rollout_ref.actor.checkpoint.async_save=false"
+    return lambda name, *overrides: run_request(tiny_model, tmp_path, sample, name, waits, *overrides)
 
 
 def asked(agent) -> dict[int, int]:

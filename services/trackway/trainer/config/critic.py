@@ -6,7 +6,7 @@ field says otherwise.
 
 from pydantic import Field
 
-from trackway.trainer.config.policy import LossAggregation, OptimConfig, ShardingConfig
+from trackway.trainer.config.policy import CheckpointContents, LossAggregation, OptimConfig, ShardingConfig
 from trackway.trainer.config.section import Section, Seed
 
 
@@ -40,6 +40,7 @@ class CriticConfig(Section):
     model: CriticModelConfig = Field(default_factory=CriticModelConfig)
     optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)
     fsdp: ShardingConfig = Field(default_factory=ShardingConfig)
+    checkpoint: CheckpointContents = Field(default_factory=CheckpointContents)
     ppo_mini_batch_size: int | None = Field(default=None, ge=1)
     """Prompts per optimizer step, each with all its rollouts; null takes `actor.ppo_mini_batch_size`."""
     ppo_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)

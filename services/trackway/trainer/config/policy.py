@@ -184,12 +184,50 @@ class RefOffloadConfig(Section):
     """Keep the reference's weights on the GPU only while they are in use."""
 
 
+class CheckpointContents(Section):
+    """What a checkpoint holds of a model and its training."""
+
+    save_contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] = ("model", "optimizer", "extra")
+    """What is saved: the weights, AdamW's moments, and `extra`: the updates done, by which the learning rate goes on,
+    and the random state. `model` must be among them. `hf_model` adds the policy as a Hugging Face folder,
+    `actor/huggingface`; `trackway export` makes one without it."""
+    load_contents: tuple[Literal["model", "optimizer", "extra", "hf_model"], ...] | None = None
+    """What is restored of a checkpoint, its own or that of `trainer.resume_from_path`; null restores what is saved.
+    Without `optimizer` the moments start at zero, without `extra` the learning rate at its first step."""
+
+    @property
+    def loaded(self) -> frozenset[str]:
+        """The contents that are restored."""
+        return frozenset(self.save_contents if self.load_contents is None else self.load_contents)
+
+    @model_validator(mode="after")
+    def _resumes(self) -> Self:
+        if "model" not in self.save_contents:
+            raise ValueError("expected model among save_contents, got none: the run could not resume; add it")
+        missing = sorted(self.loaded - set(self.save_contents))
+        if missing:
+            raise ValueError(
+                f"expected load_contents among save_contents, got {', '.join(missing)}: the run could not resume from "
+                "its own checkpoints; save them too, or do not load them"
+            )
+        return self
+
+
+class CheckpointConfig(CheckpointContents):
+    """What a checkpoint holds of the policy, and when it is written."""
+
+    async_save: bool = True
+    """Copy what is saved to main memory, and write it while the training goes on; the copy takes 12 bytes for each
+    weight that is trained, divided by the ranks. With false the step waits until it is written."""
+
+
 class ActorConfig(Section):
     """The loss and the batch sizes."""
 
     optim: OptimConfig = Field(default_factory=OptimConfig)
     fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     ppo_mini_batch_size: int = Field(default=256, ge=1)
     """Prompts per optimizer step, each with all its rollouts."""
     ppo_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)

@@ -1,11 +1,18 @@
 """What the learner is configured with: sections of the run's configuration, and values that they do not hold."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from trackway.trainer.config.algorithm import OPTIMAL_BASELINES, AlgorithmConfig
 from trackway.trainer.config.critic import CriticConfig, CriticOptimConfig
-from trackway.trainer.config.policy import ActorConfig, ModelConfig, RefConfig, RolloutConfig, ShardingConfig
+from trackway.trainer.config.policy import (
+    ActorConfig,
+    CheckpointContents,
+    ModelConfig,
+    RefConfig,
+    RolloutConfig,
+    ShardingConfig,
+)
 from trackway.trainer.learner.ranks.balance import PassLimit
 
 
@@ -23,6 +30,14 @@ class LoraSettings(NamedTuple):
     adapter_path: str | None = None
     """Folder or Hugging Face id of an adapter to start from; None for a new one."""
 
+    @classmethod
+    def of(cls, model: ModelConfig, seed: int = 0) -> Self | None:
+        """Those of a model; None where it is trained whole."""
+        if not model.lora_rank:
+            return None
+        names, excluded = model.target_modules, model.exclude_modules
+        return cls(model.lora_rank, model.lora_alpha, names, excluded, seed, model.lora_adapter_path)
+
 
 class CriticSettings(NamedTuple):
     """What a value model and its training are made of; sizes count trajectories."""
@@ -32,6 +47,8 @@ class CriticSettings(NamedTuple):
     remove_padding: bool
     gradient_checkpointing: bool
     fsdp: ShardingConfig
+    contents: CheckpointContents
+    """What a checkpoint holds of it."""
     optim: CriticOptimConfig
     clip_grad: float
     """The gradient's norm is scaled down to this."""
@@ -97,17 +114,7 @@ class LearnerConfig:
     @property
     def lora(self) -> LoraSettings | None:
         """The adapter that is trained; None trains the whole model."""
-        model = self.model
-        if not model.lora_rank:
-            return None
-        return LoraSettings(
-            model.lora_rank,
-            model.lora_alpha,
-            model.target_modules,
-            model.exclude_modules,
-            self.seed,
-            model.lora_adapter_path,
-        )
+        return LoraSettings.of(self.model, self.seed)
 
     @property
     def value_model(self) -> CriticSettings | None:
@@ -124,6 +131,7 @@ class LearnerConfig:
             remove_padding=critic.model.use_remove_padding,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
             fsdp=critic.fsdp,
+            contents=critic.checkpoint,
             optim=critic.optim,
             clip_grad=critic.optim.clip_grad or critic.grad_clip,
             mini_batch_size=mini,

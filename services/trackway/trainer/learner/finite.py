@@ -20,7 +20,12 @@ def require_finite(tensors: Mapping[str, "Tensor"]) -> None:
     The sum of a tensor is NaN or infinite when one of its values is, and needs no mask of the tensor's size. The sum
     of huge finite values may overflow too, so each value is checked when the sum is not finite.
     """
-    bad = {name: count for name, tensor in tensors.items() if (count := _count(tensor))}
+    require_none(tensors, [not_finite(tensor) for tensor in tensors.values()])
+
+
+def require_none(tensors: Mapping[str, "Tensor"], counts: Sequence[int]) -> None:
+    """Raises NotFiniteError unless the number of values that are not finite is 0 for each of the tensors."""
+    bad = {name: count for name, count in zip(tensors, counts, strict=True) if count}
     if not bad:
         return
     shown = ", ".join(
@@ -40,7 +45,7 @@ def require_finite_logprobs(logprobs: Sequence[float]) -> None:
         )
 
 
-def _count(tensor: "Tensor") -> int:
+def not_finite(tensor: "Tensor") -> int:
     """The number of values that are not finite."""
     if not tensor.is_floating_point() or bool(tensor.detach().sum().isfinite()):
         return 0

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from trackway.system.cpu_threads import choose_threads, usable_cores
@@ -55,7 +55,8 @@ from trackway.trainer.learner.passes.head import sum_pi_squared, token_logprobs
 from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
 from trackway.trainer.learner.ranks.balance import PassLimit
-from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, save_whole
+from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, require_finite_shards
+from trackway.trainer.learner.ranks.snapshot import FILES, Publish, Snapshot, to_load, write_state
 from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
 from trackway.trainer.learner.rollout_correction import correct, correction_metrics, loglinear_share, mean_weight
 from trackway.trainer.learner.weight_proof import (
@@ -66,6 +67,7 @@ from trackway.trainer.learner.weight_proof import (
     tensor_digests,
 )
 from trackway.trainer.learner.weights.offload import CpuOffload
+from trackway.trainer.learner.weights.sharded_files import is_saved, read_whole
 from trackway.trainer.metrics.clock import Clock, Metrics
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary, WeightProof
@@ -74,6 +76,8 @@ CANARY_LENGTH = 16
 CANARY_TOLERANCE = {"bfloat16": 0.25}
 """By compute dtype, else the wire's default; a bfloat16 sampler was up to 0.054 from a float32 trainer."""
 
+REFERENCE = "reference"
+"""Name of the reference model's weights in a checkpoint."""
 BASE_TOLERANCE = 1e-2
 """Largest difference of one model's logprobs between devices; an adapter on another model would train and publish
 something else, without an error."""
@@ -318,41 +322,69 @@ class Learner:
         """Writes everything that a new learner of the same configuration, on any number of ranks, needs to continue.
 
         Of a model with an adapter only the adapter is written, and by what its base model can be told from others. A
-        value model has a folder of its own beside this one.
+        value model has a folder of its own beside this one. Raises NotFiniteError, with nothing written, for weights
+        that are NaN or infinite.
         """
-        progress = {"updates": torch.tensor(self.updates), "shuffler": self._shuffler.get_state()}
+        write_state(folder, self._state(), self.ranks, self.policy.export if self._saves_whole_model else None)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of what `save` writes, to be written later by the first rank."""
+        publish: Publish | None = None
+        if self._saves_whole_model:
+            weights = self.policy.published_copy()
+            publish = partial(self.policy.write_published, state=weights)
+        return Snapshot.of(self._state(), publish, self.ranks)
+
+    @property
+    def _saves_whole_model(self) -> bool:
+        return "hf_model" in self.config.actor.checkpoint.save_contents
+
+    def _state(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint holds, by file."""
+        progress = {
+            "updates": torch.tensor(self.updates),
+            "shuffler": self._shuffler.get_state(),
+            "published": torch.zeros(1, dtype=self.policy.published_dtype),
+        }
         if self.config.algorithm.kl_ctrl.type == "adaptive":
             progress["reward_kl_coef"] = torch.tensor(self.reward_kl_coef, dtype=torch.float64)
         if self.policy.adapter is not None:
             progress["base_logprobs"] = self._base_logprobs()
-        files: dict[Path, Callable[[], Mapping[str, Tensor]]] = {
-            folder / "model.safetensors": self.policy.tensors,
-            folder / "optim.safetensors": lambda: adamw.named_state(self.optimizer, self.policy.model),
-            folder / "extra_state.safetensors": lambda: progress,
+        weights = self.policy.tensors()
+        require_finite_shards(weights, self.ranks)
+        parts = {
+            "model": weights,
+            "optimizer": adamw.named_state(self.optimizer, self.policy.model),
+            "extra": progress,
         }
+        state = {FILES[part]: parts[part] for part in FILES if part in self.config.actor.checkpoint.save_contents}
         if isinstance(self.reference, Policy):
-            files[folder / "reference.safetensors"] = self.reference.tensors
+            state[REFERENCE] = self.reference.tensors()
         if self.critic is not None:
-            files |= self.critic.files(folder.parent)
-        save_whole(files, self.ranks)
+            state |= self.critic.state()
+        return state
 
     def load(self, folder: Path) -> None:
         """Restores what save() wrote; a saved reference replaces the model of `model_path`.
 
-        Raises ValueError when the checkpoint belongs to another model.
+        Raises ValueError when the checkpoint belongs to another model, or lacks one of the `load_contents`.
         """
-        self.policy.load(folder / "model.safetensors")
-        progress = load_file(folder / "extra_state.safetensors")
+        contents = to_load(folder, self.config.actor.checkpoint)
+        if "model" in contents:
+            self.policy.load(folder / FILES["model"])
+        progress = read_whole(folder / FILES["extra"]) if is_saved(folder / FILES["extra"]) else {}
         if "base_logprobs" in progress:
             self._check_base(progress["base_logprobs"])
-        adamw.load_optimizer(self.optimizer, self.policy.model, folder / "optim.safetensors")
-        self.moments.offload()
-        self.updates = int(progress["updates"])
-        self._shuffler.set_state(progress["shuffler"])
-        if self.config.algorithm.kl_ctrl.type == "adaptive" and "reward_kl_coef" in progress:
-            self.reward_kl_coef = float(progress["reward_kl_coef"])
-        reference = folder / "reference.safetensors"
-        if isinstance(self.reference, Policy) and reference.exists():
+        if "optimizer" in contents:
+            adamw.load_optimizer(self.optimizer, self.policy.model, folder / FILES["optimizer"])
+            self.moments.offload()
+        if "extra" in contents:
+            self.updates = int(progress["updates"])
+            self._shuffler.set_state(progress["shuffler"])
+            if self.config.algorithm.kl_ctrl.type == "adaptive" and "reward_kl_coef" in progress:
+                self.reward_kl_coef = float(progress["reward_kl_coef"])
+        reference = folder / REFERENCE
+        if isinstance(self.reference, Policy) and is_saved(reference):
             self.reference.load(reference)
         if self.critic is not None and not self.critic.load(folder.parent):
             start = self.critic.settings.model_path

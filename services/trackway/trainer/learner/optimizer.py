@@ -1,17 +1,17 @@
-"""AdamW as safetensors, and its learning rate as a function of the update."""
+"""AdamW, its state by name, and its learning rate as a function of the update."""
 
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from trackway.trainer.config.policy import OptimConfig
-from trackway.trainer.learner.ranks.sharding import local, shard_like
+from trackway.trainer.learner.ranks.sharding import local
+from trackway.trainer.learner.weights.sharded_files import read_shards, saved_tensors
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -63,15 +63,18 @@ def named_state(optimizer: AdamW, model: nn.Module) -> dict[str, Tensor]:
     return {f"{name}.{key}": state[key] for name, state in states for key in state}
 
 
-def load_optimizer(optimizer: AdamW, model: nn.Module, file: Path) -> None:
-    """Restores the saved `named_state`; a parameter without saved state gets none."""
-    saved = load_file(file)
-    state = {}
+def load_optimizer(optimizer: AdamW, model: nn.Module, stem: Path) -> None:
+    """Restores the saved `named_state`, the files of `stem`; a parameter without saved state gets none."""
+    saved = saved_tensors(stem)
+    state: dict[int, dict[str, Tensor]] = {}
+    targets: dict[str, Tensor] = {}
     for index, (name, parameter) in enumerate(_trained(model)):
         if f"{name}.step" in saved:
-            step, *moments = (saved[f"{name}.{key}"] for key in MOMENTS)
-            shards = [shard_like(moment, parameter) for moment in moments]
-            state[index] = dict(zip(MOMENTS, (step, *shards), strict=True))
+            step = torch.zeros((), dtype=saved[f"{name}.step"].properties.dtype)
+            moments = [torch.zeros_like(parameter.detach()) for _ in MOMENTS[1:]]
+            state[index] = dict(zip(MOMENTS, (step, *moments), strict=True))
+            targets |= {f"{name}.{key}": tensor for key, tensor in state[index].items()}
+    read_shards(stem, targets)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 

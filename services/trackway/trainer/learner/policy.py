@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -25,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from trackway.trainer.learner.algorithm import check_known
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LoraSettings
-from trackway.trainer.learner.finite import require_finite
+from trackway.trainer.learner.finite import not_finite, require_finite, require_none
 from trackway.trainer.learner.loss import at_mask
 from trackway.trainer.learner.packing import ATTENTION, PackedRow, SequenceLengths, can_pack
 from trackway.trainer.learner.passes.head import (
@@ -40,10 +39,11 @@ from trackway.trainer.learner.passes.head import (
 )
 from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
 from trackway.trainer.learner.ranks.sequence_parallel import require_divisible
-from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, reshard, shard, shard_like
+from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local, reshard, shard
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
 from trackway.trainer.learner.weights.adapter import Adapter, base_names
 from trackway.trainer.learner.weights.offload import CpuOffload
+from trackway.trainer.learner.weights.sharded_files import read_shards, saved_tensors
 
 MASTER_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
 """Compute dtype by name -> dtype of the weights, of the optimizer's state and of all logprobs."""
@@ -338,22 +338,24 @@ class Policy:
         tied = names - {name for name, _ in self.model.named_parameters()}
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
-    def load(self, file: Path) -> None:
-        """Copies saved weights into this model.
+    def load(self, stem: Path) -> None:
+        """Copies saved weights, the files of `stem`, into this model.
 
         Raises ValueError when they belong to another model, and NotFiniteError when they are not finite.
         """
-        # Each rank reads the whole file, mapped into memory, and keeps its shards.
-        saved, own = load_file(file), self.tensors()
-        if {n: t.shape for n, t in saved.items()} != {n: t.shape for n, t in own.items()}:
+        own = self.tensors()
+        if {n: of.size for n, of in saved_tensors(stem).items()} != {n: t.shape for n, t in own.items()}:
             raise ValueError(
-                f"expected the weights of {self.folder.name}, got other names or shapes in {file}; "
+                f"expected the weights of {self.folder.name}, got other names or shapes in {stem}; "
                 "resume with the model and the LoRA keys that the run started from"
             )
-        require_finite(saved)
         with torch.no_grad():
+            saved = {name: torch.empty_like(tensor) for name, tensor in own.items()}
+            read_shards(stem, saved)
+            # Not a collective, so that a file that one rank does not find is an error in this rank alone.
+            require_none(saved, [not_finite(tensor) for tensor in local(saved.values())])
             for name, tensor in own.items():
-                tensor.copy_(shard_like(saved[name], tensor))
+                tensor.copy_(saved[name])
 
     def export(self, folder: Path) -> None:
         """A folder that transformers and the engines load: config, safetensors, tokenizer files."""
@@ -361,8 +363,18 @@ class Policy:
             named = base_names(self.model.state_dict())
             state = gathered(named, self.ranks.is_first, self.published_dtype)
             if self.ranks.is_first:
-                export_model(self.model, folder, state, self.published_dtype)
-                copy_tokenizer(self.folder, folder)
+                self.write_published(folder, state)
+
+    def published_copy(self) -> dict[str, Tensor]:
+        """The weights that `export` writes, which training does not change; only in the first rank. A collective."""
+        with self._merged():
+            state = gathered(base_names(self.model.state_dict()), self.ranks.is_first, self.published_dtype)
+            return {name: tensor.clone() for name, tensor in state.items()}
+
+    def write_published(self, folder: Path, state: dict[str, Tensor]) -> None:
+        """Writes the folder of `export` with these weights."""
+        export_model(self.model, folder, state, self.published_dtype)
+        copy_tokenizer(self.folder, folder)
 
 
 class BasePolicy:

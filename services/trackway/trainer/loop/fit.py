@@ -38,4 +38,5 @@ async def fit(run: Training) -> RunState:
     finally:
         await run.close()
     await run.save()
+    await run.saved()
     return RunState.FINISHED if run.validated and run.complete else RunState.STOPPED

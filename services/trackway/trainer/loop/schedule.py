@@ -52,6 +52,8 @@ class Schedule:
     test_freq: int = -1
     save_freq: int = -1
     keep_checkpoints: int | None = None
+    async_save: bool = True
+    """Whether steps go on while a checkpoint is written."""
     traced_prompts: int = 0
     traced_validation: int = 0
     rollouts: int = 1

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from trackway.system import StorageError
 from trackway.system.waits import Waiting, Waits
@@ -23,6 +23,7 @@ from trackway.trainer.learner.filtering import FilteredBatch, filter_trajectorie
 from trackway.trainer.learner.finite import NotFiniteError
 from trackway.trainer.learner.learner import EmptyBatchError, Learner, UpdateResult
 from trackway.trainer.learner.profiler import Profiler
+from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.trainer.loop.colocation import Engines
 from trackway.trainer.loop.greedy_baseline import sampled_of
 from trackway.trainer.loop.rollout_client import Rollouts
@@ -65,6 +66,8 @@ _WAITS_FOR = {
     "save_checkpoint": "the checkpoint of step {done}",
 }
 """What a run waits for in each part of a step."""
+CHECKPOINT_WAIT_S = 3600.0
+"""Longest wait for a checkpoint to be written, besides that for a disk that refuses it."""
 STORAGE_RETRY_S = 2.0
 """Pause before a write that the disk refused is tried again."""
 
@@ -73,6 +76,13 @@ logger = logging.getLogger("trackway.trainer")
 
 class StopRequested(Exception):
     """A stop was requested while the run waited for rollouts."""
+
+
+class Saving(NamedTuple):
+    """A checkpoint that is being written."""
+
+    step: int
+    task: asyncio.Task[None]
 
 
 @dataclass
@@ -105,6 +115,8 @@ class Training:
     """Step of the newest checkpoint."""
     notice: str = ""
     """A message about the checkpoint that the run started from."""
+    _saving: Saving | None = None
+    """The checkpoint that is being written."""
     _validating: asyncio.Task[Metrics] | None = None
     """The validation `progress.validation`."""
 
@@ -167,6 +179,8 @@ class Training:
         """
         self.clock.take()
         self.scheduler.rollouts.active.take()
+        if self._saving is not None and self._saving.task.done():
+            await self.saved()
         step, position = self.step + 1, self.progress.position
         with self._part("rollout", "gen") as waiting:
             waiting.progress, waiting.because = self.scheduler.progress, self.scheduler.rollouts.waits.current
@@ -338,7 +352,12 @@ class Training:
         return validation_metrics(trajectories, self.plan.validation_n)
 
     async def save(self, metrics: Metrics | None = None) -> None:
-        """Write a checkpoint of the newest step, unless it exists or the run only validates."""
+        """Save a checkpoint of the newest step, unless it exists or the run only validates.
+
+        First waits for the checkpoint before, and raises its error. With `plan.async_save` the learner's state is
+        copied, and written while the training goes on; `saved` waits for it.
+        """
+        await self.saved()
         is_saved = self.saved_step == self.step and not self.progress.rows
         if is_saved or not self.plan.total_steps:
             return
@@ -347,11 +366,42 @@ class Training:
         with self._part("save_checkpoint"):
             scheduler, finished = self.scheduler.snapshot()
             state = self.progress.model_copy(update={"scheduler": scheduler}).model_dump(mode="json")
+            snapshot = await asyncio.to_thread(self.learner.snapshot) if self.plan.async_save else None
+            write = self.learner.save if snapshot is None else snapshot.write
             keep = self.plan.keep_checkpoints
-            save = partial(save_checkpoint, self.folder.checkpoints, self.step, self.learner, state, keep, finished)
+            save = partial(save_checkpoint, self.folder.checkpoints, self.step, write, state, keep, finished)
+            self._saving = Saving(
+                self.step, asyncio.create_task(self._save(save, self.step, scheduler.drawn, snapshot))
+            )
+            if snapshot is None:
+                await self.saved()
+
+    async def saved(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises its error, and TrackwayError when it
+        takes too long.
+        """
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        timeout_s = CHECKPOINT_WAIT_S + self.plan.storage_wait_s
+        with self.waits("the learner", f"the checkpoint of step {saving.step}", timeout_s):
+            await asyncio.wait([saving.task], timeout=timeout_s)
+        if not saving.task.done():
+            message = (
+                f"the checkpoint of step {saving.step} was not written in {timeout_s:.0f} s; look at the disk of "
+                f"{self.folder.checkpoints}, then resume the run"
+            )
+            raise TrackwayError(ErrorCode.DEADLINE_EXCEEDED, message, step=saving.step)
+        saving.task.result()
+
+    async def _save(self, save: Callable[[], Path], step: int, drawn: Sequence[str], snapshot: Snapshot | None) -> None:
+        try:
             await self._stored(save)
-        self.scheduler.rollouts.saved(scheduler.drawn)
-        self.saved_step = self.step
+        finally:
+            if snapshot is not None:
+                await asyncio.to_thread(snapshot.close)
+        self.scheduler.rollouts.saved(drawn)
+        self.saved_step = step
 
     async def log(self, metrics: Metrics) -> None:
         """Write the row of the newest step, with the timings of the clock; does nothing without metrics.
@@ -411,11 +461,16 @@ class Training:
         await self._stored(partial(self.folder.update, step=self.step, **changes))
 
     async def close(self) -> None:
-        """Cancel the rollouts that are still running, those of a validation included."""
+        """Cancel the rollouts that are still running, those of a validation included.
+
+        A checkpoint that is being written is completed, whatever ends the run.
+        """
         await self.scheduler.close()
         if self._validating is not None:
             self._validating.cancel()
             await asyncio.gather(self._validating, return_exceptions=True)
+        if self._saving is not None:
+            await asyncio.wait([self._saving.task], timeout=CHECKPOINT_WAIT_S)
 
     @contextmanager
     def _part(self, name: str, activity: str = "") -> Iterator[Waiting]:

@@ -1,8 +1,8 @@
 """Checkpoints in verl's layout. After a crash at any moment, the newest complete checkpoint can be found.
 
-<root>/global_step_<N>/actor/              Learner.save
+<root>/global_step_<N>/actor/              weights, moments, random state: a file each, from several ranks one of each
                        critic/             the same of the value model, if there is one
-                       actor/huggingface/  Learner.export: usable by transformers and any engine
+                       actor/huggingface/  a Hugging Face folder, with `checkpoint.save_contents=[..., hf_model]`
                        state.json          the loop's state: position in the data, counters
                        finished.parquet    trajectories that are not trained yet; absent when there are none
                        manifest.json       sha256 of every other file
@@ -19,7 +19,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -55,24 +55,23 @@ class Manifest(BaseModel):
     files: list[FileDigest]
 
 
-class Checkpointable(Protocol):
-    """The methods of a learner that a checkpoint uses."""
+class Loadable(Protocol):
+    """The method of a learner that a checkpoint uses."""
 
-    def save(self, folder: Path) -> None: ...
     def load(self, folder: Path) -> None: ...
-    def export(self, folder: Path) -> None: ...
 
 
 def save_checkpoint(
     root: Path,
     step: int,
-    learner: Checkpointable,
+    write: Callable[[Path], None],
     state: dict[str, JsonValue],
     keep: int | None = None,
     finished: Sequence[Trajectory] = (),
 ) -> Path:
     """Write `global_step_<step>`, mark it as the latest, remove all but the newest `keep`; return its folder.
 
+    `write` writes what continues the training to a folder: a learner's `save`, or that of its snapshot.
     Raises StorageError when the disk is full or cannot be written; the partial checkpoint is removed.
     """
     if keep is not None and keep < 1:
@@ -84,8 +83,7 @@ def save_checkpoint(
             _clear(root, prefix)
         making = root / f"{MAKING}{PREFIX}{step}"
         try:
-            learner.save(making / "actor")
-            learner.export(making / "actor" / "huggingface")
+            write(making / "actor")
             (making / STATE).write_bytes(to_json(state, inf_nan_mode=NON_FINITE))
             if finished:
                 write_trajectories(making / FINISHED, finished)
@@ -142,7 +140,7 @@ def named_checkpoint(config: RunConfig) -> Path | None:
     raise _refused(f"expected a checkpoint, .../global_step_<n> with a state.json, got {path}{hint}")
 
 
-def load_checkpoint(path: Path, learner: Checkpointable) -> dict[str, JsonValue]:
+def load_checkpoint(path: Path, learner: Loadable) -> dict[str, JsonValue]:
     """Restore the learner from a checkpoint folder and return the loop's state.
 
     Raises CHECKPOINT_CORRUPT when its files differ from those that were saved, and INVALID_REQUEST when they are intact

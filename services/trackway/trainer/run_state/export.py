@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trackway.system import new_folder, writing
+from trackway.trainer.config.policy import ModelConfig
 from trackway.trainer.learner.weights.peft_folder import (
     WEIGHTS,
     AdapterConfig,
@@ -41,20 +42,50 @@ def export_checkpoint(run: RunFolder, target: Path, step: int | None = None, *, 
     model = run.config().actor_rollout_ref.model
     kind = "adapter" if model.lora_rank and not merge else "model"
     with writing(target, "the export"), new_folder(target) as draft:
-        if kind == "model":
-            shutil.copytree(checkpoint / "actor" / "huggingface", draft, dirs_exist_ok=True)
+        actor = checkpoint / "actor"
+        if kind == "adapter":
+            _write_adapter(actor, draft, model)
+        elif (actor / "huggingface").is_dir():
+            shutil.copytree(actor / "huggingface", draft, dirs_exist_ok=True)
         else:
-            _write_adapter(checkpoint / "actor", draft, model.path, model.lora_rank, model.lora_alpha)
+            _write_model(actor, draft, model)
     return Export(str(checkpoint), kind, str(target), sorted(path.name for path in target.iterdir()))
 
 
-def _write_adapter(actor: Path, folder: Path, base: str | None, rank: int, alpha: float) -> None:
-    from safetensors.numpy import load_file, save_file  # a reader of runs may lack numpy
+def _write_adapter(actor: Path, folder: Path, model: ModelConfig) -> None:
+    # Here and below, since a reader of runs may lack torch.
+    from safetensors.torch import save_file
 
-    tensors = load_file(actor / "model.safetensors")
+    from trackway.trainer.learner.weights.sharded_files import read_whole
+
+    tensors = read_whole(actor / "model")
     save_file(folder_names(tensors), folder / WEIGHTS, metadata={"format": "pt"})
-    layers = layers_of(tensors)
-    write_config(folder, AdapterConfig(r=rank, lora_alpha=alpha, target_modules=layers, base_model_name_or_path=base))
+    config = AdapterConfig(
+        r=model.lora_rank,
+        lora_alpha=model.lora_alpha,
+        target_modules=layers_of(tensors),
+        base_model_name_or_path=model.path,
+    )
+    write_config(folder, config)
+
+
+def _write_model(actor: Path, folder: Path, model: ModelConfig) -> None:
+    """Loads the checkpoint into the model that the run started from, and writes it as the learner published it."""
+    from trackway.trainer.learner.config import LoraSettings
+    from trackway.trainer.learner.policy import Policy
+    from trackway.trainer.learner.ranks.snapshot import FILES
+    from trackway.trainer.learner.weights.sharded_files import is_saved, read_whole
+
+    extra = actor / FILES["extra"]
+    published = read_whole(extra).get("published") if is_saved(extra) else None
+    dtype = "float32" if published is None else str(published.dtype).removeprefix("torch.")
+    lora = LoraSettings.of(model.model_copy(update={"lora_adapter_path": None}))
+    try:
+        policy = Policy(model.path or "", dtype, lora=lora)
+        policy.load(actor / FILES["model"])
+    except (OSError, ValueError) as error:
+        raise _refused(f"expected the model that the run started from, {model.path!r}: {error}") from error
+    policy.export(folder)
 
 
 def _checkpoint(run: RunFolder, step: int | None) -> Path:

@@ -87,18 +87,18 @@ def test_weights_that_are_finite_and_cannot_be_computed_with_are_not_published(l
 
 
 def test_a_checkpoint_of_them_is_not_saved_and_the_one_before_stays(learner: Learner, tmp_path: Path):
-    save_checkpoint(tmp_path, 1, learner, {}, keep=1)
+    save_checkpoint(tmp_path, 1, learner.save, {}, keep=1)
     spoil(learner, math.nan)
 
     with pytest.raises(NotFiniteError):
-        save_checkpoint(tmp_path, 2, learner, {}, keep=1)
+        save_checkpoint(tmp_path, 2, learner.save, {}, keep=1)
 
     assert find_all(tmp_path) == [tmp_path / "global_step_1"]
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_a_checkpoint_with_them_of_an_earlier_version_is_damaged(learner: Learner, tmp_path: Path):
-    checkpoint = save_checkpoint(tmp_path, 1, learner, {})
+    checkpoint = save_checkpoint(tmp_path, 1, learner.save, {})
     (checkpoint / "manifest.json").unlink()
     file = checkpoint / "actor" / "model.safetensors"
     saved = load_file(file)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.config.policy import CheckpointContents
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.trajectory import Trajectory
 
@@ -72,3 +73,37 @@ def test_a_resumed_run_keeps_the_original_reference_when_its_model_path_has_move
     kl = resumed.update(batch).metrics["actor/kl_loss"]
     assert kl == pytest.approx(learner.update(batch).metrics["actor/kl_loss"], abs=1e-6)
     assert kl > 1e-4
+
+
+def test_a_learner_loads_the_contents_that_it_is_asked_for(tiny_model: Path, rollout: Rollout, tmp_path: Path):
+    settings, lean = {"lr": 1e-2, "shuffle": True, "lr_warmup_steps": 3}, {"checkpoint.save_contents": ["model"]}
+    learner = Learner(learner_config(tiny_model, **settings))
+    learner.update(ragged(rollout))
+    for name, contents in (("whole", {}), ("lean", lean)):
+        learner.config = learner_config(tiny_model, **settings, **contents)
+        learner.save(tmp_path / name)
+    answer = learner.canary()
+
+    weights_alone = Learner(learner_config(tiny_model, **settings, **{"checkpoint.load_contents": ["model"]}))
+    weights_alone.load(tmp_path / "whole")
+    from_lean = Learner(learner_config(tiny_model, **settings, **lean))
+    from_lean.load(tmp_path / "lean")
+
+    assert [path.name for path in (tmp_path / "lean").iterdir()] == ["model.safetensors"]
+    for loaded in (weights_alone, from_lean):
+        assert loaded.canary() == answer
+        assert (loaded.updates, len(loaded.optimizer.state)) == (0, 0)
+    with pytest.raises(ValueError, match=r"^expected optimizer and extra in .*/lean, got none: .* leave it out of"):
+        Learner(learner_config(tiny_model, **settings)).load(tmp_path / "lean")
+
+
+@pytest.mark.parametrize(
+    ("contents", "error"),
+    [
+        ({"save_contents": ["optimizer"]}, "expected model among save_contents"),
+        ({"save_contents": ["model"], "load_contents": ["model", "extra"]}, "among save_contents, got extra"),
+    ],
+)
+def test_contents_of_which_a_run_could_not_resume_are_refused(contents: dict[str, list[str]], error: str):
+    with pytest.raises(ValueError, match=error):
+        CheckpointContents.model_validate(contents)

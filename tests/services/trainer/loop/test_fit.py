@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from trackway.clients import AgentClient
 from trackway.clients.weights import WeightStore
 from trackway.deploy.bundled import TINY_MODEL
+from trackway.system import StorageError
 from trackway.trainer.config import RunConfig, compose
 from trackway.trainer.data.dataset import PromptBatches, Prompts
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.profiler import Profiler
+from trackway.trainer.loop import training as training_module
 from trackway.trainer.loop.fit import fit
 from trackway.trainer.loop.from_config import (
     group_filter,
@@ -296,6 +299,62 @@ async def test_saves_follow_save_freq_and_the_last_step_and_only_the_newest_are_
     assert checkpoints(run) == ["global_step_4", "global_step_5"]
 
 
+async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+):
+    release, save = threading.Event(), training_module.save_checkpoint
+
+    def slow(root: Path, step: int, *given: Any) -> Path:
+        assert step > 1 or release.wait(60)
+        return save(root, step, *given)
+
+    monkeypatch.setattr(training_module, "save_checkpoint", slow)
+    keys = ("trainer.total_training_steps=3", "trainer.save_freq=1", "trackway.storage_wait_s=5")
+    run = new_run("run", *keys)
+    fitting = asyncio.create_task(fit(run))
+    async with asyncio.timeout(60):
+        while not (waits := [wait for wait in run.waits.current() if wait.who == "the learner"]):
+            await asyncio.sleep(0.01)
+    step, before = run.step, checkpoints(run)
+    release.set()
+
+    assert await fitting is RunState.FINISHED
+    assert (step, before) == (2, [])
+    assert [(wait.waits_for, (wait.until or 0) - wait.since) for wait in waits] == [
+        ("the checkpoint of step 1", (training_module.CHECKPOINT_WAIT_S + 5) * 1000)
+    ]
+    assert checkpoints(run) == ["global_step_1", "global_step_2", "global_step_3"]
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_its_next_rollout(
+    new_run: NewRun, agent, monkeypatch: pytest.MonkeyPatch
+):
+    def refused(*given: Any) -> Path:
+        raise StorageError(ErrorCode.NOT_WRITABLE, "no such disk")
+
+    monkeypatch.setattr(training_module, "save_checkpoint", refused)
+    run = new_run("run", "trainer.total_training_steps=9", "trainer.save_freq=1", "trackway.storage_wait_s=0.01")
+
+    with pytest.raises(StorageError, match="no such disk"):
+        await fit(run)
+
+    assert run.step <= 2
+    assert run.saved_step is None
+
+
+async def test_with_async_save_off_a_step_ends_when_its_checkpoint_is_written(new_run: NewRun):
+    run = new_run(
+        "run",
+        "trainer.total_training_steps=1",
+        "actor_rollout_ref.actor.checkpoint.async_save=false",
+    )
+    run.progress = run.progress.model_copy(update={"step": 1})
+
+    await run.save()
+
+    assert checkpoints(run) == ["global_step_1"]
+
+
 async def test_each_checkpoint_has_the_metrics_of_its_step(new_run: NewRun):
     run = new_run("run", "trainer.total_training_steps=2", "trainer.save_freq=1")
 
@@ -311,7 +370,9 @@ async def test_each_checkpoint_has_the_metrics_of_its_step(new_run: NewRun):
 async def test_transformers_loads_a_checkpoints_weights_and_tokenizer(new_run: NewRun):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run = new_run("run", "trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=1e-2", model=TINY_MODEL)
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    keys = ("trainer.total_training_steps=1", "actor_rollout_ref.actor.optim.lr=1e-2", contents)
+    run = new_run("run", *keys, model=TINY_MODEL)
     await fit(run)
 
     folder = find_latest(run.folder.checkpoints)

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from trackway.trainer.config import RunConfig, compose, resolve
 from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
 from trackway.trainer.config.critic import CriticOptimConfig
-from trackway.trainer.config.policy import FSDPConfig, PolicyLossConfig, ShardingConfig
+from trackway.trainer.config.policy import CheckpointContents, FSDPConfig, PolicyLossConfig, ShardingConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
 from trackway.trainer.learner.config import CriticSettings, LearnerConfig, LoraSettings
@@ -88,6 +88,7 @@ READ_AS_GIVEN = (
     *(f"actor.optim.{name}" for name in ("lr", "betas", "weight_decay", "lr_scheduler_type", "min_lr_ratio")),
     *(f"actor.optim.{name}" for name in ("num_cycles", "zero_indexed_step")),
     *(f"actor.fsdp_config.{name}" for name in FSDPConfig.model_fields),
+    *(f"actor.checkpoint.{name}" for name in CheckpointContents.model_fields),
     *(f"actor.{name}" for name in ("ppo_epochs", "shuffle", "clip_ratio_c", "loss_agg_mode", "entropy_coeff")),
     *(f"actor.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "tau_pos", "tau_neg")),
     "actor.calculate_sum_pi_squared",
@@ -276,6 +277,12 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "trainer.val_before_train": (False, {"plan.val_before_train": False}),
     "trainer.val_only": (True, {"plan.total_steps": 0}),
     "trainer.max_actor_ckpt_to_keep": (20, {"plan.keep_checkpoints": 20}),
+    f"{ACTOR}.checkpoint.save_contents": (
+        ["model", "extra"],
+        {"learner.actor.checkpoint.save_contents": ("model", "extra")},
+    ),
+    f"{ACTOR}.checkpoint.load_contents": (["model"], {"learner.actor.checkpoint.load_contents": ("model",)}),
+    f"{ACTOR}.checkpoint.async_save": (False, {"plan.async_save": False}),
     "trainer.n_gpus_per_node": (4, {"plan.gpus": 4}),
     "trainer.nnodes": (2, {}),
     "trackway.seed": (5, {"learner.seed": 5, "learner.shuffle_seed": 5, "plan.seed": 5, **asks(sampling__seed=5)}),
@@ -307,6 +314,7 @@ VALUE_MODEL = CriticSettings(
     model_path="",
     remove_padding=True,
     gradient_checkpointing=True,
+    contents=CheckpointContents(),
     fsdp=ShardingConfig(),
     optim=CriticOptimConfig(),
     clip_grad=1.0,
@@ -558,6 +566,11 @@ OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
     ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),
     ({"critic.model.use_remove_padding": False}, {"remove_padding": False}),
     ({"critic.model.enable_gradient_checkpointing": False}, {"gradient_checkpointing": False}),
+    ({"critic.checkpoint.load_contents": ["model"]}, {"contents": CheckpointContents(load_contents=("model",))}),
+    (
+        {"critic.checkpoint.save_contents": ["model", "extra"]},
+        {"contents": CheckpointContents(save_contents=("model", "extra"))},
+    ),
     ({"critic.optim.lr": 0.5}, {"optim": CriticOptimConfig(lr=0.5)}),
     *(
         ({f"critic.optim.{name}": value}, {"optim": CriticOptimConfig.model_validate({name: value})})

@@ -30,7 +30,7 @@ def learner(tiny_model: Path) -> Learner:
 def checkpoint(root: Path, learner: Learner, step: int) -> Progress:
     """One of this learner, with a row."""
     progress = Progress(step=step, position=Position(epoch=1, batch=step), metrics={"x": float(step)})
-    save_checkpoint(root, step, learner, progress.model_dump(mode="json"))
+    save_checkpoint(root, step, learner.save, progress.model_dump(mode="json"))
     return progress
 
 

@@ -31,11 +31,9 @@ class Counter:
     def save(self, folder):
         folder.mkdir(parents=True)
         (folder / "count").write_text(str(step))
-    def load(self, folder): ...
-    def export(self, folder): self.save(folder)
 
 for step in range(1, 100_000):
-    save_checkpoint(Path(sys.argv[1]), step, Counter(), {"step": step}, keep=2)
+    save_checkpoint(Path(sys.argv[1]), step, Counter().save, {"step": step}, keep=2)
 """
 
 
@@ -49,14 +47,11 @@ class Counter:
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "count").write_text(str(self.count))
+        if self.breaks:
+            raise OSError("disk full")
 
     def load(self, folder: Path) -> None:
         self.count = int((folder / "count").read_text())
-
-    def export(self, folder: Path) -> None:
-        if self.breaks:
-            raise OSError("disk full")
-        folder.mkdir(parents=True)
 
 
 def names(root: Path) -> list[str]:
@@ -64,7 +59,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_a_checkpoint_has_verls_layout_and_comes_back_with_its_state(tmp_path: Path):
-    save_checkpoint(tmp_path, 7, Counter(42), {"position": [1, 2], "epoch": 0})
+    save_checkpoint(tmp_path, 7, Counter(42).save, {"position": [1, 2], "epoch": 0})
 
     latest, learner = find_latest(tmp_path), Counter()
 
@@ -72,7 +67,7 @@ def test_a_checkpoint_has_verls_layout_and_comes_back_with_its_state(tmp_path: P
     assert latest == tmp_path / "global_step_7"
     assert (names(latest), names(latest / "actor")) == (
         ["actor", "manifest.json", "state.json"],
-        ["count", "huggingface"],
+        ["count"],
     )
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert load_checkpoint(latest, learner) == {"position": [1, 2], "epoch": 0}
@@ -85,9 +80,9 @@ def test_no_checkpoint_is_found_where_none_was_written(tmp_path: Path):
 
 
 def test_a_save_that_breaks_leaves_the_previous_one_and_nothing_of_its_own(tmp_path: Path):
-    save_checkpoint(tmp_path, 1, Counter(1), {})
+    save_checkpoint(tmp_path, 1, Counter(1).save, {})
     with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(tmp_path, 2, Counter(2, breaks=True), {})
+        save_checkpoint(tmp_path, 2, Counter(2, breaks=True).save, {})
 
     assert find_latest(tmp_path) == tmp_path / "global_step_1"
     assert names(tmp_path) == ["global_step_1", "latest_checkpointed_iteration.txt"]
@@ -97,28 +92,28 @@ def test_what_a_killed_save_left_is_removed_by_the_next(tmp_path: Path):
     (tmp_path / ".making_global_step_2" / "actor").mkdir(parents=True)
     (tmp_path / ".latest_checkpointed_iteration.txt.0123.tmp").touch()
 
-    save_checkpoint(tmp_path, 3, Counter(3), {})
+    save_checkpoint(tmp_path, 3, Counter(3).save, {})
 
     assert names(tmp_path) == ["global_step_3", "latest_checkpointed_iteration.txt"]
 
 
 def test_a_full_disk_is_named_and_keeps_the_checkpoint_before(small_disk: Path):
     class Big(Counter):
-        def export(self, folder: Path) -> None:
-            super().export(folder)
+        def save(self, folder: Path) -> None:
+            super().save(folder)
             (folder / "weights").write_bytes(bytes(2_000_000))
 
-    save_checkpoint(small_disk, 1, Counter(1), {})
+    save_checkpoint(small_disk, 1, Counter(1).save, {})
     with pytest.raises(StorageError, match=r"to write the checkpoint of step 2 to .*'No space left on device'"):
-        save_checkpoint(small_disk, 2, Big(2), {})
+        save_checkpoint(small_disk, 2, Big(2).save, {})
 
     assert find_latest(small_disk) == small_disk / "global_step_1"
     assert names(small_disk) == ["global_step_1", "latest_checkpointed_iteration.txt"]
 
 
 def test_a_crash_before_the_latest_file_is_replaced_leaves_the_named_checkpoint(tmp_path: Path):
-    save_checkpoint(tmp_path, 1, Counter(1), {})
-    save_checkpoint(tmp_path, 2, Counter(2), {})
+    save_checkpoint(tmp_path, 1, Counter(1).save, {})
+    save_checkpoint(tmp_path, 2, Counter(2).save, {})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
 
     assert find_latest(tmp_path) == tmp_path / "global_step_1"
@@ -126,22 +121,22 @@ def test_a_crash_before_the_latest_file_is_replaced_leaves_the_named_checkpoint(
 
 def test_without_the_latest_file_the_highest_step_is_found(tmp_path: Path):
     for step in (9, 10):
-        save_checkpoint(tmp_path, step, Counter(step), {})
+        save_checkpoint(tmp_path, step, Counter(step).save, {})
     (tmp_path / "latest_checkpointed_iteration.txt").unlink()
 
     assert find_latest(tmp_path) == tmp_path / "global_step_10"
 
 
 def test_the_same_step_saved_again_replaces_it(tmp_path: Path):
-    save_checkpoint(tmp_path, 1, Counter(1), {"try": 1})
-    save_checkpoint(tmp_path, 1, Counter(2), {"try": 2})
+    save_checkpoint(tmp_path, 1, Counter(1).save, {"try": 1})
+    save_checkpoint(tmp_path, 1, Counter(2).save, {"try": 2})
 
     assert names(tmp_path) == ["global_step_1", "latest_checkpointed_iteration.txt"]
     assert load_checkpoint(tmp_path / "global_step_1", Counter()) == {"try": 2}
 
 
 def test_a_crash_while_a_step_is_replaced_leaves_its_older_save(tmp_path: Path):
-    save_checkpoint(tmp_path, 1, Counter(1), {"try": 1})
+    save_checkpoint(tmp_path, 1, Counter(1).save, {"try": 1})
     (tmp_path / "global_step_1").rename(tmp_path / ".replaced_global_step_1")
 
     latest = find_latest(tmp_path)
@@ -152,14 +147,14 @@ def test_a_crash_while_a_step_is_replaced_leaves_its_older_save(tmp_path: Path):
 
 def test_only_the_newest_are_kept(tmp_path: Path):
     for step in (1, 2, 10):
-        save_checkpoint(tmp_path, step, Counter(step), {}, keep=2)
+        save_checkpoint(tmp_path, step, Counter(step).save, {}, keep=2)
 
     assert names(tmp_path) == ["global_step_10", "global_step_2", "latest_checkpointed_iteration.txt"]
 
 
 def test_checkpoints_are_found_newest_first_and_the_named_one_before_all(tmp_path: Path):
     for step in (2, 9, 10):
-        save_checkpoint(tmp_path, step, Counter(step), {})
+        save_checkpoint(tmp_path, step, Counter(step).save, {})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
 
     assert [path.name for path in find_all(tmp_path)] == ["global_step_9", "global_step_10", "global_step_2"]
@@ -167,14 +162,14 @@ def test_checkpoints_are_found_newest_first_and_the_named_one_before_all(tmp_pat
 
 def test_the_highest_step_is_first_where_the_file_that_names_the_latest_is_damaged(tmp_path: Path):
     for step in (2, 9):
-        save_checkpoint(tmp_path, step, Counter(step), {})
+        save_checkpoint(tmp_path, step, Counter(step).save, {})
     (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")
 
     assert [path.name for path in find_all(tmp_path)] == ["global_step_9", "global_step_2"]
 
 
 def test_every_file_of_a_checkpoint_has_its_digest(tmp_path: Path):
-    saved = save_checkpoint(tmp_path, 1, Counter(1), {"step": 1})
+    saved = save_checkpoint(tmp_path, 1, Counter(1).save, {"step": 1})
 
     files = json.loads((saved / "manifest.json").read_text())["files"]
 
@@ -195,7 +190,7 @@ def test_every_file_of_a_checkpoint_has_its_digest(tmp_path: Path):
 def test_a_damaged_checkpoint_is_not_loaded_and_says_which_file_it_is(
     tmp_path: Path, file: str, data: bytes | None, said: str
 ):
-    saved, learner = save_checkpoint(tmp_path, 1, Counter(1), {"step": 1}), Counter(7)
+    saved, learner = save_checkpoint(tmp_path, 1, Counter(1).save, {"step": 1}), Counter(7)
     if data is None:
         (saved / file).unlink()
     else:
@@ -210,7 +205,7 @@ def test_a_damaged_checkpoint_is_not_loaded_and_says_which_file_it_is(
 def test_a_checkpoint_of_an_earlier_version_is_loaded_unchecked_and_that_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    saved, learner = save_checkpoint(tmp_path, 1, Counter(1), {"step": 1}), Counter()
+    saved, learner = save_checkpoint(tmp_path, 1, Counter(1).save, {"step": 1}), Counter()
     (saved / "manifest.json").unlink()
 
     assert load_checkpoint(saved, learner) == {"step": 1}
@@ -220,9 +215,9 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_unchecked_and_that_is_logg
 
 def test_damaged_checkpoints_are_kept_under_names_of_their_own(tmp_path: Path):
     for _ in range(2):
-        save_checkpoint(tmp_path, 1, Counter(1), {})
+        save_checkpoint(tmp_path, 1, Counter(1).save, {})
         set_aside_damaged(tmp_path / "global_step_1")
-    save_checkpoint(tmp_path, 2, Counter(2), {}, keep=1)
+    save_checkpoint(tmp_path, 2, Counter(2).save, {}, keep=1)
 
     assert names(tmp_path) == [
         "damaged_global_step_1",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from pydantic import JsonValue
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -32,7 +33,7 @@ LORA = {"lora_rank": 4, "lora_alpha": 8, "lr": 1e-2}
 def run_of(tiny_model: Path, tmp_path: Path, rollout: Rollout) -> Callable[..., Run]:
     """A run's folder with the checkpoints of steps 1 and 2, and its learner after step 2."""
 
-    def make(**settings: float) -> Run:
+    def make(**settings: JsonValue) -> Run:
         learner = Learner(learner_config(tiny_model, **{"lr": 1e-2} | settings))
         run = RunFolder(tmp_path / "outputs" / "my-run")
         run.path.mkdir(parents=True)
@@ -41,7 +42,7 @@ def run_of(tiny_model: Path, tmp_path: Path, rollout: Rollout) -> Callable[..., 
         (run.path / "config.json").write_text(config.model_dump_json())
         for step in (1, 2):
             learner.update([rollout(0, row, float(row), response_ids=[row, 2, 3, 4, 5, 6]) for row in range(2)])
-            save_checkpoint(run.checkpoints, step, learner, {})
+            save_checkpoint(run.checkpoints, step, learner.save, {})
         return run, learner
 
     return make
@@ -94,6 +95,31 @@ def test_a_checkpoint_of_an_adapter_is_loaded_beside_its_base_model_by_peft_and_
     assert started.policy.base_logprobs(IDS) == pytest.approx(logprobs(loaded(tiny_model)), abs=1e-5)
 
 
+def test_a_checkpoint_is_exported_in_the_type_of_the_weights_that_were_published(
+    run_of: Callable[..., Run], tmp_path: Path
+):
+    run, learner = run_of(dtype="bfloat16")
+
+    export_checkpoint(run, tmp_path / "exported")
+
+    learner.export(tmp_path / "published")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "published"))
+    assert {tensor.dtype for tensor in ours.values()} == {torch.bfloat16}
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_checkpoint_with_the_whole_model_is_exported_without_the_model_that_the_run_started_from(
+    run_of: Callable[..., Run], tmp_path: Path
+):
+    run, learner = run_of(**{"checkpoint.save_contents": ["model", "hf_model"]})
+    without_base = resolve({f"{MODEL}.path": "/nowhere"})
+    (run.path / "config.json").write_text(without_base.model_dump_json())
+
+    export_checkpoint(run, tmp_path / "exported")
+
+    assert logprobs(loaded(tmp_path / "exported")) == pytest.approx(learner.policy.sequence_logprobs(IDS), abs=1e-5)
+
+
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(run_of: Callable[..., Run], tmp_path: Path):
     run, _ = run_of()
 
@@ -104,9 +130,9 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(run_of: Calla
         return raised.value.message
 
     assert refused(step=7).startswith("expected a checkpoint of step 7 of my-run, got 1, 2; set trainer.save_freq")
-    weights = run.checkpoints / "global_step_2/actor/huggingface/model.safetensors"
+    weights = run.checkpoints / "global_step_2/actor/model.safetensors"
     save_file(load_file(weights) | {"model.norm.weight": torch.zeros(32)}, weights)
-    assert "global_step_2 is damaged: actor/huggingface/model.safetensors: expected sha256" in refused()
+    assert "global_step_2 is damaged: actor/model.safetensors: expected sha256" in refused()
     with pytest.raises(TrackwayError, match=r"expected a folder that does not exist, got .*/outputs; give another one"):
         export_checkpoint(run, tmp_path / "outputs")
     with pytest.raises(TrackwayError, match="expected a checkpoint of other, got none"):

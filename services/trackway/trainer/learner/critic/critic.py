@@ -4,11 +4,10 @@ The values of a batch are computed before its update; each mini-batch then takes
 towards the returns that the advantages came from (value_loss.py), its gradient summed over micro-batches.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from trackway.trainer.learner import optimizer as adamw
@@ -22,7 +21,9 @@ from trackway.trainer.learner.metrics import mean_metrics
 from trackway.trainer.learner.passes.head import TokenLogits
 from trackway.trainer.learner.policy import MicroBatch, Policy
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks
+from trackway.trainer.learner.ranks.snapshot import FILES, to_load
 from trackway.trainer.learner.weights.offload import CpuOffload
+from trackway.trainer.learner.weights.sharded_files import read_whole
 from trackway.trainer.metrics.rollout import Metrics
 
 FOLDER = "critic"
@@ -87,29 +88,36 @@ class Critic:
         skipped = sum(step["critic/skipped_steps"] for step in steps)
         return {**mean_metrics(steps), "critic/skipped_steps": skipped, "critic/lr": rate}
 
-    def files(self, checkpoint: Path) -> dict[Path, Callable[[], Mapping[str, Tensor]]]:
-        """The files that continue the training on any number of ranks, and what is in each."""
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """What continues the training, by file: the `save_contents`."""
         progress = {"updates": torch.tensor(self.updates), "shuffler": self._shuffler.get_state()}
+        parts = {
+            "model": self.model.tensors(),
+            "optimizer": adamw.named_state(self.optimizer, self.model.model),
+            "extra": progress,
+        }
         return {
-            checkpoint / FOLDER / "model.safetensors": self.model.tensors,
-            checkpoint / FOLDER / "optim.safetensors": lambda: adamw.named_state(self.optimizer, self.model.model),
-            checkpoint / FOLDER / "extra_state.safetensors": lambda: progress,
+            f"{FOLDER}/{FILES[part]}": parts[part] for part in FILES if part in self.settings.contents.save_contents
         }
 
     def load(self, checkpoint: Path) -> bool:
-        """Restores what `files` wrote; False, with nothing changed, for the checkpoint of a run without a critic.
+        """Restores `state`; False, with nothing changed, for the checkpoint of a run without a critic.
 
-        Raises ValueError when the checkpoint belongs to another model.
+        Raises ValueError when the checkpoint belongs to another model, or lacks one of the `load_contents`.
         """
         folder = checkpoint / FOLDER
         if not folder.is_dir():
             return False
-        self.model.load(folder / "model.safetensors")
-        adamw.load_optimizer(self.optimizer, self.model.model, folder / "optim.safetensors")
-        self.moments.offload()
-        progress = load_file(folder / "extra_state.safetensors")
-        self.updates = int(progress["updates"])
-        self._shuffler.set_state(progress["shuffler"])
+        contents = to_load(folder, self.settings.contents)
+        if "model" in contents:
+            self.model.load(folder / FILES["model"])
+        if "optimizer" in contents:
+            adamw.load_optimizer(self.optimizer, self.model.model, folder / FILES["optimizer"])
+            self.moments.offload()
+        if "extra" in contents:
+            progress = read_whole(folder / FILES["extra"])
+            self.updates = int(progress["updates"])
+            self._shuffler.set_state(progress["shuffler"])
         return True
 
     def _step(self, mini: TrainingBatch) -> Metrics:

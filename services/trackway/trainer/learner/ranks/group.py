@@ -21,7 +21,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +35,7 @@ from torch.distributed import DistStoreError, Store, TCPStore  # pyright: ignore
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner, StepObserver, UpdateResult, unobserved
 from trackway.trainer.learner.ranks.sharding import join
+from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary, WeightProof
 
@@ -86,7 +89,7 @@ class RankGroup:
         self.processes = {index: _started(index, self._store.port) for index in range(1, count)}
         """By rank."""
         try:
-            with self._naming("start"):
+            with self.naming("start"):
                 self._wait_for_all()
                 self.ranks = join(self._store, 0, count, config.device, deadline_s)
         except BaseException:
@@ -96,7 +99,7 @@ class RankGroup:
     @contextmanager
     def command(self, name: str, *arguments: object) -> Iterator[None]:
         """A context in which the other ranks run this method of their learner. Raises RankError when one is lost."""
-        with self._naming(name):
+        with self.naming(name):
             self._announce(name, arguments)
             failure: Exception | None = None
             try:
@@ -144,7 +147,7 @@ class RankGroup:
                 time.sleep(0.05)
 
     @contextmanager
-    def _naming(self, command: str) -> Iterator[None]:
+    def naming(self, command: str) -> Iterator[None]:
         """A context whose failures name the rank that is lost."""
         try:
             yield
@@ -204,6 +207,12 @@ class LeadingLearner(Learner):
         """As of one process."""
         with self._group.command("save", folder):
             super().save(folder)
+
+    def snapshot(self) -> Snapshot:
+        """As of one process. Its write is an error when a rank is lost."""
+        with self._group.command("snapshot"):
+            copied = super().snapshot()
+        return replace(copied, naming=partial(self._group.naming, "write of a checkpoint"))
 
     def load(self, folder: Path) -> None:
         """As of one process; the checkpoint may come from any number of ranks."""

@@ -7,9 +7,8 @@ FSDP2 (`fully_shard`); each forward gathers the weights of one layer at a time. 
 nothing is sharded, and nothing is sent.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import cast
 
 import torch
@@ -20,21 +19,29 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from trackway.trainer.learner.finite import not_finite, require_none
 from trackway.trainer.learner.ranks.sequence_parallel import SequenceRanks
-from trackway.trainer.learner.weights.tensor_file import in_file_order, write_tensors
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """PyTorch's communication backends by the learner's device; values of the CPU are summed on every device."""
+WRITE_S = 3600.0
+"""Longest wait of a rank for another one to write its share of a checkpoint."""
 
 
 class Ranks:
     """The ranks of one learner as one of them sees them; without a mesh, one process."""
 
     def __init__(
-        self, mesh: DeviceMesh | None = None, timeout: timedelta | None = None, sequences: SequenceRanks | None = None
+        self,
+        mesh: DeviceMesh | None = None,
+        timeout: timedelta | None = None,
+        sequences: SequenceRanks | None = None,
+        writers: ProcessGroup | None = None,
     ) -> None:
         """`timeout` is that of the mesh's collectives."""
         self.mesh = mesh
+        self.writers = writers
+        """The same ranks as a group of its own, in which checkpoints are written while training goes on."""
         self.sequences = sequences
         """The ranks with the same rows as this one, each with its share of their tokens; None for a rank alone."""
         self.count = 1 if mesh is None else mesh.size()
@@ -72,7 +79,7 @@ class Ranks:
             members = [list(range(first, first + size)) for first in range(0, self.count, size)]
             groups = [distributed.new_group(ranks, timeout=self._timeout) for ranks in members]
             own = SequenceRanks(size, self.index % size, cast(ProcessGroup, groups[self.index // size]))
-            self._divided[size] = Ranks(self.mesh, self._timeout, own)
+            self._divided[size] = Ranks(self.mesh, self._timeout, own, self.writers)
         return self._divided[size]
 
     def summed(self, values: Tensor) -> Tensor:
@@ -96,7 +103,9 @@ def join(store: Store, index: int, count: int, device: str, deadline_s: float) -
         torch.cuda.set_device(index)
     timeout = timedelta(seconds=deadline_s)
     distributed.init_process_group(BACKENDS[device], store=store, rank=index, world_size=count, timeout=timeout)
-    return Ranks(init_device_mesh(device, (count,)), timeout)
+    # Collectives of two threads in one group would mix.
+    writers = cast(ProcessGroup, distributed.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_S)))
+    return Ranks(init_device_mesh(device, (count,)), timeout, writers=writers)
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, *, reshard_after_forward: bool, offload: bool) -> None:
@@ -140,25 +149,10 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool, dtype: torch.dtype | Non
     return result
 
 
-def save_whole(files: Mapping[Path, Callable[[], Mapping[str, Tensor]]], ranks: Ranks) -> None:
-    """Writes the whole tensors of each file as safetensors, one tensor after another, by the first rank. A collective.
-
-    An error of writing is raised after the last gathering, in which the other ranks wait for the first one.
-    """
-    failure: Exception | None = None
-    for file, tensors in files.items():
-        named = in_file_order(tensors())
-        complete = (whole(tensor).detach() for tensor in named.values())
-        if ranks.is_first and failure is None:
-            try:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_tensors(file, named, complete)
-            except Exception as error:
-                failure = error
-        for _ in complete:  # what is left to gather with the other ranks
-            pass
-    if failure is not None:
-        raise failure
+def require_finite_shards(tensors: Mapping[str, Tensor], ranks: "Ranks") -> None:
+    """Raises NotFiniteError in every rank unless all values of the tensors are finite. A collective."""
+    counts = torch.tensor([not_finite(tensor) for tensor in local(tensors.values())])
+    require_none(tensors, ranks.summed(counts).tolist())
 
 
 def shard_like(complete: Tensor, like: Tensor) -> Tensor:

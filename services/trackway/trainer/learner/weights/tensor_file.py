@@ -6,7 +6,8 @@ is aligned.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +24,10 @@ _TYPES = {
     torch.bool: "BOOL",
 }
 _ORDER = list(_TYPES)
+DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+"""Types by their names in a header."""
+SHARDS, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+"""Names in the header's metadata, as PyTorch's HuggingFaceStorageWriter has them."""
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -30,17 +35,30 @@ def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(sorted(tensors.items(), key=lambda item: (_ORDER.index(item[1].dtype), item[0])))
 
 
-def write_tensors(file: Path, like: Mapping[str, Tensor], complete: Iterable[Tensor]) -> None:
-    """Writes the tensors that `complete` yields, of the names, types and shapes of `like`, both in file order."""
+def write_tensors(
+    file: Path,
+    like: Mapping[str, Tensor],
+    complete: Iterable[Tensor],
+    offsets: Mapping[str, Sequence[int]] | None = None,
+) -> None:
+    """Writes the tensors that `complete` yields, of the names, types and shapes of `like`, both in file order.
+
+    `offsets` are the places of shards in the tensors that they are parts of; None for whole tensors. The file is on
+    disk when this returns.
+    """
     header: dict[str, dict[str, object]] = {}
+    if offsets is not None:
+        places = {name: {OFFSETS: list(place)} for name, place in offsets.items()}
+        header["__metadata__"] = {"format": "pt", SHARDS: json.dumps(places)}
     end = 0
     for name, tensor in like.items():
         start, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        places = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        header[name] = places
+        header[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with file.open("wb") as output:
         output.write(len(text).to_bytes(8, "little") + text)
         for tensor in complete:
             output.write(tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        output.flush()
+        os.fsync(output.fileno())

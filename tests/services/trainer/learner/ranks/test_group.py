@@ -71,11 +71,15 @@ def test_a_killed_rank_ends_the_update_by_name_and_training_goes_on_from_the_che
 ):
     with leading(config, 3) as (learner, group):
         learner.update(batch)
-        learner.save(tmp_path)
+        saved, lost = learner.snapshot(), learner.snapshot()
+        saved.write(tmp_path)
+        saved.close()
         killed, error = group.processes[2], r"^rank 2 of the learner ended by SIGKILL during 'update' \(.* by peer"
         killed.send_signal(signal.SIGKILL)
         with pytest.raises(RankError, match=error):
             learner.update(batch)
+        with pytest.raises(RankError, match=r"rank 2 of the learner ended by SIGKILL during 'write of a checkpoint'"):
+            lost.write(tmp_path / "lost")
 
     alone = Learner(config)
     alone.update(batch)

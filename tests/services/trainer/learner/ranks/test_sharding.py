@@ -3,12 +3,13 @@
 import os
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -197,25 +198,56 @@ def test_in_float32_they_are_so_within_its_rounding(
     assert_same(outcomes, expected, TOLERANCE["float32"])
 
 
-def test_a_checkpoint_of_several_ranks_goes_on_in_one_process_and_the_other_way_round(
-    ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path
+def snapshotted(ranks: Ranks, config: LearnerConfig, batches: list[list[Trajectory]], folder: Path) -> None:
+    """Saves a copy of the first update, at the second attempt, while the second update changes what was copied."""
+    learner = Learner(config, ranks)
+    learner.update(batches[0])
+    snapshot = learner.snapshot()
+    if not ranks.is_first:
+        learner.update(batches[1])
+        return
+    (folder / "a file").touch()
+    with pytest.raises(NotADirectoryError):
+        snapshot.write(folder / "a file" / "actor")
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(snapshot.write, folder / "actor")
+        learner.update(batches[1])
+        writing.result()
+    snapshot.close()
+
+
+def test_a_checkpoint_goes_on_with_any_other_number_of_ranks(
+    two_ranks: RankProcesses,
+    four_ranks: RankProcesses,
+    tiny_model: Path,
+    batches: list[list[Trajectory]],
+    tmp_path: Path,
 ):
     config = learner_config(
         tiny_model, dtype="float64", **EVERYTHING | CRITIC | {"shuffle": True, "lr_warmup_steps": 4}
     )
     straight = trained(ALONE, config, batches[:2], tmp_path / "straight")
-    trained(ALONE, config, batches[:1], tmp_path / "one")
-    ranks.run(trained, config, batches[:1], tmp_path / "several")
+    saved = {count: tmp_path / f"of {count}" for count in (1, 2, 4)}
+    for folder in saved.values():
+        folder.mkdir()
+    snapshotted(ALONE, config, batches, saved[1])
+    two_ranks.run(snapshotted, config, batches, saved[2])
+    four_ranks.run(snapshotted, config, batches, saved[4])
+    for file in saved[1].rglob("*.safetensors"):
+        save_file(load_file(file), file)  # as versions without shards wrote them
 
-    in_one = trained(ALONE, config, batches[1:2], tmp_path / "in one", start=tmp_path / "several" / "actor")
-    in_several = [
-        ranks.run(trained, config, batches[1:2], tmp_path / f"from {name}", start=tmp_path / name / "actor")
-        for name in ("one", "several")
-    ]
+    def go_on(count: int, of: int) -> list[Outcome]:
+        work = (config, batches[1:2], tmp_path / f"{count} from {of}", saved[of] / "actor")
+        return [trained(ALONE, *work)] if count == 1 else {2: two_ranks, 4: four_ranks}[count].run(trained, *work)
 
-    straight.metrics, straight.log_probs = straight.metrics[1:], in_one.log_probs
-    for outcomes in ([in_one], *in_several):
+    resumed = [go_on(count, of) for count, of in ((1, 1), (1, 4), (2, 4), (4, 2), (2, 1))]
+    straight.metrics, straight.log_probs = straight.metrics[1:], resumed[0][0].log_probs
+    for outcomes in resumed:
         assert_same(outcomes, straight, TOLERANCE["float64"])
+    assert sorted(path.name for path in (saved[2] / "critic").iterdir()) == [
+        *("extra_state-00001-of-00002.safetensors", "model-00001-of-00002.safetensors"),
+        *("model-00002-of-00002.safetensors", "optim-00001-of-00002.safetensors", "optim-00002-of-00002.safetensors"),
+    ]
 
 
 def test_what_several_ranks_export_is_what_one_process_exports(

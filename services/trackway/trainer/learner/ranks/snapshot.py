@@ -1,0 +1,113 @@
+"""What a checkpoint of a learner holds: written at once, or copied first and written while training goes on.
+
+Each rank copies and writes its own shards. The other ranks than the first write in a thread, which the first one tells
+when: a write that the disk refuses is repeated from the same copy.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Self, cast
+
+from torch import Tensor, distributed
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from trackway.trainer.config.policy import CheckpointContents
+from trackway.trainer.learner.ranks.sharding import Ranks
+from trackway.trainer.learner.weights.sharded_files import is_saved, write_shards
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""By the name of their file in the folder; with a folder in its name, beside that of the policy."""
+Publish = Callable[[Path], None]
+"""Writes a Hugging Face folder, in the first rank."""
+
+FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+"""Names of the files by what they hold, in the words of `checkpoint.save_contents`."""
+_FOLLOWING = Lock()
+"""Held by the thread that the first rank commands, so that the commands of two snapshots do not mix."""
+
+logger = logging.getLogger("trackway.trainer")
+
+
+def to_load(folder: Path, contents: CheckpointContents) -> frozenset[str]:
+    """What is restored of the folder of a checkpoint. Raises ValueError for what it does not hold besides the model."""
+    lacking = [part for part in FILES if part in contents.loaded and not is_saved(folder / FILES[part])]
+    if lacking and lacking[0] != "model":
+        raise ValueError(
+            f"expected {' and '.join(lacking)} in {folder}, got none: it was saved without "
+            "(checkpoint.save_contents); leave it out of checkpoint.load_contents"
+        )
+    return contents.loaded
+
+
+def place(folder: Path, name: str) -> Path:
+    """The files of some tensors of a checkpoint, without their suffix."""
+    return (folder.parent if "/" in name else folder) / name
+
+
+def write_state(folder: Path, tensors: Tensors, ranks: Ranks, publish: Publish | None = None) -> None:
+    """Writes a checkpoint's tensors, and the model as a Hugging Face folder `huggingface`. A collective."""
+    for name, of in tensors.items():
+        write_shards(place(folder, name), of, ranks.writers)
+    if publish is not None and ranks.is_first:
+        publish(folder / "huggingface")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy in main memory of what this rank holds of a learner, which training does not change."""
+
+    tensors: Tensors
+    publish: Publish | None
+    ranks: Ranks
+    naming: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context whose errors name a rank that is lost."""
+
+    @classmethod
+    def of(cls, tensors: Tensors, publish: Publish | None, ranks: Ranks) -> Self:
+        """Copies the tensors. In other ranks than the first a thread then waits to write them."""
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        copied = cast(Tensors, stager.stage({name: dict(of) for name, of in tensors.items()}))
+        snapshot = cls(copied, publish, ranks)
+        stager.close()
+        if not ranks.is_first:
+            Thread(target=snapshot._follow, name="checkpoint", daemon=True).start()
+        return snapshot
+
+    def write(self, folder: Path) -> None:
+        """Writes the files of all ranks; by the first one. Raises OSError, after which it may be called again."""
+        with self.naming():
+            self._announce(folder)
+            write_state(folder, self.tensors, self.ranks, self.publish)
+
+    def close(self) -> None:
+        """Lets the other ranks free their copies."""
+        try:
+            self._announce(None)
+        except RuntimeError:  # the group is broken, which the learner's next command reports
+            logger.warning("the other ranks were not told that a checkpoint is written", exc_info=True)
+
+    def _announce(self, folder: Path | None) -> None:
+        if self.ranks.writers is not None:
+            distributed.broadcast_object_list([folder], src=0, group=self.ranks.writers)
+
+    def _follow(self) -> None:
+        with _FOLLOWING:
+            self._obey()
+
+    def _obey(self) -> None:
+        while True:
+            received: list[Path | None] = [None]
+            try:
+                distributed.broadcast_object_list(received, src=0, group=self.ranks.writers)
+                if received[0] is None:
+                    return
+                write_state(received[0], self.tensors, self.ranks)
+            except OSError:
+                logger.warning("the share of rank %d of a checkpoint is not written", self.ranks.index, exc_info=True)
+            except RuntimeError:
+                logger.exception("rank %d: the first rank no longer writes a checkpoint", self.ranks.index)
+                return

@@ -1,0 +1,213 @@
+"""Tensors in safetensors files, one of each rank that writes, through PyTorch's distributed checkpoint (DCP).
+
+DCP divides tensors over the ranks that write, and reads any part of them, so a checkpoint goes on with any number of
+ranks. A set of tensors `model` is `model.safetensors` from one process, and `model-00001-of-00004.safetensors` and so
+on from four (docs/decisions/0012). The offsets of shards are in the header, as in those of DCP's own
+HuggingFaceStorageWriter.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from trackway.trainer.learner.weights.tensor_file import DTYPES, OFFSETS, SHARDS, in_file_order, write_tensors
+
+SUFFIX = ".safetensors"
+
+
+def write_shards(stem: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
+    """Writes what this rank holds of the tensors to the files of `stem`; a tensor that is not sharded is the first's.
+
+    A collective of the group; None for one process. An error of any rank is raised in all of them.
+    """
+    planner = DefaultSavePlanner(
+        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+    )
+    writer = _Writer(stem)
+    if group is None:
+        planner.set_up_planner(dict(tensors), is_coordinator=True)
+        plans, _ = planner.create_global_plan([planner.create_local_plan()])
+        writer.write_data(planner.finish_plan(writer.prepare_global_plan(plans)[0]), planner)
+        return
+    try:
+        state_dict_saver.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        failure, _ = next(iter(error.failures.values()))
+        raise failure from None
+
+
+def read_shards(stem: Path, targets: Mapping[str, Tensor]) -> None:
+    """Reads the parts of the saved tensors that this rank's targets hold, into them. Not a collective."""
+    reader, planner = _Reader(stem), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
+    plans = planner.create_global_plan([planner.create_local_plan()])
+    reader.read_data(planner.finish_plan(plans[0]), planner)
+
+
+def read_whole(stem: Path) -> dict[str, Tensor]:
+    """The saved tensors, whole."""
+    saved = saved_tensors(stem)
+    tensors = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in saved.items()}
+    read_shards(stem, tensors)
+    return tensors
+
+
+def saved_tensors(stem: Path) -> dict[str, TensorStorageMetadata]:
+    """Shapes and types of the saved tensors. Raises FileNotFoundError without a file."""
+    return cast(dict[str, TensorStorageMetadata], _Reader(stem).read_metadata().state_dict_metadata)
+
+
+def is_saved(stem: Path) -> bool:
+    """Whether there is a file of `stem`."""
+    return bool(_files(stem))
+
+
+def _files(stem: Path) -> list[Path]:
+    whole = stem.with_name(stem.name + SUFFIX)
+    return [whole] if whole.exists() else sorted(stem.parent.glob(f"{stem.name}-?????-of-?????{SUFFIX}"))
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Which of how many ranks writes."""
+
+    index: int
+    count: int
+
+    def file(self, stem: Path) -> Path:
+        number = "" if self.count == 1 else f"-{self.index + 1:05d}-of-{self.count:05d}"
+        return stem.with_name(stem.name + number + SUFFIX)
+
+
+class _Writer(StorageWriter):
+    def __init__(self, stem: Path) -> None:
+        self._stem = stem
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=_Share(index, len(plans))) for index, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        share: _Share = plan.storage_data
+        offsets: dict[str, torch.Size] = {}
+        tensors: dict[str, Tensor] = {}
+        results: list[WriteResult] = []
+        for item in plan.items:
+            tensor = cast(Tensor, planner.resolve_data(item)).detach()
+            assert item.tensor_data is not None
+            if tensor.numel():  # a tensor may have fewer rows than there are ranks
+                offsets[item.index.fqn], tensors[item.index.fqn] = item.tensor_data.chunk.offsets, tensor
+            results.append(WriteResult(item.index, tensor.nbytes, None))
+        if (
+            tensors or share.index == 0
+        ):  # there is a file even without tensors, as of an optimizer before its first step
+            self._stem.parent.mkdir(parents=True, exist_ok=True)
+            tensors = in_file_order(tensors)
+            write_tensors(share.file(self._stem), tensors, tensors.values(), None if share.count == 1 else offsets)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return True
+
+
+class _Reader(StorageReader):
+    def __init__(self, stem: Path) -> None:
+        self._stem = stem
+        self._places: dict[MetadataIndex, Path] = {}
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        files = _files(self._stem)
+        if not files:
+            raise FileNotFoundError(
+                f"expected {self._stem.name}{SUFFIX} or its shards in {self._stem.parent}, got none"
+            )
+        tensors: dict[str, TensorStorageMetadata] = {}
+        places: dict[MetadataIndex, Path] = {}
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                shards = json.loads((file.metadata() or {}).get(SHARDS, "{}"))
+                for name in file.keys():  # noqa: SIM118  # it is no mapping
+                    part = file.get_slice(name)
+                    shape = part.get_shape()
+                    offsets = torch.Size(shards[name][OFFSETS] if name in shards else [0] * len(shape))
+                    end = torch.Size(map(int.__add__, offsets, shape))
+                    known = tensors.get(name)
+                    if known is None:
+                        properties = TensorProperties(dtype=DTYPES[part.get_dtype()])
+                        known = tensors[name] = TensorStorageMetadata(properties, end, [])
+                    known.size = torch.Size(map(max, known.size, end))
+                    known.chunks.append(ChunkStorageMetadata(offsets, torch.Size(shape)))
+                    places[MetadataIndex(name, offsets)] = path
+        return Metadata(tensors, storage_data=places)  # pyright: ignore[reportArgumentType]  # a dict is invariant
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[Path, list[int]] = {}
+        for number, item in enumerate(plan.items):
+            by_file.setdefault(self._places[item.storage_index], []).append(number)
+        for path, numbers in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for item in (plan.items[number] for number in numbers):
+                    target = planner.resolve_tensor(item).detach()
+                    start, size = item.storage_offsets, item.lengths
+                    if size:
+                        part = file.get_slice(item.storage_index.fqn)
+                        target.copy_(part[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))])
+                    else:
+                        target.copy_(file.get_tensor(item.storage_index.fqn))
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return True
