@@ -118,7 +118,7 @@ function timePanel(page, series, phases, key) {
 function idle(series, key, page) {
   const found = Object.entries(IDLE).filter(([, name]) => series[name]?.values.some((value) => value !== null));
   if (!found.length) return null;
-  return h("figure", {}, h("figcaption", {}, h("span", { class: "clip" }, "idle share of each step"), legend(found.map(([name], index) => ({ name, kind: `s${index}` })))),
+  return h("figure", {}, h("figcaption", {}, h("span", {}, "idle share of each step"), legend(found.map(([name], index) => ({ name, kind: `s${index}` })))),
     lines({ series: found.map(([name, metric]) => ({ name, ...series[metric] })), height: 110, label: "idle share", pick: opens(key, page) }));
 }
 
