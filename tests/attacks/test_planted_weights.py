@@ -15,7 +15,7 @@ from tests.services.rollout.engine_runs import started
 from tests.services.rollout.engines.remote.sglang import sglang_fake
 from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
 from tests.services.rollout.planted_weights import DEMO, USUAL, Versions, make_versions
-from trackway.clients.weights import WeightStore
+from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.deploy.bundled import TINY_MODEL
 from trackway.rollout.engines.remote.sglang import SglangEngine
 from trackway.rollout.engines.sim.engine import SimEngine
@@ -205,12 +205,15 @@ async def test_the_simulated_engine_takes_no_files_but_those_that_were_published
 async def test_a_replica_that_follows_a_store_tells_what_it_proved(
     engine: TorchEngine, versions: Callable[..., Versions], tmp_path: Path
 ) -> None:
-    made, store = versions("bfloat16", DEMO), WeightStore(str(tmp_path / "store"))
-    store.publish(2, "run", made.folders["right"], proof=made.proof)
+    made, store = versions("bfloat16", USUAL), WeightStore(str(tmp_path / "store"))
+    base = WholeWeights(store.publish(1, "run", made.folders["old kept"]), made.folders["old kept"])
+    store.publish(2, "run", made.folders["right"], proof=made.proof, base=base)
 
     manifest = store.manifest(2)
 
     assert manifest.proof == made.proof
+    assert manifest.delta is not None
+    assert sum(file.size for file in manifest.delta.files) < 0.1 * sum(file.size for file in manifest.files)
     await engine.load_weights(store.fetch(2, tmp_path / "cache"), 2, manifest.proof)
     assert engine.judgement is not None
     assert engine.judgement.verdict is Verdict.PROVEN

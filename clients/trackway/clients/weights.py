@@ -1,29 +1,61 @@
 """The weight store: one folder per version on any fsspec URL, and `latest.json` with the newest version.
 
-Publishing copies the files, writes `manifest.json`, and then makes the version visible in one atomic step, the
-replacement of `latest.json`. If a publisher dies at any point, readers stay at the old version, and publishing again is
-safe. A folder above the latest version is left over from such a publisher and may be overwritten. Version numbers are
-store-wide and increase over all runs.
+A version is published whole, as an anchor, or as a delta (weight_delta.py) against the version before. Its manifest has
+the digests of the whole files in either case. Publishing copies the files, writes `manifest.json`, and then makes the
+version visible in one atomic step, the replacement of `latest.json`. If a publisher dies at any point, readers stay at
+the old version, and publishing again is safe. A folder above the latest version is left over from such a publisher and
+may be overwritten. Version numbers are store-wide and increase over all runs.
 
     <url>/latest.json
     <url>/<version>/manifest.json, model.safetensors, ...
+    <url>/<version>/manifest.json, model.safetensors.delta
+
+A replica keeps copies of what it cannot load in place in a cache folder, which the replicas of one host share: one of
+them fetches or assembles a version under the folder's lock, and the others find it there.
 """
 
 import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, ValidationError
 
+from trackway.clients import weight_delta
 from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLock, PublisherLock
-from trackway.system import atomic_write, digests, find_difference, new_folder, remove_drafts
+from trackway.system import atomic_write, digests, find_difference, locked, new_folder, remove_drafts
 from trackway.system.storage import FULL, NOT_WRITABLE, error_number, storage_error
 from trackway.wire.errors import ErrorCode, TrackwayError
-from trackway.wire.weights import Canary, FileDigest, LatestWeights, UpdateMode, WeightManifest, WeightProof
+from trackway.wire.weights import (
+    Canary,
+    FileDigest,
+    LatestWeights,
+    UpdateMode,
+    WeightDelta,
+    WeightManifest,
+    WeightProof,
+)
 
 MANIFEST = "manifest.json"
 LATEST = "latest.json"
+CACHE_LOCK = ".lock"
+CACHE_WAIT_S = 60.0
+"""Longest wait for another replica of the host that fetches a version; then the fetch is to be tried again."""
+
+_log = logging.getLogger("trackway.weights")
+
+
+class WholeWeights(NamedTuple):
+    """A published version and a folder with all its files."""
+
+    manifest: WeightManifest
+    folder: Path
 
 
 class WeightStore:
@@ -33,10 +65,16 @@ class WeightStore:
         self.url = url
         self._fs, root = fsspec.core.url_to_fs(url)
         self._root = root.rstrip("/")
+        self.is_folder = isinstance(self._fs, LocalFileSystem)
+        """Whether versions that are published whole are read in place."""
+        self.fetched_bytes = 0
+        """Bytes copied from another storage, or read of deltas in a folder."""
+        self.fallbacks = 0
+        """How often a copy in the cache was damaged, or a version could not be had and its anchor was taken."""
 
     def claim(self, owner: str) -> PublisherLock:
         """Lock the store for one publisher; raises CONFLICT with the holder's name when it is locked."""
-        if isinstance(self._fs, LocalFileSystem):
+        if self.is_folder:
             lock = FlockPublisherLock(Path(self._root), owner)
             remove_drafts(Path(self._root))
             return lock
@@ -50,12 +88,14 @@ class WeightStore:
         canary: Canary | None = None,
         proof: WeightProof | None = None,
         update_mode: UpdateMode | None = None,
+        base: WholeWeights | None = None,
     ) -> WeightManifest:
         """Make the files directly inside `folder` the newest version.
 
-        Publishing the same version with the same digests again does nothing. Raises CONFLICT when the version exists
-        with other digests or is not greater than the latest. Raises DISK_FULL or NOT_WRITABLE when it cannot be
-        written; readers then stay at the old version, and the new one is removed.
+        With a `base` the version is a delta against it where that takes at most half the bytes. Publishing the same
+        version with the same digests again does nothing. Raises CONFLICT when the version exists with other digests or
+        is not greater than the latest. Raises DISK_FULL or NOT_WRITABLE when it cannot be written; readers then stay
+        at the old version, and the new one is removed.
         """
         manifest = WeightManifest(
             version=version, run=run, files=describe(folder), canary=canary, proof=proof, update_mode=update_mode
@@ -64,7 +104,9 @@ class WeightStore:
         if latest is not None and version <= latest.version:
             return self._published(manifest, latest)
         try:
-            self._copy(folder, manifest)
+            with _to_publish(folder, manifest, base) as (stored, delta):
+                manifest = manifest.model_copy(update={"delta": delta})
+                self._copy(stored, manifest)
             self._replace(f"{self._root}/{LATEST}", LatestWeights(version=version, run=run, path=str(version)))
         except OSError as error:
             raise self._unwritten(manifest, error) from error
@@ -102,16 +144,30 @@ class WeightStore:
     def fetch(self, version: int, into: Path) -> Path:
         """A local folder with the version's files, each verified by size and sha256.
 
-        For a local store, this is the verified folder of the version itself; from other stores, files are copied to
-        `into/<version>`. Raises NOT_FOUND without a manifest and WEIGHTS_CORRUPT when a file is missing or differs.
+        For a version that is published whole in a folder it is that one; others are copied or assembled in
+        `into/<version>`, and a damaged copy there is replaced. Raises NOT_FOUND without a manifest, WEIGHTS_CORRUPT
+        when a file is missing or differs, and LockTaken when another replica of the host fetches for too long.
         """
         manifest = self.manifest(version)
-        if isinstance(self._fs, LocalFileSystem):
+        if manifest.delta is None and self.is_folder:
             return verify(Path(self._path(version)), manifest)
         folder = into / str(version)
-        if folder.is_dir():
-            return verify(folder, manifest)
-        return self._download(manifest, folder)
+        with locked(into / CACHE_LOCK, wait_s=CACHE_WAIT_S):
+            if folder.is_dir():
+                difference = find_difference(folder, manifest.files)
+                if difference is None:
+                    return folder
+                self._discard(folder, f"{difference.file} has sha256 {difference.got}")
+            return self._download(manifest, folder) if manifest.delta is None else self._assemble(manifest, into)
+
+    def anchor_before(self, version: int) -> int | None:
+        """The newest version below this one that is published whole; None without one."""
+        for candidate in reversed(self.versions()):
+            if candidate < version:
+                with contextlib.suppress(TrackwayError):
+                    if self.manifest(candidate).delta is None:
+                        return candidate
+        return None
 
     def versions(self) -> list[int]:
         """Versions that have a folder, oldest first; those above the latest are unfinished."""
@@ -122,21 +178,38 @@ class WeightStore:
         return sorted(int(name) for name in names if name.isdecimal())
 
     def prune(self, keep: int) -> list[int]:
-        """Remove all but the newest `keep` (at least 1) visible versions; returns the removed versions."""
+        """Remove all but the newest `keep` (at least 1) visible versions, and what these are deltas of.
+
+        Returns the removed versions.
+        """
         if keep < 1:
             raise ValueError(f"expected keep >= 1 (readers load the latest version), got {keep}")
         latest = self.latest()
         visible = [version for version in self.versions() if latest is not None and version <= latest.version]
-        for version in visible[:-keep]:
+        bases = self._bases(visible[-keep]) if len(visible) > keep else set[int]()
+        removed = [version for version in visible[:-keep] if version not in bases]
+        for version in removed:
             self._fs.rm(self._path(version), recursive=True)
-        return visible[:-keep]
+        return removed
+
+    def _bases(self, version: int) -> set[int]:
+        """The versions that this one is assembled from, without itself; every version if a manifest is unreadable."""
+        bases: set[int] = set()
+        try:
+            while (delta := self.manifest(version).delta) is not None and delta.base < version:
+                version = delta.base
+                bases.add(version)
+        except TrackwayError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                return {*self.versions()}
+        return bases
 
     def _copy(self, folder: Path, manifest: WeightManifest) -> None:
         target = self._path(manifest.version)
         if self._fs.exists(target):
             self._fs.rm(target, recursive=True)
         self._fs.makedirs(target, exist_ok=True)
-        for file in manifest.files:
+        for file in _stored(manifest):
             self._fs.put_file(str(folder / file.name), f"{target}/{file.name}")
         self._replace(f"{target}/{MANIFEST}", manifest)
 
@@ -147,9 +220,9 @@ class WeightStore:
             return error
         with contextlib.suppress(OSError):
             self._fs.rm(self._path(manifest.version), recursive=True)
-        size = sum(file.size for file in manifest.files)
+        size = sum(file.size for file in _stored(manifest))
         what = f"the {size} bytes of weights version {manifest.version}"
-        if isinstance(self._fs, LocalFileSystem):
+        if self.is_folder:
             remedy = "free space there, or keep fewer versions (trackway.keep_weights)" if number in FULL else None
             return storage_error(number, Path(self._path(manifest.version)), what, remedy)
         code = ErrorCode.DISK_FULL if number in FULL else ErrorCode.NOT_WRITABLE
@@ -177,27 +250,84 @@ class WeightStore:
         return present
 
     def _download(self, manifest: WeightManifest, folder: Path) -> Path:
-        try:
+        with _room_for(folder, manifest.version):
             with new_folder(folder) as part:
-                for file in manifest.files:
-                    try:
-                        self._fs.get_file(f"{self._path(manifest.version)}/{file.name}", str(part / file.name))
-                    except FileNotFoundError:
-                        continue  # verify() below says which file is missing
+                self._get(manifest.version, manifest.files, part)
                 verify(part, manifest)
             return folder
-        except OSError as error:
-            number = error_number(error)
-            if number not in FULL:
-                raise
-            raise storage_error(number, folder, f"weights version {manifest.version}") from error
+
+    def _get(self, version: int, files: Iterable[FileDigest], folder: Path) -> None:
+        """Copies these files from the store; missing ones are left to the verification."""
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.get_file(f"{self._path(version)}/{file.name}", str(folder / file.name))
+                self.fetched_bytes += file.size
+
+    def _assemble(self, manifest: WeightManifest, into: Path) -> Path:
+        """Applies deltas to the newest copy in the cache, else to the anchor."""
+        folder = into / str(manifest.version)
+        with _room_for(folder, manifest.version):
+            base, deltas = self._base(manifest, into)
+            with tempfile.TemporaryDirectory(prefix=f".{manifest.version}.", dir=into) as scratch:
+                changes = [(delta, self._changes(delta, Path(scratch))) for delta in reversed(deltas)]
+                try:
+                    _apply(base, changes, manifest, folder)
+                    return folder
+                except (TrackwayError, FileNotFoundError) as error:
+                    if base.parent != into:
+                        raise
+                    self._discard(base, str(error))
+        return self._assemble(manifest, into)  # from an older copy, or the anchor
+
+    def _base(self, manifest: WeightManifest, into: Path) -> tuple[Path, list[WeightManifest]]:
+        """A folder of whole files, and the deltas from there to this version, newest first.
+
+        A copy in the cache is not verified: the digests of the result show whether it was right.
+        """
+        deltas = [manifest]
+        while (delta := deltas[-1].delta) is not None and delta.base < deltas[-1].version:
+            copy = into / str(delta.base)
+            if copy.is_dir():
+                return copy, deltas
+            base = self.manifest(delta.base)
+            if base.delta is None:
+                whole = Path(self._path(base.version))
+                return verify(whole, base) if self.is_folder else self._download(base, copy), deltas
+            deltas.append(base)
+        raise TrackwayError(
+            ErrorCode.WEIGHTS_CORRUPT,
+            f"expected the manifest of weights version {deltas[-1].version} to name an older base, got {delta}; "
+            "publish a new version",
+        )
+
+    def _changes(self, manifest: WeightManifest, scratch: Path) -> Path:
+        """The verified files of a delta. Raises WEIGHTS_CORRUPT."""
+        delta = _delta(manifest)
+        if delta.encoding != weight_delta.ENCODING:
+            message = (
+                f"expected a delta of weights as {weight_delta.ENCODING}, got {delta.encoding}; update this service"
+            )
+            raise TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message, version=manifest.version)
+        folder = Path(self._path(manifest.version))
+        if not self.is_folder:
+            folder = scratch / str(manifest.version)
+            folder.mkdir()
+            self._get(manifest.version, delta.files, folder)
+        else:
+            self.fetched_bytes += sum(file.size for file in delta.files)
+        return _verify(folder, delta.files, manifest.version)
+
+    def _discard(self, copy: Path, why: str) -> None:
+        self.fallbacks += 1
+        _log.warning("the copy of weights version %s in %s is damaged and made again: %s", copy.name, copy.parent, why)
+        shutil.rmtree(copy)
 
     def _path(self, version: int) -> str:
         return f"{self._root}/{version}"
 
     def _replace(self, path: str, content: BaseModel) -> None:
         data = content.model_dump_json(indent=2).encode()
-        if not isinstance(self._fs, LocalFileSystem):
+        if not self.is_folder:
             self._fs.pipe_file(path, data)  # an object store's put is atomic
             return
         atomic_write(Path(path), data)
@@ -226,16 +356,91 @@ def describe(folder: Path) -> list[FileDigest]:
 
 def verify(folder: Path, manifest: WeightManifest) -> Path:
     """The folder, if each file of the manifest exists with its digest; else raises WEIGHTS_CORRUPT."""
-    difference = find_difference(folder, manifest.files)
+    return _verify(folder, manifest.files, manifest.version)
+
+
+def _verify(folder: Path, files: Iterable[FileDigest], version: int) -> Path:
+    difference = find_difference(folder, files)
     if difference is None:
         return folder
     file, expected, got = difference
     raise TrackwayError(
         ErrorCode.WEIGHTS_CORRUPT,
-        f"{file} of weights version {manifest.version}: expected sha256 {expected}, got {got}; "
+        f"{file} of weights version {version}: expected sha256 {expected}, got {got}; "
         f"publish a new version (folder {folder})",
-        version=manifest.version,
+        version=version,
         file=file,
         expected=expected,
         got=got,
     )
+
+
+def _stored(manifest: WeightManifest) -> list[FileDigest]:
+    """The files in the version's folder."""
+    return manifest.files if manifest.delta is None else manifest.delta.files
+
+
+def _delta(manifest: WeightManifest) -> WeightDelta:
+    if manifest.delta is None:
+        raise ValueError(f"expected version {manifest.version} to be a delta, got one that is whole")
+    return manifest.delta
+
+
+@contextmanager
+def _to_publish(
+    folder: Path, manifest: WeightManifest, base: WholeWeights | None
+) -> Generator[tuple[Path, WeightDelta | None]]:
+    """The folder to publish, and the delta that it is; the version's own folder without a small one."""
+    if base is None:
+        yield folder, None
+        return
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        files = _write_changes(folder, manifest.files, base, Path(scratch))
+        if sum(file.size for file in files) > weight_delta.LARGEST_SHARE * sum(file.size for file in manifest.files):
+            yield folder, None
+        else:
+            version = base.manifest.version
+            yield Path(scratch), WeightDelta(base=version, encoding=weight_delta.ENCODING, files=files)
+
+
+def _write_changes(folder: Path, files: Iterable[FileDigest], base: WholeWeights, scratch: Path) -> list[FileDigest]:
+    """Writes to `scratch` how these files of a folder differ from those of the base."""
+    before = {file.name: file for file in base.manifest.files}
+    for file in files:
+        new, old = folder / file.name, base.folder / file.name
+        if before.get(file.name) == file:
+            continue
+        if file.name not in before or not weight_delta.encode(old, new, scratch / f"{file.name}{weight_delta.SUFFIX}"):
+            (scratch / file.name).symlink_to(new.resolve())
+    return digests(scratch, scratch.iterdir())
+
+
+def _apply(base: Path, changes: list[tuple[WeightManifest, Path]], result: WeightManifest, folder: Path) -> None:
+    """Makes the folder of a version from that of its base and the deltas since, oldest first."""
+    names = {file.name for file in result.files}
+    with new_folder(folder) as draft:
+        for file in base.iterdir():
+            if file.name in names:
+                shutil.copyfile(file, draft / file.name)
+        for manifest, delta in changes:
+            for stored in _delta(manifest).files:
+                changed = stored.name.removesuffix(weight_delta.SUFFIX)
+                if changed not in names:
+                    continue
+                if changed == stored.name:
+                    shutil.copyfile(delta / stored.name, draft / changed)
+                else:
+                    weight_delta.apply(delta / stored.name, draft / changed)
+        verify(draft, result)
+
+
+@contextmanager
+def _room_for(folder: Path, version: int) -> Generator[None]:
+    """A context in which a full disk is an error that names it."""
+    try:
+        yield
+    except OSError as error:
+        number = error_number(error)
+        if number not in FULL:
+            raise
+        raise storage_error(number, folder, f"weights version {version}") from error

@@ -89,12 +89,25 @@ class Verdict(StrEnum):
         return self not in (Verdict.STALE, Verdict.WRONG)
 
 
+class WeightDelta(WireReply):
+    """How a version is published that holds only what changed since another one."""
+
+    base: int = Field(ge=0)
+    """The version whose files are changed, which may be a delta too."""
+    encoding: str
+    files: list[FileDigest]
+    """What is published: changes, as `<file>.delta`, and whole files; other files are those of the base."""
+
+
 class WeightManifest(WireReply):
     """The content of a version."""
 
     version: int = Field(ge=0)
     run: str
     files: list[FileDigest]
+    """The version's files, as a replica loads them."""
+    delta: WeightDelta | None = None
+    """None: these files are published whole."""
     canary: Canary | None = None
     """For replicas of a release that does not know `proof`."""
     proof: WeightProof | None = None

@@ -1,5 +1,7 @@
 """The rollout service over HTTP. Routes only; the logic is in service.py."""
 
+import hashlib
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -14,7 +16,7 @@ from pydantic import JsonValue
 from trackway.clients.weights import WeightStore
 from trackway.rollout.engines import open_engine
 from trackway.rollout.engines.protocol import Engine, MemoryPart, PauseMode
-from trackway.rollout.metrics import engine_gauges
+from trackway.rollout.metrics import engine_gauges, store_gauges
 from trackway.rollout.model_routes import model_routes
 from trackway.rollout.piece_lines import piece_lines
 from trackway.rollout.service import RolloutService
@@ -58,7 +60,8 @@ def create_app(
     settings = settings or RolloutSettings()
     text = TokenText(settings.model_path)
     engine = engine or open_engine(settings)
-    service = _service(settings, engine, text)
+    store = WeightStore(settings.weights_url) if settings.weights_url else None
+    service = _service(settings, engine, text, store)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -75,7 +78,10 @@ def create_app(
         lifespan=lifespan,
         ready=service.ready,
         tracing=tracing,
-        gauges=engine_gauges(engine, lambda: service.weights().latest),
+        gauges=[
+            *engine_gauges(engine, lambda: service.weights().latest),
+            *([] if store is None else store_gauges(store)),
+        ],
     )
 
 
@@ -178,9 +184,8 @@ def control_routes(service: RolloutService) -> ServiceRouter:
     return router
 
 
-def _service(settings: RolloutSettings, engine: Engine, text: TokenText) -> RolloutService:
-    store = WeightStore(settings.weights_url) if settings.weights_url else None
-    cache = settings.weights_cache or Path(tempfile.gettempdir()) / f"trackway-weights-{settings.replica}"
+def _service(settings: RolloutSettings, engine: Engine, text: TokenText, store: WeightStore | None) -> RolloutService:
+    cache = settings.weights_cache or _shared_cache(settings.weights_url or "")
     watcher = WeightWatcher(
         engine,
         store,
@@ -191,3 +196,9 @@ def _service(settings: RolloutSettings, engine: Engine, text: TokenText) -> Roll
         settings.update_drain_s,
     )
     return RolloutService(engine, watcher, text, settings)
+
+
+def _shared_cache(weights_url: str) -> Path:
+    """The cache of this user's replicas on this host that follow the store."""
+    name = hashlib.sha256(weights_url.encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"trackway-weights-{os.getuid()}-{name}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from trackway.clients.weights import WeightStore
 from trackway.rollout.engines.protocol import Engine, EngineStats
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.serving import Gauge
@@ -23,6 +24,24 @@ def engine_gauges(engine: Engine, latest: Callable[[], int]) -> list[Gauge]:
         Gauge("trackway_weight_version", "Version of the weights that generate", lambda: engine.version),
         *_proof(engine),
         Gauge("trackway_weight_lag", "Published versions not loaded yet", lambda: latest() - engine.version),
+    ]
+
+
+def store_gauges(store: WeightStore) -> list[Gauge]:
+    """Metrics of a replica's reading of its weight store."""
+    return [
+        Gauge(
+            "trackway_weight_fetched_bytes",
+            "Bytes of weights copied from an object store, or read of deltas in a folder",
+            lambda: store.fetched_bytes,
+            total=True,
+        ),
+        Gauge(
+            "trackway_weight_fallbacks",
+            "Damaged copies of weights made again, and anchors loaded in place of newer versions",
+            lambda: store.fallbacks,
+            total=True,
+        ),
     ]
 
 

@@ -1,7 +1,9 @@
 """Follows the weight store: polls, fetches, verifies and loads new versions; requests can wait for a version.
 
-A replica generates only after it has read the store, so a late or restarted one never serves old weights. If a version
-does not load (corrupt, or proof failed), the old one stays, the failure is logged once, and loading is retried.
+A replica generates only after it has read the store, so a late or restarted one never serves old weights. Files are
+fetched, assembled from deltas and verified while requests run. If a version does not load (corrupt, or proof failed),
+the old one stays, the failure is logged once, and loading is retried; a replica whose weights are older than the
+newest ones that are published whole takes these meanwhile.
 `update_mode` decides about requests in flight: `keep` loads while they run, `wait` and `abort` hold new requests back
 while those in flight finish or are aborted. A version whose run wants a mode is loaded in that one.
 """
@@ -13,9 +15,10 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from trackway.clients.weights import WeightStore, version_of
+from trackway.clients.weights import CACHE_LOCK, WeightStore, version_of
 from trackway.rollout.engines.protocol import Engine, PauseMode
 from trackway.rollout.engines.weight_proof import proof_of
+from trackway.system import LockTaken, locked
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.health import Ready
 from trackway.wire.weights import UpdateMode, WeightManifest
@@ -138,12 +141,26 @@ class WeightWatcher:
         if manifest is not None:
             self._latest = manifest.version
             if manifest.version > self._engine.version and "weights" not in self._engine.asleep:
-                await self._load(store, manifest.version)
+                await self._load_newest(store, manifest.version)
         self._synced = True
 
-    async def _load(self, store: WeightStore, version: int) -> None:
+    async def _load_newest(self, store: WeightStore, version: int) -> None:
+        """Load the version; if it is an incomplete delta, the newest version published whole, and raise."""
+        try:
+            folder = await asyncio.to_thread(store.fetch, version, self._cache)
+        except TrackwayError as error:
+            anchor = await asyncio.to_thread(store.anchor_before, version)
+            if anchor is None or anchor <= self._engine.version:
+                raise
+            store.fallbacks += 1
+            _log.warning("weights version %d is loaded in place of %d: %s", anchor, version, error)
+            await self._load(store, anchor, await asyncio.to_thread(store.fetch, anchor, self._cache))
+            self._synced = True
+            raise
+        await self._load(store, version, folder)
+
+    async def _load(self, store: WeightStore, version: int, folder: Path) -> None:
         manifest = await asyncio.to_thread(store.manifest, version)
-        folder = await asyncio.to_thread(store.fetch, version, self._cache)
         if self._refused is not None and self._refused[0] == manifest:
             raise self._refused[1]
         async with self.control, self._held(manifest.update_mode or self._update_mode):
@@ -154,22 +171,26 @@ class WeightWatcher:
                 if error.code in (ErrorCode.WEIGHTS_CORRUPT, ErrorCode.WEIGHTS_STALE):
                     self._refused = manifest, error
                 raise
-        await asyncio.to_thread(self._tidy, folder)
+        await asyncio.to_thread(self._tidy, version)
         judgement = self._engine.judgement
         proof = "no proof" if judgement is None else judgement.summary()
         _log.info("weights version %d of run %s loaded: %s", version, manifest.run, proof)
         async with self._loaded:
             self._loaded.notify_all()
 
-    def _tidy(self, loaded: Path) -> None:
-        """Delete cached versions except this one and the one before, to which an engine may roll back."""
-        if loaded.parent != self._cache:
+    def _tidy(self, loaded: int) -> None:
+        """Delete copies of versions before this one, except the newest two.
+
+        An engine may return to one of them, and another replica of this host may be a version behind.
+        """
+        if not self._cache.is_dir():
             return
-        numbered = {folder: version_of(folder) for folder in self._cache.iterdir()}
-        older = [folder for folder, version in numbered.items() if version is not None and version < int(loaded.name)]
-        whole = sorted((folder for folder in older if folder.name.isdecimal()), key=lambda folder: int(folder.name))
-        for old in {*older} - {*whole[-1:]}:
-            shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(LockTaken), locked(self._cache / CACHE_LOCK):
+            numbered = {folder: version_of(folder) for folder in self._cache.iterdir()}
+            older = [folder for folder, version in numbered.items() if version is not None and version < loaded]
+            whole = sorted((folder for folder in older if folder.name.isdecimal()), key=lambda folder: int(folder.name))
+            for old in {*older} - {*whole[-2:]}:
+                shutil.rmtree(old, ignore_errors=True)
 
     @contextlib.asynccontextmanager
     async def _held(self, mode: UpdateMode) -> AsyncIterator[None]:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -12,7 +13,8 @@ import pytest
 
 from trackway.clients import weights as module
 from trackway.clients.publisher_lock import FlockPublisherLock, LeasePublisherLock
-from trackway.clients.weights import WeightStore, version_of
+from trackway.clients.weights import WeightStore, WholeWeights, version_of
+from trackway.system import LockTaken, locked
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import Canary
 
@@ -183,7 +185,7 @@ def test_a_copy_in_the_cache_is_verified_and_not_fetched_again(source: Path, tmp
     store._fs.rm(f"{store._root}/1/model.safetensors")
 
     assert store.fetch(1, tmp_path / "cache") == folder == tmp_path / "cache" / "1"
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["1"]
+    assert [path.name for path in (tmp_path / "cache").glob("[!.]*")] == ["1"]
     (folder / "model.safetensors").write_bytes(b"bad")
     with pytest.raises(TrackwayError, match="expected sha256"):
         store.fetch(1, tmp_path / "cache")
@@ -277,7 +279,7 @@ def test_a_copy_that_cannot_be_written_leaves_nothing_behind(
         patch.setattr(store._fs, "get_file", fails)
         store.fetch(1, tmp_path / "cache")
 
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
     if isinstance(caught.value, TrackwayError):
         assert caught.value.code is ErrorCode.DISK_FULL
         assert caught.value.message.startswith(f"expected to write weights version 1 to {tmp_path}/cache/1, got 'No s")
@@ -324,3 +326,186 @@ def test_a_publisher_removes_what_a_killed_one_left_of_a_file(tmp_path: Path, so
 
     assert [draft.exists() for draft in drafts] == [False, False]
     assert (folder / "latest.json").exists() and (folder / "1" / "manifest.json").exists()
+
+
+def words(changed: int) -> bytes:
+    """1,000 words of which the first ones are changed."""
+    return b"xy" * changed + b"ab" * (1000 - changed)
+
+
+def publish_deltas(store: WeightStore, source: Path, changed: list[int]) -> None:
+    """Version 1 whole, and for each further number a delta against the version before."""
+    base: WholeWeights | None = None
+    for version, count in enumerate(changed, start=1):
+        folder = source.with_name(f"whole-{version}")
+        folder.mkdir()
+        (folder / "config.json").write_bytes(b"{}")
+        (folder / "model.safetensors").write_bytes(words(count))
+        base = WholeWeights(store.publish(version, "run-a", folder, base=base), folder)
+
+
+def weights_in(folder: Path) -> bytes:
+    assert sorted(path.name for path in folder.glob("[!m]*")) == ["config.json"]
+    return (folder / "model.safetensors").read_bytes()
+
+
+def names_of(store: WeightStore, version: int) -> list[str]:
+    return sorted(path.rsplit("/", 1)[-1] for path in store._fs.ls(f"{store._root}/{version}", detail=False))
+
+
+def test_a_delta_holds_the_changes_alone_and_its_manifest_the_whole_files(store: WeightStore, source: Path) -> None:
+    publish_deltas(store, source, [0, 5])
+
+    manifest = store.manifest(2)
+
+    assert names_of(store, 2) == ["manifest.json", "model.safetensors.delta"]
+    assert [(file.name, file.size) for file in manifest.files] == [("config.json", 2), ("model.safetensors", 2000)]
+    assert manifest.delta is not None
+    assert (manifest.delta.base, manifest.delta.encoding) == (1, "words16")
+    assert [file.name for file in manifest.delta.files] == ["model.safetensors.delta"]
+    assert sum(file.size for file in manifest.delta.files) < 120
+
+
+def test_a_version_that_changes_much_is_published_whole(store: WeightStore, source: Path) -> None:
+    publish_deltas(store, source, [0, 900])
+
+    assert store.manifest(2).delta is None
+    assert names_of(store, 2) == ["config.json", "manifest.json", "model.safetensors"]
+
+
+def test_a_late_reader_takes_the_anchor_and_the_deltas_since(store: WeightStore, source: Path, tmp_path: Path) -> None:
+    publish_deltas(store, source, [0, 5, 9, 2])
+
+    assert weights_in(store.fetch(4, tmp_path / "cache")) == words(2)
+
+
+def test_a_reader_with_the_version_before_reads_one_delta(store: WeightStore, source: Path, tmp_path: Path) -> None:
+    publish_deltas(store, source, [0, 5, 9])
+    store.fetch(2, tmp_path / "cache")
+    before = store.fetched_bytes
+
+    assert weights_in(store.fetch(3, tmp_path / "cache")) == words(9)
+
+    delta = store.manifest(3).delta
+    assert delta is not None
+    assert store.fetched_bytes - before == sum(file.size for file in delta.files)
+    assert store.fallbacks == 0
+
+
+def test_replicas_of_a_host_share_one_copy(store: WeightStore, source: Path, tmp_path: Path) -> None:
+    publish_deltas(store, source, [0, 5])
+    stores = [store, WeightStore(store.url)]
+    with ThreadPoolExecutor() as pool:
+        folders = list(pool.map(lambda one: one.fetch(2, tmp_path / "cache"), stores))
+
+    assert folders == [tmp_path / "cache" / "2"] * 2
+    assert sorted(one.fetched_bytes > 0 for one in stores) == [False, True]
+
+
+def test_who_waits_too_long_for_another_replica_is_told_to_try_again(
+    store: WeightStore, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_deltas(store, source, [0, 5])
+    monkeypatch.setattr(module, "CACHE_WAIT_S", 0.0)
+    with locked(tmp_path / "cache" / ".lock"), pytest.raises(LockTaken):
+        store.fetch(2, tmp_path / "cache")
+
+    assert weights_in(store.fetch(2, tmp_path / "cache")) == words(5)
+
+
+@pytest.mark.parametrize("fault", ["other words", "no file"])
+def test_a_damaged_copy_is_made_again_from_the_anchor(
+    store: WeightStore, source: Path, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish_deltas(store, source, [0, 5, 9])
+    copy = store.fetch(2, tmp_path / "cache") / "model.safetensors"
+    copy.write_bytes(words(77)) if fault == "other words" else copy.unlink()
+
+    assert weights_in(store.fetch(3, tmp_path / "cache")) == words(9)
+
+    assert store.fallbacks == 1
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        f"the copy of weights version 2 in {tmp_path / 'cache'} is damaged and made again"
+    ]
+    assert weights_in(store.fetch(2, tmp_path / "cache")) == words(5)
+
+
+@pytest.mark.parametrize("fault", ["damaged", "missing"])
+def test_a_delta_that_is_damaged_or_missing_is_refused_by_name_and_the_next_anchor_is_not(
+    store: WeightStore, source: Path, tmp_path: Path, fault: str
+) -> None:
+    publish_deltas(store, source, [0, 5, 9])
+    path = f"{store._root}/2/model.safetensors.delta"
+    store._fs.pipe_file(path, b"bad") if fault == "damaged" else store._fs.rm(path)
+
+    for version in (2, 3):
+        with pytest.raises(TrackwayError, match=r"model\.safetensors\.delta of weights version 2: expected") as raised:
+            store.fetch(version, tmp_path / "cache")
+        assert (raised.value.code, raised.value.detail["version"]) == (ErrorCode.WEIGHTS_CORRUPT, 2)
+
+    assert (store.anchor_before(3), store.anchor_before(1)) == (1, None)
+    store.publish(4, "run-a", source)
+    assert (store.fetch(4, tmp_path / "cache") / "model.safetensors").read_bytes() == b"one"
+
+
+def test_a_delta_of_a_later_release_is_refused(store: WeightStore, source: Path, tmp_path: Path) -> None:
+    publish_deltas(store, source, [0, 5])
+    path = f"{store._root}/2/manifest.json"
+    store._fs.pipe_file(path, store._fs.cat_file(path).replace(b"words16", b"later"))
+
+    with pytest.raises(TrackwayError, match="expected a delta of weights as words16, got later; update this service"):
+        store.fetch(2, tmp_path / "cache")
+
+
+def test_pruning_keeps_what_the_kept_versions_are_deltas_of(store: WeightStore, source: Path, tmp_path: Path) -> None:
+    store.publish(1, "run-a", source)
+    (source / "model.safetensors").write_bytes(words(0))
+    base = WholeWeights(store.publish(2, "run-a", source), source)
+    for version in (3, 4, 5):
+        folder = tmp_path / str(version)
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(words(version))
+        (folder / "config.json").write_bytes(b"{}")
+        base = WholeWeights(store.publish(version, "run-a", folder, base=base), folder)
+
+    assert store.prune(keep=2) == [1]
+    assert store.versions() == [2, 3, 4, 5]
+    assert weights_in(store.fetch(5, tmp_path / "cache")) == words(5)
+    store.publish(6, "run-a", source)
+    store.publish(7, "run-a", source)
+    assert store.prune(keep=2) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("dies_at", ["model.safetensors.delta", "manifest.json", "latest.json"])
+def test_a_publisher_that_dies_in_a_delta_leaves_the_version_before(
+    store: WeightStore, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: str
+) -> None:
+    publish_deltas(store, source, [0, 5])
+    folder = tmp_path / "whole-2"
+    base = WholeWeights(store.manifest(2), folder)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "model.safetensors").write_bytes(words(9))
+    (tmp_path / "new" / "config.json").write_bytes(b"{}")
+    replace, put_file = WeightStore._replace, store._fs.put_file
+
+    def dying(self: WeightStore, path: str, content: module.BaseModel) -> None:
+        if path.endswith(dies_at):
+            raise KeyboardInterrupt
+        replace(self, path, content)
+
+    def half(local: str, remote: str) -> None:
+        if not remote.endswith(dies_at):
+            return put_file(local, remote)
+        store._fs.pipe_file(remote, Path(local).read_bytes()[:20])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(WeightStore, "_replace", dying)
+        patch.setattr(store._fs, "put_file", half)
+        store.publish(3, "run-a", tmp_path / "new", base=base)
+
+    latest = store.latest()
+    assert latest is not None and latest.version == 2
+    assert weights_in(store.fetch(2, tmp_path / "cache")) == words(5)
+    store.publish(3, "run-a", tmp_path / "new", base=base)
+    assert weights_in(store.fetch(3, tmp_path / "cache")) == words(9)

@@ -3,6 +3,7 @@
 import asyncio
 import http.server
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from pathlib import Path
 import fsspec
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.services.rollout.engine_runs import watching
-from trackway.clients.weights import WeightStore
+from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.system import free_port
 from trackway.wire.errors import ErrorCode, TrackwayError
@@ -27,7 +30,7 @@ pytestmark = pytest.mark.anyio
 DYING = """
 import sys, time
 from fsspec.implementations.local import LocalFileSystem
-from trackway.clients.weights import WeightStore
+from trackway.clients.weights import WeightStore, WholeWeights
 from pathlib import Path
 
 def half(self, source, target, **options):
@@ -38,7 +41,9 @@ def half(self, source, target, **options):
     time.sleep(600)
 
 LocalFileSystem.put_file = half
-WeightStore(sys.argv[1]).publish(2, "dying", Path(sys.argv[2]))
+store, new, old = WeightStore(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+base = WholeWeights(store.manifest(1), old) if sys.argv[3] else None
+store.publish(2, "dying", new, base=base)
 """
 
 REPLICA = """
@@ -67,11 +72,25 @@ def program(text: str, *arguments: object) -> Iterator["subprocess.Popen[str]"]:
         process.stdout.close()
 
 
+def in_bfloat16(source: Path, into: Path, changed: int = 0) -> Path:
+    """A copy of a model in bfloat16, of which so many values of a matrix are moved to a neighbour."""
+    folder = Path(shutil.copytree(source, into))
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int16).view(-1)[:changed] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("as_delta", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "delta"])
 async def test_a_trainer_killed_while_it_publishes_leaves_readers_at_the_old_version(
-    engine: TorchEngine, store: WeightStore, other_path: Path, tmp_path: Path
+    engine: TorchEngine, store: WeightStore, model_path: Path, other_path: Path, tmp_path: Path, as_delta: bool
 ) -> None:
-    store.publish(1, "run", other_path)
-    with program(DYING, store.url, other_path) as trainer:
+    old = other_path
+    if as_delta:
+        old = in_bfloat16(model_path, tmp_path / "old")
+        other_path = in_bfloat16(model_path, tmp_path / "new", changed=50)
+    store.publish(1, "run", old)
+    with program(DYING, store.url, other_path, old if as_delta else "") as trainer:
         assert trainer.stdout is not None
         assert await asyncio.to_thread(trainer.stdout.readline) == "half\n"
         trainer.send_signal(signal.SIGKILL)
@@ -79,8 +98,9 @@ async def test_a_trainer_killed_while_it_publishes_leaves_readers_at_the_old_ver
         async with watching(engine, store, tmp_path / "cache") as watcher:
             assert (engine.version, watcher.latest, watcher.ready().ready) == (1, 1, True)
             store.claim("run").close()
-            store.publish(2, "run", other_path)
+            store.publish(2, "run", other_path, base=WholeWeights(store.manifest(1), old) if as_delta else None)
             await watcher.catch_up(2)
+            assert (store.manifest(2).delta is not None) is as_delta
 
 
 class StallingFiles(http.server.SimpleHTTPRequestHandler):
@@ -124,16 +144,18 @@ async def test_a_replica_killed_while_it_loads_is_right_when_it_is_back(
     http_store: tuple[WeightStore, str], model_path: Path, other_path: Path, tmp_path: Path
 ) -> None:
     store, url = http_store
-    store.publish(7, "run", other_path)
+    anchor = in_bfloat16(other_path, tmp_path / "anchor")
+    manifest = store.publish(7, "run", anchor)
     cache, port = tmp_path / "cache", free_port()
     with program(REPLICA, model_path, url, cache, port) as replica:
         assert await asyncio.to_thread(StallingFiles.stalled.wait, 60)
         replica.send_signal(signal.SIGKILL)
         await asyncio.to_thread(replica.wait, 10)
-    [torn] = cache.iterdir()
+    [torn] = cache.glob(".*.tmp")
     assert torn.name.startswith(".7.")
     StallingFiles.go_on.set()
-    store.publish(8, "run", other_path)
+    new = in_bfloat16(other_path, tmp_path / "new", changed=50)
+    assert store.publish(8, "run", new, base=WholeWeights(manifest, anchor)).delta is not None
     with program(REPLICA, model_path, url, cache, port):
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
             async with asyncio.timeout(60):
@@ -142,7 +164,7 @@ async def test_a_replica_killed_while_it_loads_is_right_when_it_is_back(
             body = {"token_ids": [11, 12], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
             [choice] = (await client.post("/inference/v1/generate", json=body)).json()["choices"]
     assert choice["weight_versions"] == [{"version": 8, "start": 0, "end": 4}]
-    assert [path.name for path in cache.iterdir()] == ["8"]
+    assert sorted(path.name for path in cache.iterdir()) == [".lock", "7", "8"]
 
 
 async def is_ready(client: httpx.AsyncClient) -> bool:
@@ -173,15 +195,17 @@ async def test_a_replica_without_room_for_new_weights_keeps_the_old_ones_and_say
         store.publish(3, "run", other_path)
         watcher._wait_s = 10.0
         await watcher.catch_up(3)
-    assert sorted(path.name for path in (small_disk / "cache").iterdir()) == ["1", "3"]  # nothing of 2
+    assert sorted(path.name for path in (small_disk / "cache").iterdir()) == [".lock", "1", "3"]  # nothing of 2
     fsspec.filesystem("memory").store.clear()
 
 
-async def test_of_copied_versions_only_the_last_two_stay(engine: TorchEngine, other_path: Path, tmp_path: Path) -> None:
+async def test_of_copied_versions_only_the_last_three_stay(
+    engine: TorchEngine, other_path: Path, tmp_path: Path
+) -> None:
     store = WeightStore(f"memory://{tmp_path.name}")
     async with watching(engine, store, tmp_path / "cache") as watcher:
-        for version in (1, 2, 3):
+        for version in (1, 2, 3, 4):
             store.publish(version, "run", other_path)
             await watcher.catch_up(version)
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["2", "3"]
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".lock", "2", "3", "4"]
     fsspec.filesystem("memory").store.clear()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.services.rollout.engine_runs import until, watching
 from tests.services.rollout.idle_engine import IdleEngine
-from trackway.clients.weights import WeightStore
+from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.rollout import weight_watcher as module
 from trackway.rollout.engines.weight_proof import Judgement
 from trackway.rollout.weight_watcher import WeightWatcher
@@ -307,11 +307,11 @@ async def test_requests_that_do_not_finish_in_time_are_cut(
         assert waits.noted[0] == 300.0
 
 
-async def test_of_the_copies_the_loaded_version_and_the_one_before_are_kept_and_nothing_else_is_touched(
+async def test_of_the_copies_the_loaded_version_and_two_before_are_kept_and_nothing_else_is_touched(
     engine: NotingEngine, remote: WeightStore, source: Path, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
-    for name in ("2", "9", "10", ".8.5f0e", ".12.77aa", "13", "notes"):
+    for name in ("2", "8", "9", "10", ".8.5f0e", ".12.77aa", "13", "notes"):
         (cache / name).mkdir(parents=True)
     (cache / "7").write_bytes(b"a file")
     remote.publish(11, "run", source)
@@ -319,7 +319,7 @@ async def test_of_the_copies_the_loaded_version_and_the_one_before_are_kept_and_
     async with watching(engine, remote, cache, interval_s=60) as watcher:
         assert watcher.ready() == Ready(ready=True)
 
-    assert sorted(path.name for path in cache.iterdir()) == [".12.77aa", "10", "11", "13", "7", "notes"]
+    assert sorted(path.name for path in cache.iterdir()) == [".12.77aa", ".lock", "10", "11", "13", "7", "9", "notes"]
 
 
 async def test_versions_that_are_read_in_place_are_the_stores_own(
@@ -329,3 +329,68 @@ async def test_versions_that_are_read_in_place_are_the_stores_own(
         store.publish(version, "run", source)
     async with watching(engine, store, tmp_path / "cache", interval_s=60) as watcher:
         assert (watcher.ready(), store.versions()) == (Ready(ready=True), [1, 2, 3])
+
+
+def publish_delta(store: WeightStore, source: Path, version: int) -> None:
+    """The next words of the weights, as a delta against the version before."""
+    base = WholeWeights(store.manifest(version - 1), source.with_name(f"{version - 1}"))
+    folder = source.with_name(f"{version}")
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"xy" * version + b"ab" * (5000 - version))
+    store.publish(version, "run", folder, base=base if base.folder.is_dir() else None)
+
+
+@pytest.fixture
+def deltas(store: WeightStore, source: Path) -> WeightStore:
+    """An anchor, version 4, and three deltas."""
+    (source / "model.safetensors").write_bytes(b"ab" * 5000)
+    store.publish(3, "run", source)
+    for version in (4, 5, 6, 7):
+        publish_delta(store, source, version)
+    assert [store.manifest(version).delta is None for version in (4, 5, 6, 7)] == [True, False, False, False]
+    return store
+
+
+async def test_a_replica_that_is_restarted_between_an_anchor_and_a_delta_goes_on_with_its_copies(
+    engine: NotingEngine, deltas: WeightStore, source: Path, tmp_path: Path
+) -> None:
+    async with watching(engine, deltas, tmp_path / "cache", interval_s=60):
+        pass
+    (tmp_path / "cache" / ".8.0123456789ab.tmp").mkdir()  # it was killed while it made a copy
+    publish_delta(deltas, source, 8)
+    again, reader = NotingEngine(), WeightStore(deltas.url)
+
+    async with watching(again, reader, tmp_path / "cache", interval_s=60):
+        pass
+
+    assert (engine.events, again.events, again.version) == (["load 7"], ["load 8"], 8)
+    delta = deltas.manifest(8).delta
+    assert delta is not None
+    assert reader.fetched_bytes == sum(file.size for file in delta.files)
+
+
+@pytest.mark.parametrize(("held", "loaded"), [(0, ["load 4"]), (3, ["load 4"]), (4, []), (5, [])])
+async def test_without_a_delta_on_the_way_the_newest_whole_version_is_loaded_until_another_one_comes(
+    engine: NotingEngine,
+    deltas: WeightStore,
+    source: Path,
+    tmp_path: Path,
+    held: int,
+    loaded: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine.version = held
+    (tmp_path / "weights" / "6" / "model.safetensors.delta").unlink()
+
+    async with watching(engine, deltas, tmp_path / "cache", interval_s=0.01) as watcher:
+        assert (engine.events, watcher.latest, deltas.fallbacks) == (loaded, 7, len(loaded))
+        assert watcher.ready().ready is bool(loaded)
+        with pytest.raises(TrackwayError, match=r"model\.safetensors\.delta of weights version 6: .* got no file"):
+            await watcher.catch_up(7 if loaded else 0, 0.01)
+        deltas.publish(8, "run", source)
+        await until(lambda: watcher.ready().ready)
+        await watcher.catch_up(8)
+
+    assert engine.events == [*loaded, "load 8"]
+    named = [record.message for record in caplog.records if "is loaded in place of" in record.message]
+    assert [message.split(":")[0] for message in named] == ["weights version 4 is loaded in place of 7"] * len(loaded)

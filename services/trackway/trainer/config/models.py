@@ -285,6 +285,11 @@ class TrackwayConfig(Section):
     and load the new weights."""
     keep_weights: int = Field(default=4, ge=2)
     """Number of published weight versions to keep, so that none is removed while a replica loads it."""
+    weights_anchor_every: int | None = Field(default=None, ge=0)
+    """Of so many published versions one is written whole; the others as what changed since the version before, a few
+    percent of the bytes in bfloat16, from which each host of replicas assembles a copy (`weights_cache` of the rollout
+    service). Changes that are not small, as in float32, are written whole. 0 writes all whole; null does so in a
+    folder, which replicas read in place, and takes 8 for an object store."""
     storage_wait_s: float = Field(default=600.0, ge=0)
     """Seconds a run waits for a disk that is full or cannot be written before it fails; it can then be resumed."""
     max_restarts: int = Field(default=2, ge=0)

@@ -21,6 +21,7 @@ from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
 from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url
 from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import (
+    anchor_every,
     group_filter,
     learner_config,
     overlong_penalty,
@@ -118,7 +119,8 @@ def _training(
     store, uid = WeightStore(services.weights_url), folder.info().uid
     with waits(RUN, f"the lock of the weight store {services.weights_url}", CLAIM_WAIT_S):
         scratch, mode = folder.path / "export", update_mode(config)
-        publisher = Publisher(store, learner, folder.name, uid, scratch, own.keep_weights, mode)
+        every = anchor_every(config, store)
+        publisher = Publisher(store, learner, folder.name, uid, scratch, own.keep_weights, mode, every)
     agents = _agent_client(config, services)
 
     active = ActiveTime()

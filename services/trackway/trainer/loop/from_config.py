@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from trackway.clients.weights import WeightStore
 from trackway.trainer.config import RunConfig
 from trackway.trainer.config.weave_project import weave_project
 from trackway.trainer.learner.config import LearnerConfig
@@ -21,6 +22,9 @@ from trackway.wire.agent import Limits
 from trackway.wire.rollout import SamplingParams
 from trackway.wire.tracing import TraceTarget
 from trackway.wire.weights import UpdateMode
+
+ANCHOR_EVERY = 8
+"""Versions from one whole publication to the next in an object store: a new replica applies at most seven deltas."""
 
 
 def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
@@ -210,6 +214,12 @@ def update_mode(config: RunConfig) -> UpdateMode | None:
 def _sampling_seed(config: RunConfig) -> int:
     own = config.actor_rollout_ref.rollout.seed
     return config.trackway.seed if own is None else own
+
+
+def anchor_every(config: RunConfig, store: WeightStore) -> int:
+    """Of how many published versions one is whole; 0 for all."""
+    wanted = config.trackway.weights_anchor_every
+    return wanted if wanted is not None else 0 if store.is_folder else ANCHOR_EVERY
 
 
 def _device(wanted: str) -> str:

@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 
 from trackway.clients.publisher_lock import PublisherLock
-from trackway.clients.weights import WeightStore
+from trackway.clients.weights import WeightStore, WholeWeights
 from trackway.system import writing
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.errors import TrackwayError
-from trackway.wire.weights import UpdateMode
+from trackway.wire.weights import UpdateMode, WeightManifest
 
 CLAIM_WAIT_S = 120.0
 """Wait for the lock of this run's last process: a file server keeps the locks of a dead machine for about 90 s."""
@@ -22,7 +22,9 @@ class Publisher:
     Versions are numbered across the store: every run continues from the last published version, so that a replica
     cannot mistake another run's weights for its own. Raises CONFLICT while another publisher holds the store's lock.
     `uid` distinguishes a resumed run, which may take over its own lock, from another run of the same name.
-    `update_mode` is what the run wants for requests in flight when a version is loaded.
+    `update_mode` is what the run wants for requests in flight when a version is loaded. Of `anchor_every` versions one
+    is published whole, the first of a process among them; the others are deltas against the version before, of which
+    the files are kept beside `scratch` for that. 0 publishes all whole.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Publisher:
         scratch: Path,
         keep: int,
         update_mode: UpdateMode | None = None,
+        anchor_every: int = 0,
     ) -> None:
         self._store = store
         self._learner = learner
@@ -41,6 +44,10 @@ class Publisher:
         self._scratch = scratch
         self._keep = keep
         self._update_mode: UpdateMode | None = update_mode
+        self._anchor_every = anchor_every
+        self._kept = scratch.with_name(f"{scratch.name}-before")
+        self._last: WholeWeights | None = None
+        self._since_anchor = 0
         self._published: int | None = None
         self._doing = ""
         self._claim = _claim(store, f"run {run} ({uid[:8]})")
@@ -75,15 +82,40 @@ class Publisher:
                 self._learner.export(self._scratch)
             proof = self._learner.proof(self._scratch, self._published)
             self._doing = f"copies version {version} to the weight store {self._store.url}"
-            self._store.publish(version, self._run, self._scratch, self._learner.canary(), proof, self._update_mode)
+            manifest = self._store.publish(
+                version,
+                self._run,
+                self._scratch,
+                self._learner.canary(),
+                proof,
+                self._update_mode,
+                self._base(version),
+            )
+            self._keep_files(manifest)
         finally:
             shutil.rmtree(self._scratch, ignore_errors=True)
         self._published = version
         self._store.prune(self._keep)
         return version
 
+    def _base(self, version: int) -> WholeWeights | None:
+        """What the version is a delta of; None for an anchor, also after a version of another run."""
+        if self._last is None or self._since_anchor + 1 >= self._anchor_every:
+            return None
+        return self._last if self._last.manifest.version == version - 1 else None
+
+    def _keep_files(self, manifest: WeightManifest) -> None:
+        """Keeps the files of a published version for the delta of the next one."""
+        if not self._anchor_every:
+            return
+        shutil.rmtree(self._kept, ignore_errors=True)
+        self._scratch.rename(self._kept)
+        self._last = WholeWeights(manifest, self._kept)
+        self._since_anchor = 0 if manifest.delta is None else self._since_anchor + 1
+
     def close(self) -> None:
         """Let other runs publish."""
+        shutil.rmtree(self._kept, ignore_errors=True)
         self._claim.close()
 
 

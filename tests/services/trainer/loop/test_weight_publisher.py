@@ -1,6 +1,7 @@
 """Who publishes when a run goes on while the last process's lock has not been let go yet."""
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -85,3 +86,55 @@ def test_weights_without_room_name_the_disk_and_leave_nothing_of_their_version(s
     assert left == ["1", "latest.json", "manifest.json", "publisher.lock", "store", "weights"]
     assert publisher.publish() == 2
     publisher.close()
+
+
+class Stepping:
+    """A learner whose weights are bfloat16, of which each export changes a few."""
+
+    def __init__(self) -> None:
+        self.exports = 0
+
+    def export(self, folder: Path) -> None:
+        self.exports += 1
+        (folder / "model.safetensors").write_bytes(b"xy" * self.exports + b"ab" * (5000 - self.exports))
+
+    def canary(self) -> None:
+        return None
+
+    def proof(self, folder: Path, previous_version: int | None) -> None:
+        return None
+
+
+def bases(store: WeightStore, versions: Iterable[int]) -> list[int | None]:
+    """What each version is a delta of; None for whole ones."""
+    deltas = [store.manifest(version).delta for version in versions]
+    return [None if delta is None else delta.base for delta in deltas]
+
+
+def test_one_of_so_many_versions_is_whole_and_the_others_are_deltas_of_the_one_before(tmp_path: Path) -> None:
+    store = WeightStore(str(tmp_path / "store"))
+    for uid in ("0123456789abcdef", "resumed"):
+        run = cast(Learner, Stepping())
+        publisher = Publisher(store, run, "run", uid, tmp_path / "export", 9, anchor_every=3)
+        for _ in range(4):
+            publisher.publish()
+        publisher.close()
+
+    assert bases(store, range(1, 9)) == [None, 1, 2, None, None, 5, 6, None]
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_after_a_version_of_another_run_comes_a_whole_one(tmp_path: Path) -> None:
+    store = WeightStore(str(tmp_path / "store"))
+    publisher = Publisher(store, cast(Learner, Stepping()), "run", "0" * 16, tmp_path / "export", 9, anchor_every=9)
+    for _ in range(2):
+        publisher.publish()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(b"cd" * 5000)
+    store.publish(3, "other", other)
+    for _ in range(2):
+        publisher.publish()
+    publisher.close()
+
+    assert bases(store, range(1, 6)) == [None, 1, None, None, 4]
