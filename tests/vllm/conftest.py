@@ -23,6 +23,7 @@ from tests.vllm.vllm_runs import (
     started,
 )
 from trackway.clients.rollout import RolloutClient
+from trackway.rollout.engines.adapter_folder import adaptable_layers
 from trackway.rollout.engines.remote import control
 from trackway.rollout.engines.remote.vllm import VllmEngine
 from trackway.wire.rollout import GenerateReply, GenerateRequest
@@ -80,15 +81,20 @@ class Witness(VllmEngine):
 def patience() -> Iterator[None]:
     """Replicas wait longer for what a request that was cut has made: a busy machine takes its time to tell."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control, "_CUT_GRACE_S", DEADLINE_S)
+        patch.setattr(control, "CUT_GRACE_S", DEADLINE_S)
         yield
 
 
 @pytest.fixture(scope="session")
 async def shared(environment: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Witness]:
-    """The session's engine, with whatever weights the last test left."""
-    async with started(Witness(settings_of(base, tmp_path_factory.mktemp("server") / "vllm.log"))) as engine:
-        yield engine
+    """The session's engine, with whatever weights the last test left; its server would take adapters, too."""
+    settings = settings_of(base, tmp_path_factory.mktemp("server") / "vllm.log")
+    layers = ["--lora-target-modules", *adaptable_layers(base)]
+    settings.engine_args.extend(["--enable-lora", "--max-lora-rank", "8", "--max-loras", "4", *layers])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        async with started(Witness(settings)) as engine:
+            yield engine
 
 
 @pytest.fixture

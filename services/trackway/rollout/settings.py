@@ -20,7 +20,9 @@ class RolloutSettings(ServiceSettings):
     weights_url: str | None = None
     """Weight store (a folder or any fsspec URL) that this replica follows; without one it stays at version 0."""
     weights_cache: Path | None = None
-    """Folder for copies of a remote store's versions; by default a temporary one of this process."""
+    """Folder for copies of versions that are not read in place: of an object store, and those published as deltas. By
+    default a temporary one, which all replicas of this host share; up to four copies of the model lie there. A server
+    at `engine_url` must be able to read it."""
     engine: Literal["torch", "vllm", "sglang", "sim"] = "torch"
     """Inference engine: embedded torch, a vLLM or SGLang server beside this process, or a simulation."""
     engine_url: str | None = None
@@ -43,6 +45,9 @@ class RolloutSettings(ServiceSettings):
     """Let `/sleep` and `/wake_up` release the server's GPU memory for the trainer (vLLM, SGLang; simulated by sim)."""
     weight_digests: bool = True
     """Compare the digests of a vLLM server's parameters after each load; hashing them runs at 1 to 2 GB/s."""
+    max_lora_rank: int = Field(default=0, ge=0)
+    """Load published LoRA adapters of up to this rank by the server's own routes (vLLM, SGLang). With 0 each is merged
+    into a copy of the base weights first, and the embedded engine always merges."""
     prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix (vLLM, SGLang; torch always does)."""
     sim: SimSettings = Field(default_factory=SimSettings)

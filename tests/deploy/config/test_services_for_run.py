@@ -169,6 +169,14 @@ def test_every_engine_key_reaches_its_setting() -> None:
     assert (settings.max_num_seqs, settings.max_model_len, settings.tensor_parallel_size) == (7, 900, 1)
 
 
+def test_a_server_is_started_for_the_adapters_of_a_run_that_publishes_them_alone() -> None:
+    lora, merge = "actor_rollout_ref.model.lora_rank=12", "actor_rollout_ref.model.lora.merge=True"
+
+    assert args(made(2, f"{R}.name=vllm", lora))["max_lora_rank"] == 12
+    for words in ((f"{R}.name=vllm", lora, merge), (f"{R}.name=vllm",), (f"{R}.name=torch", lora)):
+        assert "max_lora_rank" not in args(made(2, *words))
+
+
 def test_lengths_beyond_what_an_engine_takes_by_itself_make_it_longer() -> None:
     assert args(made(0, "data.max_prompt_length=3000", "data.max_response_length=2000"))["max_model_len"] == 5000
     assert "max_model_len" not in args(made(0, "data.max_prompt_length=3000", "data.max_response_length=1096"))

@@ -212,6 +212,9 @@ def _set_engine(config: RunConfig, gpus: int, services: RunServices) -> None:
     if longest > _ENGINE_LEN:
         args.setdefault("max_model_len", longest)
     options: dict[str, Any] = {}
+    model = config.actor_rollout_ref.model
+    if server and model.lora_rank and not model.lora.merge:
+        args["max_lora_rank"] = model.lora_rank
     if server:
         base = serve_config.args_of(services.serve_config, "rollout")
         if base.get("engine") != services.engine:  # otherwise the file's number is meant for this engine

@@ -36,6 +36,15 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 """Decay rate of a running mean."""
 
 
+class LoraSyncConfig(Section):
+    """How a trained adapter reaches the engines."""
+
+    merge: bool = False
+    """Publish whole weights with the adapter in them, which every engine loads; false publishes the adapter alone,
+    megabytes, which vLLM and SGLang load beside the base model (`max_lora_rank` of the rollout service) and the
+    embedded engine merges."""
+
+
 class ModelConfig(Section):
     """The policy's weights."""
 
@@ -52,8 +61,8 @@ class ModelConfig(Section):
     pass, so that they are never held whole; null does so where those of a pass would take more than 256 MiB in float32.
     The result does not change."""
     lora_rank: int = Field(default=0, ge=0)
-    """Rank of a LoRA adapter, which is trained instead of the model's own weights and merged into what is published; 0
-    trains the whole model. Learning rates are about ten times those of the whole model."""
+    """Rank of a LoRA adapter, which is trained and published instead of the model's own weights; 0 trains the whole
+    model. Learning rates are about ten times those of the whole model."""
     lora_alpha: float = Field(default=16, gt=0)
     """The adapter's update is scaled by this divided by its rank."""
     target_modules: str | list[str] = "all-linear"
@@ -63,6 +72,7 @@ class ModelConfig(Section):
     lora_adapter_path: str | None = None
     """Folder or Hugging Face id of an adapter as PEFT writes it, from which training starts; null starts a new one.
     Needs `lora_rank`, `lora_alpha` and `target_modules` as the adapter has them."""
+    lora: LoraSyncConfig = Field(default_factory=LoraSyncConfig)
 
     @model_validator(mode="after")
     def _an_adapter_has_its_rank(self) -> Self:

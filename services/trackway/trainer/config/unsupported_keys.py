@@ -198,7 +198,6 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": "a metric of Megatron's",
     "actor_rollout_ref.rollout.mtp.*": "only with model.mtp.enable",
     "actor_rollout_ref.rollout.qat.*": "only with qat.enable",
-    "actor_rollout_ref.model.lora.merge": "adapters are merged before each publication, for every engine",
     "actor_rollout_ref.model.lora.*": "only Megatron reads it; model.lora_rank and its neighbours decide",
     "actor_rollout_ref.model.mtp.*": "only with model.mtp.enable",
     "actor_rollout_ref.model.use_liger": "the loss is computed by PyTorch",

@@ -117,6 +117,11 @@ class LearnerConfig:
         return LoraSettings.of(self.model, self.seed)
 
     @property
+    def publishes_adapter(self) -> bool:
+        """Whether engines get the adapter alone, not whole weights."""
+        return self.lora is not None and not self.model.lora.merge
+
+    @property
     def value_model(self) -> CriticSettings | None:
         """The value model; None for a run without one."""
         critic, actor = self.critic, self.actor

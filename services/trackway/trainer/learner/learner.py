@@ -394,11 +394,19 @@ class Learner:
         """Writes a Hugging Face folder of the current weights, with an explicit `lm_head.weight`."""
         self.policy.export(folder)
 
-    def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
-        """A proof by which an engine can check that it holds the weights that `export` wrote to `folder`.
+    def export_to_engines(self, folder: Path) -> None:
+        """Writes what is published: the adapter as PEFT does, where it is published alone, else as `export`."""
+        if self.config.publishes_adapter:
+            self.policy.export_adapter(folder)
+        else:
+            self.policy.export(folder)
 
-        `previous_version` is the version before the last update, None when it was not published. Raises NotFiniteError
-        when the model computes NaN or infinities.
+    def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
+        """A proof by which an engine can check that it holds the weights that `export_to_engines` wrote to `folder`.
+
+        `previous_version` is the version before the last update, None when it was not published. Of an adapter there
+        are no digests: what an engine makes of it depends on the engine. Raises NotFiniteError when the model computes
+        NaN or infinities.
         """
         before = self._before if previous_version is not None else None
         sequences = [self._canary_tokens()] if before is None else [sequence.token_ids for sequence in before]
@@ -406,7 +414,7 @@ class Learner:
         require_finite_logprobs([logprob for sequence in now for logprob in sequence.logprobs])
         probes = probes_of(now, before)
         return WeightProof(
-            digests=tensor_digests(folder) if self.ranks.is_first else [],
+            digests=tensor_digests(folder) if self.ranks.is_first and not self.config.publishes_adapter else [],
             probes=probes,
             previous_version=None if before is None else previous_version,
             dtype=str(self.policy.published_dtype).removeprefix("torch."),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -43,6 +44,7 @@ from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, loca
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
 from trackway.trainer.learner.weights.adapter import Adapter, base_names
 from trackway.trainer.learner.weights.offload import CpuOffload
+from trackway.trainer.learner.weights.peft_folder import WEIGHTS, AdapterConfig, folder_names, layers_of, write_config
 from trackway.trainer.learner.weights.sharded_files import read_shards, saved_tensors
 
 MASTER_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
@@ -136,6 +138,7 @@ class Policy:
         self.master_dtype = MASTER_DTYPES[dtype]
         self.device = torch.device(device)
         self.ranks = ranks
+        self._lora = lora
         self.adapter: Adapter | None = None
         """What is trained, instead of the model's own weights."""
         self.model = loader(self.folder, self.master_dtype)
@@ -375,6 +378,24 @@ class Policy:
         """Writes the folder of `export` with these weights."""
         export_model(self.model, folder, state, self.published_dtype)
         copy_tokenizer(self.folder, folder)
+
+    def export_adapter(self, folder: Path) -> None:
+        """The folder of the adapter alone, as PEFT writes it, in the dtype of the master weights.
+
+        Raises ValueError without an adapter, and NotFiniteError when it is not finite.
+        """
+        if self._lora is None:
+            raise ValueError("expected a policy with an adapter, got one that is trained whole; export it whole")
+        state = gathered(self.tensors(), self.ranks.is_first)
+        if self.ranks.is_first:
+            require_finite(state)
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file(folder_names(state), folder / WEIGHTS, {"format": "pt"})
+            rank, alpha, base = self._lora.rank, self._lora.alpha, str(self.folder)
+            write_config(
+                folder,
+                AdapterConfig(r=rank, lora_alpha=alpha, target_modules=layers_of(state), base_model_name_or_path=base),
+            )
 
 
 class BasePolicy:

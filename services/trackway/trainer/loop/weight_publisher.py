@@ -79,7 +79,7 @@ class Publisher:
             with writing(self._scratch, f"weights version {version}"):
                 self._scratch.mkdir(parents=True)
                 self._doing = f"exports version {version} to {self._scratch}"
-                self._learner.export(self._scratch)
+                self._learner.export_to_engines(self._scratch)
             proof = self._learner.proof(self._scratch, self._published)
             self._doing = f"copies version {version} to the weight store {self._store.url}"
             manifest = self._store.publish(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import JsonValue
 
+from trackway.clients.weights import WeightStore
 from trackway.trainer.config import RunConfig, compose, resolve
 from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
 from trackway.trainer.config.critic import CriticOptimConfig
@@ -18,6 +19,7 @@ from trackway.trainer.config.section import Section
 from trackway.trainer.learner.config import CriticSettings, LearnerConfig, LoraSettings
 from trackway.trainer.learner.ranks.balance import PassLimit
 from trackway.trainer.loop.from_config import (
+    anchor_every,
     group_filter,
     learner_config,
     overlong_penalty,
@@ -130,7 +132,11 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{MODEL}.use_remove_padding": (False, {"learner.model.use_remove_padding": False}),
     f"{MODEL}.enable_gradient_checkpointing": (False, {"learner.model.enable_gradient_checkpointing": False}),
     f"{MODEL}.use_fused_kernels": (True, {"learner.model.use_fused_kernels": True}),
-    f"{MODEL}.lora_rank": (8, {"learner.lora": LoraSettings(8, 16, "all-linear", None, 42)}),
+    f"{MODEL}.lora_rank": (
+        8,
+        {"learner.lora": LoraSettings(8, 16, "all-linear", None, 42), "learner.publishes_adapter": True},
+    ),
+    f"{MODEL}.lora.merge": (True, {}),
     f"{MODEL}.lora_alpha": (32, {}),
     f"{MODEL}.target_modules": (["q_proj"], {}),
     f"{MODEL}.exclude_modules": ("k_proj", {}),
@@ -306,6 +312,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     "trackway.max_staleness": (29, {"plan.max_staleness": 29, "pacing.bound": 29}),
     "trackway.storage_wait_s": (30.0, {"plan.storage_wait_s": 30.0}),
     "trackway.sleep_timeout_s": (31.0, {"sharing.timeout_s": 31.0}),
+    "trackway.weights_anchor_every": (0, {"publisher.anchor_every": 0}),
     "trackway.wandb_run_id": ("r1", {"trace.wandb_run_id": "r1"}),
 }
 """Key -> a value for it, and the fields that it changes, each with what it becomes."""
@@ -383,11 +390,15 @@ TOGETHER: list[tuple[Keys, Fields]] = [
             **{f"{MODEL}.lora_rank": 8, f"{MODEL}.lora_alpha": 4.5, f"{MODEL}.target_modules": "q|v"},
             f"{MODEL}.exclude_modules": ["k"],
         },
-        {"learner.lora": LoraSettings(8, 4.5, "q|v", ["k"], 42)},
+        {"learner.lora": LoraSettings(8, 4.5, "q|v", ["k"], 42), "learner.publishes_adapter": True},
     ),
     (
         {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora_adapter_path": "a"},
-        {"learner.lora": LoraSettings(8, 16, "all-linear", None, 42, "a")},
+        {"learner.lora": LoraSettings(8, 16, "all-linear", None, 42, "a"), "learner.publishes_adapter": True},
+    ),
+    (
+        {f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True},
+        {"learner.lora": LoraSettings(8, 16, "all-linear", None, 42)},
     ),
     (
         {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "full"},
@@ -515,7 +526,10 @@ def reached(config: RunConfig) -> Fields:
         "retry_policy": asdict(retry_policy(config)),
         "validation_policy": asdict(validation_retry_policy(config)),
         "sharing": asdict(sharing(config)),
-        "publisher": {"update_mode": update_mode(config)},
+        "publisher": {
+            "update_mode": update_mode(config),
+            "anchor_every": anchor_every(config, WeightStore("memory://store")),
+        },
         "pacing": asdict(pacing(config)),
     }
     return {f"{part}.{name}": value for part, values in parts.items() for name, value in values.items()}

@@ -398,7 +398,7 @@ async def test_a_slow_learner_and_a_slow_weight_store_are_named_by_what_they_do(
             self.canary, self.proof = learner.canary, learner.proof
             self._export = learner.export
 
-        def export(self, folder: Path) -> None:
+        def export_to_engines(self, folder: Path) -> None:
             reached[0].set()
             assert released[0].wait(30)
             self._export(folder)

@@ -60,7 +60,7 @@ class Exporter:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def export(self, folder: Path) -> None:
+    def export_to_engines(self, folder: Path) -> None:
         (folder / "weights").write_bytes(bytes(self.size))
 
     def canary(self) -> None:
@@ -94,7 +94,7 @@ class Stepping:
     def __init__(self) -> None:
         self.exports = 0
 
-    def export(self, folder: Path) -> None:
+    def export_to_engines(self, folder: Path) -> None:
         self.exports += 1
         (folder / "model.safetensors").write_bytes(b"xy" * self.exports + b"ab" * (5000 - self.exports))
 

@@ -21,7 +21,7 @@ from trackway.rollout.engines.weight_proof import HeldDigests, Judgement, judge,
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.weights import WeightProof
 
-_CUT_GRACE_S = 5.0
+CUT_GRACE_S = 5.0
 _REMEMBERED = 1000
 
 
@@ -178,10 +178,17 @@ class ServerControl:
         """Abort these: each returns what the server sends at once, else what it has."""
         for call in calls:
             answers = call.sent and (self._server.answers_frozen or not self.frozen)
-            call.end_within(_CUT_GRACE_S if answers else 0.0)
+            call.end_within(CUT_GRACE_S if answers else 0.0)
         sent = [call for call in calls if call.sent]
         if sent:
             await self._server.cut(sent)
+
+    async def cut_sent(self) -> None:
+        """Abort the requests that the server has: they cannot go on under the weights that are about to be loaded."""
+        for call in self._calls.sent:
+            call.end_within(CUT_GRACE_S)
+        if self._calls.sent:
+            await self._server.cut(self._calls.sent)
 
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
         """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
@@ -298,7 +305,7 @@ class ServerControl:
         met = self._calls.sent if ran else []
         for call in met:
             call.only = trial.old.name
-            call.end_within(_CUT_GRACE_S)
+            call.end_within(CUT_GRACE_S)
         if met:
             await self._server.cut(met)
 

@@ -21,6 +21,8 @@ from trackway.rollout.engines.weight_proof import HeldDigests, compare_digests
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _RANK = re.compile(r"^(?:[a-z]+\d+:)+")  # vLLM: dp0:pp0:pcp0:tp0:
+_ADAPTED = ".base_layer."
+"""In vLLM's names of layers that may have an adapter."""
 _VOCABULARY_BLOCK = 64
 """vLLM pads the vocabulary with rows of zeros to a multiple of this."""
 _THREADS = min(8, os.cpu_count() or 1)
@@ -31,7 +33,7 @@ Parameters = Mapping[str, str]
 
 def by_parameter(checksums: Mapping[str, str]) -> dict[str, str]:
     """A server's digests without ranks; empty when a parameter is split over several ranks."""
-    named = {_RANK.sub("", name): digest for name, digest in checksums.items()}
+    named = {_RANK.sub("", name).replace(_ADAPTED, "."): digest for name, digest in checksums.items()}
     return named if len(named) == len(checksums) else {}
 
 

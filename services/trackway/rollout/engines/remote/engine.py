@@ -7,13 +7,18 @@ sleep and wake-up are in `control.py`, admission in `requests.py`.
 import asyncio
 import contextlib
 import math
+import shutil
 import tempfile
 import time
+import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
+import torch
+
+from trackway.rollout.engines.adapter_folder import is_adapter, read_adapter, write_merged
 from trackway.rollout.engines.admission import paused
 from trackway.rollout.engines.generation_builder import Collector
 from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
@@ -54,6 +59,8 @@ class RemoteEngine(ABC):
         self._process: SideProcess | None = None
         self._client: EngineHttp | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._merged: tempfile.TemporaryDirectory[str] | None = None
+        """Base weights with adapters in them, for a server that takes no adapters."""
 
     @property
     def version(self) -> int:
@@ -112,6 +119,8 @@ class RemoteEngine(ABC):
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+        if self._merged is not None:
+            self._merged.cleanup()
 
     async def generate(self, token_ids: Sequence[int], params: SamplingParams, request_id: str) -> Generation:
         """Continue a prompt; see `Engine.generate`."""
@@ -163,7 +172,30 @@ class RemoteEngine(ABC):
 
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
         """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
+        if is_adapter(folder):
+            folder = await asyncio.to_thread(self._checked_adapter, folder, version)
         await self.control.load_weights(folder, version, proof)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the server loads adapters by its own routes."""
+        return self.settings.max_lora_rank > 0
+
+    def _checked_adapter(self, folder: Path, version: int) -> Path:
+        """The adapter's folder, or one of whole weights for a server that takes no adapters. Raises WEIGHTS_CORRUPT."""
+        base, most = self.settings.model_path, self.settings.max_lora_rank
+        rank = read_adapter(folder, base).rank
+        if not self.takes_adapters:
+            self._merged = self._merged or tempfile.TemporaryDirectory(prefix="trackway-merged-")
+            for old in Path(self._merged.name).iterdir():
+                if old != self.control.serving.folder:  # to which the server may return
+                    shutil.rmtree(old)
+            merged = Path(self._merged.name) / f"{version}-{uuid.uuid4().hex[:8]}"
+            return write_merged(folder, base, merged, getattr(torch, self.dtype))
+        if rank > most:
+            message = f"expected an adapter of at most rank {most} in {folder}, got {rank}; raise max_lora_rank"
+            raise TrackwayError(ErrorCode.WEIGHTS_CORRUPT, message)
+        return folder
 
     async def sleep(self, parts: Sequence[MemoryPart]) -> None:
         """Release memory; see `Engine.sleep`."""
@@ -253,12 +285,16 @@ class RemoteEngine(ABC):
 
     def _let_go(self, call: Call) -> None:
         """Abort the request on the server in the background, ignoring failures."""
+        self.in_background(self.cut([call]))
 
-        async def tell() -> None:
+    def in_background(self, work: Coroutine[object, object, object]) -> None:
+        """Do this without waiting for it, ignoring failures."""
+
+        async def done() -> None:
             with contextlib.suppress(TrackwayError):
-                await self.cut([call])
+                await work
 
-        task = asyncio.create_task(tell())
+        task = asyncio.create_task(done())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -8,6 +8,8 @@ per weights keeps old KV from new requests instead; releasing memory while a req
 
 import asyncio
 import time
+import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from trackway.rollout.engines.adapter_folder import is_adapter
 from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPart
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
@@ -27,6 +30,8 @@ _STREAM_INTERVAL = 16  # tokens per event, after the first: events cost CPU on b
 _LINGER_S, _POLL_S = 10.0, 0.05
 # SGLang returns logprobs after top_p only with the candidates' ids, which need a finite top_k.
 _MOST_CANDIDATES = 1024
+_ADAPTERS = 4
+"""Adapters that requests may run with at a time: the newest, and those that requests in flight began with."""
 _NAN = "NaN happened"
 _CODES = {400: ErrorCode.INVALID_REQUEST, 503: ErrorCode.UNAVAILABLE}
 
@@ -71,6 +76,11 @@ class SglangEngine(RemoteEngine):
         super().__init__(settings)
         sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
         self.capabilities = frozenset(set(Capability) - {Capability.SLEEP} | sleeps)
+        self._adapter: str | None = None
+        """Name on the server of the adapter that new requests get; None for the whole weights alone."""
+        self._adapters: deque[str] = deque()
+        self._whole_folder: Path | None = None
+        """Folder of the whole weights on the server; None if unknown."""
 
     def _command(self, port: int) -> list[str]:
         settings = self.settings
@@ -86,7 +96,11 @@ class SglangEngine(RemoteEngine):
             "--mem-fraction-static": settings.gpu_memory_utilization,
             "--stream-interval": _STREAM_INTERVAL,
         }
+        if self.takes_adapters:
+            options |= {"--max-lora-rank": settings.max_lora_rank, "--max-loras-per-batch": _ADAPTERS}
+            options["--lora-target-modules"] = "all"
         switches = {
+            "--enable-lora": self.takes_adapters,
             "--skip-tokenizer-init": True,  # token ids in and out
             "--incremental-streaming-output": True,  # otherwise each event repeats all tokens so far
             "--disable-radix-cache": not settings.prefix_caching,
@@ -109,8 +123,8 @@ class SglangEngine(RemoteEngine):
     async def _prepare(self) -> None:
         loaded = (await self.http.get("/model_info")).get("weight_version")
         if loaded == "default":
-            body = {"new_version": self.control.serving.name, "abort_all_requests": False}
-            await self.http.post("/update_weight_version", body, idempotent=True)
+            self._whole_folder = self.settings.model_path
+            await self._call_weights(self.control.serving.name)
         else:  # the server was used before
             await self.freeze()
             await self.swap(self.settings.model_path, self.control.serving.name)
@@ -131,14 +145,18 @@ class SglangEngine(RemoteEngine):
             "return_sampling_mask": truncated,
             "extra_key": self.control.held,
             "stream": True,
+            **self._model(),
         }
+        # SGLang reports the version of the last load; a request keeps the adapter that it began with.
+        bound = self.control.held if self.takes_adapters else None
         seen = 0
         async with aclosing(self.http.events("/generate", body)) as events:
             async for event in events:
                 meta = _meta(event)
                 call.reused = max(call.reused, meta.cached_tokens)
                 total = max(seen, meta.completion_tokens)
-                yield _tokens(meta, seen, total, truncated, self.control.held)
+                names = [bound] * (total - seen) if bound is not None else _names(meta, seen, total, self.control.held)
+                yield _tokens(meta, seen, total, truncated, names)
                 seen = total
 
     async def cut(self, calls: Sequence[Call]) -> None:
@@ -155,6 +173,34 @@ class SglangEngine(RemoteEngine):
         await self.http.post("/continue_generation", {}, idempotent=True)
 
     async def swap(self, folder: Path, name: str) -> None:
+        if not is_adapter(folder):
+            await self._load_whole(folder, name)
+            self._adapter = None
+            return
+        if self._whole_folder != self.settings.model_path:
+            await self._load_whole(self.settings.model_path, name)
+        adapter = f"{name}-{uuid.uuid4().hex[:8]}"
+        body = {"lora_name": adapter, "lora_path": str(folder)}
+        reply = await self.http.post("/load_lora_adapter", body, timeout_s=self.settings.engine_start_s)
+        if not reply.get("success"):
+            raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang did not load {folder}: {reply.get('error_message')}")
+        self._adapter = adapter
+        self._adapters.append(adapter)
+        await self._call_weights(name)
+        while len(self._adapters) > _ADAPTERS:  # SGLang answers when no request runs with it
+            self.in_background(self.http.post("/unload_lora_adapter", {"lora_name": self._adapters.popleft()}))
+
+    def _model(self) -> Json:
+        return {} if self._adapter is None else {"lora_path": self._adapter}
+
+    async def _call_weights(self, name: str) -> None:
+        body = {"new_version": name, "abort_all_requests": False}
+        await self.http.post("/update_weight_version", body, idempotent=True)
+
+    async def _load_whole(self, folder: Path, name: str) -> None:
+        self._whole_folder = None
+        if self.takes_adapters:
+            await self.control.cut_sent()  # they would go on with their adapter on other base weights
         body = {
             "model_path": str(folder),
             "weight_version": name,
@@ -165,6 +211,7 @@ class SglangEngine(RemoteEngine):
         reply = await self.http.post("/update_weights_from_disk", body, timeout_s=self.settings.engine_start_s)
         if not reply.get("success"):
             raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang did not load {folder}: {reply.get('message')}")
+        self._whole_folder = folder
         if not self.calls.sent:
             with suppress(TrackwayError):  # frees memory sooner; nothing depends on it
                 await self.http.post("/flush_cache", idempotent=True)
@@ -176,6 +223,7 @@ class SglangEngine(RemoteEngine):
             "return_logprob": True,
             "logprob_start_len": 0,
             "extra_key": f"canary-{self.control.held}",
+            **self._model(),
         }
         scored = _meta(await self.http.post("/generate", body, idempotent=True)).input_token_logprobs[1:]
         if [token for _, token, _ in scored] != list(token_ids[1:]):
@@ -185,6 +233,8 @@ class SglangEngine(RemoteEngine):
 
     async def give_back(self, part: MemoryPart) -> None:
         await self._empty()
+        if part == "weights":
+            self._whole_folder = None
         await self.http.post("/release_memory_occupation", {"tags": [part]})
 
     async def _empty(self) -> None:
@@ -236,7 +286,7 @@ def _meta(event: Json) -> _Meta:
     return meta
 
 
-def _tokens(meta: _Meta, seen: int, total: int, truncated: bool, held: str) -> TokenChunk:
+def _tokens(meta: _Meta, seen: int, total: int, truncated: bool, names: list[str]) -> TokenChunk:
     """Tokens [seen, total) of the response; an event has these, or the whole response without our flag."""
     rows = meta.output_token_logprobs[seen - total :] if total > seen else []
     logprobs = [float("nan") if row[0] is None else row[0] for row in rows]
@@ -249,7 +299,7 @@ def _tokens(meta: _Meta, seen: int, total: int, truncated: bool, held: str) -> T
         )
         raise TrackwayError(ErrorCode.ENGINE_FAILED, message)
     finish: FinishReason | None = meta.finish_reason.type if meta.finish_reason else None
-    return TokenChunk([row[1] for row in rows], logprobs, _names(meta, seen, total, held), finish)
+    return TokenChunk([row[1] for row in rows], logprobs, names, finish)
 
 
 def _names(meta: _Meta, seen: int, total: int, held: str) -> list[str]:

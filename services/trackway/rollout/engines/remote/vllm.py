@@ -3,8 +3,10 @@
 Pause, reload and abort are development routes, and access to them is control over the model: a server started by a
 replica listens on 127.0.0.1, and an attached server must belong to this replica alone.
 
-Weights come from a folder that the server can read. Each request's `cache_salt` names the serving weights, so old KV is
-never reused under new weights, even if vLLM cannot reset its prefix cache (while a frozen request holds blocks).
+Weights come from a folder that the server can read. An adapter is loaded beside the base weights, and a request keeps
+the one that it began with, so requests in flight finish under their version. Each request's `cache_salt` names the
+serving weights, so old KV is never reused under new weights, even if vLLM cannot reset its prefix cache (while a frozen
+request holds blocks).
 """
 
 import asyncio
@@ -14,11 +16,13 @@ import os
 import re
 import tempfile
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from pathlib import Path
 
+from trackway.rollout.engines.adapter_folder import adaptable_layers, is_adapter
 from trackway.rollout.engines.protocol import Capability, MemoryPart
 from trackway.rollout.engines.remote.digests import ServerDigests, by_parameter
 from trackway.rollout.engines.remote.engine import RemoteEngine
@@ -37,6 +41,10 @@ _PROGRESS_S = 2.0
 _METRICS_S = 20.0  # a busy server may take seconds to respond
 _CUT_PAUSES_S = (0.02, 0.1, 0.5)
 _COUNTERS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\{.*$", re.MULTILINE)
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of --max-lora-rank."""
+_ADAPTERS = 4
+"""Adapters that requests may run with at a time: the newest, and those that requests in flight began with."""
 _NO_NUMBER = -9999.0
 """vLLM's value for a logprob of NaN or minus infinity."""
 _SAFE_ON_ANY_MACHINE = {
@@ -64,6 +72,11 @@ class VllmEngine(RemoteEngine):
         self._watch: asyncio.Task[None] | None = None
         self._sleeping: set[MemoryPart] = set()
         self._server_digests: ServerDigests | None = None
+        self._adapter: str | None = None
+        """Name on the server of the adapter that new requests get; None for the whole weights alone."""
+        self._loaded: deque[str] = deque()
+        self._whole_folder: Path | None = None
+        """Folder of the whole weights on the server; None if unknown."""
 
     async def stop(self) -> None:
         """As `Engine.stop`."""
@@ -74,7 +87,8 @@ class VllmEngine(RemoteEngine):
 
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
         """As `Engine.load_weights`; rejects in advance what would crash vLLM or be misread silently."""
-        await asyncio.to_thread(self._check_folder, folder, proof)
+        if not is_adapter(folder):
+            await asyncio.to_thread(self._check_folder, folder, proof)
         await super().load_weights(folder, version, proof)
 
     def _check_folder(self, folder: Path, proof: WeightProof | None) -> None:
@@ -93,6 +107,11 @@ class VllmEngine(RemoteEngine):
             "--no-enable-prefix-caching": not settings.prefix_caching,
             "--enforce-eager": settings.enforce_eager,
             "--enable-sleep-mode": settings.enable_sleep and settings.device != "cpu",  # it would not start there
+            "--enable-lora": self.takes_adapters,
+        }
+        adapters = {
+            "--max-lora-rank": next((rank for rank in _RANKS if rank >= settings.max_lora_rank), _RANKS[-1]),
+            "--max-loras": _ADAPTERS,
         }
         options = {
             "--host": "127.0.0.1",
@@ -106,18 +125,22 @@ class VllmEngine(RemoteEngine):
             "--gpu-memory-utilization": settings.gpu_memory_utilization,
             "--logprobs-mode": "processed_logprobs",
             "--generation-config": "vllm",  # no sampling defaults from the model folder
+            **(adapters if self.takes_adapters else {}),
         }
         return [
             # The CPU build's `vllm` command does not start.
             *(str(settings.engine_python), "-m", "vllm.entrypoints.openai.api_server"),
             *(str(part) for option in options.items() for part in option),
+            # With an adapter of the head vLLM 0.32 dies of prompt logprobs beside other requests.
+            *(("--lora-target-modules", *adaptable_layers(settings.model_path)) if self.takes_adapters else ()),
             *("--enable-scale-out", "--skip-tokenizer-init", "--enable-prompt-tokens-details"),
             "--disable-uvicorn-access-log",
             *(switch for switch, on in switches.items() if on),
         ]
 
     def _environment(self) -> dict[str, str]:
-        return {name: os.environ.get(name, value) for name, value in _SAFE_ON_ANY_MACHINE.items()}
+        adapters = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self.takes_adapters else {}
+        return {**{name: os.environ.get(name, value) for name, value in _SAFE_ON_ANY_MACHINE.items()}, **adapters}
 
     async def _healthy(self) -> bool:
         await self.http.get("/health", timeout_s=5.0)
@@ -127,6 +150,7 @@ class VllmEngine(RemoteEngine):
         loaded = (await self.http.get("/weight_info")).get("weight_version")
         await self.thaw()
         if loaded == "default":
+            self._whole_folder = self.settings.model_path
             await self._call_weights(self.control.serving.name)
         else:  # the server was used before
             await self.freeze()
@@ -151,7 +175,7 @@ class VllmEngine(RemoteEngine):
         return reply["checksums"]
 
     async def digests(self, folder: Path, before: Path) -> HeldDigests | None:
-        if self._server_digests is None or not self._server_digests.parameters:
+        if self._server_digests is None or not self._server_digests.parameters or is_adapter(folder):
             return None
         held = by_parameter(await self._checksums())
         return await asyncio.to_thread(self._server_digests.compare, folder, held, before)
@@ -196,14 +220,17 @@ class VllmEngine(RemoteEngine):
             "token_ids": call.token_ids,
             "sampling_params": sampling,
             "cache_salt": f"{self.control.held}-{self._salt}",
+            **self._model(),
         }
+        # vLLM reports the version of the last load; a request keeps the adapter that it began with.
+        bound = self.control.held if self.takes_adapters else None
         # Non-streamed responses cost a tenth of the CPU, and only complete responses have the weights of each token.
         answers = self._stream(body) if call.streamed else self._whole(body)
         async with aclosing(answers):
             async for answer in answers:
                 call.reused = max(call.reused, _cached(answer))
                 for choice in answer["choices"]:
-                    yield _tokens(choice, self.control.held)
+                    yield _tokens(choice, self.control.held, bound)
 
     async def _whole(self, body: Json) -> AsyncGenerator[Json]:
         yield await self.http.post(_GENERATE, body, timeout_s=None, idempotent=True)
@@ -234,16 +261,56 @@ class VllmEngine(RemoteEngine):
         await self.http.post("/resume", idempotent=True)
 
     async def swap(self, folder: Path, name: str) -> None:
-        if folder == self.control.serving.folder and await asyncio.to_thread(
-            lacks_head, folder, self.settings.model_path
-        ):
+        if is_adapter(folder):
+            await self._load_whole(self.settings.model_path)
+            await self._load_adapter(folder, name)
+        else:
+            await self._load_whole(folder)
+            self._adapter = None
+        await self._call_weights(name)
+        await self.http.post("/reset_prefix_cache", idempotent=True)
+
+    async def _load_adapter(self, folder: Path, name: str) -> None:
+        """Under a name of its own: with `load_inplace` vLLM 0.32 reads the files again at every step of a request, and
+        those of an earlier request's adapter replace the new one's."""
+        adapter = f"{name}-{self._salt[:8]}"
+        body = {"lora_name": adapter, "lora_path": str(folder)}
+        try:
+            await self.http.post("/v1/load_lora_adapter", body, timeout_s=self.settings.engine_start_s)
+        except TrackwayError as error:
+            if error.detail.get("status") != HTTPStatus.NOT_FOUND:
+                raise
+            message = (
+                f"expected {self.http.base_url} to load adapters, got no such route; start vLLM with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set max_lora_rank=0"
+            )
+            raise TrackwayError(ErrorCode.ENGINE_FAILED, message) from error
+        self._loaded.append(adapter)
+        self._adapter = adapter
+        while len(self._loaded) > _ADAPTERS:  # vLLM forgets the name; requests that run keep the adapter
+            with contextlib.suppress(TrackwayError):
+                await self.http.post("/v1/unload_lora_adapter", {"lora_name": self._loaded.popleft()}, idempotent=True)
+
+    def _model(self) -> Json:
+        return {} if self._adapter is None else {"model": self._adapter}
+
+    async def _load_whole(self, folder: Path) -> None:
+        if self.takes_adapters:
+            if folder == self._whole_folder:
+                return
+            self._whole_folder = None
+            await self.control.cut_sent()  # they would go on with their adapter on other base weights
+        await self._reload_whole(folder)
+        self._whole_folder = folder
+
+    async def _reload_whole(self, folder: Path) -> None:
+        trusted = folder in (self.control.serving.folder, self.settings.model_path)
+        if trusted and await asyncio.to_thread(lacks_head, folder, self.settings.model_path):
             # These weights are verified, and the head of the rejected ones must not stay.
             with tempfile.TemporaryDirectory(prefix="trackway-vllm-") as scratch:
                 await self._reload(await asyncio.to_thread(with_head, folder, Path(scratch) / "weights"))
         else:
             await self._reload(folder)
-        await self._call_weights(name)
-        await self.http.post("/reset_prefix_cache", idempotent=True)
 
     async def _reload(self, folder: Path) -> None:
         load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -271,19 +338,22 @@ class VllmEngine(RemoteEngine):
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": True, "detokenize": False}
-        body = {"token_ids": list(token_ids), "sampling_params": sampling}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling, **self._model()}
         prompt = (await self.http.post(_GENERATE, body, idempotent=True))["prompt_logprobs"]
         return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], prompt[1:], strict=True)]
 
 
-def _tokens(choice: Json, held: str) -> TokenChunk:
-    """A choice of a response or event; only the last has spans, the others are of the loaded weights."""
+def _tokens(choice: Json, held: str, bound: str | None) -> TokenChunk:
+    """A choice of a response or event; only the last has spans, the others are of the loaded weights.
+
+    `bound` names the weights of a request that keeps them whatever is loaded.
+    """
     content = (choice["logprobs"] or {}).get("content") or []
     logprobs = [math.nan if entry["logprob"] == _NO_NUMBER else entry["logprob"] for entry in content]
-    spans = choice["weight_versions"] or []
+    spans = [] if bound is not None else choice["weight_versions"] or []
     names = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
     # Spans count from the first token of the response; an event has its last tokens.
-    names = names[len(names) - len(logprobs) :] if names else [held] * len(logprobs)
+    names = names[len(names) - len(logprobs) :] if names else [bound or held] * len(logprobs)
     return TokenChunk(choice["token_ids"], logprobs, names, choice["finish_reason"])
 
 

@@ -6,6 +6,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from trackway.rollout.engines.adapter_folder import merge_adapter
 from trackway.rollout.engines.torch.decoder import DecoderWeights, LayerWeights
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.rollout.engines.weight_folder import not_finite
@@ -17,15 +18,19 @@ EMBED = "model.embed_tokens.weight"
 Shapes = dict[str, tuple[int, ...]]
 
 
-def read_weights(folder: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    """The weights in the folder's `*.safetensors`.
+def read_weights(
+    folder: Path, config: DecoderConfig, device: torch.device, dtype: torch.dtype, adapter: Path | None = None
+) -> DecoderWeights:
+    """The weights in the folder's `*.safetensors`, with an adapter merged into them.
 
     Raises WEIGHTS_CORRUPT when names or shapes are not the model's, or a value is NaN or infinite in `dtype`.
     """
     tensors = _read_tensors(folder)
     check(tensors, config, folder)
+    if adapter is not None:
+        tensors = merge_adapter(tensors, adapter, folder)
     placed = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
-    require_finite(placed, folder)
+    require_finite(placed, adapter or folder)
     return _fuse(placed, config)
 
 

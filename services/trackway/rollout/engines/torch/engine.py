@@ -14,12 +14,13 @@ from typing import NoReturn
 
 import torch
 
+from trackway.rollout.engines.adapter_folder import is_adapter
 from trackway.rollout.engines.admission import check_prompt, overloaded, paused
 from trackway.rollout.engines.backpressure import RetryAfterEstimator
 from trackway.rollout.engines.protocol import Capability, EngineStats, Generation, MemoryPart, PauseMode, Piece
 from trackway.rollout.engines.torch.core import EngineCore, FinishedSequence
 from trackway.rollout.engines.torch.decoder import Decoder, DecoderWeights
-from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, prove
+from trackway.rollout.engines.torch.loading import device_of, dtype_of, load, load_merged, prove
 from trackway.rollout.engines.torch.model_config import DecoderConfig
 from trackway.rollout.engines.torch.scheduler import Sequence
 from trackway.rollout.engines.torch.thread import EngineThread
@@ -138,7 +139,10 @@ class TorchEngine:
     async def load_weights(self, folder: Path, version: int, proof: WeightProof | None) -> None:
         """All or nothing; see `Engine.load_weights`."""
         core = self._started()
-        weights = await asyncio.to_thread(load, self._decoder, folder)
+        if is_adapter(folder):
+            weights = await asyncio.to_thread(load_merged, self._decoder, self._settings.model_path, folder)
+        else:
+            weights = await asyncio.to_thread(load, self._decoder, folder)
         judgement = None
         if proof is not None:
             judgement = await asyncio.to_thread(prove, self._decoder, weights, core.weights, proof)

@@ -18,6 +18,12 @@ def load(decoder: Decoder, folder: Path) -> DecoderWeights:
         return read_weights(folder, decoder.config, decoder.device, decoder.dtype)
 
 
+def load_merged(decoder: Decoder, base: Path, adapter: Path) -> DecoderWeights:
+    """The base's weights with the adapter's; raises WEIGHTS_CORRUPT if they do not fit the model."""
+    with torch.inference_mode():
+        return read_weights(base, decoder.config, decoder.device, decoder.dtype, adapter)
+
+
 def prove(decoder: Decoder, weights: DecoderWeights, before: DecoderWeights, proof: WeightProof) -> Judgement:
     """The verdict on these weights; `before` are the ones they replace."""
     with torch.inference_mode():

@@ -224,6 +224,11 @@ class LeadingLearner(Learner):
         with self._group.command("export", folder):
             super().export(folder)
 
+    def export_to_engines(self, folder: Path) -> None:
+        """As of one process."""
+        with self._group.command("export_to_engines", folder):
+            super().export_to_engines(folder)
+
     def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
         """As of one process."""
         with self._group.command("proof", folder, previous_version):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -214,3 +215,30 @@ def test_the_model_folder_stays_as_it_is(tiny_model: Path, batch: list[Trajector
     learner.export(tmp_path / "out")
 
     assert_equal(weights(tmp_path / "model"), weights(tiny_model))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT reads it
+def test_engines_get_the_adapter_alone_as_peft_loads_it(tiny_model: Path, batch: list[Trajectory], tmp_path: Path):
+    learner = adapted(tiny_model)
+    learner.update(batch)
+
+    learner.export_to_engines(tmp_path / "adapter")
+
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert learner.proof(tmp_path / "adapter", 1).digests == []
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert transformers_logprobs(tmp_path / "merged") == pytest.approx(learner.policy.sequence_logprobs(IDS), abs=1e-10)
+
+
+def test_with_merge_engines_get_whole_weights(tiny_model: Path, tmp_path: Path):
+    learner = adapted(tiny_model, **{"actor_rollout_ref.model.lora.merge": True})
+
+    learner.export_to_engines(tmp_path / "published")
+    learner.export(tmp_path / "whole")
+
+    assert_equal(weights(tmp_path / "published"), weights(tmp_path / "whole"))
+    assert len(learner.proof(tmp_path / "published", 1).digests) == len(weights(tmp_path / "whole"))

@@ -36,8 +36,8 @@ def starts(fake: Fake, folder: Callable[[int], Path]) -> Callable[..., AbstractA
     @asynccontextmanager
     async def start(**more: Any) -> AsyncIterator[SglangEngine]:
         async with fakes.serving(fake, free_port()) as url:
-            chosen = {"engine_url": url, "dtype": "float32", "enable_sleep": True, **more}
-            settings = RolloutSettings(engine="sglang", model_path=folder(0), **chosen)
+            chosen = {"engine_url": url, "dtype": "float32", "enable_sleep": True, "model_path": folder(0), **more}
+            settings = RolloutSettings(engine="sglang", **chosen)
             async with started(SglangEngine(settings)) as engine:
                 yield engine
 

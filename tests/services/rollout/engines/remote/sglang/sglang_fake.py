@@ -16,11 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import uvicorn
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict
+from safetensors.numpy import save_file
 
+LAYER = "model.layers.0.self_attn.q_proj"
 VOCAB = 50
 EOS = 2
 NAN = "NaN happened"
@@ -41,6 +44,23 @@ def write_weights(folder: Path, seed: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": 256, "eos_token_id": EOS}
     (folder / "config.json").write_text(json.dumps({"model_type": "nested", "text_config": sizes}))
+    (folder / "weights.json").write_text(json.dumps(seed))
+    return folder
+
+
+def write_base(folder: Path, seed: int) -> Path:
+    """A model folder with a layer that an adapter may be of."""
+    write_weights(folder, seed)
+    save_file({f"{LAYER}.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """An adapter of `write_base`, which answers as weights of this number."""
+    folder.mkdir()
+    matrices = {f"base_model.model.{LAYER}.lora_{part}.weight": np.ones((2, 2), np.float32) for part in "AB"}
+    save_file(matrices, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 2}))
     (folder / "weights.json").write_text(json.dumps(seed))
     return folder
 
@@ -68,6 +88,7 @@ class Generate(_Body):
     logprob_start_len: int = -1
     return_sampling_mask: bool = False
     extra_key: str = ""
+    lora_path: str | None = None
     stream: bool = False
 
 
@@ -90,6 +111,15 @@ class Update(_Body):
 class Version(_Body):
     new_version: str
     abort_all_requests: bool = True
+
+
+class LoadAdapter(_Body):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(_Body):
+    lora_name: str
 
 
 class Abort(_Body):
@@ -126,6 +156,8 @@ class Fake:
         self.requests: list[Request] = []
         self.cache: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         self.asleep: set[str] = set()
+        self.adapters: dict[str, int] = {}
+        """The numbers of the loaded adapters, which are the weights of requests with them."""
         self.crimes: list[str] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.fail: dict[str, tuple[int, dict[str, Any]]] = {}
@@ -152,9 +184,10 @@ class Fake:
             self.crimes.append("a token was made of memory that was given back")
         params = request.body.sampling_params
         sequence = [*request.body.input_ids, *request.output]
-        token = self.forced.pop(0) if self.forced else next_token(self.seed or 0, sequence)
+        seed = self.seed_of(request)
+        token = self.forced.pop(0) if self.forced else next_token(seed, sequence)
         request.output.append(token)
-        value = logprob(self.seed or 0, token, params.temperature)
+        value = logprob(seed, token, params.temperature)
         request.logprobs.append(None if len(request.output) == self.nan_at else value)
         request.seed_names.append(self.version)
         if request.aborted:
@@ -166,6 +199,10 @@ class Fake:
         if request.finish is not None:
             self.leave(request)
         request.changed.set()
+
+    def seed_of(self, request: Request) -> int:
+        adapter = request.body.lora_path
+        return self.seed or 0 if adapter is None else self.adapters[adapter]
 
     def prefill(self, request: Request) -> None:
         entries = self.cache.get(request.body.extra_key, []) if self.radix_cache else []
@@ -211,7 +248,7 @@ class Fake:
         if body.return_logprob and total:
             meta["output_token_logprobs"] = rows[first:]
             start = max(0, body.logprob_start_len)
-            score = self.score or (lambda ids: [logprob(self.seed or 0, token) for token in ids[1:]])
+            score = self.score or (lambda ids: [logprob(self.seed_of(request), token) for token in ids[1:]])
             scores = [None, *score(body.input_ids)]
             prompt = [[lp, token, None] for lp, token in zip(scores, body.input_ids, strict=True)]
             meta["input_token_logprobs"] = prompt[start:] if body.logprob_start_len >= 0 else []
@@ -269,6 +306,8 @@ def make_app(fake: Fake) -> FastAPI:
             return JSONResponse({"error": {"message": "return_sampling_mask requires finite top_k"}}, 400)
         if any(request.body.rid == body.rid for request in fake.requests):
             return JSONResponse({"error": {"message": f"Duplicate request ID detected: {body.rid}"}}, 400)
+        if body.lora_path is not None and body.lora_path not in fake.adapters:
+            return JSONResponse({"error": {"message": f"The LoRA adapter {body.lora_path} is not loaded"}}, 400)
         request = Request(body)
         fake.requests.append(request)
         if body.stream:
@@ -341,6 +380,20 @@ def make_app(fake: Fake) -> FastAPI:
         fake.version = body.new_version
         return {"success": True}
 
+    @app.post("/load_lora_adapter")
+    async def load_adapter(body: LoadAdapter) -> Response:
+        if body.lora_name in fake.adapters:
+            return JSONResponse({"success": False, "error_message": f"{body.lora_name} is already loaded"}, 400)
+        fake.adapters[body.lora_name] = json.loads((Path(body.lora_path) / "weights.json").read_text())
+        return JSONResponse({"success": True, "loaded_adapters": {}})
+
+    @app.post("/unload_lora_adapter")
+    async def unload_adapter(body: UnloadAdapter) -> Response:
+        while any(request.body.lora_path == body.lora_name for request in fake.requests):
+            await asyncio.sleep(0.01)
+        del fake.adapters[body.lora_name]
+        return JSONResponse({"success": True, "loaded_adapters": {}})
+
     @app.post("/flush_cache")
     async def flush() -> Response:
         if not fake.requests:
@@ -402,12 +455,15 @@ def main() -> None:
     parser.add_argument("-m", dest="module")
     for name in ("model-path", "served-model-name", "host", "dtype", "log-level"):
         parser.add_argument(f"--{name}")
-    for name in ("port", "context-length", "max-running-requests", "tp-size", "stream-interval"):
+    for name in ("port", "context-length", "max-running-requests", "tp-size", "stream-interval", "max-lora-rank"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--mem-fraction-static", type=float)
+    parser.add_argument("--max-loras-per-batch", type=int)
+    parser.add_argument("--lora-target-modules", choices=["all"])
     for name in ("skip-tokenizer-init", "incremental-streaming-output", "disable-radix-cache", "disable-cuda-graph"):
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("--enable-memory-saver", action="store_true")
+    for name in ("enable-memory-saver", "enable-lora"):
+        parser.add_argument(f"--{name}", action="store_true")
     given = parser.parse_args()
     print(f"server_args={vars(given)}", flush=True)
     incremental = given.incremental_streaming_output

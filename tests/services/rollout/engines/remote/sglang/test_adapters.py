@@ -1,0 +1,109 @@
+"""SGLang's protocol for adapters: each under a name of its own, kept by the requests that began with it."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.services.rollout.engine_runs import until
+from tests.services.rollout.engines.remote.sglang import sglang_fake as fakes
+from tests.services.rollout.engines.remote.sglang.sglang_cases import PROMPT, answer, in_flight, params, proof, sent
+from tests.services.rollout.engines.remote.sglang.sglang_fake import Fake
+from trackway.rollout.engines.remote.sglang import SglangEngine
+from trackway.rollout.settings import RolloutSettings
+from trackway.wire.errors import ErrorCode, TrackwayError
+from trackway.wire.trajectory import WeightSpan
+
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Callable[[int], Path]:
+    """A folder of an adapter by seed."""
+    return lambda seed: fakes.write_adapter(tmp_path / f"adapter-{seed}", seed)
+
+
+@pytest.fixture
+async def lora(
+    starts: Callable[..., AbstractAsyncContextManager[SglangEngine]], tmp_path: Path
+) -> AsyncIterator[SglangEngine]:
+    """An engine that takes adapters."""
+    async with starts(max_lora_rank=8, model_path=fakes.write_base(tmp_path / "base", 0)) as engine:
+        yield engine
+
+
+async def test_an_adapter_serves_after_its_canary_is_right_and_nothing_of_the_one_before_is_reused(
+    lora: SglangEngine, fake: Fake, adapter: Callable[[int], Path]
+) -> None:
+    for version, seed in ((1, 4), (2, 5)):
+        await lora.load_weights(adapter(seed), version, proof(seed))
+        made = await lora.generate(PROMPT, params(5), "r")
+        assert (made.token_ids, made.spans) == (answer(seed, 5), [WeightSpan(version=version, start=0, end=5)])
+
+    assert lora.stats().reused_tokens == 0
+    assert sent(fake, "/update_weights_from_disk") == []
+    assert [body["lora_name"].split("-")[0] for body in sent(fake, "/load_lora_adapter")] == ["1", "2"]
+
+
+async def test_a_request_in_flight_keeps_its_adapter_and_only_the_last_few_stay_loaded(
+    lora: SglangEngine, fake: Fake, adapter: Callable[[int], Path]
+) -> None:
+    await lora.load_weights(adapter(1), 1, proof(1))
+    task = await in_flight(lora, fake)
+    for seed in (2, 3, 4, 5, 6):
+        await lora.load_weights(adapter(seed), seed, proof(seed))
+    made = await task
+
+    assert (made.token_ids, made.spans) == (answer(1, 200), [WeightSpan(version=1, start=0, end=200)])
+    await until(lambda: sorted(fake.adapters.values()) == [3, 4, 5, 6])
+
+
+async def test_an_adapter_that_answers_as_the_base_is_taken_back(
+    lora: SglangEngine, adapter: Callable[[int], Path]
+) -> None:
+    await lora.load_weights(adapter(4), 1, proof(4))
+
+    with pytest.raises(TrackwayError) as raised:
+        await lora.load_weights(adapter(0), 2, proof(5))
+
+    assert (raised.value.code, lora.version) == (ErrorCode.WEIGHTS_CORRUPT, 1)
+    assert (await lora.generate(PROMPT, params(5), "r")).token_ids == answer(4, 5)
+
+
+async def test_whole_weights_cut_requests_with_an_adapter_and_the_next_adapter_gets_its_base_back(
+    lora: SglangEngine, fake: Fake, adapter: Callable[[int], Path], folder: Callable[[int], Path]
+) -> None:
+    await lora.load_weights(adapter(4), 1, proof(4))
+    task = await in_flight(lora, fake)
+    await lora.load_weights(folder(7), 2, proof(7))
+    assert ((await task).finish_reason, {span.version for span in (await task).spans}) == ("abort", {1})
+    assert (await lora.generate(PROMPT, params(5), "a")).token_ids == answer(7, 5)
+
+    await lora.load_weights(adapter(5), 3, proof(5))
+
+    assert (await lora.generate(PROMPT, params(5), "b")).token_ids == answer(5, 5)
+    assert [Path(body["model_path"]).name for body in sent(fake, "/update_weights_from_disk")] == ["weights-7", "base"]
+
+
+async def test_after_sleep_the_base_and_the_adapter_are_loaded_again(
+    lora: SglangEngine, fake: Fake, adapter: Callable[[int], Path]
+) -> None:
+    await lora.load_weights(adapter(4), 1, proof(4))
+    await lora.pause("abort")
+    await lora.sleep(["weights", "kv_cache"])
+    await lora.wake_up(["weights", "kv_cache"])
+    await lora.resume()
+
+    assert (await lora.generate(PROMPT, params(5), "r")).token_ids == answer(4, 5)
+    assert len(sent(fake, "/update_weights_from_disk")) == 1
+
+
+def test_the_server_is_started_for_adapters(tmp_path: Path) -> None:
+    base = fakes.write_base(tmp_path / "base", 0)
+    settings = RolloutSettings(engine="sglang", engine_python=Path("python"), model_path=base, max_lora_rank=12)
+
+    command = SglangEngine(settings)._command(1)
+
+    assert "--enable-lora" in command
+    assert command[command.index("--max-lora-rank") + 1] == "12"
