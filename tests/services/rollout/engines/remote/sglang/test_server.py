@@ -117,6 +117,10 @@ async def test_the_side_process_is_started_with_the_settings_and_ends_with_the_e
         "disable_radix_cache": True,
         "disable_cuda_graph": True,
         "enable_memory_saver": True,
+        "enable_lora": False,
+        "max_lora_rank": None,
+        "max_loras_per_batch": None,
+        "lora_target_modules": None,
         "log_level": "debug",
     }
     assert not process.alive
