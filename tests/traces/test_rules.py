@@ -109,10 +109,12 @@ def test_a_repeated_turn_stays_a_gap() -> None:
     assert found(example) == ["3 turn spans, expected 2"]
 
 
-def test_an_environments_calls_and_reward_are_the_agents() -> None:
+def test_a_reward_may_be_the_agents_and_so_may_the_calls_of_an_environment() -> None:
     example = ExampleTrace()
+    example["s"].service = "agent"
+    assert found(example) == []
     example["r"].attributes["gen_ai.agent.name"] = "environment:echo"
-    example["x0"].service = example["s"].service = "agent"
+    example["x0"].service = "agent"
     assert found(example) == []
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trackway.traces import views
-from trackway.traces.tree import OF_ENVIRONMENTS, SERVICE_OF_SPAN, SpanNode, TraceTree
+from trackway.traces.tree import OF_AGENTS, OF_ENVIRONMENTS, SERVICE_OF_SPAN, SpanNode, TraceTree
 from trackway.tracing import attributes as names
 from trackway.wire.tracing import Incident
 from trackway.wire.trajectory import Trajectory, Turn
@@ -117,7 +117,7 @@ def _where(tree: TraceTree, kind: str) -> str:
 
 def _wrong_services(tree: TraceTree) -> list[str]:
     agent = str(tree.root.attributes.get(names.AGENT_NAME, "")) if tree.root is not None else ""
-    by_agent = OF_ENVIRONMENTS if agent.startswith("environment:") else frozenset()
+    by_agent = OF_AGENTS | OF_ENVIRONMENTS if agent.startswith("environment:") else OF_AGENTS
     return [
         f"{span.name} was made by {span.service or 'no service'}, expected {SERVICE_OF_SPAN[span.kind]}"
         for span in tree.spans()

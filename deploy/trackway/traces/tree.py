@@ -15,8 +15,11 @@ SERVICE_OF_SPAN = {
 }
 """The service that creates each kind of span of a trajectory."""
 
-OF_ENVIRONMENTS = frozenset({"execute_tool", "reward"})
+OF_ENVIRONMENTS = frozenset({"execute_tool"})
 """Kinds that the agent creates for an environment of another project."""
+
+OF_AGENTS = frozenset({"reward"})
+"""Kinds that the agent creates where the reward service is not asked."""
 
 KINDS = (*SERVICE_OF_SPAN, "train", "optimizer_step")
 """First words of our span names; any other span is an `operation` of a user's agent loop."""

@@ -22,7 +22,7 @@ from trackway.agent.toolbox import Toolbox, tool_facts
 from trackway.agent.waits import waits_for
 from trackway.chat.encoding import TooLong
 from trackway.serving.user_code import described, run_user_code
-from trackway.tracing import SpanHandle, add_incident, set_outcome, token2text, trajectory_span
+from trackway.tracing import SpanHandle, add_incident, reward_span, set_outcome, token2text, trajectory_span
 from trackway.tracing.attributes import STOP_REASON, group_id
 from trackway.wire.agent import AgentInfo, GroupRequest
 from trackway.wire.chat import ToolSchema
@@ -88,6 +88,8 @@ class AgentLoop(ABC):
                     episode.stop_reason = await run_user_code(lambda: self.converse(episode, toolbox))
                     if episode.reward is None:
                         episode.reward = await self._score(episode, toolbox)
+                    else:
+                        self._trace_reward(episode.reward)
         except Exception as error:
             episode.fail(_named(error, episode))
         finally:
@@ -158,6 +160,12 @@ class AgentLoop(ABC):
                 pieces.append(piece)
                 told(piece.model_copy(update={"finish_reason": None}))
         return GenerateChoice.of(pieces)
+
+    def _trace_reward(self, reward: Reward) -> None:
+        """The span of a reward that the loop, its environment or a session's agent gave."""
+        with reward_span(self.agent_name) as span:
+            span.score(reward.score)
+            span.outputs({"score": reward.score, **reward.components})
 
     async def _score(self, episode: Episode, toolbox: Toolbox) -> Reward:
         """The reward service's score of the generated text; tool rewards are its components."""

@@ -115,10 +115,12 @@ async def test_the_trace_is_the_tree_of_our_own_loops_with_tools_below_their_tur
 async def test_a_score_of_the_loop_itself_is_the_reward_and_arguments_of_the_file_arrive(
     own_services: AgentServices,
 ) -> None:
-    trajectory = await own_services.say("#### 17<|im_end|>", agent_name="verl_bonus")
+    trajectory = await own_services.say("#### 17<|im_end|>", agent_name="verl_bonus", trace=True)
 
     assert trajectory.reward is not None
     assert (trajectory.reward.score, trajectory.reward.components) == (0.75, {})
+    [scored] = [dict(span.attributes or {}) for span in own_services.spans() if span.name == "reward"]
+    assert (scored["gen_ai.evaluation.name"], scored["gen_ai.evaluation.score.value"]) == ("verl_bonus", 0.75)
 
 
 async def test_ids_that_the_model_did_not_write_may_not_have_mask_1(own_services: AgentServices) -> None:

@@ -16,7 +16,7 @@ from trackway.agent.tool_agent import ToolAgent
 from trackway.agent.toolbox import Toolbox
 from trackway.agent.waits import waits_for
 from trackway.clients import Deadline
-from trackway.tracing import add_event, reward_span, tool_span
+from trackway.tracing import add_event, tool_span
 from trackway.tracing.spans import operation_span
 from trackway.wire.errors import TrackwayError
 from trackway.wire.tools import ExecuteRequest, ToolResult
@@ -74,14 +74,13 @@ class EnvironmentAgent(ToolAgent):
         deadline = episode.deadline.earlier(self.environment.call_timeout_s)
         with (
             stopwatch(episode.timings, "compute_score"),
-            reward_span(self.environment_name) as span,
+            operation_span(f"score {self.environment_name}") as span,
             waits_for(f"the reward of the environment {self.environment_name}", deadline),
             environment.within(deadline, "to score the episode"),
         ):
             async with asyncio.timeout(deadline.remaining):
                 reward = await environment.score(episode.turns)
                 require_trainable(f"the reward of the environment {self.environment_name}", [reward.score])
-                span.score(reward.score)
                 span.outputs({"score": reward.score, **reward.components, "state": await _state(environment)})
         tools = {f"tool/{name}": value for name, value in (await toolbox.rewards()).items()}
         episode.reward = reward.model_copy(update={"components": {**tools, **reward.components}})

@@ -99,13 +99,14 @@ async def test_an_episode_is_the_prompt_the_observations_and_the_reward(
         ("execute_tool echo", "turn 1"),
         ("reset echo", "trajectory"),
         ("reward", "trajectory"),
+        ("score echo", "trajectory"),
         ("trajectory", None),
         ("turn 0", "trajectory"),
         ("turn 1", "trajectory"),
         ("turn 2", "trajectory"),
     ]
-    [reward] = [dict(span.attributes or {}) for span in spans if span.name == "reward"]
-    assert '"step_count": 2' in str(reward["mlflow.spanOutputs"])
+    [score] = [dict(span.attributes or {}) for span in spans if span.name == "score echo"]
+    assert '"step_count": 2' in str(score["mlflow.spanOutputs"])
     assert server.headers[0]["traceparent"].split("-")[1] == trajectory.trace_id
 
 
