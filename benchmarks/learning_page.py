@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/learning_page.py --outputs outputs/learning
 
-A curve is the training reward by step: the mean over the seeds that ended well, and their range; beside it stands the
-held-out accuracy after the last step. A row whose setting has no record keeps an empty cell, so that this may run while
-records are incomplete.
+A curve shows the training reward by step: the mean and the range over the seeds whose runs finished. The number beside
+it is the held-out accuracy after the last step. A setting without a record leaves its cell empty, so this may run
+before all runs have finished.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SETTINGS = {"norm_adv_by_std_in_grpo=false": "dr_grpo"}
 GOAL = 0.8
 
 WIDTH, HEIGHT, TEXT, EDGE = 96, 32, 40, 2
-"""Size of a curve, of the number beside it, and of the space around both, in pixels."""
+"""In pixels: width and height of a curve, width of its number, margin."""
 
 
 class Run(TypedDict):

@@ -194,7 +194,7 @@ def table(seen: Mapping[str, Sequence[Mapping[str, float]]]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     base = 0.0
     for name, rounds in seen.items():
-        found = {key: statistics.median(one[key] for one in rounds) for key in rounds[0]}
+        found = {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
         base = base or found["call_ms"]
         ratio = "" if found["call_ms"] == base else f" ({found['call_ms'] / base:.2f}x)"
         latency = f"{found['p50_ms']:.1f}; {found['p99_ms']:.1f}"

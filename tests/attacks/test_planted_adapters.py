@@ -1,4 +1,4 @@
-"""Wrong adapters in the embedded engine, in place of one that the demo's learner really made, are told by name."""
+"""The embedded engine names what is wrong when another adapter replaces the one that the learner published."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

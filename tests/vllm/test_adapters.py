@@ -46,14 +46,14 @@ def merged(versions: AdapterVersions) -> dict[str, PreTrainedModel]:
 
 
 class Misled(VllmEngine):
-    """Loads another adapter than the one it is told."""
+    """Loads a different adapter from the one requested."""
 
     instead: tuple[Path, Path] | None = None
-    """What it is told, and what it loads."""
+    """The requested folder, and the folder that is loaded instead."""
 
     async def _load_adapter(self, folder: Path, name: str) -> None:
-        told, taken = self.instead or (folder, folder)
-        await super()._load_adapter(taken if folder == told else folder, name)
+        requested, loaded = self.instead or (folder, folder)
+        await super()._load_adapter(loaded if folder == requested else folder, name)
 
 
 @pytest.fixture

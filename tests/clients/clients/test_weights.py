@@ -396,10 +396,10 @@ def test_replicas_of_a_host_share_one_copy(store: WeightStore, source: Path, tmp
     publish_deltas(store, source, [0, 5])
     stores = [store, WeightStore(store.url)]
     with ThreadPoolExecutor() as pool:
-        folders = list(pool.map(lambda one: one.fetch(2, tmp_path / "cache"), stores))
+        folders = list(pool.map(lambda reader: reader.fetch(2, tmp_path / "cache"), stores))
 
     assert folders == [tmp_path / "cache" / "2"] * 2
-    assert sorted(one.fetched_bytes > 0 for one in stores) == [False, True]
+    assert sorted(reader.fetched_bytes > 0 for reader in stores) == [False, True]
 
 
 def test_who_waits_too_long_for_another_replica_is_told_to_try_again(

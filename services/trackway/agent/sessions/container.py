@@ -7,21 +7,20 @@ processes.
 import shutil
 from collections.abc import Iterable
 
-from trackway.agent.settings import ExternalSettings
+from trackway.agent.settings import ContainerSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 
 _ENGINES = ("podman", "docker")
 
 
-def run_command(settings: ExternalSettings, name: str, variables: Iterable[str]) -> list[str]:
+def run_command(
+    container: ContainerSettings, name: str, variables: Iterable[str], max_memory_bytes: int | None
+) -> list[str]:
     """Runs the image as the container `name` with these variables; the row comes on its standard input."""
-    container = settings.container
-    assert container is not None
-    memory = settings.max_memory_bytes
     return [
         *(_engine(container.engine), "run", "--rm", "--interactive", "--init", f"--name={name}"),
         f"--network={container.network}",
-        *([] if memory is None else [f"--memory={memory}b", f"--memory-swap={memory}b"]),
+        *([] if max_memory_bytes is None else [f"--memory{kind}={max_memory_bytes}b" for kind in ("", "-swap")]),
         *(f"--env={variable}" for variable in variables),
         *container.options,
         container.image,
@@ -29,10 +28,9 @@ def run_command(settings: ExternalSettings, name: str, variables: Iterable[str])
     ]
 
 
-def remove_command(settings: ExternalSettings, name: str) -> list[str]:
+def remove_command(container: ContainerSettings, name: str) -> list[str]:
     """Ends and removes the container; docker's goes on when the process that ran it is killed."""
-    assert settings.container is not None
-    return [_engine(settings.container.engine), "rm", "--force", name]
+    return [_engine(container.engine), "rm", "--force", name]
 
 
 def _engine(wanted: str | None) -> str:

@@ -181,8 +181,8 @@ def program_of(settings: ExternalSettings, access: SessionAccess) -> Program:
     if settings.container is None:
         return Program(settings.command[0], settings.command, settings.max_memory_bytes or 0)
     name = f"trackway-{access.session_id}"
-    run = run_command(settings, name, environment({}, settings, access))
-    return Program(settings.container.image, run, 0, remove_command(settings, name), _CLEANUP_S)
+    run = run_command(settings.container, name, environment({}, settings, access), settings.max_memory_bytes)
+    return Program(settings.container.image, run, 0, remove_command(settings.container, name), _CLEANUP_S)
 
 
 def guarded(program: Program, owner: int) -> list[str]:

@@ -46,7 +46,7 @@ class CounterServer:
     verify_status: int = 200
 
     async def handle(self, request: web.Request) -> web.Response:
-        """The request of a session, whose cookie is set anew with each answer."""
+        """Answer a request of a session. Each answer sets the session's cookie again."""
         session = request.cookies.get(COOKIE, uuid.uuid4().hex)
         answer = self._answer(request.match_info["route"], session, await request.json())
         answer.set_cookie(COOKIE, session)

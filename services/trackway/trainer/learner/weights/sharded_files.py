@@ -129,9 +129,8 @@ class _Writer(StorageWriter):
             if tensor.numel():  # a tensor may have fewer rows than there are ranks
                 offsets[item.index.fqn], tensors[item.index.fqn] = item.tensor_data.chunk.offsets, tensor
             results.append(WriteResult(item.index, tensor.nbytes, None))
-        if (
-            tensors or share.index == 0
-        ):  # there is a file even without tensors, as of an optimizer before its first step
+        # The first rank writes a file even without tensors, as those of an optimizer before its first step.
+        if tensors or share.index == 0:
             self._stem.parent.mkdir(parents=True, exist_ok=True)
             tensors = in_file_order(tensors)
             write_tensors(share.file(self._stem), tensors, tensors.values(), None if share.count == 1 else offsets)
