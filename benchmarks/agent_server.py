@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         rollout = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        base_url = rollout["base_url"]
+        base_url = rollout.get("direct_url") or rollout["base_url"]
         variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": rollout["api_key"]}
         agent = PROCESSES.Process(target=run, args=(sys.argv[2], json.dumps(rollout["sample"]), variables))
         agent.start()

@@ -94,10 +94,12 @@ def test_sessions_of_a_killed_replica_go_on_elsewhere_or_end_by_name(
     deployment: Deployment, agents: list[ReplicaInfo], started: Start
 ) -> None:
     lost, kept = agents[0].health, agents[1].health
+    ports = {agent.health.replica: agent.url for agent in agents}
     name = started("external-killed", 3, *rows(deployment)).run
     until(lambda: step_of(deployment, name) >= 1)
     opened = {replica: opened_on(deployment, replica) for replica in (lost.replica, kept.replica)}
     assert [answer(opened[replica]).status_code for replica in opened] == [200, 200]
+    assert {replica: (opened[replica].direct_url or "").partition("/sessions/")[0] for replica in opened} == ports
     programs = until(lambda: running_programs(lost.pid))
     os.kill(lost.pid, signal.SIGKILL)
 

@@ -65,6 +65,7 @@ def create_app(
         guests=partial(guest, context.sessions),
     )
     app.state.passing_on = PassingOn(context.sessions, own)
+    context.sessions.direct_url = lambda: app.state.direct_url
     return app
 
 

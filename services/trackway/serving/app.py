@@ -65,6 +65,7 @@ def service_app(
     )
     tokens = TokenTable.of(settings.auth)
     app.state.settings = settings
+    app.state.direct_url = ""  # a replica's own port, where it has one
     app.state.tracing = tracing
     app.state.tokens = tokens
     app.state.metrics = metrics = ServiceMetrics(service, tracing, gauges, collectors)

@@ -145,7 +145,7 @@ async def test_a_replica_that_stops_answers_until_its_instances_are_released(ser
     stopping = asyncio.create_task(service.stop("bbbb"))
     for instance_id in mine:
         assert (await client.execute(instance_id, OK)).text == "ok 1"
-    assert port.url and not stopping.done()
+    assert port.url == service.apps["bbbb"].state.direct_url != "" and not stopping.done()
     for instance_id in mine:
         await client.release(instance_id)
     await asyncio.wait_for(stopping, 10)

@@ -55,6 +55,9 @@ class SessionAccess(WireReply):
     session_id: str
     base_url: str
     """OpenAI's base URL; Anthropic's is the same without `/v1`."""
+    direct_url: str | None = None
+    """The same at the replica's own port, where a call costs a fraction of one through Ray Serve's proxy; for agents
+    that reach it. None without such a port."""
     api_key: str
     """A key for this session only, which also identifies it at `/agent/v1`."""
     traceparent: str | None = None

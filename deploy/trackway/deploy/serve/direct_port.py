@@ -56,6 +56,7 @@ class DirectPort:
         self._living = living
         self._drain_s = drain_s
         self._app: ASGIApp = app
+        self._state = app.state
         self._batch_load = batch_load or BatchLoad()
         self._requests: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -93,7 +94,7 @@ class DirectPort:
         self._requests = server.server_state.tasks
         serving, looking = asyncio.create_task(server.serve([listening])), asyncio.create_task(self._look())
         host, port = listening.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = self._state.direct_url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         _freeze_garbage_collector()
         with listening:
             try:
@@ -103,7 +104,7 @@ class DirectPort:
                 looking.cancel()
                 server.should_exit = True  # no new connections; open ones close after their request
                 await serving
-                self.url = ""
+                self.url = self._state.direct_url = ""
 
     async def _drain(self, state: ServerState) -> None:
         self._draining = True

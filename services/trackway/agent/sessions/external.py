@@ -93,17 +93,17 @@ class ExternalAgent(SessionAgent):
 
     async def attend(self, session: Session) -> None:
         """Run it to its end. Raises AGENT_FAILED when it fails."""
-        settings, access, episode = self.external, self.services.sessions.access(session), session.episode
+        settings, sessions, episode = self.external, self.services.sessions, session.episode
         assert settings is not None
         with waits_for("its own agent", episode.deadline):
             score = None
             if settings.function is not None:
-                score = await called(function_of(settings.function), access, episode.sample)
+                score = await called(function_of(settings.function), sessions.access_here(session), episode.sample)
             elif settings.url is not None:
-                reply = await posted(shared_http(), settings.url, settings, access, episode)
+                reply = await posted(shared_http(), settings.url, settings, sessions.access(session), episode)
                 score, episode.log = reply.score, reply.log[-settings.max_output_bytes :]
             else:
-                await run_program(settings, access, episode)
+                await run_program(settings, sessions.access_here(session), episode)
             if score is not None:
                 episode.set_reward(float(score))
 

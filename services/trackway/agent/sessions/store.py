@@ -3,6 +3,7 @@
 import asyncio
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trackway.agent.sessions.session import Session
@@ -46,6 +47,8 @@ class Sessions:
             name: asyncio.Semaphore(agent.max_running) for name, agent in {**own, **settings.external_agents}.items()
         }
         """Slots of each agent that this replica runs itself."""
+        self.direct_url: Callable[[], str] = str
+        """The address of the replica's own port; empty without one."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries
@@ -90,7 +93,16 @@ class Sessions:
 
     def access(self, session: Session) -> SessionAccess:
         """How the agent calls the model."""
-        base_url = f"{self._base_url}/sessions/{session.id}/v1"
+        path, direct_url = f"/sessions/{session.id}/v1", self.direct_url()
         return SessionAccess(
-            session_id=session.id, base_url=base_url, api_key=session.key, traceparent=session.traceparent
+            session_id=session.id,
+            base_url=f"{self._base_url}{path}",
+            direct_url=f"{direct_url}{path}" if direct_url else None,
+            api_key=session.key,
+            traceparent=session.traceparent,
         )
+
+    def access_here(self, session: Session) -> SessionAccess:
+        """The same for an agent on this machine, which needs no proxy."""
+        access = self.access(session)
+        return access.model_copy(update={"base_url": access.direct_url or access.base_url})

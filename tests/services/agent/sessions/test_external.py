@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from tests.services.agent.agent_services import group, open_services, until
 from tests.services.agent.scripted_model import END
 from tests.services.agent.sessions.external_services import Serve
-from tests.services.agent.sessions.test_session import ANSWER, COUNT
+from tests.services.agent.sessions.test_session import ANSWER, COUNT, opened
 from tests.services.rollout.model_routes.openai_server import serving as server
 from tests.services.trainer.learner_settings import learner_config
 from trackway.agent.episode import Episode
@@ -91,6 +91,20 @@ async def test_a_program_gets_the_row_and_none_of_the_services_secrets(
     assert f"00-{trajectory.trace_id}-{trajectory.span_id}" in log
     assert "'OPENAI_AGENTS_DISABLE_TRACING': '1'" in log and "'DO_NOT_TRACK': '1'" in log
     assert "/sessions/s-" in log and "'ANTHROPIC_API_KEY': 'sk-s-" in log
+
+
+async def test_a_program_calls_the_model_at_the_replicas_own_port(serving: Serve) -> None:
+    code = "import os; print(os.environ['OPENAI_BASE_URL'], os.environ['ANTHROPIC_BASE_URL'])"
+    async with serving(python(code)) as services:
+        services.agent.state.direct_url = "http://127.0.0.1:9"
+        trajectory = await services.say(agent_name="external")
+        access = await opened(services)
+
+    openai_url, anthropic_url = trajectory.log.split()
+    assert openai_url == f"{anthropic_url}/v1" and openai_url.startswith("http://127.0.0.1:9/sessions/s-")
+    path = f"/sessions/{access.session_id}/v1"
+    assert access.direct_url == f"http://127.0.0.1:9{path}"
+    assert access.base_url.endswith(path) and not access.base_url.startswith("http://127.0.0.1:9/")
 
 
 async def test_a_program_that_fails_leaves_its_trajectory_out_and_says_why(serving: Serve) -> None:
