@@ -72,6 +72,11 @@ class ExternalSettings(BaseModel):
             raise ValueError(f"external.max_memory_bytes: expected Linux, got {sys.platform}; leave it out")
         return self
 
+    @property
+    def is_on_this_host(self) -> bool:
+        """Whether it reaches the addresses of this host: all but a URL, and a container in a network of its own."""
+        return self.url is None and (self.container is None or self.container.network == "host")
+
 
 class EnvironmentSettings(BaseModel):
     """An environment of another project, for `agent_name: environment:NAME`."""

@@ -95,15 +95,16 @@ class ExternalAgent(SessionAgent):
         """Run it to its end. Raises AGENT_FAILED when it fails."""
         settings, sessions, episode = self.external, self.services.sessions, session.episode
         assert settings is not None
+        access = sessions.access_here(session) if settings.is_on_this_host else sessions.access(session)
         with waits_for("its own agent", episode.deadline):
             score = None
             if settings.function is not None:
-                score = await called(function_of(settings.function), sessions.access_here(session), episode.sample)
+                score = await called(function_of(settings.function), access, episode.sample)
             elif settings.url is not None:
-                reply = await posted(shared_http(), settings.url, settings, sessions.access(session), episode)
+                reply = await posted(shared_http(), settings.url, settings, access, episode)
                 score, episode.log = reply.score, reply.log[-settings.max_output_bytes :]
             else:
-                await run_program(settings, sessions.access_here(session), episode)
+                await run_program(settings, access, episode)
             if score is not None:
                 episode.set_reward(float(score))
 

@@ -47,7 +47,7 @@ class Sessions:
             name: asyncio.Semaphore(agent.max_running) for name, agent in {**own, **settings.external_agents}.items()
         }
         """Slots of each agent that this replica runs itself."""
-        self.direct_url: Callable[[], str] = str
+        self.direct_url: Callable[[], str] = lambda: ""
         """The address of the replica's own port; empty without one."""
 
     def __contains__(self, session_id: str) -> bool:
@@ -103,6 +103,6 @@ class Sessions:
         )
 
     def access_here(self, session: Session) -> SessionAccess:
-        """The same for an agent on this machine, which needs no proxy."""
+        """The same for an agent on this host, which calls the replica's own port where there is one."""
         access = self.access(session)
         return access.model_copy(update={"base_url": access.direct_url or access.base_url})

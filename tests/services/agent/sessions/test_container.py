@@ -79,6 +79,20 @@ def test_a_container_without_an_engine_is_refused(monkeypatch: pytest.MonkeyPatc
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
+@pytest.mark.parametrize(
+    ("runs", "here"),
+    [
+        ({"command": ["agent"]}, True),
+        ({"function": "module:name"}, True),
+        ({"container": {"image": "my-agent"}}, True),
+        ({"container": {"image": "my-agent", "network": "bridge"}}, False),
+        ({"url": "http://127.0.0.1:9"}, False),
+    ],
+)
+def test_only_agents_that_reach_this_host_are_given_the_replicas_own_port(runs: dict[str, object], here: bool) -> None:
+    assert ExternalSettings.model_validate(runs).is_on_this_host is here
+
+
 @pytest.mark.anyio
 @pytest.mark.slow
 async def test_an_agent_in_a_container_becomes_a_row(serving: Serve, engine: Path) -> None:
