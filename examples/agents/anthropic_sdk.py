@@ -17,12 +17,13 @@ from anthropic import Anthropic
 SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}
 
 
-def calculate(expression: str) -> str:
-    if "**" in expression or set(expression) - set("0123456789+-*/(). "):
-        return "expected numbers and + - * / ( )"
+def calculate(arguments: dict[str, str]) -> str:
     try:
+        expression = arguments["expression"]
+        if "**" in expression or set(expression) - set("0123456789+-*/(). "):
+            return "expected numbers and + - * / ( )"
         return str(eval(expression))
-    except (SyntaxError, ArithmeticError, TypeError) as error:
+    except Exception as error:  # whatever the model wrote; it is shown to the model
         return str(error)
 
 
@@ -34,6 +35,5 @@ for _ in range(4):
     calls = [block for block in reply.content if block.type == "tool_use"]
     if not calls:
         break
-    results = [(call.id, calculate(call.input.get("expression", ""))) for call in calls]
-    content = [{"type": "tool_result", "tool_use_id": name, "content": result} for name, result in results]
+    content = [{"type": "tool_result", "tool_use_id": call.id, "content": calculate(call.input)} for call in calls]
     messages.append({"role": "user", "content": content})

@@ -13,7 +13,7 @@ import json
 import sys
 
 from langchain_openai import ChatOpenAI
-from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.prebuilt import ToolNode, tools_condition
 
 
@@ -32,7 +32,7 @@ graph = StateGraph(MessagesState)
 graph.add_node("model", lambda state: {"messages": [model.invoke(state["messages"])]})
 graph.add_node("tools", ToolNode([calculator]))
 graph.add_edge(START, "model")
-graph.add_conditional_edges("model", tools_condition)
+graph.add_conditional_edges("model", lambda state: tools_condition(state) if len(state["messages"]) < 9 else END)
 graph.add_edge("tools", "model")
-state = graph.compile().invoke({"messages": json.load(sys.stdin)["prompt"]}, {"recursion_limit": 9})
+state = graph.compile().invoke({"messages": json.load(sys.stdin)["prompt"]})
 print(state["messages"][-1].content)

@@ -12,7 +12,7 @@ trackway train --config-name tiny_demo data.train_files=$PWD/rows/train.parquet 
 import json
 import sys
 
-from agents import Agent, Runner, function_tool
+from agents import Agent, MaxTurnsExceeded, ModelBehaviorError, Runner, function_tool
 
 
 @function_tool
@@ -25,4 +25,7 @@ def calculator(expression: str) -> str:
 
 messages = json.load(sys.stdin)["prompt"]
 agent = Agent(name="solver", model="policy", tools=[calculator])
-print(Runner.run_sync(agent, messages, max_turns=4).final_output)
+try:
+    print(Runner.run_sync(agent, messages, max_turns=4).final_output)
+except (MaxTurnsExceeded, ModelBehaviorError) as error:  # the model's own fault: the rollout counts
+    print(error)

@@ -12,9 +12,9 @@ trackway train --config-name tiny_demo data.train_files=$PWD/rows/train.parquet 
 import json
 import sys
 
-from pydantic_ai import Agent, UsageLimits
+from pydantic_ai import Agent, UnexpectedModelBehavior, UsageLimitExceeded, UsageLimits
 
-agent = Agent("openai:policy")
+agent = Agent("openai:policy", retries=3)
 
 
 @agent.tool_plain
@@ -29,4 +29,7 @@ def calculator(expression: str) -> str:
 
 
 question = "\n".join(message["content"] for message in json.load(sys.stdin)["prompt"])
-print(agent.run_sync(question, usage_limits=UsageLimits(request_limit=4)).output)
+try:
+    print(agent.run_sync(question, usage_limits=UsageLimits(request_limit=4)).output)
+except (UnexpectedModelBehavior, UsageLimitExceeded) as error:  # the model's own fault: the rollout counts
+    print(error)
