@@ -1,7 +1,9 @@
 """The agents of examples/agents as they are, each with its own packages: their calls become the tool agent's row."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,16 +18,30 @@ from trackway.wire.trajectory import StopReason
 pytestmark = [pytest.mark.anyio, pytest.mark.agents, pytest.mark.timeout(900)]
 
 FOLDER = Path(__file__).parents[4] / "examples" / "agents"
+NODE = FOLDER.parents[1] / "outputs" / "node-agents"
 LIMITS = {"max_prompt_length": 65_536, "max_response_length": 65_536, "timeout_s": 120.0}
 BEGIN = "<tool_call>"
 
 
 def installed(name: str) -> ExternalSettings:
     """The example as a program, its packages installed."""
+    if "# /// script" not in (FOLDER / name).read_text():
+        return ExternalSettings(command=[sys.executable, str(FOLDER / name)])
     uv = shutil.which("uv")
     assert uv is not None, "expected uv on the PATH, got none; run `make test-agents`"
     subprocess.run([uv, "sync", "--quiet", "--script", FOLDER / name], check=True)
     return ExternalSettings(command=[uv, "run", "--quiet", "--offline", str(FOLDER / name)])
+
+
+def installed_by_npm(name: str) -> ExternalSettings:
+    """The example of a command-line agent as a program, the version that it names installed."""
+    npm = shutil.which("npm")
+    assert npm is not None, "expected npm on the PATH, got none; install Node.js"
+    package = (FOLDER / name).read_text().partition("npm install -g ")[2].split()[0]
+    subprocess.run([npm, "install", "--silent", "--prefer-offline", "--prefix", NODE, package], check=True)
+    programs = NODE / "node_modules" / ".bin"
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    return ExternalSettings(command=[sys.executable, str(FOLDER / name)], environment={"PATH": path})
 
 
 @pytest.mark.parametrize(
@@ -51,6 +67,33 @@ async def test_an_agent_of_two_calls_becomes_one_row(serving: Serve, name: str) 
     between = trajectory.response_ids[len(encode(COUNT)) : -len(encode(ANSWER))]
     assert between == encode("\n<|im_start|>tool\n18<|im_end|>\n<|im_start|>assistant\n")
     assert (trajectory.stop_reason, trajectory.num_turns) == (StopReason.ANSWERED, 4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "agent_framework_agent.py",
+        "anthropic_sdk.py",
+        "langgraph_agent.py",
+        "openai_agents_sdk.py",
+        "openai_script.py",
+        "pydantic_ai_agent.py",
+    ],
+)
+async def test_what_the_model_does_wrong_is_no_failure_of_its_agent(serving: Serve, name: str) -> None:
+    wrong = [call("calculator", '{"expression": 5}'), call("calculator"), call("abacus", ARGUMENTS)]
+    endless = [call("calculator", ARGUMENTS)] * 50
+    async with serving(installed(name)) as services:
+        encode = services.model.encode
+        for script, least in ((wrong, 3), (endless, 4)):
+            said = [*(text + END for text in script), ANSWER]
+            trajectory = await services.say(*said, agent_name="external", limits=LIMITS)
+
+            assert trajectory.error is None, trajectory.error.message
+            rows = [trajectory, *trajectory.further_rows]
+            turns = sum(len(row.turns) for row in rows)
+            assert turns >= least
+            assert sum(sum(row.response_mask) for row in rows) == sum(len(encode(text)) for text in said[:turns])
 
 
 async def test_smolagents_which_writes_calls_as_prose_becomes_one_row(serving: Serve) -> None:
@@ -89,3 +132,21 @@ async def test_a_code_agent_which_repeats_its_code_as_a_call_becomes_one_row(ser
     assert [turn.index for turn in trajectory.turns] == [0, 1] and trajectory.further_rows == []
     assert sum(trajectory.response_mask) == len(encode(first)) + len(encode(second))
     assert "#### 18" in trajectory.log
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("codex_cli.py", call("exec_command", '{"cmd": "echo $((9+9))"}')),
+        ("opencode_cli.py", call("bash", '{"command": "echo $((9+9))", "description": "Count"}')),
+    ],
+)
+async def test_a_command_line_agent_becomes_one_row(serving: Serve, name: str, first: str) -> None:
+    async with serving(installed_by_npm(name)) as services:
+        trajectory = await services.say(first + END, ANSWER, agent_name="external", limits=LIMITS)
+        encode = services.model.encode
+
+    assert trajectory.error is None, trajectory.error.message
+    assert [turn.index for turn in trajectory.turns] == [0, 1] and trajectory.further_rows == []
+    assert sum(trajectory.response_mask) == len(encode(first + END)) + len(encode(ANSWER))
+    assert "18\n" in trajectory.turns[0].messages[1].content and "#### 18" in trajectory.log
