@@ -128,6 +128,34 @@ def test_a_run_is_sent_again_only_once_one_of_its_files_changed(outputs: Path) -
     assert changed.status_code == 200 and changed.json()["summary"]["reward"]["steps"] == [1, 2, 3]
 
 
+def test_only_new_lines_of_the_metrics_are_read_and_all_of_a_file_that_was_rewritten(outputs: Path) -> None:
+    folder = write_run(outputs)
+
+    def steps() -> list[int]:
+        page = get(outputs, "metrics", run="tidy", name="timing_s/step")
+        return page["series"]["timing_s/step"]["steps"]
+
+    assert steps() == [1, 2]
+    text = folder.metrics_file.read_bytes()
+    folder.metrics_file.write_bytes(text.replace(b'"step":1', b"        "))  # a reader of the whole file would miss it
+    write_step(folder, 3)
+    assert steps() == [1, 2, 3]
+
+    with folder.metrics_file.open("ab") as file:
+        file.write(b'{"step":4,"data":{"timing')
+    assert steps() == [1, 2, 3]
+    with folder.metrics_file.open("ab") as file:
+        file.write(b'_s/step":2.0}}\n')
+    assert steps() == [1, 2, 3, 4]
+
+    folder.rewind(folder.rows()[1])  # as a run does that resumes after step 2
+    assert steps() == [2]
+    folder.rewind(None)
+    for step in range(1, 7):
+        write_step(folder, step)  # longer than what was read
+    assert steps() == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_live_run_says_why_it_waits_and_a_dead_one_that_it_is_dead(outputs: Path) -> None:
     folder = write_run(outputs)
     state = folder.path / "state.json"

@@ -3,11 +3,12 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from trackway.console.replies import RunPage, RunSummary, Series, TrajectoryFile
 from trackway.console.trajectory_files import trajectory_files
-from trackway.trainer.run_state.folder import RunFolder, outputs_folders, run_folders
+from trackway.trainer.run_state.folder import RunFolder, outputs_folders, parse_rows, run_folders
 from trackway.trainer.run_state.heartbeat import LivenessMonitor
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.trainer import ENDED, MetricsRow
@@ -18,13 +19,38 @@ _Stamp = tuple[int, int]
 """Bytes of a file, and nanoseconds since 1970 of its last change."""
 
 
+@dataclass(frozen=True)
+class _Metrics:
+    """What was read of a metrics file."""
+
+    rows: list[MetricsRow] = field(default_factory=list[MetricsRow])
+    end: int = 0
+    """Bytes of the lines that were read."""
+    last_line: bytes = b""
+    """The last of these, which a file that was rewritten does not have there."""
+
+    def read_on(self, file: Path) -> "_Metrics":
+        """These and the lines appended since; all lines of a file that was rewritten."""
+        if not file.is_file():
+            return _Metrics()
+        with file.open("rb") as opened:
+            opened.seek(self.end - len(self.last_line))
+            if opened.read(len(self.last_line)) != self.last_line:
+                return _Metrics().read_on(file)
+            *lines, _ = opened.read().split(b"\n")  # the last one may be half written
+        if not lines:
+            return self
+        end = self.end + sum(len(line) + 1 for line in lines)
+        return _Metrics([*self.rows, *parse_rows(lines)], end, lines[-1] + b"\n")
+
+
 class Runs:
-    """Finds runs by key, and keeps their rows until the file changes."""
+    """Finds runs by key, and keeps the rows that were read of them."""
 
     def __init__(self, outputs: Path) -> None:
         self.outputs = outputs.resolve()
         self._folders: dict[str, RunFolder] = {}
-        self._rows: dict[str, tuple[_Stamp, list[MetricsRow]]] = {}
+        self._metrics: dict[str, _Metrics] = {}
         self._liveness: dict[str, LivenessMonitor] = {}
 
     def all(self) -> list[tuple[str, RunFolder]]:
@@ -49,12 +75,9 @@ class Runs:
 
     def rows(self, key: str) -> list[MetricsRow]:
         """The metrics of each step."""
-        folder = self.find(key)
-        stamp = stamp_of(folder.metrics_file)
-        known = self._rows.get(key)
-        if known is None or known[0] != stamp:
-            known = self._rows[key] = (stamp, folder.rows())
-        return known[1]
+        metrics = self._metrics.get(key, _Metrics()).read_on(self.find(key).metrics_file)
+        self._metrics[key] = metrics
+        return metrics.rows
 
     def summary(self, key: str) -> RunSummary:
         """The run as the list shows it."""

@@ -19,7 +19,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -205,11 +205,8 @@ class RunFolder:
         """The rows, and the number of unreadable lines."""
         if not self.metrics_file.is_file():
             return [], 0
-        rows: list[MetricsRow] = []
         lines = self.metrics_file.read_bytes().split(b"\n")[:-1]
-        for line in lines:
-            with suppress(ValidationError):
-                rows.append(MetricsRow.model_validate_json(line))
+        rows = parse_rows(lines)
         return rows, len(lines) - len(rows)
 
     def rewind(self, row: MetricsRow | None) -> None:
@@ -319,6 +316,15 @@ class RunFolder:
 
     def _replace(self, name: str, text: str) -> None:
         atomic_write(self.path / name, text, what=f"{name} of run {self.name!r}")
+
+
+def parse_rows(lines: Iterable[bytes]) -> list[MetricsRow]:
+    """The rows of lines of metrics.jsonl, without those that cannot be read."""
+    rows: list[MetricsRow] = []
+    for line in lines:
+        with suppress(ValidationError):
+            rows.append(MetricsRow.model_validate_json(line))
+    return rows
 
 
 def run_folders(outputs: Path) -> list[RunFolder]:
