@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -11,17 +12,18 @@ from tests.console.browser import Browser
 from trackway.console.app import create_app
 from trackway.system import free_port
 
-Serve = Callable[[Path], str]
+Serve = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
 def serve() -> Iterator[Serve]:
-    """Serves the console of an outputs folder until the session ends; returns its URL."""
+    """Serves `create_app` of these arguments until the session ends; returns its URL."""
     started: list[tuple[uvicorn.Server, threading.Thread]] = []
 
-    def serve(outputs: Path) -> str:
+    def serve(outputs: Path, **options: Any) -> str:
         port = free_port()
-        server = uvicorn.Server(uvicorn.Config(create_app(outputs), port=port, log_level="warning", lifespan="on"))
+        app = create_app(outputs, **options)
+        server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="on"))
         thread = threading.Thread(target=server.run)
         thread.start()
         started.append((server, thread))

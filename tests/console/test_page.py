@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 from tests.console import accessibility
 from tests.console.browser import Browser
 from tests.console.conftest import Serve
-from tests.console.example_run import TRACE_ID, mlflow_span, rollout, write_run, write_values
-from trackway.trainer.run_state.folder import RunFolder
+from tests.console.example_run import TRACE_ID, mlflow_span, rollout, write_run, write_step, write_values
+from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.wire.health import Wait
+from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Trajectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
@@ -38,6 +41,7 @@ def url(outputs: Path, serve: Serve) -> str:
 def test_clicks_and_keys_lead_from_the_runs_to_a_token_and_back(browser: Browser, url: str, outputs: Path) -> None:
     browser.open(f"{url}#/")
     assert browser.text().splitlines()[0] == "Runs"
+    assert browser.evaluate("document.getElementById('tools').innerText") == ""  # no services: no System, no Try
 
     browser.settled(lambda: browser.click("a.open"))
     assert browser.evaluate("location.hash") == "#/run?run=tidy"
@@ -80,6 +84,107 @@ def test_clicks_and_keys_lead_from_the_runs_to_a_token_and_back(browser: Browser
 
     assert browser.problems == []
     assert [address for address in browser.requests if not address.startswith((url, "data:"))] == []  # data: Chromium's
+
+
+def test_a_prompt_marks_the_answers_that_the_step_before_did_not_give(
+    browser: Browser, url: str, outputs: Path
+) -> None:
+    rollouts = [rollout("tidy", 4, 7, n) for n in (0, 1)]
+    rollouts[0].turns[1].messages[0].content = "#### 21"
+    write_trajectories(outputs / "tidy/trajectories/step_4.parquet", rollouts)
+
+    browser.open(f"{url}#/prompt?run=tidy&sample=7")
+
+    marked = "[...document.querySelectorAll('.by-step-row')].map((row) => row.querySelector('mark')?.innerText ?? '')"
+    assert browser.evaluate(marked) == ["", "", "#### 21"]
+    assert browser.problems == []
+
+
+@contextmanager
+def holding(browser: Browser, requests: str) -> Iterator[None]:
+    """Requests whose address fits this pattern are sent only when the block ends."""
+    browser.call("Fetch.enable", patterns=[{"urlPattern": requests}])
+    try:
+        yield
+    finally:
+        browser.call("Fetch.disable")
+
+
+def test_the_page_shows_that_it_waits_for_a_reply(browser: Browser, url: str) -> None:
+    browser.open(f"{url}#/run?run=tidy")
+    assert browser.evaluate("document.getElementById('progress').hidden")
+
+    with holding(browser, "*/api/step?*"):
+        browser.click(".steps a[aria-label^='step 2']")
+        browser.wait("!document.getElementById('progress').hidden")
+        assert browser.text().startswith("tidy")  # what was there stays until the reply comes
+    browser.settled(lambda: None)
+
+    assert browser.text().startswith("Step 2") and browser.evaluate("document.getElementById('progress').hidden")
+
+
+def test_a_live_run_is_followed_in_the_open_page(browser: Browser, url: str, outputs: Path) -> None:
+    folder = RunFolder(outputs / "tidy")
+    state = folder.path / "state.json"
+    state.write_text(state.read_text().replace('"finished"', '"running"'))
+    browser.open(f"{url}#/run?run=tidy")
+    browser.evaluate("window.isTheSamePage = true")
+    browser.write("#metric", "actor/entr")
+
+    write_step(folder, 4)
+    new = {"fully_async/trainer/idle_ratio": 0.25, "training/off_policy/trajectory_staleness/mean": 1.5}
+    folder.append_row(MetricsRow(step=5, timestamp=1005, data=new))
+    wait = Wait(who="the learner", waits_for="rollouts of step 6", since=1000, progress="7 of 8")
+    folder.write_activity(Activity(waits=[wait]))
+    browser.wait("document.getElementById('main').innerText.includes('rollouts of step 6')")
+
+    assert browser.evaluate("document.querySelector('.steps a:last-child').ariaLabel") == "step 4, mean reward 0.25"
+    charts = browser.evaluate("[...document.querySelectorAll('.chart')].map((chart) => chart.ariaLabel)")
+    assert charts[1:3] == ["gen, other of each step", "idle share: steps 5 to 5, newest 0.25"]
+    assert "staleness\n1.5" in browser.text()
+    assert browser.evaluate("[isTheSamePage, document.activeElement.id, document.activeElement.value]") == [
+        True,
+        "metric",
+        "actor/entr",
+    ]
+    assert browser.problems == []
+
+
+def test_the_list_draws_the_chosen_runs_over_each_other(browser: Browser, url: str, outputs: Path) -> None:
+    write_run(outputs, "other")
+    lines = "document.querySelectorAll('main .panel:first-child path.line').length"
+
+    browser.open(f"{url}#/")
+    browser.wait(f"{lines} === 2")
+    browser.click("input[value=other]")
+    browser.wait(f"{lines} === 1")
+
+    assert browser.evaluate("location.hash") == "#/runs?compare=tidy"
+    assert browser.evaluate("document.querySelector('main .legend').innerText") == "tidy"
+
+
+def test_a_search_is_saved_in_the_browser_and_asked_again(browser: Browser, url: str) -> None:
+    browser.open(f"{url}#/search?run=tidy&text=42&tool=calculator&first_step=2&last_step=2&least=1")
+    browser.click("button[title^='kept in this browser']")
+    browser.open(f"{url}#/search?run=tidy")
+
+    browser.settled(lambda: browser.click(".queries .chip a"))
+    browser.wait("document.querySelectorAll('table.hits tbody tr').length === 1")
+    browser.click(".queries .chip button")
+
+    assert browser.evaluate("document.querySelectorAll('.queries .chip').length") == 0
+
+
+def test_a_search_and_a_query_can_be_cancelled(browser: Browser, url: str) -> None:
+    for name, view in (("search", "search?run=tidy&text=42"), ("sql", "sql?run=tidy&query=SELECT%201%20AS%20one")):
+        with holding(browser, f"*/api/{name}?*"):
+            browser.open(f"{url}#/{view}")
+            browser.evaluate(
+                "[...document.querySelectorAll('#main button')].find((node) => node.innerText === 'Cancel').id = 'stop'"
+            )
+            browser.click("#stop")
+        browser.wait("document.querySelector('#main [role=status]').innerText.includes('cancelled')")
+    assert browser.problems == []
 
 
 def test_no_text_of_a_run_becomes_a_part_of_the_page(browser: Browser, url: str) -> None:
@@ -202,9 +307,15 @@ def mlflow() -> Iterator[str]:
         thread.join(10)
 
 
-def test_the_spans_of_a_trace_stand_below_the_lanes(browser: Browser, url: str, outputs: Path, mlflow: str) -> None:
+def test_the_times_of_a_trajectory_are_lanes_with_the_spans_of_its_trace_below(
+    browser: Browser, url: str, outputs: Path, mlflow: str
+) -> None:
     RunFolder(outputs / "tidy").update(mlflow_uri=mlflow)
     browser.open(f"{url}#/trajectory?run=tidy&step=2&sample=7&rollout=1")
+    lanes = "[...document.querySelectorAll('.lanes > span, .lanes > b')].map((node) => node.innerText)"
+    assert browser.evaluate(lanes) == ["generate", "0.75 s", "tool", "0.25 s", "reward", "0.13 s", "queue", "1.38 s"]
+    assert "retried" in browser.text() and "correct\n1" in browser.text()
+
     browser.click(".spans button")
     browser.wait("document.querySelectorAll('.spans li').length === 2")
 

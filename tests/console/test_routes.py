@@ -28,6 +28,7 @@ from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.ownership import Beat, Owner
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.health import Wait
+from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Trajectory
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e"
@@ -111,6 +112,18 @@ def test_a_run_has_its_newest_metrics_its_files_and_its_rollouts(outputs: Path) 
         "actor/entropy": {"steps": [1, 2], "values": [None, None]},
         "none": {"steps": [], "values": []},
     }
+
+
+def test_a_run_costs_the_seconds_and_the_tokens_of_its_steps_on_each_of_its_gpus(outputs: Path) -> None:
+    folder = write_run(outputs)
+    config = json.loads((folder.path / "config.json").read_text())
+    config["trainer"] |= {"n_gpus_per_node": 4, "nnodes": 2}
+    (folder.path / "config.json").write_text(json.dumps(config))
+    folder.append_row(MetricsRow(step=3, data={"timing_s/step": 6.0, "perf/total_num_tokens": 1000.0}))
+
+    [run] = get(outputs, "runs")["runs"]
+
+    assert (run["seconds"], run["tokens"], run["gpu_seconds"]) == (10.0, 1000, 80.0)
 
 
 def test_a_run_is_sent_again_only_once_one_of_its_files_changed(outputs: Path) -> None:

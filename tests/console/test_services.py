@@ -7,6 +7,9 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
+from tests.console import accessibility
+from tests.console.browser import Browser
+from tests.console.conftest import Serve
 from trackway.console.app import create_app
 from trackway.reward.app import create_app as reward_app
 from trackway.serving import AuthSettings, ServiceSettings
@@ -21,21 +24,26 @@ URLS = {"tools": "http://tools/tools", "reward": "http://reward", "rollout": "ht
 
 
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
-    """The console before a tool server with tokens at a prefix, a reward service without, and one that is gone."""
-    monkeypatch.setenv("TRACKWAY_TOKEN", SECRET)  # the console's own environment must not let anyone in
+def http() -> httpx.AsyncClient:
+    """Reaches a tool server with tokens at a prefix, a reward service without, and none at other addresses."""
     tools = tools_app(ToolsSettings(auth=AUTH))
 
     def gone(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("no one listens", request=request)
 
-    http = httpx.AsyncClient(
+    return httpx.AsyncClient(
         mounts={
             "all://tools": httpx.ASGITransport(_below("/tools", tools)),
             "all://reward": httpx.ASGITransport(reward_app()),
             "all://": httpx.MockTransport(gone),
         }
     )
+
+
+@pytest.fixture
+def client(tmp_path: Path, http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    """The console before these services."""
+    monkeypatch.setenv("TRACKWAY_TOKEN", SECRET)  # the console's own environment must not let anyone in
     return TestClient(create_app(tmp_path, services=URLS, http=http))
 
 
@@ -91,6 +99,32 @@ def test_the_system_page_has_each_service_and_no_token(client: TestClient) -> No
     assert replica["queues"] == {"in_flight": 1.0, "tool_instances": 0.0}
     assert "no one listens" in services["rollout"]["message"]
     assert "passes" not in reply.text and SECRET not in reply.text
+
+
+@pytest.mark.slow
+@pytest.mark.program("chromium")
+def test_a_browser_shows_the_services_and_tries_them_with_the_token_of_its_user(
+    tmp_path: Path, http: httpx.AsyncClient, serve: Serve, browser: Browser
+) -> None:
+    url = serve(tmp_path, services=URLS, http=http)
+    browser.open(f"{url}#/")
+    browser.settled(lambda: browser.click("#tools a[href='#/system']"))
+    browser.write("input[name=token]", SECRET)
+    browser.press("Enter")
+    browser.wait("document.querySelectorAll('table.replicas tbody tr').length === 2")
+    assert "1 of 3 do not answer" in browser.text() and "no one listens" in browser.text()
+    assert accessibility.faults(browser) == []
+
+    browser.settled(lambda: browser.click("#tools a[href='#/try']"))
+    browser.evaluate("document.querySelector('[name=arguments]').value = '{\"expression\": \"6*7\"}'")
+    browser.click("form:has([name=tool]) button.primary")
+    browser.wait("document.querySelector('form:has([name=tool]) .answer pre')?.innerText === '42'")
+    browser.write("[name=solution_str]", "#### 42")
+    browser.write("[name=ground_truth]", "42")
+    browser.press("Enter")
+    browser.wait("document.querySelector('form:has([name=ground_truth]) .answer pre')?.innerText === '1'")
+    assert accessibility.faults(browser) == []
+    assert [address for address in browser.requests if not address.startswith((url, "data:"))] == []
 
 
 def test_a_console_alone_has_no_services(tmp_path: Path) -> None:
