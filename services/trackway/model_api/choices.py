@@ -67,6 +67,8 @@ def _seed(request: SampledRequest, choice: int) -> int | None:
 
 async def wholes(generator: Generates, jobs: Sequence[Job]) -> list[Delta]:
     """Each choice as one delta; the first failure aborts all."""
+    if len(jobs) == 1:
+        return [await _whole(generator, jobs[0])]
     tasks = [asyncio.create_task(_whole(generator, job)) for job in jobs]
     try:
         return await asyncio.gather(*tasks)

@@ -75,12 +75,16 @@ class Detokenizer:
         if text.endswith(_BROKEN) or len(text) <= len(self._given):
             return ""
         new = text[len(self._given) :]
-        del self._ids[: self._given_ids]
-        self._given_ids, self._given = len(self._ids), self._decode(self._ids)
+        if self._given_ids:
+            del self._ids[: self._given_ids]
+            text = self._decode(self._ids)
+        self._given_ids, self._given = len(self._ids), text
         return new
 
     def rest(self) -> str:
         """Incomplete characters at the end, as replacement characters."""
+        if self._given_ids == len(self._ids):
+            return ""
         return self._decode(self._ids)[len(self._given) :]
 
 

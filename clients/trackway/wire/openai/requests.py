@@ -3,6 +3,7 @@
 A request is refused if it has an unsupported field that would change its result. Null means not set.
 """
 
+from functools import cache
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
@@ -94,8 +95,13 @@ class OpenAIRequest(WireRequest):
                 why = REASONS.get(name, "unsupported")
                 got = {"param": name, "neutral": neutral, "value": shortened(repr(fields[name]), 80), "why": why}
                 raise PydanticCustomError("unsupported", "{param}: expected {neutral}, got {value}: {why}", got)
-        dropped = cls.without_effect | cls.neutral.keys()
+        dropped = _dropped(cls)
         return {name: value for name, value in fields.items() if name not in dropped and value is not None}
+
+
+@cache
+def _dropped(kind: type[OpenAIRequest]) -> frozenset[str]:
+    return kind.without_effect | kind.neutral.keys()
 
 
 class StreamOptions(OpenAIRequest):
