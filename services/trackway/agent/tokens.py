@@ -7,6 +7,7 @@ preceding text. The scheme is verl's "continuous token" (verl/utils/tokenizer/co
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -65,6 +66,8 @@ class ChatTokens:
         """
         from transformers import AutoTokenizer
 
+        # Texts come one by one; handing each to a pool of threads doubles its cost.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return cls(AutoTokenizer.from_pretrained(model_path), template_kwargs)
 
     @property

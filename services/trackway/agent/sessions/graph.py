@@ -5,7 +5,6 @@ what follows is rendered behind that node's recorded ids. A call that changes wh
 nothing, begins a root, with the reason. So parallel branches and sub-agents are paths of one graph.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -198,7 +197,7 @@ class TokenGraph:
 
 
 def _key_of(before: bytes, message: Meaning) -> bytes:
-    return sha256(before + json.dumps(message).encode()).digest()
+    return sha256(before + repr(message).encode()).digest()
 
 
 def _common(said: Sequence[Meaning], other: Sequence[Meaning]) -> int:

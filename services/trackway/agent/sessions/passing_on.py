@@ -49,7 +49,7 @@ class PassingOn:
         Raises:
             TrackwayError: `not_found` for a call without a session, `unavailable` when its replica does not answer.
         """
-        session_id = session_of_request(request.url.path, request.headers.raw)
+        session_id = session_of_request(request.scope["path"], request.scope["headers"])
         replica = None if session_id is None else replica_of(session_id)
         if replica is None:
             got = "neither" if session_id is None else repr(session_id[:80])

@@ -148,7 +148,7 @@ class RunningSessions:
 async def _called(request: Request) -> Session:
     """The session of a call; a coroutine, since FastAPI runs plain functions in a thread."""
     sessions: Sessions = request.app.state.passing_on.sessions
-    session = sessions.find(session_of_request(request.url.path, request.headers.raw) or "")
+    session = sessions.find(session_of_request(request.scope["path"], request.scope["headers"]) or "")
     session.note_headers(request.headers)
     return session
 

@@ -35,12 +35,10 @@ from trackway.wire.chat import Message
 from trackway.wire.errors import ErrorCode, TrackwayError
 from trackway.wire.openai.requests import ChatMessage, ChatRequest, CompletionRequest, SampledRequest
 from trackway.wire.rollout import (
-    ChoiceLogprobs,
     GenerateChoice,
     GeneratePiece,
     GenerateReply,
     GenerateRequest,
-    TokenLogprob,
     Usage,
 )
 from trackway.wire.sessions.graph import GraphNode, NodeKind
@@ -565,7 +563,7 @@ def _reply(request: GenerateRequest, part: Episode, reason: str) -> GenerateRepl
         {
             "finish_reason": reason,
             "token_ids": part.response_ids,
-            "logprobs": ChoiceLogprobs(content=[TokenLogprob(token_id=token, logprob=value) for token, value in pairs]),
+            "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]},
             "weight_versions": part.weight_versions,
         }
     )
