@@ -197,7 +197,7 @@ def _pages(url: str, clicks: int, steps: int) -> None:
             choose("what got worse since a step", "Change since a step", str(step - 1))
             click("the step before, key ←", ".pager a:first-child")
             browser.open(f"{url}#/step?run={RUN}&step={step}")
-            click("a trajectory", f".group:nth-child({cell + 1}) .cell")
+            click("a trajectory", f".group:nth-child({cell + 1}) .cell", ".title a[title='key t']")
             click("the next one, key →", ".pager a:last-child")
             click("its tokens", ".title a[title='key t']", ".token")
             click("another tint", ".segments a:last-child", ".token")

@@ -18,6 +18,17 @@ from tests.traces.test_page import FLAGS
 
 DEADLINE_S = 30.0
 _KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13}
+# The middle of a node once it is still for two frames: groups get their real height only after they came into view.
+_STILL_BOX = """async (node) => {
+  for (let last = null; ; ) {
+    node.scrollIntoView({block: 'center'});
+    const box = node.getBoundingClientRect();
+    const middle = [box.x + box.width / 2, box.y + box.height / 2];
+    if (String(middle) === last) return middle;
+    last = String(middle);
+    await new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)));
+  }
+}"""
 
 
 class Browser:
@@ -98,10 +109,7 @@ class Browser:
         """Click in the middle of the first element that the selector finds."""
         found = f"document.querySelector({json.dumps(selector)})"
         self.wait(f"!!{found}")
-        box = self.evaluate(
-            f"(() => {{ const node = {found}; node.scrollIntoView({{block: 'center'}}); "
-            "const box = node.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
-        )
+        box = self.evaluate(f"({_STILL_BOX})({found})")
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], **pressed)

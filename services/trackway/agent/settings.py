@@ -125,9 +125,9 @@ class AgentSettings(OwnCodeSettings):
     release_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for releasing a trajectory's tool instances; the tool server expires the rest."""
     max_sessions: int = Field(default=1024, ge=1)
-    """Sessions of this replica at once, ended ones that were not deleted included; one more is answered 429."""
+    """Sessions of this replica. For one more the oldest ended makes room, and 429 is the answer if none has ended."""
     session_keep_s: float = Field(default=600.0, ge=0)
-    """Seconds for which an ended session and its trajectory can still be read."""
+    """Seconds for which an ended session and its trajectory can still be read, unless it makes room for another."""
     external: ExternalSettings | None = None
     """The agent of `agent_name: external`, which calls the model through a session."""
     external_agents: dict[AgentName, ExternalSettings] = Field(default_factory=dict[str, ExternalSettings])

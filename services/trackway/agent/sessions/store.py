@@ -35,7 +35,7 @@ class _Entry:
 
 
 class Sessions:
-    """Every session of this replica; at most `max_sessions`, ended ones for `session_keep_s`."""
+    """Every session of this replica; at most `max_sessions`. An ended one stays for `session_keep_s`, or makes room."""
 
     def __init__(self, settings: AgentSettings) -> None:
         self.replica = settings.replica
@@ -60,8 +60,10 @@ class Sessions:
     def check_room(self) -> None:
         """Raise OVERLOADED when no further session can begin."""
         now = time.monotonic()
-        for session_id, entry in list(self._entries.items()):
-            if entry.ended_at is not None and now - entry.ended_at >= self._keep_s:
+        ended = sorted((entry.ended_at, key) for key, entry in self._entries.items() if entry.ended_at is not None)
+        too_many = len(self._entries) - self._max + 1
+        for place, (ended_at, session_id) in enumerate(ended):
+            if place < too_many or now - ended_at >= self._keep_s:
                 del self._entries[session_id]
         if len(self._entries) >= self._max:
             message = f"expected fewer than {self._max} sessions on this replica (max_sessions), got as many; end some"
@@ -86,7 +88,7 @@ class Sessions:
         entry = self._entries.get(session_id)
         if entry is None:
             message = (
-                f"expected a session of this replica, got {session_id[:80]!r}: it was deleted, or never opened here"
+                f"expected a session of this replica, got {session_id[:80]!r}: it was deleted, made room, or is none"
             )
             raise TrackwayError(ErrorCode.NOT_FOUND, f"{message}; open another one")
         return entry.session

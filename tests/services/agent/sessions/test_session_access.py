@@ -145,3 +145,19 @@ async def test_a_full_replica_opens_no_further_session(
 
         assert refused.status_code == 429 and "max_sessions" in refused.json()["error"]["message"]
         await opened(services)
+
+
+async def test_the_oldest_ended_session_makes_room_for_another(
+    settings: AgentSettings, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    few = settings.model_copy(update={"max_sessions": 3})
+    async with open_services(few, tokenizer) as services:
+        begun = [await opened(services) for _ in range(3)]
+        for access in (begun[2], begun[0]):
+            await services.client.post(f"/sessions/{access.session_id}/end")
+        await opened(services)
+
+        found = [await services.client.get(f"/sessions/{access.session_id}/trajectory") for access in begun]
+
+    assert [response.status_code for response in found] == [200, 200, 404]
+    assert "made room" in found[2].json()["error"]["message"]
