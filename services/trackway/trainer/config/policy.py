@@ -185,6 +185,8 @@ class FSDPConfig(ShardingConfig):
     """Data type of the computation with `trackway.dtype=auto`: float32 holds everywhere, bfloat16 on a GPU."""
     entropy_from_logits_chunk_size: int = Field(default=1024, ge=1)
     """Most tokens whose logits exist at a time with `model.use_fused_kernels`."""
+    use_torch_compile: bool = False
+    """Another name of `actor.use_torch_compile`; one of them is enough."""
 
 
 class RefOffloadConfig(Section):
@@ -274,6 +276,9 @@ class ActorConfig(Section):
     """Divisor of `seq-mean-token-sum-norm`; None takes `data.max_response_length`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
+    use_torch_compile: bool = False
+    """Compute the entropy by a function that `torch.compile` makes; nothing else is compiled, as in verl. It needs a
+    compiler, on CPUs one for C++, and makes the first start with a model longer."""
     calculate_sum_pi_squared: bool = False
     """Measure the sum of squared probabilities at each token, for own estimators; an optimal token baseline always
     does. With `bypass_mode` it takes a pass of the policy."""

@@ -29,6 +29,7 @@ _FSDP = (
 )
 """Keys below `fsdp_config`."""
 _DTYPE = "actor.fsdp_config.dtype decides; weights stay float32"
+_NO_ENTROPY = "only the policy's entropy is computed; actor.use_torch_compile compiles it"
 _SAME_NUMBERS = "memory and speed only; the numbers are the same"
 _LOGITS = ("entropy_from_logits_with_chunking", "entropy_checkpointing")
 _CHUNK_SIZE = "actor.fsdp_config.entropy_from_logits_chunk_size decides"
@@ -71,7 +72,6 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.model.enable_activation_offload": "activations stay on the device",
     "actor_rollout_ref.actor.strategy": _FSDP2,
     **{f"actor_rollout_ref.actor.fsdp_config.{name}": _FSDP2 for name in _FSDP},
-    "actor_rollout_ref.actor.use_torch_compile": "the learner runs eagerly",
     "actor_rollout_ref.actor.calculate_entropy": "the entropy is always computed and logged",
     "actor_rollout_ref.actor.checkpoint.strict": "a checkpoint of another model is always refused",
     "actor_rollout_ref.actor.checkpoint.mbridge_config.*": "only Megatron reads it",
@@ -95,7 +95,8 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampled ids are never tokenised again",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never tokenised again",
     "actor_rollout_ref.ref.strategy": _FSDP2,
-    "actor_rollout_ref.ref.use_torch_compile": "the learner runs eagerly",
+    "actor_rollout_ref.ref.use_torch_compile": _NO_ENTROPY,
+    "actor_rollout_ref.ref.fsdp_config.use_torch_compile": _NO_ENTROPY,
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _SEQUENCES,
     "actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size": _SEQUENCES,
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _REF_MICRO,
@@ -117,7 +118,7 @@ NO_EFFECT: dict[str, str] = {
         for name, reason in (
             *(("model_dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
             *(("full_determinism", "a run repeats exactly on one machine"), ("qat.*", "only with qat.enable")),
-            ("use_torch_compile", "the learner runs eagerly"),
+            ("use_torch_compile", _NO_ENTROPY),
         )
     },
     "critic.model.fsdp_config.*": _FSDP2,
@@ -173,7 +174,6 @@ NO_EFFECT: dict[str, str] = {
         for name, reason in (
             *(("model_dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
             *(("full_determinism", "a run repeats exactly on one machine"), ("qat.*", "only with qat.enable")),
-            ("use_torch_compile", "the learner runs eagerly"),
         )
     },
     **{f"actor_rollout_ref.{role}.profiler.*": _PROFILERS for role in ("actor", "ref", "rollout")},

@@ -170,6 +170,16 @@ class LearnerConfig:
         return "bypass_mode" if is_bypass else self.actor.policy_loss.loss_mode
 
     @property
+    def trains_entropy(self) -> bool:
+        """Whether the loss has an entropy bonus."""
+        return self.actor.entropy_coeff != 0.0
+
+    @property
+    def compiles_entropy(self) -> bool:
+        """Whether the entropy is computed by a compiled function."""
+        return self.actor.use_torch_compile or self.actor.fsdp_config.use_torch_compile
+
+    @property
     def lr_warmup_steps(self) -> int:
         """Updates over which the rate rises; the first one trains at lr / steps."""
         return self.actor.optim.warmup_updates(self.total_steps)

@@ -28,7 +28,7 @@ from trackway.trainer.learner.advantages import (
     token_returns,
     token_rewards,
 )
-from trackway.trainer.learner.algorithm import Aggregation, by_token, kl_penalty
+from trackway.trainer.learner.algorithm import Aggregation, by_token, entropy_from_logits, kl_penalty
 from trackway.trainer.learner.batch import (
     ResponseColumns,
     TokenRecord,
@@ -51,6 +51,7 @@ from trackway.trainer.learner.loss import (
     proximal_logprobs,
 )
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, mean_metrics, scores_of, value_metrics
+from trackway.trainer.learner.passes.compiled_entropy import compiled_entropy
 from trackway.trainer.learner.passes.head import sum_pi_squared, token_logprobs
 from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
@@ -178,6 +179,7 @@ class Learner:
         self.threads = config.threads or self._choose_threads()
         """CPU threads of torch in this process."""
         torch.set_num_threads(self.threads)
+        self._entropy = self._entropy_function()
         self.reference = self._reference() if config.uses_reference else None
         self.reward_kl_coef = config.algorithm.kl_ctrl.kl_coef
         """Coefficient of the KL penalty in the reward of the next update."""
@@ -209,6 +211,12 @@ class Learner:
             head_in_chunks=config.model.use_fused_kernels,
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
         )
+
+    def _entropy_function(self) -> Callable[[Tensor], Tensor]:
+        if not self.config.compiles_entropy:
+            return entropy_from_logits
+        logits = torch.empty(self._vocabulary, dtype=self.policy.master_dtype, device=self.policy.device)
+        return compiled_entropy(logits, with_gradient=self.config.trains_entropy)
 
     def _critic(self) -> Critic | None:
         settings = self.config.value_model
@@ -643,7 +651,7 @@ class Learner:
         temperature, ref = self.config.rollout.temperature, None
         if self.reference is not None and self.config.uses_full_kl:
             ref = self.reference.ref_inputs(micro, temperature)
-        values = self.policy.token_values(micro, temperature, *measures_of(self.config), ref=ref)
+        values = self.policy.token_values(micro, temperature, *measures_of(self.config, self._entropy), ref=ref)
         part = micro_loss(self.config, micro, values, agg, weights_mean)
         (part.loss if micro_batch.counts else part.loss * 0).backward()
         metrics = part.metrics if micro_batch.reports else {name: torch.zeros(()) for name in part.metrics}

@@ -1,15 +1,15 @@
 """The loss of a micro-batch: the clipped policy loss, less the entropy bonus, plus the KL penalty."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trackway.trainer.learner.algorithm import Aggregation, aggregate, by_token, kl_penalty
+from trackway.trainer.learner.algorithm import Aggregation, aggregate, by_token, entropy_from_logits, kl_penalty
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.config import LearnerConfig
-from trackway.trainer.learner.passes.head import Measure, entropy, entropy_without_gradient, full_kl, token_logprobs
+from trackway.trainer.learner.passes.head import Measure, entropy_measure, full_kl, token_logprobs
 from trackway.trainer.learner.policy_losses import LossInputs, policy_loss_of
 from trackway.trainer.learner.rollout_correction import correct, loglinear_logprobs
 
@@ -25,9 +25,9 @@ class MicroLoss(NamedTuple):
     """[N]: entropies there, in nats, without a gradient."""
 
 
-def measures_of(config: LearnerConfig) -> list[Measure]:
-    """What `micro_loss` needs of the policy's logits, in the order of its `values`."""
-    measures = [token_logprobs, entropy if config.actor.entropy_coeff != 0.0 else entropy_without_gradient]
+def measures_of(config: LearnerConfig, entropy: Callable[[Tensor], Tensor] = entropy_from_logits) -> list[Measure]:
+    """What `micro_loss` needs of the policy's logits, in the order of its `values`; `entropy` is [n] of [n, V]."""
+    measures = [token_logprobs, entropy_measure(entropy, with_gradient=config.trains_entropy)]
     return [*measures, full_kl] if config.uses_full_kl else measures
 
 
@@ -49,7 +49,7 @@ def micro_loss(
     loss = pg_loss - actor.entropy_coeff * entropy_mean
     metrics = {f"actor/{name}": value for name, value in stats.items()}
     metrics |= {"actor/pg_loss": pg_loss.detach(), "actor/entropy": entropy_mean.detach()}
-    if actor.entropy_coeff != 0.0:
+    if config.trains_entropy:
         metrics["actor/entropy_loss"] = entropy_mean.detach()
     if actor.use_kl_loss:
         of_tokens = kl[0] if kl else kl_penalty(logp, micro.ref_logprobs, actor.kl_loss_type)

@@ -159,6 +159,11 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
         64,
         {"learner.actor.fsdp_config.entropy_from_logits_chunk_size": 64},
     ),
+    f"{ACTOR}.use_torch_compile": (True, {"learner.compiles_entropy": True}),
+    f"{ACTOR}.fsdp_config.use_torch_compile": (
+        True,
+        {"learner.actor.fsdp_config.use_torch_compile": True, "learner.compiles_entropy": True},
+    ),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": (
         2,
         {"learner.actor.fsdp_config.ulysses_sequence_parallel_size": 2, "learner.sequence_parallel_size": 2},
@@ -195,7 +200,7 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     f"{ACTOR}.tau_neg": (2.5, {"learner.actor.tau_neg": 2.5}),
     f"{ACTOR}.loss_agg_mode": ("token-sum", {"learner.actor.loss_agg_mode": "token-sum"}),
     f"{ACTOR}.loss_scale_factor": (8.0, {"learner.loss_scale_factor": 8.0}),
-    f"{ACTOR}.entropy_coeff": (0.9, {"learner.actor.entropy_coeff": 0.9}),
+    f"{ACTOR}.entropy_coeff": (0.9, {"learner.actor.entropy_coeff": 0.9, "learner.trains_entropy": True}),
     f"{ACTOR}.calculate_sum_pi_squared": (
         True,
         {"learner.actor.calculate_sum_pi_squared": True, "learner.measures_distribution": True},

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from trackway.trainer.learner.algorithm import entropy_from_logits, exact_kl
+from trackway.trainer.learner.algorithm import exact_kl
 
 WHOLE_LOGITS = 2**26
 """Values of the logits of a pass up to which they are computed whole by default: 256 MiB in float32. Computing the head
@@ -58,15 +58,14 @@ def sum_pi_squared(tokens: TokenLogits) -> Tensor:
     return (2 * torch.log_softmax(tokens.logits, dim=-1)).exp().sum(-1)
 
 
-def entropy(tokens: TokenLogits) -> Tensor:
-    """The entropy in nats."""
-    return entropy_from_logits(tokens.logits)
+def entropy_measure(entropy: Callable[[Tensor], Tensor], *, with_gradient: bool) -> Measure:
+    """The entropy in nats, of which nothing is kept for the backward pass without a gradient."""
 
+    def measure(tokens: TokenLogits) -> Tensor:
+        with torch.set_grad_enabled(with_gradient and torch.is_grad_enabled()):
+            return entropy(tokens.logits)
 
-def entropy_without_gradient(tokens: TokenLogits) -> Tensor:
-    """The entropy in nats, of which nothing is kept for the backward pass."""
-    with torch.no_grad():
-        return entropy_from_logits(tokens.logits)
+    return measure
 
 
 def full_kl(tokens: TokenLogits) -> Tensor:

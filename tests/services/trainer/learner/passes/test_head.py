@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.services.trainer.learner_settings import learner_config
+from trackway.trainer.learner.algorithm import entropy_from_logits
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.learner import Learner
-from trackway.trainer.learner.passes.head import HeadChunks, entropy, token_logprobs
+from trackway.trainer.learner.passes.head import HeadChunks, entropy_measure, token_logprobs
 from trackway.wire.trajectory import Trajectory
 
 pytestmark = pytest.mark.slow
@@ -141,6 +142,8 @@ def test_no_more_logits_than_a_chunk_of_them_ever_exist(model: Path, batch: list
 
 
 def test_none_of_them_is_kept_for_the_backward_pass(model: Path, batch: list[Trajectory]):
+    entropy = entropy_measure(entropy_from_logits, with_gradient=True)
+
     def kept(**settings: object) -> int:
         policy, sizes = Learner(learner_config(model, **settings)).policy, list[int]()
 
