@@ -18,10 +18,10 @@ import contextlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -58,6 +58,24 @@ class WholeWeights(NamedTuple):
     folder: Path
 
 
+class Writers(Protocol):
+    """The processes that publish a version together, each some of its files. An OSError of any of them is raised."""
+
+    def describe(self, folder: Path) -> list[FileDigest]:
+        """Name, size and sha256 of the files directly inside a folder, by name."""
+        ...
+
+    def write_changes(
+        self, folder: Path, files: Sequence[FileDigest], base: WholeWeights, scratch: Path
+    ) -> list[FileDigest]:
+        """Writes to `scratch` how these files of a folder differ from those of the base; returns what was written."""
+        ...
+
+    def copy(self, store: "WeightStore", version: int, folder: Path, names: Sequence[str]) -> None:
+        """Copies these files of a folder to that of a version in the store."""
+        ...
+
+
 class WeightStore:
     """Published weights under one URL. Methods block; call them from a thread in asynchronous code."""
 
@@ -89,24 +107,28 @@ class WeightStore:
         proof: WeightProof | None = None,
         update_mode: UpdateMode | None = None,
         base: WholeWeights | None = None,
+        writers: Writers | None = None,
     ) -> WeightManifest:
         """Make the files directly inside `folder` the newest version.
 
-        With a `base` the version is a delta against it where that takes at most half the bytes. Publishing the same
+        With a `base` the version is a delta against it where that takes at most half the bytes. `writers` copy the
+        files; None for this process. The manifest follows when all have. Publishing the same
         version with the same digests again does nothing. Raises CONFLICT when the version exists with other digests or
         is not greater than the latest. Raises DISK_FULL or NOT_WRITABLE when it cannot be written; readers then stay
         at the old version, and the new one is removed.
         """
+        writers = writers or OneWriter()
+        files = writers.describe(folder)
         manifest = WeightManifest(
-            version=version, run=run, files=describe(folder), canary=canary, proof=proof, update_mode=update_mode
+            version=version, run=run, files=files, canary=canary, proof=proof, update_mode=update_mode
         )
         latest = self.latest()
         if latest is not None and version <= latest.version:
             return self._published(manifest, latest)
         try:
-            with _to_publish(folder, manifest, base) as (stored, delta):
+            with _to_publish(folder, manifest, base, writers) as (stored, delta):
                 manifest = manifest.model_copy(update={"delta": delta})
-                self._copy(stored, manifest)
+                self._copy(stored, manifest, writers)
             self._replace(f"{self._root}/{LATEST}", LatestWeights(version=version, run=run, path=str(version)))
         except OSError as error:
             raise self._unwritten(manifest, error) from error
@@ -204,13 +226,17 @@ class WeightStore:
                 return {*self.versions()}
         return bases
 
-    def _copy(self, folder: Path, manifest: WeightManifest) -> None:
+    def put(self, version: int, folder: Path, names: Iterable[str]) -> None:
+        """Copies these files of a folder to that of a version, which is visible only once it is published."""
+        for name in names:
+            self._fs.put_file(str(folder / name), f"{self._path(version)}/{name}")
+
+    def _copy(self, folder: Path, manifest: WeightManifest, writers: Writers) -> None:
         target = self._path(manifest.version)
         if self._fs.exists(target):
             self._fs.rm(target, recursive=True)
         self._fs.makedirs(target, exist_ok=True)
-        for file in _stored(manifest):
-            self._fs.put_file(str(folder / file.name), f"{target}/{file.name}")
+        writers.copy(self, manifest.version, folder, [file.name for file in _stored(manifest)])
         self._replace(f"{target}/{MANIFEST}", manifest)
 
     def _unwritten(self, manifest: WeightManifest, error: OSError) -> Exception:
@@ -346,12 +372,30 @@ def version_of(folder: Path) -> int | None:
     return int(number) if number.isdecimal() else None
 
 
-def describe(folder: Path) -> list[FileDigest]:
-    """Name, size and sha256 of the files directly inside a folder, by name."""
+class OneWriter:
+    """This process, as the one that publishes all files of a version."""
+
+    def describe(self, folder: Path) -> list[FileDigest]:
+        """As of Writers."""
+        return digests(folder, weight_files(folder))
+
+    def write_changes(
+        self, folder: Path, files: Sequence[FileDigest], base: WholeWeights, scratch: Path
+    ) -> list[FileDigest]:
+        """As of Writers."""
+        return write_changes(folder, files, base, scratch)
+
+    def copy(self, store: WeightStore, version: int, folder: Path, names: Sequence[str]) -> None:
+        """As of Writers."""
+        store.put(version, folder, names)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files directly inside a folder that are published, by name. Raises ValueError for none."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
     if not files:
         raise ValueError(f"expected weight files in {folder}, got an empty folder")
-    return digests(folder, files)
+    return files
 
 
 def verify(folder: Path, manifest: WeightManifest) -> Path:
@@ -388,14 +432,14 @@ def _delta(manifest: WeightManifest) -> WeightDelta:
 
 @contextmanager
 def _to_publish(
-    folder: Path, manifest: WeightManifest, base: WholeWeights | None
+    folder: Path, manifest: WeightManifest, base: WholeWeights | None, writers: Writers
 ) -> Generator[tuple[Path, WeightDelta | None]]:
     """The folder to publish, and the delta that it is; the version's own folder without a small one."""
     if base is None:
         yield folder, None
         return
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
-        files = _write_changes(folder, manifest.files, base, Path(scratch))
+        files = writers.write_changes(folder, manifest.files, base, Path(scratch))
         if sum(file.size for file in files) > weight_delta.LARGEST_SHARE * sum(file.size for file in manifest.files):
             yield folder, None
         else:
@@ -403,16 +447,19 @@ def _to_publish(
             yield Path(scratch), WeightDelta(base=version, encoding=weight_delta.ENCODING, files=files)
 
 
-def _write_changes(folder: Path, files: Iterable[FileDigest], base: WholeWeights, scratch: Path) -> list[FileDigest]:
-    """Writes to `scratch` how these files of a folder differ from those of the base."""
+def write_changes(folder: Path, files: Iterable[FileDigest], base: WholeWeights, scratch: Path) -> list[FileDigest]:
+    """Writes to `scratch` how these files of a folder differ from those of the base; returns what was written."""
     before = {file.name: file for file in base.manifest.files}
+    written: list[Path] = []
     for file in files:
-        new, old = folder / file.name, base.folder / file.name
+        new, old, changes = folder / file.name, base.folder / file.name, scratch / f"{file.name}{weight_delta.SUFFIX}"
         if before.get(file.name) == file:
             continue
-        if file.name not in before or not weight_delta.encode(old, new, scratch / f"{file.name}{weight_delta.SUFFIX}"):
-            (scratch / file.name).symlink_to(new.resolve())
-    return digests(scratch, scratch.iterdir())
+        if file.name not in before or not weight_delta.encode(old, new, changes):
+            changes = scratch / file.name
+            changes.symlink_to(new.resolve())
+        written.append(changes)
+    return digests(scratch, written)
 
 
 def _apply(base: Path, changes: list[tuple[WeightManifest, Path]], result: WeightManifest, folder: Path) -> None:

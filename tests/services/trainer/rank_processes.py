@@ -7,11 +7,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
+from torch import distributed
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from trackway.trainer.learner.config import LearnerConfig
+from trackway.trainer.learner.learner import Learner
+from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
 from trackway.trainer.learner.ranks.sharding import Ranks, join
 
 DEADLINE_S = 120.0
@@ -53,6 +57,39 @@ def rank_processes(count: int) -> Iterator[RankProcesses]:
         for process in processes:
             process.kill()
             process.join(10)
+
+
+class Commands:
+    """Commands to ranks that `led` runs, as those of RankGroup."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    @contextmanager
+    def command(self, name: str | None, *arguments: object) -> Iterator[None]:
+        distributed.broadcast_object_list([name, arguments], src=0)
+        yield
+
+
+def led(ranks: Ranks, config: LearnerConfig, lead: Callable[[LeadingLearner], R]) -> R | None:
+    """What `lead` makes of a learner, in the first rank; the others do what it says."""
+    if ranks.is_first:
+        group = Commands(ranks)
+        try:
+            return lead(LeadingLearner(config, cast(RankGroup, group)))
+        finally:
+            with group.command(None):
+                pass
+    learner, received = None, [None, None]
+    while True:
+        distributed.broadcast_object_list(received, src=0)
+        name, arguments = cast(tuple[str | None, tuple[object, ...]], received)
+        if name is None:
+            return None
+        if learner is None:
+            learner = Learner(config, ranks)
+        else:
+            getattr(learner, name)(*arguments)
 
 
 def _serve(index: int, count: int, port: int, pipe: Connection) -> None:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,6 +57,7 @@ from trackway.trainer.learner.passes.head import sum_pi_squared, token_logprobs
 from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
 from trackway.trainer.learner.ranks.balance import PassLimit
+from trackway.trainer.learner.ranks.publication import own_files
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, require_finite_shards
 from trackway.trainer.learner.ranks.snapshot import FILES, Publish, Snapshot, to_load, write_state
 from trackway.trainer.learner.reward_kl import mean_kl, next_coefficient
@@ -71,12 +73,13 @@ from trackway.trainer.learner.weights.offload import CpuOffload
 from trackway.trainer.learner.weights.sharded_files import is_saved, read_whole
 from trackway.trainer.metrics.clock import Clock, Metrics
 from trackway.wire.trajectory import Trajectory
-from trackway.wire.weights import Canary, WeightProof
+from trackway.wire.weights import Canary, TensorDigest, WeightProof
 
 CANARY_LENGTH = 16
 CANARY_TOLERANCE = {"bfloat16": 0.25}
 """By compute dtype, else the wire's default; a bfloat16 sampler was up to 0.054 from a float32 trainer."""
 
+T = TypeVar("T")
 REFERENCE = "reference"
 """Name of the reference model's weights in a checkpoint."""
 BASE_TOLERANCE = 1e-2
@@ -152,7 +155,8 @@ class Learner:
     """A policy, its optimizer, and the reference model if the loss needs one. Not thread-safe.
 
     Among several ranks each has a learner; every method is a collective, which all of them call with the same
-    arguments, and gives each of them the same result. Only the first writes files.
+    arguments, and gives each of them the same result. Checkpoints and what is published have files of each rank; other
+    files are the first one's.
     """
 
     def __init__(self, config: LearnerConfig, ranks: Ranks = ALONE) -> None:
@@ -403,11 +407,18 @@ class Learner:
         self.policy.export(folder)
 
     def export_to_engines(self, folder: Path) -> None:
-        """Writes what is published: the adapter as PEFT does, where it is published alone, else as `export`."""
+        """Writes what is published: the adapter as PEFT does, where it is published alone, else as `export`.
+
+        Of several ranks each writes its share of the weights.
+        """
         if self.config.publishes_adapter:
             self.policy.export_adapter(folder)
         else:
-            self.policy.export(folder)
+            self.policy.export_shares(folder)
+
+    def publish_share(self, work: Callable[[Ranks], T]) -> list[T]:
+        """What a part of a publication gives in each rank; an OSError of any of them is raised in all."""
+        return self.ranks.of_each(lambda: work(self.ranks))
 
     def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
         """A proof by which an engine can check that it holds the weights that `export_to_engines` wrote to `folder`.
@@ -422,12 +433,18 @@ class Learner:
         require_finite_logprobs([logprob for sequence in now for logprob in sequence.logprobs])
         probes = probes_of(now, before)
         return WeightProof(
-            digests=tensor_digests(folder) if self.ranks.is_first and not self.config.publishes_adapter else [],
+            digests=[] if self.config.publishes_adapter else self._tensor_digests(folder),
             probes=probes,
             previous_version=None if before is None else previous_version,
             dtype=str(self.policy.published_dtype).removeprefix("torch."),
             rounding=rounding_of(probes, self.policy.published_logprobs(sequences, torch.bfloat16)),
         )
+
+    def _tensor_digests(self, folder: Path) -> list[TensorDigest]:
+        def own() -> list[TensorDigest]:
+            return tensor_digests(folder, own_files(folder.glob("*.safetensors"), self.ranks))
+
+        return sorted(chain(*self.ranks.of_each(own)), key=lambda digest: digest.name)
 
     def _base_logprobs(self) -> Tensor:
         return torch.tensor(self.policy.base_logprobs(self._canary_tokens()), dtype=torch.float64)

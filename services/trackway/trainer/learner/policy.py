@@ -39,6 +39,7 @@ from trackway.trainer.learner.passes.head import (
     token_logprobs,
 )
 from trackway.trainer.learner.ranks.balance import PassLimit, rounds_of
+from trackway.trainer.learner.ranks.publication import export_shares
 from trackway.trainer.learner.ranks.sequence_parallel import require_divisible
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local, reshard, shard
 from trackway.trainer.learner.weight_proof import LONGEST, ScoredSequence, rounded
@@ -368,6 +369,22 @@ class Policy:
             if self.ranks.is_first:
                 self.write_published(folder, state)
 
+    def export_shares(self, folder: Path) -> None:
+        """As `export`, but each rank writes a file with its share of the weights."""
+        # transformers writes the weights of some models by other names, and may need several tensors for one.
+        if self.ranks.mesh is None or getattr(self.model, "_weight_conversions", None):
+            self.export(folder)
+            return
+        with self._merged():
+            named = base_names(self.model.state_dict())
+            export_shares(folder, named, self.ranks, self.published_dtype)
+            self.ranks.of_each(lambda: self._write_rest(folder))
+
+    def _write_rest(self, folder: Path) -> None:
+        if self.ranks.is_first:
+            write_config_of(self.model, folder, self.published_dtype)
+            copy_tokenizer(self.folder, folder)
+
     def published_copy(self) -> dict[str, Tensor]:
         """The weights that `export` writes, which training does not change; only in the first rank. A collective."""
         with self._merged():
@@ -448,10 +465,18 @@ def export_model(model: PreTrainedModel, folder: Path, state: dict[str, Tensor],
         # A separate tensor: transformers leaves out weights that share memory.
         state[HEAD] = state[HEAD].clone()
     model.save_pretrained(folder, state_dict=state)
+    write_config_of(model, folder, dtype)
+    _share(folder)
+
+
+def write_config_of(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Writes the configurations of the model, with this type of its weights, and of its generation."""
     config = copy.deepcopy(model.config)
     config.dtype = dtype
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard changes the name of the class
     config.save_pretrained(folder)
-    _share(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ comes from the version and not from the learner's rounding.
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -72,10 +72,11 @@ def rounding_of(probes: Sequence[Probe], rounded_sequences: Sequence[ScoredSeque
     return math.sqrt(math.fsum(squares) / len(squares))
 
 
-def tensor_digests(folder: Path) -> list[TensorDigest]:
-    """The digest of every tensor in the folder's safetensors, by name."""
+def tensor_digests(folder: Path, files: Iterable[Path] | None = None) -> list[TensorDigest]:
+    """The digest of every tensor in the folder's safetensors, or in these files of it, by name."""
+    paths = sorted(folder.glob("*.safetensors") if files is None else files)
     with ExitStack() as stack, ThreadPoolExecutor(_THREADS) as pool:
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in sorted(folder.glob("*.safetensors"))]
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
         names = sorted((name, index) for index, file in enumerate(files) for name in file.keys())  # noqa: SIM118
         return list(pool.map(lambda place: _digest(place[0], files[place[1]].get_tensor(place[0])), names))
 

@@ -18,6 +18,7 @@ from trackway.trainer.data.prompt_filter import prompt_filter
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
+from trackway.trainer.learner.ranks.publication import RankWriters
 from trackway.trainer.loop.build_traces import open_traces, run_target, weave_url
 from trackway.trainer.loop.colocation import open_engines
 from trackway.trainer.loop.from_config import (
@@ -120,7 +121,8 @@ def _training(
     with waits(RUN, f"the lock of the weight store {services.weights_url}", CLAIM_WAIT_S):
         scratch, mode = folder.path / "export", update_mode(config)
         every = anchor_every(config, store)
-        publisher = Publisher(store, learner, folder.name, uid, scratch, own.keep_weights, mode, every)
+        writers = RankWriters(learner) if isinstance(learner, LeadingLearner) else None
+        publisher = Publisher(store, learner, folder.name, uid, scratch, own.keep_weights, mode, every, writers)
     agents = _agent_client(config, services)
 
     active = ActiveTime()

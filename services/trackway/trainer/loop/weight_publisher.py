@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from trackway.clients.publisher_lock import PublisherLock
-from trackway.clients.weights import WeightStore, WholeWeights
+from trackway.clients.weights import WeightStore, WholeWeights, Writers
 from trackway.system import writing
 from trackway.trainer.learner.learner import Learner
 from trackway.wire.errors import TrackwayError
@@ -24,7 +24,8 @@ class Publisher:
     `uid` distinguishes a resumed run, which may take over its own lock, from another run of the same name.
     `update_mode` is what the run wants for requests in flight when a version is loaded. Of `anchor_every` versions one
     is published whole, the first of a process among them; the others are deltas against the version before, of which
-    the files are kept beside `scratch` for that. 0 publishes all whole.
+    the files are kept beside `scratch` for that. 0 publishes all whole. `writers` copy the files; without them this
+    process does.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Publisher:
         keep: int,
         update_mode: UpdateMode | None = None,
         anchor_every: int = 0,
+        writers: Writers | None = None,
     ) -> None:
         self._store = store
         self._learner = learner
@@ -45,6 +47,7 @@ class Publisher:
         self._keep = keep
         self._update_mode: UpdateMode | None = update_mode
         self._anchor_every = anchor_every
+        self._writers = writers
         self._kept = scratch.with_name(f"{scratch.name}-before")
         self._last: WholeWeights | None = None
         self._since_anchor = 0
@@ -90,6 +93,7 @@ class Publisher:
                 proof,
                 self._update_mode,
                 self._base(version),
+                self._writers,
             )
             self._keep_files(manifest)
         finally:

@@ -56,6 +56,7 @@ async def test_a_run_whose_rank_was_killed_goes_on_from_its_checkpoint_and_leave
     assert (info.state, info.step, info.restarts) == (RunState.FINISHED, STEPS, 1)
     log = (Path(info.folder) / "worker.log").read_text()
     assert "RankError: rank 1 of the learner ended by SIGKILL during 'update'" in log
+    assert "did not exit" not in log
     assert [row.step async for row in runs.registry.rows("sharded", follow=False) if "actor/grad_norm" in row.data] == [
         *range(1, STEPS + 1)
     ]

@@ -19,13 +19,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from safetensors import SafetensorError
@@ -34,7 +34,7 @@ from torch.distributed import DistStoreError, Store, TCPStore  # pyright: ignore
 
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner, StepObserver, UpdateResult, unobserved
-from trackway.trainer.learner.ranks.sharding import join
+from trackway.trainer.learner.ranks.sharding import Ranks, join
 from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary, WeightProof
@@ -57,6 +57,7 @@ IDLE_S = 30.0
 EXIT_PEER_LOST = 75
 """Exit status of a rank whose collective failed, most often because another rank was lost."""
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 logger = logging.getLogger("trackway.trainer")
 
@@ -123,10 +124,11 @@ class RankGroup:
             except RuntimeError:
                 logger.warning("the ranks of the learner were not told to stop and are killed", exc_info=True)
         end = time.monotonic() + STOP_S
-        for process in self.processes.values():
+        for index, process in self.processes.items():
             try:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
+                logger.warning("rank %d of the learner did not exit in %g s and is killed", index, STOP_S)
                 process.kill()
                 process.wait(STOP_S)
         self.processes = {}
@@ -228,6 +230,11 @@ class LeadingLearner(Learner):
         """As of one process."""
         with self._group.command("export_to_engines", folder):
             super().export_to_engines(folder)
+
+    def publish_share(self, work: Callable[[Ranks], T]) -> list[T]:
+        """As of one process. `work` is sent to the other ranks."""
+        with self._group.command("publish_share", work):
+            return super().publish_share(work)
 
     def proof(self, folder: Path, previous_version: int | None) -> WeightProof:
         """As of one process."""

@@ -7,9 +7,9 @@ FSDP2 (`fully_shard`); each forward gathers the weights of one layer at a time. 
 nothing is sharded, and nothing is sent.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
@@ -26,6 +26,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """PyTorch's communication backends by the learner's device; values of the CPU are summed on every device."""
 WRITE_S = 3600.0
 """Longest wait of a rank for another one to write its share of a checkpoint."""
+T = TypeVar("T")
 
 
 class Ranks:
@@ -88,6 +89,22 @@ class Ranks:
             distributed.all_reduce(values)
         return values
 
+    def of_each(self, work: Callable[[], T]) -> list[T]:
+        """What the work gives in each rank; an OSError of any of them is raised in all. A collective."""
+        if self.mesh is None:
+            return [work()]
+        own: T | OSError
+        try:
+            own = work()
+        except OSError as error:
+            own = error
+        results: list[T | OSError | None] = [None] * self.count
+        distributed.all_gather_object(results, own)
+        for result in results:
+            if isinstance(result, OSError):
+                raise result
+        return cast(list[T], results)
+
 
 ALONE = Ranks()
 """One process."""
@@ -147,6 +164,24 @@ def gathered(tensors: Mapping[str, Tensor], keep: bool, dtype: torch.dtype | Non
         if keep:
             result[name] = complete.to("cpu", dtype).contiguous()
     return result
+
+
+def gathered_in(rank: int, tensor: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor | None:
+    """The whole tensor on the CPU in one rank, None in the others. A collective if it is sharded."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", dtype).contiguous() if ranks.index == rank else None
+    # FSDP2 gives each rank as many rows as torch.chunk: the last ones may have fewer, or none.
+    rows = -(-tensor.shape[0] // ranks.count)
+    with torch.no_grad():
+        shard = tensor.to_local().to(dtype)
+    padded = torch.zeros((rows, *tensor.shape[1:]), dtype=dtype, device=shard.device)
+    padded[: len(shard)] = shard
+    if ranks.index != rank:
+        distributed.gather(padded, dst=rank)
+        return None
+    complete = torch.empty((rows * ranks.count, *tensor.shape[1:]), dtype=dtype, device=shard.device)
+    distributed.gather(padded, list(complete.split(rows)), dst=rank)
+    return complete[: tensor.shape[0]].to("cpu")
 
 
 def require_finite_shards(tensors: Mapping[str, Tensor], ranks: "Ranks") -> None:

@@ -40,13 +40,16 @@ def write_tensors(
     like: Mapping[str, Tensor],
     complete: Iterable[Tensor],
     offsets: Mapping[str, Sequence[int]] | None = None,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    durable: bool = True,
 ) -> None:
     """Writes the tensors that `complete` yields, of the names, types and shapes of `like`, both in file order.
 
-    `offsets` are the places of shards in the tensors that they are parts of; None for whole tensors. The file is on
-    disk when this returns.
+    `offsets` are the places of shards in the tensors that they are parts of; None for whole tensors. `metadata` is the
+    header's. A `durable` file is on disk when this returns.
     """
-    header: dict[str, dict[str, object]] = {}
+    header: dict[str, Mapping[str, object]] = {} if metadata is None else {"__metadata__": metadata}
     if offsets is not None:
         places = {name: {OFFSETS: list(place)} for name, place in offsets.items()}
         header["__metadata__"] = {"format": "pt", SHARDS: json.dumps(places)}
@@ -60,5 +63,6 @@ def write_tensors(
         output.write(len(text).to_bytes(8, "little") + text)
         for tensor in complete:
             output.write(tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        output.flush()
-        os.fsync(output.fileno())
+        if durable:
+            output.flush()
+            os.fsync(output.fileno())

@@ -5,17 +5,23 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import pytest
 
 from tests.services.trainer.learner_settings import learner_config
+from trackway.clients.weights import WeightStore
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.ranks.group import LeadingLearner, RankError, RankGroup
+from trackway.trainer.learner.ranks.publication import RankWriters
+from trackway.trainer.learner.ranks.sharding import Ranks
+from trackway.wire.errors import TrackwayError
 from trackway.wire.trajectory import Trajectory
 
 pytestmark = pytest.mark.slow
 
+T = TypeVar("T")
 Rollout = Callable[..., Trajectory]
 
 
@@ -40,7 +46,7 @@ def leading(
         group.close()
 
 
-def test_a_learner_of_two_ranks_does_what_one_process_does(
+def test_a_learner_of_two_ranks_does_what_one_process_does_until_a_command_fails_only_in_another_rank(
     config: LearnerConfig, batch: list[Trajectory], tmp_path: Path
 ):
     alone = Learner(config)
@@ -58,28 +64,42 @@ def test_a_learner_of_two_ranks_does_what_one_process_does(
         learner.export(tmp_path / "several")
         learner.proof(tmp_path / "several", 1)
         canary, log_probs = learner.canary(), learner.log_probs(batch)
-        processes = list(group.processes.values())
+        with pytest.raises(RankError, match=r"^'load' failed in other ranks .*: rank 1: FileNotFoundError"):
+            learner.load(OnlyInTheFirst(tmp_path / "start"))  # pyright: ignore[reportArgumentType]
+        assert [process.wait(10) for process in group.processes.values()] == [-signal.SIGKILL]
 
     assert metrics == [pytest.approx(row, abs=1e-10) for row in expected]
     assert canary.logprobs == pytest.approx(alone.canary().logprobs, abs=1e-10)
     assert log_probs == [pytest.approx(row, abs=1e-10) for row in alone.log_probs(batch)]
-    assert [process.returncode for process in processes] == [0]
 
 
-def test_a_killed_rank_ends_the_update_by_name_and_training_goes_on_from_the_checkpoint(
+def test_a_rank_killed_between_files_of_a_version_leaves_it_invisible_and_training_goes_on_from_the_checkpoint(
     config: LearnerConfig, batch: list[Trajectory], tmp_path: Path
 ):
-    with leading(config, 3) as (learner, group):
+    store, exported = WeightStore(str(tmp_path / "store")), tmp_path / "exported"
+    with leading(config, 3) as (learner, _):
         learner.update(batch)
         saved, lost = learner.snapshot(), learner.snapshot()
         saved.write(tmp_path)
         saved.close()
-        killed, error = group.processes[2], r"^rank 2 of the learner ended by SIGKILL during 'update' \(.* by peer"
-        killed.send_signal(signal.SIGKILL)
+        learner.export_to_engines(exported)
+        store.publish(1, "run", exported, writers=RankWriters(learner))
+        error = r"^rank 2 of the learner ended by SIGKILL during 'publish_share' \(.* by peer"
         with pytest.raises(RankError, match=error):
-            learner.update(batch)
+            store.publish(2, "run", exported, writers=RankWriters(LosesARank(learner)))
         with pytest.raises(RankError, match=r"rank 2 of the learner ended by SIGKILL during 'write of a checkpoint'"):
             lost.write(tmp_path / "lost")
+
+    shares = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert {path.name for path in exported.glob("*.safetensors")} == {*shares}
+    assert not {shares[2], "manifest.json"} & {path.name for path in (tmp_path / "store" / "2").iterdir()}
+    latest = store.latest()
+    assert latest is not None
+    assert latest.version == 1
+    with pytest.raises(TrackwayError, match=r"expected weights version 2 in .*, got none"):
+        store.fetch(2, tmp_path / "cache")
+    store.publish(2, "run", exported)
+    assert store.fetch(2, tmp_path / "cache") == tmp_path / "store" / "2"
 
     alone = Learner(config)
     alone.update(batch)
@@ -99,20 +119,34 @@ def test_a_rank_that_does_not_answer_is_an_error_after_the_deadline(config: Lear
             learner.update(batch)
 
 
-def test_a_command_that_fails_only_in_another_rank_is_an_error(config: LearnerConfig, tmp_path: Path):
-    with leading(config) as (learner, group):
-        learner.save(tmp_path)
-        folder = OnlyInTheFirst(tmp_path)
-        with pytest.raises(RankError, match=r"^'load' failed in other ranks .*: rank 1: FileNotFoundError"):
-            learner.load(folder)  # pyright: ignore[reportArgumentType]
-        assert [process.wait(10) for process in group.processes.values()] == [-signal.SIGKILL]
-
-
 def test_fewer_gpus_than_ranks_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
 
     with pytest.raises(ValueError, match=r"expected a GPU for each of trackway\.learner_ranks=2, got 1; lower it"):
         RankGroup(learner_config(tiny_model, device="cuda"), 2, 60.0)
+
+
+class LosesARank:
+    """A learner whose last rank dies when the files of a version are copied, after their description."""
+
+    def __init__(self, learner: LeadingLearner) -> None:
+        self.learner, self.calls = learner, 0
+
+    def publish_share(self, work: Callable[[Ranks], T]) -> list[T]:
+        self.calls += 1
+        return self.learner.publish_share(work if self.calls == 1 else FatalInTheLast(work))
+
+
+class FatalInTheLast(Generic[T]):
+    """Work that kills the last rank."""
+
+    def __init__(self, work: Callable[[Ranks], T]) -> None:
+        self.work = work
+
+    def __call__(self, ranks: Ranks) -> T:
+        if ranks.index == ranks.count - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.work(ranks)
 
 
 class OnlyInTheFirst:

@@ -5,20 +5,30 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tests.services.trainer.learner_settings import learner_config
-from tests.services.trainer.rank_processes import RankProcesses, rank_processes
+from tests.services.trainer.rank_processes import RankProcesses, led, rank_processes
+from trackway.clients.weights import WeightStore
+from trackway.trainer.config import resolve
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.optimizer import state_tensors
+from trackway.trainer.learner.ranks.group import LeadingLearner
+from trackway.trainer.learner.ranks.publication import INDEX, RankWriters
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local
+from trackway.trainer.learner.weights.peft_folder import WEIGHTS
+from trackway.trainer.loop.weight_publisher import Publisher
+from trackway.trainer.run_state.checkpoint import save_checkpoint
+from trackway.trainer.run_state.export import export_checkpoint
+from trackway.trainer.run_state.folder import RunFolder
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import WeightProof
 
@@ -61,6 +71,7 @@ VARIANTS = {
 }
 
 
+EXPORTED = {"the whole model": {}, "a value model": CRITIC, "LoRA": {"lora_rank": 3, "lr": 1e-2}}
 SEQUENCES = {
     "one row at a time": (2, 2, {"micro_batch_size": 1}),
     "checkpointed, head in chunks": (
@@ -266,11 +277,49 @@ def test_what_several_ranks_export_is_what_one_process_exports(
     torch.testing.assert_close(exported, load_file(theirs / "model.safetensors"), rtol=0, atol=1e-5)
     torch.testing.assert_close(exported["lm_head.weight"], exported["model.embed_tokens.weight"], rtol=0, atol=0)
     assert [digest.name for digest in first.proof.digests] == [digest.name for digest in alone.proof.digests]
-    assert [other.proof.digests for other in others] == [[]] * len(others)
+    assert [other.proof.digests for other in others] == [first.proof.digests] * len(others)
     for probe, expected in zip(first.proof.probes, alone.proof.probes, strict=True):
         assert (probe.token_ids, probe.positions) == (expected.token_ids, expected.positions)
         assert probe.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert probe.previous == pytest.approx(expected.previous, abs=1e-4)
+
+
+def checkpointed(ranks: Ranks, config: LearnerConfig, batch: list[Trajectory], root: Path, published: Path) -> None:
+    """A run's checkpoint after one update, and what is exported of it by the ranks."""
+    learner = Learner(config, ranks)
+    learner.update(batch)
+    snapshot = learner.snapshot()
+    if ranks.is_first:
+        save_checkpoint(root, 1, snapshot.write, {})
+        snapshot.close()
+    learner.export(published / "model")
+    if learner.policy.adapter is not None:
+        learner.policy.export_adapter(published / "adapter")
+
+
+def same_tensors(ours: Path, theirs: Path) -> None:
+    torch.testing.assert_close(load_file(ours), load_file(theirs), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variant", EXPORTED)
+def test_a_checkpoint_of_shards_is_exported_as_the_weights_that_the_ranks_hold(
+    two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path, variant: str
+):
+    run, settings = RunFolder(tmp_path / "run"), EXPORTED[variant]
+    run.path.mkdir()
+    keys = {f"actor_rollout_ref.model.{name}": settings[name] for name in settings if name.startswith("lora_")}
+    (run.path / "config.json").write_text(
+        resolve({"actor_rollout_ref.model.path": str(tiny_model), **keys}).model_dump_json()
+    )
+    two_ranks.run(checkpointed, learner_config(tiny_model, **settings), batches[0], run.checkpoints, tmp_path)
+
+    export_checkpoint(run, tmp_path / "exported", merge=True)
+
+    assert len(list(run.checkpoints.glob("global_step_1/actor/model-*.safetensors"))) == 2
+    same_tensors(tmp_path / "exported" / "model.safetensors", tmp_path / "model" / "model.safetensors")
+    if "lora_rank" in settings:
+        export_checkpoint(run, tmp_path / "exported adapter")
+        same_tensors(tmp_path / "exported adapter" / WEIGHTS, tmp_path / "adapter" / WEIGHTS)
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +353,46 @@ def test_weights_that_the_number_of_ranks_does_not_divide_are_sharded_too(
 
     assert_same(outcomes, expected, TOLERANCE["float64"])
     assert "lm_head.weight" in expected.weights
+
+
+def published(learner: Learner, batch: list[Trajectory], folder: Path) -> None:
+    """Publishes two versions, before an update and after it; exports the second one whole."""
+    writers = RankWriters(learner) if isinstance(learner, LeadingLearner) else None
+    store = WeightStore(str(folder / "store"))
+    publisher = Publisher(store, learner, "run", "0" * 16, folder / "export", 9, anchor_every=9, writers=writers)
+    publisher.publish()
+    learner.update(batch)
+    publisher.publish()
+    publisher.close()
+    learner.export(folder / "whole")
+
+
+def test_a_version_that_several_ranks_publish_has_the_bytes_that_one_process_publishes(
+    ranks: RankProcesses, untied_model: Path, batches: list[list[Trajectory]], tmp_path: Path
+):
+    # In bfloat16 a step of this size changes few values, so that the second version is a delta.
+    config, count = learner_config(untied_model, dtype="bfloat16", lr=1e-5, mini_batch_size=16), len(ranks.processes)
+    published(Learner(config), batches[0], tmp_path / "one")
+
+    ranks.run(led, config, partial(published, batch=batches[0], folder=tmp_path / "several"))
+
+    ours, theirs = (WeightStore(str(tmp_path / name / "store")) for name in ("several", "one"))
+    (first, second), one = [ours.manifest(version) for version in (1, 2)], theirs.manifest(1)
+    assert first.proof is not None
+    assert one.proof is not None
+    assert first.proof.digests == one.proof.digests
+    assert second.delta is not None
+    shares = [f"model-0000{rank + 1}-of-0000{count}.safetensors" for rank in range(count)]
+    assert [file.name for file in second.delta.files] == [f"{share}.delta" for share in shares]
+    sizes = {file.name: file.size for file in first.files}
+    assert {file.name for file in one.files} - {"model.safetensors"} == {*sizes} - {*shares, INDEX}
+    assert max(sizes[share] for share in shares) < 1.3 * min(sizes[share] for share in shares)
+    assert all(file in first.files for file in one.files if file.name != "model.safetensors")
+    fetched = ours.fetch(2, tmp_path / "cache")
+    tensors = {name: tensor for share in shares for name, tensor in load_file(fetched / share).items()}
+    whole = load_file(tmp_path / "several" / "whole" / "model.safetensors")
+    torch.testing.assert_close(tensors, whole, rtol=0, atol=0)
+    torch.testing.assert_close(dict(AutoModelForCausalLM.from_pretrained(fetched).state_dict()), whole, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
