@@ -227,6 +227,12 @@ def test_each_page_fits_a_screen_and_a_phone_in_both_colour_schemes(browser: Bro
 def test_what_is_missing_says_what_to_do(browser: Browser, url: str, outputs: Path) -> None:
     browser.open(f"{url}#/step?run=tidy&step=9")
     assert "expected a step of run tidy (1 to 3), got 9; choose another step" in browser.text()
+    browser.open(f"{url}#/step?run=tidy&step=2")
+    browser.write("input[type=number]", "7")
+    browser.press("Enter")
+    refused = "There are no trajectories of step 7 to compare with; choose from 1 to 3."
+    assert browser.evaluate("document.querySelector('input[type=number]').validationMessage") == refused
+    assert browser.evaluate("location.hash") == "#/step?run=tidy&step=2"
     browser.open(f"{url}#/run?run=other")
     assert "Open the run" in browser.text()
     browser.open(f"{url}#/nonsense")

@@ -138,9 +138,19 @@ function controls(to, sort, show, single, since, steps) {
   const select = (label, options, value, name) => h("select", { "aria-label": label, onchange: (event) => (location.hash = to({ [name]: event.target.value })) },
     Object.entries(options).map(([key, text]) => h("option", { value: key, selected: key === value }, text)));
   const filters = single ? { "": "all", failed: "with an error" } : FILTERS;
-  return h("span", { class: "row" }, select("Which prompts", filters, show, "show"), 
+  return h("span", { class: "row" }, select("Which prompts", filters, show, "show"),
     since ? null : select("Order", SORTS, sort, "sort"),
-    steps.length > 0 && select("Change since a step", { "": "change since …", ...Object.fromEntries(steps.map((step) => [`${step}`, `since step ${step}`])) }, since, "since"));
+    steps.length > 0 && sinceField(steps, since, (value) => (location.hash = to({ since: value }))));
+}
+
+/** The number of another step, to compare with; a run may have thousands. A number that is none of `steps` is refused. */
+function sinceField(steps, since, choose) {
+  const field = h("input", { type: "number", min: steps[0], max: steps.at(-1), value: since, placeholder: "step", "aria-label": "Change since a step", onchange: () => {
+    const isKnown = !field.value || steps.includes(Number(field.value));
+    field.setCustomValidity(isKnown ? "" : `There are no trajectories of step ${field.value} to compare with; choose from ${steps[0]} to ${steps.at(-1)}.`);
+    if (field.reportValidity()) choose(field.value);
+  }, oninput: () => field.setCustomValidity("") });
+  return h("label", { class: "row dim" }, "change since", field);
 }
 
 function grid(run, groups, matches, scale, single, prompts) {
