@@ -184,6 +184,9 @@ def _pages(url: str, clicks: int, steps: int) -> None:
             script = f"{field}.value = '{value}'; {field}.dispatchEvent(new Event('change'))"
             taken[name].append(browser.settled(lambda: browser.evaluate(script)))
 
+        def enter(name: str) -> None:
+            taken[name].append(browser.settled(lambda: browser.press("Enter")))
+
         for _ in range(clicks):
             step, cell = draw.randint(2, steps), draw.randrange(512)
             fresh("the list of runs", "")
@@ -194,7 +197,8 @@ def _pages(url: str, clicks: int, steps: int) -> None:
             click("its lowest rewards", ".histogram button:first-child")
             choose("its prompts without variance", "Which prompts", "flat")
             browser.open(f"{url}#/step?run={RUN}&step={step}")
-            choose("what got worse since a step", "Change since a step", str(step - 1))
+            browser.write("[aria-label='Change since a step']", str(step - 1))
+            enter("what got worse since a step")
             click("the step before, key ←", ".pager a:first-child")
             browser.open(f"{url}#/step?run={RUN}&step={step}")
             click("a trajectory", f".group:nth-child({cell + 1}) .cell", ".title a[title='key t']")
