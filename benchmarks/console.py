@@ -2,6 +2,7 @@
 
     .venv/bin/python -m benchmarks.console write --steps 1000 --prompts 512     # once, 2.5 GB; outputs/bench-console
     .venv/bin/python -m benchmarks.console measure
+    .venv/bin/python -m benchmarks.console beside       # steps of the demo, with an open page and without
 
 `write` uses the trainer's writer: 8 rollouts for each prompt, two turns with a tool call, texts of some hundred bytes.
 `measure` clicks in Chromium and asks the searches over HTTP: over 102,400 trajectories (25 steps) and over the run.
@@ -14,10 +15,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import httpx
@@ -286,14 +288,89 @@ def _print(name: str, taken: list[float]) -> None:
     print(f"{name:48} median {statistics.median(taken):.2f} s, p95 {p95:.2f} s, n {len(taken)}", flush=True)
 
 
+POLL_S = 2.0
+"""Seconds between two polls of an open page: POLL_MS of app.js."""
+RUNS = ("alone", "open")
+
+
+def beside(rounds: int) -> None:
+    """Print what a training step takes alone, and while a page of the run is open in a console on the same cores."""
+    from benchmarks.tracing_run import STEPS, TRACED, Cpu, deployed, train
+
+    steps: dict[str, list[float]] = {name: [] for name in RUNS}
+    cpu: dict[str, list[float]] = {name: [] for name in RUNS}
+    own: list[float] = []
+    with deployed("torch") as deployment:
+        for number in range(rounds):
+            for name in RUNS if number % 2 else reversed(RUNS):
+                run = f"{name}{number}"
+                with _open_page(deployment.outputs, run) if name == "open" else nullcontext() as console:
+                    before, used = Cpu.now(deployment), _cpu_s(console)
+                    steps[name] += train(deployment, run, number, TRACED["sampled"])
+                    used = (_cpu_s(console) - used) / STEPS
+                    cpu[name].append(Cpu.now(deployment).since(before).others - used)
+                if console is not None:
+                    own.append(used)
+    for name in RUNS:
+        print(
+            f"{name:6} {statistics.median(steps[name]):.2f} s a step (mean {statistics.mean(steps[name]):.2f}), "
+            f"CPU of all programs but MLflow and the console {statistics.mean(cpu[name]):.2f} s"
+        )
+    pairs = [there / alone for there, alone in zip(steps["open"], steps["alone"], strict=True)]
+    low, middle, high = statistics.quantiles(pairs, n=4)
+    print(f"open against alone {middle:.3f}x (middle half {low:.3f} to {high:.3f}), n {len(pairs)}")
+    print(f"CPU of the console {statistics.mean(own):.3f} s a step")
+
+
+def _cpu_s(process: psutil.Process | None) -> float:
+    return 0.0 if process is None else sum(process.cpu_times()[:2])
+
+
+@contextmanager
+def _open_page(outputs: Path, run: str) -> Iterator[psutil.Process]:
+    """A console, and a thread that asks it what an open page of the run asks, until the block ends."""
+    port = free_port()
+    url, closed = f"http://127.0.0.1:{port}/", threading.Event()
+    command = [sys.executable, "-m", "trackway.deploy.cli", "console", "--outputs", str(outputs), "--port", str(port)]
+    server = subprocess.Popen(command)
+    page = threading.Thread(target=_follow, args=(url, run, closed))
+    try:
+        _first_answer(url)
+        page.start()
+        try:
+            yield psutil.Process(server.pid)
+        finally:
+            closed.set()
+            page.join(30)
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def _follow(url: str, run: str, closed: threading.Event) -> None:
+    """The requests of the page of a run: the run, and its metrics each time it has changed."""
+    tag = ""
+    with httpx.Client(base_url=f"{url}api/", timeout=60) as http:
+        while not closed.wait(POLL_S):
+            reply = http.get("run", params={"run": run}, headers={"if-none-match": tag})
+            if reply.status_code == 200:
+                tag = reply.headers["etag"]
+                names = [name for name in reply.json()["metrics"] if name.startswith(("timing_s/", "actor/"))]
+                if names:  # none before the first step has ended
+                    http.get("metrics", params={"run": run, "name": names[:40]}).raise_for_status()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("write", "measure"))
+    parser.add_argument("what", choices=("write", "measure", "beside"))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=512)
     parser.add_argument("--clicks", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     if options.what == "write":
         write(options.steps, options.prompts)
-    else:
+    elif options.what == "measure":
         measure(options.clicks)
+    else:
+        beside(options.rounds)

@@ -8,7 +8,7 @@ import contextlib
 import json
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,21 +44,13 @@ def measure(rounds: int, chosen: Sequence[str], engine: str) -> None:
     """Start the services, let the modes take turns, print the medians of their steps and the ratios within a round."""
     steps: dict[str, list[list[float]]] = {mode: [] for mode in chosen}
     cpu: dict[str, list[Cpu]] = {mode: [] for mode in chosen}
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "serve.yaml")
-        config.write_text(yaml.safe_dump(_serve_config(engine)))
-        settings = UpSettings(outputs=Path(folder), config=config, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
-        deployment = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True))
-        try:
-            make_tiny(settings.outputs / "data", 2000, 16, seed=0)
-            for number in track(range(rounds), description="rounds"):
-                turn = number % len(chosen)
-                for mode in [*chosen[turn:], *chosen[:turn]]:
-                    before = Cpu.now(deployment)
-                    steps[mode].append(_run(deployment, mode, number))
-                    cpu[mode].append(Cpu.now(deployment).since(before))
-        finally:
-            take_down(deployment)
+    with deployed(engine) as deployment:
+        for number in track(range(rounds), description="rounds"):
+            turn = number % len(chosen)
+            for mode in [*chosen[turn:], *chosen[:turn]]:
+                before = Cpu.now(deployment)
+                steps[mode].append(_run(deployment, mode, number))
+                cpu[mode].append(Cpu.now(deployment).since(before))
     for mode, runs in steps.items():
         pairs = [
             own / off
@@ -73,6 +65,21 @@ def measure(rounds: int, chosen: Sequence[str], engine: str) -> None:
             f"CPU without MLflow's {others:.3f}x, "
             f"MLflow's {statistics.median(cost.mlflow for cost in cpu[mode]):4.2f} s a step"
         )
+
+
+@contextlib.contextmanager
+def deployed(engine: str) -> Iterator[Deployment]:
+    """The five services and MLflow, with a dataset in the outputs folder, until the block ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "serve.yaml")
+        config.write_text(yaml.safe_dump(_serve_config(engine)))
+        settings = UpSettings(outputs=Path(folder), config=config, port=0, dashboard_port=0, ray_port=0, mlflow_port=0)
+        deployment = bring_up(settings, lambda name, state: print(f"{name}: {state}", flush=True))
+        try:
+            make_tiny(settings.outputs / "data", 2000, 16, seed=0)
+            yield deployment
+        finally:
+            take_down(deployment)
 
 
 def _serve_config(engine: str) -> dict[str, Any]:
@@ -97,22 +104,6 @@ def _quartiles(values: list[float]) -> str:
 
 def _run(deployment: Deployment, mode: str, number: int) -> list[float]:
     """Seconds of each step of one run; the same seed in every mode, so the same rollouts."""
-    name, data = f"{mode}{number}", deployment.outputs / "data"
-    config = compose(
-        [
-            f"data.train_files={data / 'train.parquet'}",
-            "data.val_files=[]",
-            f"actor_rollout_ref.model.path={TINY_MODEL}",
-            f"trainer.experiment_name={name}",
-            f"trainer.total_training_steps={STEPS}",
-            "trainer.val_before_train=false",
-            "trainer.save_freq=-1",
-            f"trackway.seed={number}",
-            f"trackway.trace_prompts_per_step={TRACED[mode]}",
-        ],
-        config_name="tiny_demo",
-    )
-    launch.start_run(deployment, config, name)
     with contextlib.ExitStack() as stack:
         still: list[bool] = []
 
@@ -123,7 +114,30 @@ def _run(deployment: Deployment, mode: str, number: int) -> list[float]:
             if info.step == STEPS:
                 stack.close()
 
-        info = launch.follow(deployment, name, away)
+        return train(deployment, f"{mode}{number}", number, TRACED[mode], away)
+
+
+def train(
+    deployment: Deployment, name: str, seed: int, traced: int, show: Callable[[RunInfo], None] = lambda info: None
+) -> list[float]:
+    """Seconds of each step of a run that traces so many of its prompts, but for the first step."""
+    data = deployment.outputs / "data"
+    config = compose(
+        [
+            f"data.train_files={data / 'train.parquet'}",
+            "data.val_files=[]",
+            f"actor_rollout_ref.model.path={TINY_MODEL}",
+            f"trainer.experiment_name={name}",
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.val_before_train=false",
+            "trainer.save_freq=-1",
+            f"trackway.seed={seed}",
+            f"trackway.trace_prompts_per_step={traced}",
+        ],
+        config_name="tiny_demo",
+    )
+    launch.start_run(deployment, config, name)
+    info = launch.follow(deployment, name, show)
     rows = [json.loads(line) for line in (Path(info.folder) / "metrics.jsonl").read_text().splitlines()]
     return [row["data"]["timing_s/step"] for row in rows if row["step"] > 1]
 
