@@ -13,6 +13,7 @@ from tests.console import accessibility
 from tests.console.browser import Browser
 from tests.console.conftest import Serve
 from tests.console.example_run import TRACE_ID, mlflow_span, rollout, write_run, write_step, write_values
+from trackway.console import file_results
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
 from trackway.wire.health import Wait
@@ -184,6 +185,32 @@ def test_a_search_and_a_query_can_be_cancelled(browser: Browser, url: str) -> No
             )
             browser.click("#stop")
         browser.wait("document.querySelector('#main [role=status]').innerText.includes('cancelled')")
+    assert browser.problems == []
+
+
+CANCEL_AT_ONCE = """new MutationObserver((_, observer) => {
+  const cancel = [...document.querySelectorAll('#main button')].find((node) => node.innerText === 'Cancel');
+  if (cancel) { observer.disconnect(); cancel.click(); }
+}).observe(document.getElementById('main'), {childList: true, subtree: true})"""
+
+
+def test_failures_are_shown_as_files_are_read_and_reading_can_be_cancelled(
+    browser: Browser, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_results, "BUDGET_S", 0.0)
+    monkeypatch.setattr(file_results, "TOGETHER", 1)
+    browser.open(f"{url}#/run?run=tidy")
+    browser.evaluate(f"void {CANCEL_AT_ONCE}")
+
+    browser.settled(lambda: browser.click("#tools a[href*='failures']"))
+    # The newest file, and the one that had been asked for when it was cancelled.
+    wanted = "2 of 4 files read, the newest first, cancelled"
+    browser.wait(f"document.querySelector('#main [role=status]').innerText === '{wanted}'")
+    browser.click("#main .row button")
+    browser.wait("!document.querySelector('#main [role=status]')")
+
+    browser.settled(lambda: browser.click(".segments a[href*='own']"))
+    assert "failed tool calls, which the model saw" in browser.text()
     assert browser.problems == []
 
 

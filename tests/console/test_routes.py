@@ -20,7 +20,7 @@ from tests.console.example_run import (
     write_step,
     write_values,
 )
-from trackway.console import spans
+from trackway.console import file_results, over_steps, spans
 from trackway.console.app import create_app
 from trackway.serving import AuthSettings, ServiceSettings
 from trackway.serving.tokens import Token
@@ -447,6 +447,43 @@ def test_failures_are_grouped_by_cause_and_a_torn_file_is_named(outputs: Path) -
     ]
     assert len(page["unreadable"]) == 1 and str(file) in page["unreadable"][0]
     assert len(get(outputs, "prompt", run="tidy", sample="10")["unreadable"]) == 1
+
+
+def test_what_goes_over_all_steps_answers_in_parts_the_newest_first(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_results, "BUDGET_S", 0.0)
+    monkeypatch.setattr(file_results, "TOGETHER", 1)
+    folder = write_run(outputs, steps=3)
+
+    def prompt() -> tuple[int, int, list[int]]:
+        page = get(outputs, "prompt", run="tidy", sample="7")
+        return page["files"], page["files_left"], [found["step"] for found in page["rollouts"]]
+
+    assert [prompt() for _ in range(4)] == [
+        (3, 2, [3, 3]),
+        (3, 1, [2, 2, 3, 3]),
+        (3, 0, [1, 1, 2, 2, 3, 3]),
+        (3, 0, [1, 1, 2, 2, 3, 3]),
+    ]
+    counted = [get(outputs, "failures", run="tidy") for _ in range(4)]
+    assert [page["files_left"] for page in counted] == [3, 2, 1, 0]
+    assert counted[0]["failures"][0]["steps"]["steps"] == [3]
+    assert counted[3]["failures"][0]["steps"]["steps"] == [1, 2, 3]
+    write_trajectories(folder.path / "trajectories/step_2.parquet", [rollout("tidy", 2, 7, 0)])
+    assert prompt() == (3, 0, [1, 1, 2, 3, 3])
+
+
+def test_a_prompt_with_enough_rollouts_reads_no_older_file(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(over_steps, "MOST_ROLLOUTS", 3)
+    monkeypatch.setattr(file_results, "TOGETHER", 1)
+    folder = write_run(outputs, steps=3)
+    (folder.path / "trajectories/step_1.parquet").write_bytes(b"never read")
+
+    page = get(outputs, "prompt", run="tidy", sample="7")
+
+    assert [(found["step"], found["rollout"]) for found in page["rollouts"]] == [(2, 1), (3, 0), (3, 1)]
+    assert (page["files_left"], page["unreadable"]) == (0, [])
 
 
 def test_a_step_can_be_saved_as_numbers_and_as_whole_trajectories(outputs: Path) -> None:

@@ -14,6 +14,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trackway.console.export import as_csv, as_jsonl
+from trackway.console.file_results import FileResults
 from trackway.console.over_steps import failures_page, prompt_page
 from trackway.console.replies import (
     ConsoleInfo,
@@ -85,7 +86,7 @@ def create_app(
 
 def _routes(runs: Runs, services: list[str]) -> APIRouter:
     router = APIRouter(tags=["console"], generate_unique_id_function=lambda route: route.name)
-    reader, tokenizers = ParquetReader(), Tokenizers()
+    reader, results, tokenizers = ParquetReader(), FileResults(), Tokenizers()
     sql_slots = asyncio.Semaphore(SQL_AT_ONCE)
 
     @router.get("/", include_in_schema=False)
@@ -212,13 +213,13 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
 
     @router.get("/api/prompt", response_model=PromptPage)
     def one_prompt(run: RunKey, sample: str, validation: Validation = False) -> PromptPage:
-        """The rollouts of one sample in all steps."""
-        return prompt_page(reader, runs.find(run), sample, validation)
+        """The rollouts of one sample in all steps; with `files_left`, as far as half a second reads."""
+        return prompt_page(reader, results, runs.find(run), sample, validation)
 
     @router.get("/api/failures", response_model=FailuresPage)
     def failures(run: RunKey) -> FailuresPage:
-        """Failures of the whole run by kind, code and message, the most frequent first."""
-        return failures_page(reader, runs.find(run))
+        """Failures by cause, the most frequent first; with `files_left`, as far as half a second reads."""
+        return failures_page(reader, results, runs.find(run))
 
     @router.get("/api/export", response_class=StreamingResponse)
     def export(

@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import get_args
 
+from trackway.console.file_results import FileResults, Row
 from trackway.console.replies import Failure, FailuresPage, PromptPage, PromptRollout, Series, TrajectoryAddress
 from trackway.console.runs import finite
 from trackway.console.steps import last_user_text
@@ -23,21 +24,27 @@ _ANSWER_CHARS = 200
 _FROM = "FROM read_parquet($files, union_by_name = true, filename = true)"
 
 
-def prompt_page(reader: ParquetReader, folder: RunFolder, sample: str, validation: bool) -> PromptPage:
-    """The rollouts of a sample in all steps; validation has samples of its own."""
+def prompt_page(
+    reader: ParquetReader, results: FileResults, folder: RunFolder, sample: str, validation: bool
+) -> PromptPage:
+    """The rollouts of a sample in all steps, as far as they were read; validation has samples of its own."""
+
+    def read(some: Sequence[File]) -> tuple[list[tuple[File, Row]], dict[File, str]]:
+        rows, unreadable = reader.across(
+            "SELECT filename, rollout_n, score, stop_reason, json_extract_string(error, '$.code'), "
+            "CAST(json_extract(timings, '$.total') AS DOUBLE), turns "
+            f"{_FROM} WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n",
+            some,
+            sample=sample,
+        )
+        return [(file, (*numbers, _answer(turns))) for file, (*numbers, turns) in rows], unreadable
+
     files = [file for file in trajectory_files(folder) if file.validation == validation]
-    rows, unreadable = reader.across(
-        "SELECT filename, rollout_n, score, stop_reason, json_extract_string(error, '$.code'), "
-        "CAST(json_extract(timings, '$.total') AS DOUBLE), turns, prompt_messages "
-        f"{_FROM} WHERE CAST(sample_index AS VARCHAR) = $sample",
-        files,
-        sample=sample,
-    )
-    rows.sort(key=lambda item: (item[0].step, item[1][0]))
+    found = results.of(("prompt", folder.path, sample, validation), files, read, enough=MOST_ROLLOUTS)
     return PromptPage(
         sample=sample,
         validation=validation,
-        prompt=last_user_text(rows[-1][1][-1]) if rows else "",
+        prompt=_prompt(reader, found.rows[-1][0], sample) if found.rows else "",
         rollouts=[
             PromptRollout(
                 step=file.step,
@@ -46,12 +53,23 @@ def prompt_page(reader: ParquetReader, folder: RunFolder, sample: str, validatio
                 stop_reason=stop_reason,
                 error=error,
                 seconds=seconds,
-                answer=_answer(turns),
+                answer=answer,
             )
-            for file, (rollout, score, stop_reason, error, seconds, turns, _) in rows[-MOST_ROLLOUTS:]
+            for file, (rollout, score, stop_reason, error, seconds, answer) in found.rows[-MOST_ROLLOUTS:]
         ],
-        unreadable=unreadable[:20],
+        unreadable=found.unreadable[:20],
+        files=len(files),
+        files_left=found.files_left,
     )
+
+
+def _prompt(reader: ParquetReader, file: File, sample: str) -> str:
+    """What the sample asks in a step."""
+    asked = (
+        "SELECT prompt_messages FROM read_parquet($file) "
+        "WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n DESC LIMIT 1"
+    )
+    return "".join(last_user_text(messages) for (messages,) in reader.query(asked, file, sample=sample))
 
 
 def _answer(turns: str) -> str:
@@ -81,25 +99,39 @@ _ROWS = {
 }
 
 
-def failures_page(reader: ParquetReader, folder: RunFolder) -> FailuresPage:
-    """Failures of the whole run by kind, code and message, whose numbers are left out of the comparison."""
+def failures_page(reader: ParquetReader, results: FileResults, folder: RunFolder) -> FailuresPage:
+    """Failures of the run, as far as it was read, by kind, code and message; numbers in messages may differ."""
+
+    def read(some: Sequence[File]) -> tuple[list[tuple[File, Row]], dict[File, str]]:
+        found: list[tuple[File, Row]] = []
+        unreadable: dict[File, str] = {}
+        for kind, (selected, condition) in _FAILURES.items():
+            rows, damaged = reader.across(
+                "SELECT filename, code, tool, regexp_replace(left(message, 300), '[0-9]+([.][0-9]+)?', 'N', 'g'), "
+                "any_value(message), count(*), max_by(CAST(sample_index AS VARCHAR), rollout_n), max(rollout_n) "
+                f"FROM (SELECT filename, sample_index, rollout_n, {selected} {_ROWS[kind]} WHERE {condition}) "
+                "GROUP BY ALL",
+                [file for file in some if file not in unreadable],
+            )
+            found += [(file, (kind, *row)) for file, row in rows]
+            unreadable |= damaged
+        return found, unreadable
+
     files = trajectory_files(folder)
+    found = results.of(("failures", folder.path), files, read)
     failures: list[Failure] = []
-    unreadable: list[str] = []
-    for kind, (selected, condition) in _FAILURES.items():
-        rows, damaged = reader.across(
-            "SELECT filename, code, tool, regexp_replace(left(message, 300), '[0-9]+([.][0-9]+)?', 'N', 'g'), "
-            "any_value(message), count(*), max_by(CAST(sample_index AS VARCHAR), rollout_n), max(rollout_n) "
-            f"FROM (SELECT filename, sample_index, rollout_n, {selected} {_ROWS[kind]} WHERE {condition}) "
-            "GROUP BY ALL",
-            files,
-        )
-        unreadable += [message for message in damaged if message not in unreadable]
+    for kind in _FAILURES:
+        rows = [(file, row[1:]) for file, row in found.rows if row[0] == kind]
         rows.sort(key=lambda item: (*(part or "" for part in item[1][:3]), item[0].step, item[0].validation))
         for (code, tool, _), group in groupby(rows, key=lambda item: item[1][:3]):
             failures.append(_failure(kind, code, tool, list(group)))
     failures.sort(key=lambda failure: -failure.count)
-    return FailuresPage(failures=failures[:MOST_GROUPS], unreadable=unreadable[:20])
+    return FailuresPage(
+        failures=failures[:MOST_GROUPS],
+        unreadable=found.unreadable[:20],
+        files=len(files),
+        files_left=found.files_left,
+    )
 
 
 def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tuple]]) -> Failure:

@@ -269,6 +269,10 @@ class PromptPage(WireReply):
     """In the order of steps and rollouts, of the newest steps if there are too many."""
     unreadable: list[str]
     """Files that could not be read."""
+    files: int
+    """Of the run."""
+    files_left: int
+    """Files that were not read yet: ask again, which goes on there."""
 
 
 class Failure(WireReply):
@@ -300,6 +304,10 @@ class FailuresPage(WireReply):
     failures: list[Failure]
     unreadable: list[str]
     """Files that could not be read."""
+    files: int
+    """Of the run."""
+    files_left: int
+    """Files that were not read yet: ask again, which goes on there."""
 
 
 class SpanBar(WireReply):

@@ -59,8 +59,8 @@ def search(reader: ParquetReader, folder: RunFolder, query: Query, limit: int, c
     started, searched, together = time.monotonic(), 0, 1
     while at < len(files):
         batch = files[at : at + together]
-        matching, damaged = _matching(reader, batch, query) if together > 1 else (batch, [])
-        unreadable += damaged
+        matching, damaged = _matching(reader, batch, query) if together > 1 else (batch, {})
+        unreadable += damaged.values()
         before = len(hits)
         for file in matching:
             try:
@@ -78,8 +78,8 @@ def search(reader: ParquetReader, folder: RunFolder, query: Query, limit: int, c
     return _page(hits, searched, None, unreadable)
 
 
-def _matching(reader: ParquetReader, files: list[File], query: Query) -> tuple[list[File], list[str]]:
-    """The files that may have a hit, read in parallel, and those that cannot be read, with the reason."""
+def _matching(reader: ParquetReader, files: list[File], query: Query) -> tuple[list[File], dict[File, str]]:
+    """The files that may have a hit, read in parallel, and why others cannot be read."""
     where, values = _conditions(query)
     rows, unreadable = reader.across(
         f"SELECT DISTINCT filename FROM read_parquet($files, union_by_name = true, filename = true) WHERE true{where}",

@@ -17,7 +17,7 @@ _NAME = re.compile(r"(val_)?step_(\d+)\.parquet")
 MEMORY = "512MB"
 """Most memory of all queries together; DuckDB fails a query that needs more."""
 THREADS = 2
-_TOGETHER = 64
+TOGETHER = 64
 """Files of one query over many."""
 
 
@@ -116,16 +116,16 @@ class ParquetReader:
 
     def across(
         self, sql: str, files: Sequence[File], **values: object
-    ) -> tuple[list[tuple[File, tuple[Any, ...]]], list[str]]:
-        """The rows of a query over `read_parquet($files)` by file, and the files that cannot be read, with the reason.
+    ) -> tuple[list[tuple[File, tuple[Any, ...]]], dict[File, str]]:
+        """The rows of a query over `read_parquet($files)` by file, and why other files cannot be read.
 
         The query's first column is `filename`.
         """
         import duckdb
 
         rows: list[tuple[File, tuple[Any, ...]]] = []
-        unreadable: list[str] = []
-        pending = [list(files[start : start + _TOGETHER]) for start in range(0, len(files), _TOGETHER)]
+        unreadable: dict[File, str] = {}
+        pending = [list(files[start : start + TOGETHER]) for start in range(0, len(files), TOGETHER)]
         while pending:
             batch = pending.pop(0)
             by_name = {str(file.path): file for file in batch}
@@ -133,7 +133,7 @@ class ParquetReader:
                 found = self._cursor().execute(sql, {"files": list(by_name), **values}).fetchall()
             except duckdb.Error as error:
                 if len(batch) == 1:
-                    unreadable.append(self._unreadable(batch[0], error).message)
+                    unreadable[batch[0]] = self._unreadable(batch[0], error).message
                 else:  # one of them is damaged
                     pending[:0] = [[file] for file in batch]
                 continue

@@ -3,22 +3,27 @@
 import { link, trajectoryLink } from "../api.js";
 import { spark } from "../charts.js";
 import { empty, h, number, plural, roving, visible } from "../dom.js";
-import { csv, fileName } from "./parts.js";
+import { csv, fileName, growing } from "./parts.js";
 
 const COLUMNS = ["kind", "code", "tool", "service", "infrastructure", "count", "validation", "message"];
 const KINDS = { trajectory: "ended rollouts", call: "failed tool calls, which the model saw", incident: "problems from which rollouts recovered" };
 
 export default async function failures(visit) {
   const { run, only = "" } = visit.parameters;
-  const [page, about] = await Promise.all([visit.get("failures", { run }), visit.get("run", { run })]);
+  const about = await visit.get("run", { run });
+  const steps = about.files.filter((file) => !file.validation).map((file) => file.step);
+  return growing(visit, "failures", { run }, (page) => causes(page, run, only, steps));
+}
+
+function causes(page, run, only, steps) {
   const damaged = page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message)));
   const kept = page.failures.filter((failure) => !only || failure.infrastructure === (only === "infrastructure"));
   const filters = { "": "all", infrastructure: "infrastructure", own: "tools and rows" };
   const title = h("div", { class: "title" }, h("h1", {}, "Failures"), h("span", { class: "dim" }, plural(kept.reduce((sum, failure) => sum + failure.count, 0), "failure")), h("span", { class: "spacer" }),
     h("div", { class: "segments", role: "group", "aria-label": "Which failures" }, Object.entries(filters).map(([name, words]) => h("a", { href: link("failures", { run, only: name }), "aria-current": name === only ? "true" : null }, words))),
     kept.length > 0 && csv(`${fileName(run)}-failures`, COLUMNS, () => kept.map((failure) => COLUMNS.map((name) => failure[name]))));
+  if (!page.failures.length && page.files_left) return [title, ...damaged];
   if (!page.failures.length) return [title, ...damaged, empty("Nothing failed: no rollout ended by an error, no call failed, nothing was tried again.", h("a", { href: link("run", { run }) }, "Open the run"))];
-  const steps = about.files.filter((file) => !file.validation).map((file) => file.step);
   if (!kept.length) return [title, ...damaged, empty("None of the failures is of this kind.", h("a", { href: link("failures", { run }) }, "Show all"))];
   return [title, ...damaged, ...Object.entries(KINDS).map(([kind, words]) => {
     const found = kept.filter((failure) => failure.kind === kind);

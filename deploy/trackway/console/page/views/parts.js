@@ -1,7 +1,7 @@
 // Parts that several views show.
 
 import { file, link, trajectoryLink } from "../api.js";
-import { busy, h, number, tip, visible } from "../dom.js";
+import { busy, h, number, plural, redraw, tip, visible } from "../dom.js";
 
 const ENDED = ["finished", "failed", "stopped", "unreadable"];
 export const isLive = (summary) => !ENDED.includes(summary.state) && summary.alive !== false;
@@ -144,4 +144,33 @@ export function queries(kind, ready, now, to, more = []) {
     ...more.map(([name, href]) => h("a", { class: "button", href }, name)));
   draw();
   return row;
+}
+
+/** What `draw(page)` shows of a reply that may lack files; it is asked and drawn again until all are read or it is cancelled. */
+export async function growing(visit, path, parameters, draw) {
+  const shown = h("div", { class: "stack" });
+  let page = await visit.get(path, parameters);
+  let state = "reading";
+  const show = (words = "") => {
+    const read = `${number(page.files - page.files_left)} of ${plural(page.files, "file")} read, the newest first`;
+    const [text, act] = state === "reading" ? ["Cancel", () => show((state = "cancelled"))] : ["Go on", rest];
+    const progress = h("p", { class: "row" }, h("span", { role: "status" }, state === "reading" ? `${read} …` : `${read}, ${visible(words)}`), h("button", { type: "button", onclick: act }, text));
+    redraw(shown, [draw(page), page.files_left > 0 && progress]);
+  };
+  const rest = async () => {
+    state = "reading";
+    show();
+    while (page.files_left > 0 && state === "reading") {
+      try {
+        page = await visit.get(path, parameters);
+      } catch (error) {
+        if (visit.signal.aborted) return;
+        show((state = error.message));
+        return;
+      }
+      show(state);
+    }
+  };
+  rest();
+  return shown;
 }

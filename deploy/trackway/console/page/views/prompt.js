@@ -4,13 +4,16 @@ import { link, trajectoryLink } from "../api.js";
 import { lines } from "../charts.js";
 import { empty, h, mean, panel, plural, roving, seconds, visible } from "../dom.js";
 import { compareLink } from "./compare.js";
-import { cell, csv, fileName, range } from "./parts.js";
+import { cell, csv, fileName, growing, range } from "./parts.js";
 
 const COLUMNS = ["step", "rollout", "score", "stop_reason", "error", "seconds", "answer"];
 
 export default async function prompt(visit) {
   const { run, sample, val } = visit.parameters;
-  const page = await visit.get("prompt", { run, sample, validation: val ? true : undefined });
+  return growing(visit, "prompt", { run, sample, validation: val ? true : undefined }, (page) => overSteps(page, visit.parameters));
+}
+
+function overSteps(page, { run, sample, val }) {
   const steps = new Map();
   for (const rollout of page.rollouts) {
     if (!steps.has(rollout.step)) steps.set(rollout.step, []);
@@ -25,6 +28,7 @@ export default async function prompt(visit) {
   const title = h("div", { class: "title" }, h("h1", {}, visible(`Sample ${sample}`)), h("span", { class: "dim" }, `${plural(page.rollouts.length, "rollout")} in ${plural(steps.size, page.validation ? "validation" : "step")}`),
     h("span", { class: "spacer" }),
     csv(`${fileName(run)}-sample-${sample}`, COLUMNS, () => page.rollouts.map((rollout) => COLUMNS.map((name) => rollout[name]))), chosen.length > 1 && h("a", { class: "button", href: compareLink(run, chosen.map(address)) }, "Compare over steps"));
+  if (!page.rollouts.length && page.files_left) return [title, damaged];
   if (!page.rollouts.length)
     return [title, ...damaged, empty(`No ${page.validation ? "validation" : "step"} of this run has the sample.`, h("a", { href: link("run", { run }) }, "Open a step of the run to choose one"))];
   return h("div", { class: "stack" }, title, damaged,
