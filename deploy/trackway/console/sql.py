@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import duckdb
 
 DEADLINE_S = 20.0
+_INTERRUPT_AGAIN_S = 0.05
 MOST_ROWS = 1000
 MEMORY = "200MB"
 _MOST_CHARS = 2000
@@ -68,6 +69,7 @@ class Statement:
         self._lock = threading.Lock()
         self._connection: duckdb.DuckDBPyConnection | None = None
         self._ended_by = ""
+        self._asked_to_end, self._ended = threading.Event(), threading.Event()
 
     def run(self) -> SqlPage:
         """The first MOST_ROWS rows, after at most DEADLINE_S.
@@ -75,22 +77,29 @@ class Statement:
         Raises TrackwayError: INVALID_REQUEST for another statement or one that DuckDB refuses, DEADLINE_EXCEEDED,
         NOT_FOUND when the run has no trajectories yet.
         """
-        timer = threading.Timer(DEADLINE_S, self._end, [f"took longer than {DEADLINE_S:.0f} s"])
-        timer.start()
+        watching = threading.Thread(target=self._watch, daemon=True)
+        watching.start()
         try:
             return self._page()
         finally:
-            timer.cancel()
+            self._ended.set()
+            self._asked_to_end.set()
+            watching.join()
 
     def cancel(self) -> None:
         """Ends a query that runs; `run` then raises DEADLINE_EXCEEDED."""
-        self._end("was cancelled")
+        self._ended_by = self._ended_by or "was cancelled"
+        self._asked_to_end.set()
 
-    def _end(self, reason: str) -> None:
-        with self._lock:
-            self._ended_by = reason
-            if self._connection is not None:
-                self._connection.interrupt()
+    def _watch(self) -> None:
+        """Interrupts the query at its deadline or when it is cancelled."""
+        if not self._asked_to_end.wait(DEADLINE_S):
+            self._ended_by = self._ended_by or f"took longer than {DEADLINE_S:.0f} s"
+        while not self._ended.is_set():
+            with self._lock:
+                if self._connection is not None:
+                    self._connection.interrupt()
+            self._ended.wait(_INTERRUPT_AGAIN_S)  # DuckDB forgets an interrupt that comes before the query has begun
 
     def _page(self) -> SqlPage:
         import duckdb
@@ -123,8 +132,6 @@ class Statement:
             _check(connection, self._sql)
             with self._lock:
                 self._connection = connection
-                if self._ended_by:
-                    connection.interrupt()
             # The line break ends a comment of the user's last line.
             found = connection.execute(f"SELECT * FROM ({self._sql.rstrip().rstrip(';')}\n) LIMIT {MOST_ROWS + 1}")
             columns = [SqlColumn(name=name, type=str(kind)) for name, kind, *_ in found.description or ()]

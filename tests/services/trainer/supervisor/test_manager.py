@@ -18,6 +18,7 @@ from tests.services.trainer.real_runs import STEPS, ended, held_at, pid_of, run_
 from trackway.clients.weights import WeightStore
 from trackway.tracing import Tracing, TracingSettings
 from trackway.trainer.config import compose
+from trackway.trainer.run_state.checkpoint import LATEST
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.ownership import Owner
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
@@ -139,6 +140,12 @@ async def test_a_killed_worker_goes_on_from_its_checkpoint_and_learns_the_same(
     assert learned(await rows_of(runs, "killed")) == learned(baseline.rows)
 
 
+def saved(runs: RunManager, name: str, step: int) -> bool:
+    """Whether the newest whole checkpoint is that of the step; it is written while the next step runs."""
+    newest = Path(runs.registry.info(name).folder) / "checkpoints" / LATEST
+    return newest.is_file() and newest.read_text().strip() == str(step)
+
+
 def damage(runs: RunManager, name: str, step: int) -> None:
     """NaN in the weights of a checkpoint."""
     checkpoint = Path(runs.registry.info(name).folder) / "checkpoints" / f"global_step_{step}"
@@ -151,7 +158,7 @@ async def test_a_killed_worker_goes_back_past_a_damaged_checkpoint_and_learns_th
 ):
     agent.holding_at = 3
     await runs.start(request_of("damaged"))
-    await until(lambda: runs.registry.info("damaged").step == 2 and held_at(agent, 3))
+    await until(lambda: runs.registry.info("damaged").step == 2 and held_at(agent, 3) and saved(runs, "damaged", 2))
     damage(runs, "damaged", 2)
 
     os.kill(pid_of(runs, "damaged"), signal.SIGKILL)
@@ -170,7 +177,7 @@ async def test_a_person_is_offered_the_checkpoint_before_a_damaged_one_and_may_t
 ):
     agent.holding_at = 3
     await runs.start(request_of("offered"))
-    await until(lambda: runs.registry.info("offered").step == 2 and held_at(agent, 3))
+    await until(lambda: runs.registry.info("offered").step == 2 and held_at(agent, 3) and saved(runs, "offered", 2))
     await runs.stop("offered")
     await ended(runs, "offered")
     damage(runs, "offered", 2)

@@ -17,8 +17,9 @@ from trackway.wire.trajectory import Trajectory
 
 pytestmark = [
     pytest.mark.slow,
-    # Of torch's own compiler, when it is imported.
+    # Of what torch's own compiler imports.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The distutils package is deprecated:DeprecationWarning"),
 ]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
