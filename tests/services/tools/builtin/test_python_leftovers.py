@@ -48,6 +48,7 @@ async def test_they_have_no_time_between_two_calls(running: Run) -> None:
         session = await server.session()
         await session(COUNTING)
         [interpreter] = [pid for pid in processes_with("answer_for_ever") if _threads(pid) > 1]
+        await eventually(lambda: _states(interpreter) == {"T"})
         before = _ticks(interpreter)
         await asyncio.to_thread(_burn, 0.5)
         after = _ticks(interpreter)
@@ -68,10 +69,19 @@ def _threads(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/task"))
 
 
+def _states(pid: int) -> set[str]:
+    """The states of the process's threads; ``T`` is stopped, which a thread is a moment after it was told to."""
+    return {_stat(f"{pid}/task/{thread}")[0] for thread in os.listdir(f"/proc/{pid}/task")}
+
+
 def _ticks(pid: int) -> int:
     """Clock ticks of CPU time that the process has used."""
-    with open(f"/proc/{pid}/stat") as stat:
-        return sum(map(int, stat.read().rpartition(") ")[2].split()[11:13]))
+    return sum(map(int, _stat(str(pid))[11:13]))
+
+
+def _stat(process: str) -> list[str]:
+    with open(f"/proc/{process}/stat") as stat:
+        return stat.read().rpartition(") ")[2].split()
 
 
 async def test_they_end_with_a_one_shot_call(running: Run) -> None:
