@@ -9,7 +9,7 @@ from typing import Any
 
 from trackway.console.trajectory_files import TOGETHER, File
 
-BUDGET_S = 0.5
+BUDGET_S = 0.3
 """Seconds after which a request answers with what it has."""
 _MOST_KEPT = 16
 """Queries whose results are kept."""
