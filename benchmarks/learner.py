@@ -33,6 +33,7 @@ from pydantic import JsonValue
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from trackway.trainer.config import resolve
+from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.batch import TrainingBatch
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.packing import PackedRow
@@ -191,8 +192,8 @@ def measure(folder: Path, name: str) -> Measured:
     draw = random.Random(0)
     tokens = [[draw.randrange(49_152) for _ in range(256)] for _ in range(12)]
     batch = [trajectory(row, ids[:16], ids[16:], [1] * 240) for row, ids in enumerate(tokens)]
-    group = RankGroup(config, count, 600.0) if count > 1 else None
-    processes = [os.getpid(), *(process.pid for process in (group.processes.values() if group else ()))]
+    group = RankGroup(config, Placement(count), 600.0) if count > 1 else None
+    processes = [os.getpid(), *(group.pids if group else ())]
     before = [peak_mb(pid) for pid in processes]
     learner = LeadingLearner(config, group) if group else Learner(config)
     try:

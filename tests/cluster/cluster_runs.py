@@ -22,9 +22,9 @@ _STORED_S = 45.0
 """Longest wait for traces that waited for their backend."""
 
 
-def start(cluster: Cluster, name: str) -> str:
+def start(cluster: Cluster, name: str, *overrides: str) -> str:
     """A small run whose training trajectories are all traced."""
-    words = small_run(cluster.deployment.outputs, name, STEPS)
+    words = small_run(cluster.deployment.outputs, name, STEPS, *overrides)
     return launch.start_run(cluster.deployment, compose(words, config_name="tiny_demo"), name).run
 
 

@@ -3,10 +3,11 @@
 store   MLflow, Redis where it is wanted, and the test itself
 head    Ray's head, which offers nothing
 one     a worker pod of every group
-two     a worker pod of every group but the trainer's
+two     a worker pod of every group but the trainer's, which also takes ranks of a learner
 """
 
 import contextlib
+import os
 import secrets
 import sqlite3
 import sys
@@ -33,21 +34,22 @@ from trackway.trainer.data import make_tiny
 from trackway.wire.errors import TrackwayError
 from trackway.wire.health import ReplicaInfo
 
+ROOT = Path(__file__).parents[2]
 HOSTS = ("store", "head", "one", "two")
 SERVICES = ("rollout", "tools", "reward", "agent", "trainer")
 REPLICAS = {"rollout": 2, "tools": 2, "reward": 2, "agent": 2, "trainer": 1}
 ALL = {f"trackway_{pod}": 1 for pod in ("tools", "agent", "rollout")}
-OFFERS = {"one": {**ALL, "trackway_trainer": 1}, "two": ALL}
+OFFERS = {"one": {**ALL, "trackway_trainer": 1}, "two": {**ALL, "trackway_learner": 1}}
 MLFLOW_PORT, REDIS_PORT = 5000, 6379
 PATIENCE_S = 240.0
 """Longest wait for what takes a minute where nothing else runs."""
 PACED = {
-    "PYTHONPATH": str(Path(__file__).parents[2]),
+    "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("", "services", "clients", "deploy")),
     "TRACKWAY_TOOLS": "[]",
     "TRACKWAY_EXTRA_TOOLS": '["tests.cluster.slow_calculator:SlowCalculator"]',
 }
 """A run must still be there when a machine has started anew."""
-MANIFESTS = Path(__file__).parents[2] / "k8s" / "base"
+MANIFESTS = ROOT / "k8s" / "base"
 SERVE_YAML, SETTINGS_ENV = MANIFESTS / "serve.yaml", MANIFESTS / "settings.env"
 MLFLOW, VOLUME = "http://trackway-mlflow:5000", "/var/lib/trackway"
 """What settings.env calls them."""

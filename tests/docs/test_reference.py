@@ -77,7 +77,7 @@ def test_a_configuration_key_has_its_default_and_its_sentence() -> None:
 
 
 def test_a_key_that_decides_the_deployment_says_so() -> None:
-    assert row(configuration_keys(), "`trainer.nnodes`")[2].endswith("*(deployment)*")
+    assert row(configuration_keys(), "`trainer.n_gpus_per_node`")[2].endswith("*(deployment)*")
     assert not row(configuration_keys(), "`trainer.save_freq`")[2].endswith("*(deployment)*")
 
 

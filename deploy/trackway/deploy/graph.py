@@ -65,6 +65,8 @@ class Replica:
 
     def __init__(self, service: ServiceName, settings: ServiceSettings) -> None:
         end_at_sigterm()
+        if service == "trainer" and ray.is_initialized():
+            _hand_over_launcher()
         module = importlib.import_module(f"trackway.{service}.app")
         create_app: Callable[[ServiceSettings], FastAPI] = module.create_app
         self._service = service
@@ -134,6 +136,14 @@ class Replica:
         transport = httpx.ASGITransport(app=from_inside(self._app))
         async with httpx.AsyncClient(transport=transport, base_url="http://replica") as client:
             return await client.request(method, path, headers=headers)
+
+
+def _hand_over_launcher() -> None:
+    """Lets the runs, which are processes of their own, place ranks of their learner on nodes of this cluster."""
+    from trackway.trainer.learner.ranks.launch import LAUNCHER  # a node without the trainer lacks its packages
+
+    os.environ[LAUNCHER] = "trackway.deploy.serve.rank_nodes:RayNodes"
+    os.environ.setdefault("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
 
 
 def _direct_port(settings: ServiceSettings, app: FastAPI) -> DirectPort | None:

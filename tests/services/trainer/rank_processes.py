@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.ranks.group import LeadingLearner, RankGroup
@@ -95,7 +96,7 @@ def led(ranks: Ranks, config: LearnerConfig, lead: Callable[[LeadingLearner], R]
 def _serve(index: int, count: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
-    ranks = join(store, index, count, "cpu", DEADLINE_S)
+    ranks = join(store, index, Placement(count), "cpu", DEADLINE_S)
     while True:
         function, args, kwargs = pipe.recv()
         try:

@@ -19,8 +19,9 @@ from trackway.deploy.checks.served_names import offered_by
 from trackway.deploy.config import serve_config
 from trackway.deploy.config.code_versions import changed_since_start
 from trackway.deploy.config.engine_python import check_engine_python
-from trackway.deploy.config.services_for_run import RunServices, gpus_here
+from trackway.deploy.config.services_for_run import RunServices, gpus_here, too_many_nodes
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.deployment.serve_api import ServeApi, ray_token
 from trackway.deploy.local import preflight
 from trackway.deploy.local.access import check_access, host_of
 from trackway.deploy.local.settings import UpSettings
@@ -113,6 +114,8 @@ class RunCheck:
         if deployment is None:
             self._backends([TraceBackend.MLFLOW, *TracingSettings().usable], "this command")
             self.findings.missing_here += without_entity(self._subject.config)
+        if deployment is not None and config.placement.nodes > 1:
+            self._nodes(deployment)
         if self._subject.services is not None:
             self._start(self._subject.services)
         elif deployment is None:
@@ -120,6 +123,27 @@ class RunCheck:
                 f"services: expected running services for {self._subject.settings.outputs}, got none; start them with "
                 "`trackway up`"
             )
+
+    def _nodes(self, deployment: Deployment) -> None:
+        """Compare the nodes that the learner's ranks need with those of the cluster, which may still grow."""
+        config, unchecked = self._subject.config, self.findings.not_checked
+        if not deployment.attached:
+            self.findings.missing_here.append(too_many_nodes(config))
+        elif not deployment.dashboard_url:
+            expected = config.placement.described(config.learner_needs_gpus)
+            unchecked.append(f"trainer.nnodes: whether the cluster has {expected}; attach with --ray-url")
+        else:
+            try:
+                offers = ServeApi(deployment.dashboard_url, ray_token()).node_resources()
+            except UserError as error:
+                unchecked.append(f"trainer.nnodes: {error}")
+                return
+            if shortage := config.placement.shortage(offers, config.learner_needs_gpus):
+                seconds = f"{config.trackway.placement_timeout_s:g} s"
+                unchecked.append(
+                    f"{shortage} now; the run waits {seconds} for Ray's autoscaler to add them and fails without: add "
+                    "such nodes, or lower trainer.nnodes"
+                )
 
     def _start(self, services: RunServices) -> None:
         self.findings.missing_here += services.missing

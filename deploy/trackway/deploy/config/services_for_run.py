@@ -106,18 +106,25 @@ def decided_already(config: RunConfig) -> list[Decision]:
     return [Decision(key, str(values[key]), "as deployed", why) for key in given_to_deployment(config)]
 
 
+def too_many_nodes(config: RunConfig) -> str:
+    """Why services of this machine are not enough for the run; empty when one machine is."""
+    nodes = config.trainer.nnodes or 1
+    if nodes == 1:
+        return ""
+    return (
+        f"trainer.nnodes: expected 1 on this machine, got {nodes}; several machines need a Ray cluster: deploy the "
+        "services there (KubeRay, or `ray start` on each machine), then train on them with `trackway train`"
+    )
+
+
 def services_for(config: RunConfig, gpus: int, base: dict[str, Any]) -> RunServices:
     """The base config with the run's service settings applied, for a machine with `gpus` GPUs.
 
     `missing` lists requirements that the machine lacks and that no smaller deployment can meet.
     """
     services = RunServices(config, base, _engine(config, gpus, base))
-    nodes = config.trainer.nnodes or 1
-    if nodes > 1:
-        services.missing.append(
-            f"trainer.nnodes: expected 1 on this machine, got {nodes}; several machines need a Ray cluster: deploy the "
-            "services there (KubeRay, or `ray start` on each machine), then train on them with `trackway train`"
-        )
+    if too_many := too_many_nodes(config):
+        services.missing.append(too_many)
     if gpus and services.engine != "sim":
         _place_on_gpus(config, gpus, services)
     else:

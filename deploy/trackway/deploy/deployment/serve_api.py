@@ -1,4 +1,4 @@
-"""Client of Ray Serve's REST API on the dashboard of a local or remote Ray cluster."""
+"""Client of the REST APIs on the dashboard of a local or remote Ray cluster: Ray Serve's, and the list of nodes."""
 
 import os
 from pathlib import Path
@@ -48,6 +48,7 @@ class ServeApi:
     def __init__(self, dashboard_url: str, token: str) -> None:
         """An empty `token` sends no authorization header."""
         self._url = f"{dashboard_url}/api/serve/applications/"
+        self._nodes_url = f"{dashboard_url}/nodes"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def _request(self, method: str, body: dict[str, object] | None = None) -> httpx.Response:
@@ -78,6 +79,22 @@ class ServeApi:
         except (ValueError, KeyError, TypeError) as error:
             message = f"expected Ray Serve's applications at {self._url}, got {response.text[:100]!r}"
             raise UserError(f"{message}; is this Ray's dashboard (port 8265)?") from error
+
+    def node_resources(self) -> list[dict[str, float]]:
+        """All Ray resources of each node that is alive, free or not. Raises UserError when Ray does not say them."""
+        try:
+            answer = httpx.get(
+                self._nodes_url,
+                params={"view": "summary"},
+                headers=self._headers,
+                timeout=30.0,
+                trust_env=False,
+                verify=tls(),
+            )
+            nodes = [node["raylet"] for node in answer.raise_for_status().json()["data"]["summary"]]
+            return [node["resourcesTotal"] for node in nodes if node["state"] == "ALIVE"]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"no list of Ray's nodes from {self._nodes_url} ({error!r})") from error
 
     def answers(self) -> bool:
         """Whether the REST API is up."""

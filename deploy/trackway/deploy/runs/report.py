@@ -54,6 +54,7 @@ def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServi
             f"{plan.updates} update{'s' * (plan.updates != 1)} a step, each of {plan.mini_batch} trajectories in "
             f"{plan.passes} pass{'es' * (plan.passes != 1)} of at most {plan.micro_batch}",
         ),
+        *([("learner", _learner(config))] if config.placement.ranks > 1 else []),
         ("rollout", _replicas(services)),
         ("overlap", _overlap(config)),
         ("correction", _correction(config)),
@@ -134,6 +135,16 @@ def _replicas(services: RunServices | None) -> str:
     if services.replicas is None:
         return f"engine {services.engine}; replicas as in the Serve config"
     return f"engine {services.engine}; {services.replicas} replicas: {services.arithmetic}"
+
+
+def _learner(config: RunConfig) -> str:
+    placement = config.placement
+    if placement.nodes == 1:
+        return f"{placement.ranks} ranks on the trainer's machine"
+    return (
+        f"{placement.nodes} nodes x {placement.per_node} rank{'s' * (placement.per_node > 1)}: needs "
+        f"{placement.described(config.learner_needs_gpus)}"
+    )
 
 
 def _traces(plan: Forecast, config: RunConfig) -> str:

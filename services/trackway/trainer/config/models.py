@@ -11,6 +11,7 @@ from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_va
 from trackway.trainer.config.algorithm import AlgorithmConfig
 from trackway.trainer.config.asynchronous import AsyncTrainingConfig, RolloutSectionConfig, V1Config
 from trackway.trainer.config.critic import CriticConfig
+from trackway.trainer.config.placement import Placement
 from trackway.trainer.config.policy import ActorRolloutRefConfig
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section, Seed
@@ -180,9 +181,11 @@ class TrainerConfig(Section):
     """The same for the samples of each validation."""
     v1: V1Config = Field(default_factory=V1Config)
     n_gpus_per_node: int | None = Field(default=None, ge=0)
-    """GPUs per machine for rollout replicas; null leaves it to the deployment."""
+    """GPUs per machine, for rollout replicas, and with `nnodes` above 1 for the learner; null leaves it to the
+    deployment."""
     nnodes: int | None = Field(default=None, ge=1)
-    """Number of machines; null leaves it to the deployment."""
+    """Machines of the learner: the trainer's own, and Ray nodes that offer the resource `trackway_learner`. They share
+    the outputs folder and the weights' store. Null is one."""
 
     @field_validator("default_local_dir", "rollout_data_dir", "validation_data_dir")
     @classmethod
@@ -225,9 +228,13 @@ class TrackwayConfig(Section):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the learner. Null chooses at the run's first start: one for a model below 2 million parameters,
     else all cores, less one for the engine with `async_training`. A resumed run keeps the number."""
-    learner_ranks: int = Field(default=1, ge=1)
-    """Processes of the learner on its machine, each with a shard of the weights (FSDP2) and, on GPUs, a GPU of its own.
-    The result does not depend on it, but for rounding, and a checkpoint goes on with any number."""
+    learner_ranks: int | None = Field(default=None, ge=1)
+    """Processes of the learner, each with a shard of the weights (FSDP2) and, on GPUs, a GPU of its own, in equal parts
+    on `trainer.nnodes` machines; 1 is always on one. Null is 1, or with several machines one for each GPU, `nnodes` x
+    `n_gpus_per_node`. The result does not depend on it, but for rounding, and a checkpoint goes on with any number."""
+    placement_timeout_s: float = Field(default=900.0, gt=0)
+    """Time limit in seconds for the Ray nodes of `trainer.nnodes` to be there and free, such as pods that Ray's
+    autoscaler makes."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
     """Time limit in seconds for the ranks of the learner to wait for one of them; then the learner is restarted from
     its last checkpoint."""
@@ -434,7 +441,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _each_rank_has_a_device(self) -> Self:
-        device, count = self.trackway.device, self.trackway.learner_ranks
+        device, count = self.trackway.device, self.placement.ranks
         if count > 1 and ":" in device:
             raise ValueError(
                 f"trackway.device: expected cuda, cpu or auto with trackway.learner_ranks={count}, got {device}; "
@@ -443,8 +450,23 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _ranks_fit_the_nodes(self) -> Self:
+        (ranks, nodes), gpus = self.placement, self.trainer.n_gpus_per_node
+        if ranks % nodes:
+            raise ValueError(
+                f"trackway.learner_ranks: expected a multiple of trainer.nnodes ({nodes}), or 1, got {ranks}; change "
+                "one of them"
+            )
+        if nodes > 1 and gpus and self.trackway.device != "cpu" and ranks > nodes * gpus:
+            raise ValueError(
+                f"trackway.learner_ranks: expected at most {nodes * gpus} (trainer.nnodes x trainer.n_gpus_per_node), "
+                f"got {ranks}; each rank has a GPU"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _sequences_divide_the_ranks(self) -> Self:
-        actor, count = self.actor_rollout_ref.actor, self.trackway.learner_ranks
+        actor, count = self.actor_rollout_ref.actor, self.placement.ranks
         size = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
         if count > 1 and count % size:
             raise ValueError(
@@ -475,6 +497,19 @@ class RunConfig(Section):
                 "the same prompt; take grpo or rloo"
             )
         return self
+
+    @property
+    def placement(self) -> Placement:
+        """The ranks of the learner and the nodes that they are divided over."""
+        nodes, ranks = self.trainer.nnodes or 1, self.trackway.learner_ranks
+        if ranks is None:
+            ranks = nodes * (self.trainer.n_gpus_per_node or 1) if nodes > 1 else 1
+        return Placement(ranks, nodes if ranks > 1 else 1)
+
+    @property
+    def learner_needs_gpus(self) -> bool:
+        """Whether each rank is given a GPU, as far as the keys say: `auto` depends on the trainer's machine."""
+        return self.trackway.device == "cuda" or (self.trackway.device == "auto" and bool(self.trainer.n_gpus_per_node))
 
     @property
     def may_be_stale(self) -> bool:

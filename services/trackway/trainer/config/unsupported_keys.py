@@ -372,7 +372,7 @@ DEPLOYMENT: tuple[str, ...] = (
         )
     ),
     "data.apply_chat_template_kwargs",
-    *("trainer.n_gpus_per_node", "trainer.nnodes"),
+    "trainer.n_gpus_per_node",
     *("custom_reward_function.path", "trackway.modules", "trackway.code_path"),
 )
 """Keys for the deployment of the services; services that already run are not affected. Null leaves a key unset."""

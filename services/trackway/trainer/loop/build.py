@@ -190,9 +190,10 @@ def _generations(folder: str | None, config: RunConfig, rows: Rows) -> Generatio
 
 def _started(settings: LearnerConfig, config: RunConfig) -> Learner:
     """The learner in this process, or the first rank of one in several."""
-    if config.trackway.learner_ranks == 1:
+    placement, own = config.placement, config.trackway
+    if placement.ranks == 1:
         return Learner(settings)
-    group = RankGroup(settings, config.trackway.learner_ranks, config.trackway.rank_timeout_s)
+    group = RankGroup(settings, placement, own.rank_timeout_s, own.placement_timeout_s)
     try:
         return LeadingLearner(settings, group)
     except BaseException:

@@ -144,7 +144,7 @@ def test_sequences_are_divided_over_ranks_that_they_fit_and_packed():
     with pytest.raises(TrackwayError, match=r"use_remove_padding: expected true with .*=2, got false"):
         compose(["trackway.learner_ranks=6", f"{key}=2", "actor_rollout_ref.model.use_remove_padding=false"])
     assert compose(["trackway.learner_ranks=6", f"{key}=3"]).actor_rollout_ref.actor.ulysses_sequence_parallel_size == 3
-    assert compose([f"{key}=8"]).trackway.learner_ranks == 1  # a recipe of verl's, in one process
+    assert compose([f"{key}=8"]).placement.ranks == 1  # a recipe of verl's, in one process
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""The ranks of a learner on one machine: how they are started, what they are asked, and how a lost one is noticed.
+"""The ranks of a learner: how they are started, what they are asked, and how a lost one is noticed.
 
 The run's own process is the first rank: it holds the run's folder, its signals and its loop. It starts the others as
-processes (process.py), which serve its commands: each command is the name of a learner's method, announced in the
-group's store, and its arguments, broadcast. Then all ranks run the method together. Between commands the others wait
-at the store, for as long as rollouts take; inside a command every collective has a deadline.
+processes (process.py), on this machine or on other nodes (launch.py), which serve its commands: each command is the
+name of a learner's method, announced in the group's store, and its arguments, broadcast. Then all ranks run the method
+together. Between commands the others wait at the store, for as long as rollouts take; inside a command every collective
+has a deadline.
 
 A group that lost a rank cannot be repaired: gloo and NCCL refuse every later call. The error ends the run's process,
 the supervisor starts it again from the last checkpoint, and that starts new ranks. torchrun's agent is not used: it
@@ -13,11 +14,9 @@ before.
 
 import itertools
 import logging
-import os
 import pickle
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,14 +31,22 @@ from safetensors import SafetensorError
 from torch import distributed
 from torch.distributed import DistStoreError, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner, StepObserver, UpdateResult, unobserved
+from trackway.trainer.learner.ranks.launch import (
+    LOST,
+    LocalLauncher,
+    RankError,
+    RankProcess,
+    launcher_for,
+    use_interface_towards,
+)
 from trackway.trainer.learner.ranks.sharding import Ranks, join
 from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.wire.trajectory import Trajectory
 from trackway.wire.weights import Canary, WeightProof
 
-HOST = "127.0.0.1"
 START_S = 300.0
 """Longest wait for the ranks to import torch and join."""
 NOTICE_S = 5.0
@@ -62,40 +69,51 @@ T = TypeVar("T")
 logger = logging.getLogger("trackway.trainer")
 
 
-class RankError(RuntimeError):
-    """A rank of the learner has died or does not answer; the group is of no further use."""
-
-
 class RankGroup:
     """The other ranks as the first one sees them. Not thread-safe."""
 
-    def __init__(self, config: LearnerConfig, count: int, deadline_s: float) -> None:
+    def __init__(
+        self, config: LearnerConfig, placement: Placement, deadline_s: float, placement_timeout_s: float = START_S
+    ) -> None:
         """Starts the ranks and joins them. A collective that a rank has not joined in `deadline_s` is an error.
 
-        Raises ValueError for fewer GPUs than ranks, and RankError for a rank that does not start.
+        Raises ValueError for fewer GPUs than ranks, or for nodes that are not there in `placement_timeout_s`, and
+        RankError for a rank that does not start.
         """
-        gpus = torch.cuda.device_count()
-        if config.device == "cuda" and gpus < count:
+        with_gpus, gpus = config.device == "cuda", torch.cuda.device_count()
+        if with_gpus and gpus < placement.per_node:
+            on_each = f" / trainer.nnodes={placement.nodes}" if placement.nodes > 1 else ""
             raise ValueError(
-                f"expected a GPU for each of trackway.learner_ranks={count}, got {gpus}; lower it, or give the trainer "
-                "more GPUs"
+                f"expected a GPU for each of trackway.learner_ranks={placement.ranks}{on_each}, got {gpus}; lower it, "
+                "or give the trainer more GPUs"
             )
-        self._store: Store = TCPStore(
-            HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S)
-        )
-        given = pickle.dumps((config, count, deadline_s))
-        self._store.set(CONFIG, given)  # pyright: ignore[reportArgumentType]  # it takes bytes
+        self._placement = placement
         self._commands = 0
         self._deadline_s = deadline_s
-        self.processes = {index: _started(index, self._store.port) for index in range(1, count)}
+        self.processes: dict[int, RankProcess] = {}
         """By rank."""
+        self._launcher = launcher_for(placement, with_gpus=with_gpus, deadline_s=placement_timeout_s)
         try:
+            host = self._launcher.hosts[0]
+            self._store: Store = TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_S)
+            )
+            given = pickle.dumps((config, placement, deadline_s))
+            self._store.set(CONFIG, given)  # pyright: ignore[reportArgumentType]  # it takes bytes
+            if placement.nodes > 1:
+                use_interface_towards(host)
             with self.naming("start"):
+                self._start(host, self._store.port)
                 self._wait_for_all()
-                self.ranks = join(self._store, 0, count, config.device, deadline_s)
+                self.ranks = join(self._store, 0, placement, config.device, deadline_s)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the other ranks on this machine."""
+        return [process.pid for process in self.processes.values() if isinstance(process, subprocess.Popen)]
 
     @contextmanager
     def command(self, name: str, *arguments: object) -> Iterator[None]:
@@ -115,10 +133,22 @@ class RankGroup:
                 raise RankError(f"{name!r} failed in other ranks of the learner than the first: {told}")
 
     def close(self) -> None:
-        """Stops the ranks; kills those that do not exit."""
+        """Stops the ranks, kills those that do not exit, and gives back their nodes."""
+        try:
+            self._stop()
+        finally:
+            self._launcher.close()
+
+    def _start(self, host: str, port: int) -> None:
+        here = LocalLauncher()
+        for rank in range(1, self._placement.ranks):
+            launcher = self._launcher if self._placement.node(rank) else here
+            self.processes[rank] = launcher.start(rank, [str(rank), host, str(port)])
+
+    def _stop(self) -> None:
         if not self.processes:
             return
-        if all(process.poll() is None for process in self.processes.values()):
+        if distributed.is_initialized() and all(process.poll() is None for process in self.processes.values()):
             try:
                 self._announce(STOP, ())
             except RuntimeError:
@@ -174,10 +204,14 @@ class RankGroup:
         while not (died := self._ended(but=EXIT_PEER_LOST)) and time.monotonic() < end:
             time.sleep(0.02)
         if died:
-            return [f"rank {index} of the learner ended by {_cause(status)}" for index, status in died.items()]
+            return [f"{self._name(index)} ended by {_cause(status)}" for index, status in died.items()]
         ended = self._ended()
         silent = [index for index in self.processes if index not in ended] or list(ended)
-        return [f"rank {index} of the learner gave no answer in {self._deadline_s:g} s" for index in silent]
+        return [f"{self._name(index)} gave no answer in {self._deadline_s:g} s" for index in silent]
+
+    def _name(self, rank: int) -> str:
+        node = f" on node {self._launcher.hosts[self._placement.node(rank)]}" if self._placement.nodes > 1 else ""
+        return f"rank {rank} of the learner{node}"
 
     def _ended(self, but: int | None = None) -> dict[int, int]:
         """The exit statuses of the ranks that have ended, other than `but`."""
@@ -251,12 +285,14 @@ class LeadingLearner(Learner):
         self._group.close()
 
 
-def serve(index: int, port: int) -> None:
+def serve(index: int, host: str, port: int) -> None:
     """Runs a rank other than the first: joins the group, then runs commands until the command to stop."""
-    store = TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=START_S))
-    config, count, deadline_s = pickle.loads(store.get(CONFIG))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=START_S))
+    config, placement, deadline_s = pickle.loads(store.get(CONFIG))
+    if placement.nodes > 1:
+        use_interface_towards(host)
     store.set(_joined(index), "")
-    ranks = join(store, index, count, config.device, deadline_s)
+    ranks = join(store, index, placement, config.device, deadline_s)
     learner: Learner | None = None
     for number in itertools.count():
         _wait(store, f"{COMMAND}/{number}")
@@ -273,7 +309,7 @@ def serve(index: int, port: int) -> None:
                 getattr(learner, name)(*arguments)
         except SHARED_ERRORS as error:
             failure = error
-        _outcomes(failure, count)
+        _outcomes(failure, placement.ranks)
 
 
 def _wait(store: Store, key: str) -> None:
@@ -296,15 +332,7 @@ def _joined(index: int) -> str:
     return f"joined/{index}"
 
 
-def _started(index: int, port: int) -> "subprocess.Popen[bytes]":
-    """The process of a rank, which writes to this one's output and finds modules where this one does."""
-    paths = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.Popen(
-        [sys.executable, "-m", "trackway.trainer.learner.ranks.process", str(index), str(port), str(os.getpid())],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdin=subprocess.DEVNULL,
-    )
-
-
 def _cause(status: int) -> str:
+    if status == LOST:
+        return "the death of its node, or of Ray's actor there,"
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"

@@ -1,7 +1,8 @@
-"""The process of a learner's rank: `python -m trackway.trainer.learner.ranks.process INDEX PORT PARENT`.
+"""The process of a learner's rank: `python -m trackway.trainer.learner.ranks.process INDEX HOST PORT PARENT`.
 
-It exits with its parent, the process of the first rank. The exit status is 0 after the command to stop, EXIT_PEER_LOST
-after a failed collective, and any other status after a failure of this rank; the traceback is on standard error.
+It exits with its parent, the process of the first rank or the actor of its node. The exit status is 0 after the
+command to stop, EXIT_PEER_LOST after a failed collective, and any other status after a failure of this rank; the
+traceback is on standard error.
 """
 
 import argparse
@@ -25,6 +26,7 @@ def main() -> int:
         prog="trackway.trainer.learner.ranks.process", description="One rank of a learner."
     )
     parser.add_argument("index", type=int)
+    parser.add_argument("host")
     parser.add_argument("port", type=int)
     parser.add_argument("parent", type=int)
     options = parser.parse_args()
@@ -36,7 +38,7 @@ def main() -> int:
     escape_log_records()
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        serve(options.index, options.port)
+        serve(options.index, options.host, options.port)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.finite import not_finite, require_none
 from trackway.trainer.learner.ranks.sequence_parallel import SequenceRanks
 
@@ -110,15 +111,15 @@ ALONE = Ranks()
 """One process."""
 
 
-def join(store: Store, index: int, count: int, device: str, deadline_s: float) -> Ranks:
-    """The ranks of one machine, once all `count` of them have called this with their own `index`.
+def join(store: Store, index: int, placement: Placement, device: str, deadline_s: float) -> Ranks:
+    """The ranks, once all of them have called this with their own `index`.
 
-    `store` is the same for all; `device` is a key of BACKENDS, and on GPUs a rank takes the one of its index. A
+    `store` is the same for all; `device` is a key of BACKENDS, and on GPUs a rank takes that of its local rank. A
     collective that a rank has not joined within `deadline_s` seconds is an error in all others.
     """
     if device == "cuda":
-        torch.cuda.set_device(index)
-    timeout = timedelta(seconds=deadline_s)
+        torch.cuda.set_device(placement.local_rank(index))
+    timeout, count = timedelta(seconds=deadline_s), placement.ranks
     distributed.init_process_group(BACKENDS[device], store=store, rank=index, world_size=count, timeout=timeout)
     # Collectives of two threads in one group would mix.
     writers = cast(ProcessGroup, distributed.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_S)))

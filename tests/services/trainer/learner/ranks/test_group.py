@@ -11,6 +11,7 @@ import pytest
 
 from tests.services.trainer.learner_settings import learner_config
 from trackway.clients.weights import WeightStore
+from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.ranks.group import LeadingLearner, RankError, RankGroup
@@ -39,7 +40,7 @@ def batch(rollout: Rollout) -> list[Trajectory]:
 def leading(
     config: LearnerConfig, count: int = 2, deadline_s: float = 120.0
 ) -> Iterator[tuple[LeadingLearner, RankGroup]]:
-    group = RankGroup(config, count, deadline_s)
+    group = RankGroup(config, Placement(count), deadline_s)
     try:
         yield LeadingLearner(config, group), group
     finally:
@@ -112,7 +113,7 @@ def test_a_rank_killed_between_files_of_a_version_leaves_it_invisible_and_traini
 def test_a_rank_that_does_not_answer_is_an_error_after_the_deadline(config: LearnerConfig, batch: list[Trajectory]):
     with leading(config, deadline_s=3.0) as (learner, group):
         learner.update(batch)
-        os.kill(group.processes[1].pid, signal.SIGSTOP)
+        os.kill(group.pids[0], signal.SIGSTOP)
         with pytest.raises(
             RankError, match=r"^rank 1 of the learner gave no answer in 3 s during 'update' \(.*; see worker\.log"
         ):
@@ -123,7 +124,7 @@ def test_fewer_gpus_than_ranks_are_refused(tiny_model: Path, monkeypatch: pytest
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
 
     with pytest.raises(ValueError, match=r"expected a GPU for each of trackway\.learner_ranks=2, got 1; lower it"):
-        RankGroup(learner_config(tiny_model, device="cuda"), 2, 60.0)
+        RankGroup(learner_config(tiny_model, device="cuda"), Placement(2), 60.0)
 
 
 class LosesARank:

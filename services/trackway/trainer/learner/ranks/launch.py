@@ -1,0 +1,124 @@
+"""Where the ranks of a learner are started: on this machine, or on nodes that the deployment reaches.
+
+A rank is a process in either case. A launcher starts it and knows its exit status.
+"""
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+import psutil
+
+from trackway.trainer.config.placement import Placement
+
+LAUNCHER = "TRACKWAY_RANK_LAUNCHER"
+"""Environment variable: the launcher for several nodes as `module:class`, set by a deployment that has one."""
+LOST = 256
+"""In place of the exit status of a rank whose node no longer answers."""
+HANDED_OVER = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+"""Environment variables that the ranks of other nodes take from the first rank."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Environment variables for the network interface of collectives."""
+
+
+class RankError(RuntimeError):
+    """A rank of the learner has died or does not answer; the group is of no further use."""
+
+
+class RankProcess(Protocol):
+    """The process of a rank; `subprocess.Popen` is one."""
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal, or LOST; None while it runs."""
+        ...
+
+    def wait(self, timeout: float) -> int:
+        """The same, once it has ended. Raises TimeoutExpired."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it at once; does nothing when it has ended."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts ranks. Used by one thread at a time."""
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The address of each node; at the first one the ranks reach the first rank."""
+        ...
+
+    def start(self, rank: int, arguments: Sequence[str]) -> RankProcess:
+        """Starts `python -m trackway.trainer.learner.ranks.process` with these arguments. Raises RankError."""
+        ...
+
+    def close(self) -> None:
+        """Gives back the nodes, once the ranks have ended. Raises nothing."""
+        ...
+
+
+class LocalLauncher:
+    """Processes of this machine."""
+
+    hosts = ("127.0.0.1",)
+
+    def start(self, rank: int, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
+        """As of Launcher."""
+        return start_here(arguments)
+
+    def close(self) -> None:
+        """As of Launcher; nothing is held."""
+
+
+def start_here(
+    arguments: Sequence[str], paths: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """The process of a rank, which writes to this one's output, finds modules where this one does, and ends with it.
+
+    `paths` are further folders of modules, `environment` further variables.
+    """
+    folders = dict.fromkeys(path for path in (*sys.path, *paths) if path)
+    return subprocess.Popen(
+        [sys.executable, "-m", "trackway.trainer.learner.ranks.process", *arguments, str(os.getpid())],
+        env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(folders)},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def launcher_for(placement: Placement, *, with_gpus: bool, deadline_s: float) -> Launcher:
+    """The launcher of a placement. Waits `deadline_s` for the nodes.
+
+    Raises ValueError when there are too few of them, or when the deployment has no launcher for several.
+    """
+    if placement.nodes == 1:
+        return LocalLauncher()
+    name = os.environ.get(LAUNCHER)
+    if not name:
+        raise ValueError(
+            f"trainer.nnodes: expected 1 where the trainer does not run on Ray, got {placement.nodes}; deploy the "
+            "services on a Ray cluster, or set it to 1"
+        )
+    module, _, attribute = name.partition(":")
+    make = getattr(importlib.import_module(module), attribute)
+    return cast(Launcher, make(placement, with_gpus=with_gpus, deadline_s=deadline_s))
+
+
+def use_interface_towards(host: str) -> None:
+    """Has gloo and NCCL listen on the interface by which this machine reaches `host`, unless variables name one.
+
+    Otherwise gloo takes the address of this machine's own name, which may be a loopback address.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        own = probe.getsockname()[0]
+    for interface, addresses in psutil.net_if_addrs().items():
+        if own in {entry.address.partition("%")[0] for entry in addresses}:
+            for variable in INTERFACES:
+                os.environ.setdefault(variable, interface)
+            return

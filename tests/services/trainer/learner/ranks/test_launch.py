@@ -1,0 +1,55 @@
+"""Launchers of ranks, and the network interface that they use."""
+
+import os
+
+import psutil
+import pytest
+
+from trackway.trainer.config.placement import Placement
+from trackway.trainer.learner.ranks.launch import (
+    INTERFACES,
+    LAUNCHER,
+    LocalLauncher,
+    launcher_for,
+    use_interface_towards,
+)
+
+
+class Nodes:
+    """A deployment's launcher."""
+
+    def __init__(self, placement: Placement, *, with_gpus: bool, deadline_s: float) -> None:
+        self.given = (placement, with_gpus, deadline_s)
+
+
+def test_several_nodes_take_the_launcher_of_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAUNCHER, f"{__name__}:Nodes")
+
+    nodes = launcher_for(Placement(4, 2), with_gpus=True, deadline_s=5.0)
+
+    assert vars(nodes) == {"given": (Placement(4, 2), True, 5.0)}
+    assert isinstance(launcher_for(Placement(4), with_gpus=True, deadline_s=5.0), LocalLauncher)
+
+
+def test_several_nodes_without_ray_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LAUNCHER, raising=False)
+
+    with pytest.raises(
+        ValueError, match=r"^trainer\.nnodes: expected 1 where the trainer does not run on Ray, got 2; "
+    ):
+        launcher_for(Placement(4, 2), with_gpus=False, deadline_s=5.0)
+
+
+def test_collectives_use_the_interface_towards_the_first_rank_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    [loopback] = [
+        name for name, entries in psutil.net_if_addrs().items() if "127.0.0.1" in {entry.address for entry in entries}
+    ]
+    monkeypatch.setenv(INTERFACES[0], "own")
+    monkeypatch.setenv(INTERFACES[1], "removed")
+    monkeypatch.delenv(INTERFACES[1])
+
+    use_interface_towards("127.0.0.1")
+
+    assert [os.environ[variable] for variable in INTERFACES] == ["own", loopback]
