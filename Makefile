@@ -65,7 +65,7 @@ test-model: $(VENV)/.dev ## Check SmolLM2-135M in engines and learners (download
 	SEEDS="$(SEEDS)" $(PYTEST) -s -m model tests/model $(ARGS)
 
 test-chaos: $(VENV)/.dev ## Kill, stop and terminate processes of a whole deployment during runs, ten schedules (minutes; on demand).
-	$(PYTEST) -m chaos tests/e2e/test_chaos.py $(ARGS)
+	$(PYTEST) -m chaos tests/e2e/test_chaos.py tests/cluster/test_learner_chaos.py $(ARGS)
 
 test-learning: $(VENV)/.dev ## Train the demo's task with every estimator and loss, three seeds each: which learn it? (hours; on demand).
 	$(BIN)/python benchmarks/learning.py estimators $(ARGS)

@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import psutil
+
 from tests.cluster.ray_cluster import PATIENCE_S, Cluster, until
 from tests.e2e.small_runs import small_run
 from trackway.clients import CallPolicy, RolloutClient, TrainerClient, run
@@ -10,6 +12,7 @@ from trackway.deploy.runs import launch
 from trackway.traces import MlflowStore
 from trackway.traces.verify import Gap, dumps, verify
 from trackway.trainer.config import compose
+from trackway.trainer.learner.ranks.launch import RANK_PROGRAM
 from trackway.trainer.run_state.folder import RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories
 from trackway.wire.headers import REPLICA
@@ -70,6 +73,12 @@ def trace_gaps(cluster: Cluster, info: RunInfo) -> list[Gap]:
     print(f"{found.traced} trajectories traced, {found.complete} traces whole", *found.gaps, sep="\n", flush=True)
     assert found.traced == 2 + 16 * info.step
     return found.gaps
+
+
+def ranks_of(cluster: Cluster) -> list[list[str]]:
+    """The command lines of ranks whose first one is in the cluster's network."""
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if RANK_PROGRAM in line and cluster.nodes["one"].address in line]
 
 
 def _trainer(cluster: Cluster) -> TrainerClient:

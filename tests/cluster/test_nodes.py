@@ -5,12 +5,23 @@ The services are those of the manifests' Serve config, on three Ray nodes; what 
 
 import asyncio
 import itertools
+import json
 import sys
 from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.cluster_runs import generate, generating, goes_on, lost_nothing, start, step_of, stopped, trace_gaps
+from tests.cluster.cluster_runs import (
+    generate,
+    generating,
+    goes_on,
+    lost_nothing,
+    ranks_of,
+    start,
+    step_of,
+    stopped,
+    trace_gaps,
+)
 from tests.cluster.ray_cluster import SERVICES, Cluster, until
 from trackway.clients import run
 from trackway.traces.verify import Gap
@@ -96,6 +107,28 @@ def test_a_run_and_every_replica_outlive_the_head(cluster: Cluster) -> None:
 def names(cluster: Cluster) -> dict[str, list[str]]:
     """Each service's replicas, by their own names."""
     return {service: [replica.health.replica for replica in cluster.replicas(service)] for service in SERVICES}
+
+
+PROGRAM = "from tests.cluster.learner_nodes import main; main()"
+"""By import, since ranks cannot find functions of `__main__`."""
+
+
+def test_ranks_on_two_nodes_learn_what_two_ranks_of_one_learn_until_one_is_killed(cluster: Cluster) -> None:
+    with cluster.timed("two learners"):
+        process = cluster.nodes["one"].run(sys.executable, "-c", PROGRAM)
+        said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    results = json.loads(said.splitlines()[-1])
+
+    assert results["together"] == results["alone"]
+    two = cluster.nodes["two"].address
+    assert results["error"].startswith(f"rank 1 of the learner on node {two} ended by SIGKILL during 'publish_share' (")
+    assert results["refused"] == (
+        "trainer.nnodes: expected 2 Ray nodes besides the trainer's, offering trackway_learner 1, CPU 1 each, got 1 in "
+        "2 s; add such nodes, or lower trainer.nnodes"
+    )
+    assert set(results["states"]) == {"REMOVED"}
+    assert ranks_of(cluster) == []
 
 
 def test_a_drained_node_ends_what_it_has_begun_and_is_empty_then(cluster: Cluster) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tests.e2e.test_training import quiet, trajectories_of
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs import launch
+from trackway.system.user_error import UserError
 from trackway.trainer.learner.weights.sharded_files import read_whole
 from trackway.wire.trainer import RunState
 
@@ -28,3 +29,18 @@ def test_the_engine_samples_from_the_adapter_that_two_ranks_train(deployment: De
     assert len(drifts) == 3 and max(drifts) < 1e-4
     assert versions == list(range(versions[0], versions[0] + 4))  # the last one answers the validation
     assert names and all(".lora_" in name for name in names)
+
+
+def test_a_run_without_the_nodes_of_its_learner_fails_with_what_they_must_offer(
+    deployment: Deployment, started
+) -> None:
+    words = ("trainer.nnodes=3", "trackway.placement_timeout_s=1")
+    name = started("nodes", 1, *words).run
+
+    with pytest.raises(UserError) as caught:
+        launch.follow(deployment, name, quiet)
+
+    expected = (
+        "expected 2 Ray nodes besides the trainer's, offering trackway_learner 1, CPU 1 each, got none in 1 s; add"
+    )
+    assert f"trainer.nnodes: {expected} such nodes, or lower trainer.nnodes" in str(caught.value)

@@ -104,7 +104,7 @@ class NodeProcess:
 
 
 class RayNodes:
-    """As of Launcher: nodes of the Ray cluster that this machine belongs to."""
+    """As of RankLauncher: nodes of the Ray cluster that this machine belongs to."""
 
     def __init__(self, placement: Placement, *, with_gpus: bool, deadline_s: float) -> None:
         """Reserves the nodes. Raises ValueError when they are not there within `deadline_s`, RankError when one dies.
@@ -141,7 +141,7 @@ class RayNodes:
         return cast("ActorHandle[Any]", ray.remote(NodeRanks).options(**options).remote())
 
     def start(self, rank: int, arguments: Sequence[str]) -> NodeProcess:
-        """As of Launcher."""
+        """As of RankLauncher."""
         node = self._nodes[self._placement.node(rank) - 1]
         environment = {name: os.environ[name] for name in HANDED_OVER if name in os.environ}
         try:
@@ -152,7 +152,7 @@ class RayNodes:
         return NodeProcess(node, rank)
 
     def close(self) -> None:
-        """As of Launcher."""
+        """As of RankLauncher."""
         try:
             for node in self._nodes:
                 ray.kill(node.actor)

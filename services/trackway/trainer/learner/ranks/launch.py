@@ -17,6 +17,7 @@ from trackway.trainer.config.placement import Placement
 
 LAUNCHER = "TRACKWAY_RANK_LAUNCHER"
 """Environment variable: the launcher for several nodes as `module:class`, set by a deployment that has one."""
+RANK_PROGRAM = "trackway.trainer.learner.ranks.process"
 LOST = 256
 """In place of the exit status of a rank whose node no longer answers."""
 HANDED_OVER = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM")
@@ -45,7 +46,7 @@ class RankProcess(Protocol):
         ...
 
 
-class Launcher(Protocol):
+class RankLauncher(Protocol):
     """Starts ranks. Used by one thread at a time."""
 
     @property
@@ -68,11 +69,11 @@ class LocalLauncher:
     hosts = ("127.0.0.1",)
 
     def start(self, rank: int, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
-        """As of Launcher."""
+        """As of RankLauncher."""
         return start_here(arguments)
 
     def close(self) -> None:
-        """As of Launcher; nothing is held."""
+        """As of RankLauncher; nothing is held."""
 
 
 def start_here(
@@ -84,13 +85,13 @@ def start_here(
     """
     folders = dict.fromkeys(path for path in (*sys.path, *paths) if path)
     return subprocess.Popen(
-        [sys.executable, "-m", "trackway.trainer.learner.ranks.process", *arguments, str(os.getpid())],
+        [sys.executable, "-m", RANK_PROGRAM, *arguments, str(os.getpid())],
         env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(folders)},
         stdin=subprocess.DEVNULL,
     )
 
 
-def launcher_for(placement: Placement, *, with_gpus: bool, deadline_s: float) -> Launcher:
+def launcher_for(placement: Placement, *, with_gpus: bool, deadline_s: float) -> RankLauncher:
     """The launcher of a placement. Waits `deadline_s` for the nodes.
 
     Raises ValueError when there are too few of them, or when the deployment has no launcher for several.
@@ -105,7 +106,7 @@ def launcher_for(placement: Placement, *, with_gpus: bool, deadline_s: float) ->
         )
     module, _, attribute = name.partition(":")
     make = getattr(importlib.import_module(module), attribute)
-    return cast(Launcher, make(placement, with_gpus=with_gpus, deadline_s=deadline_s))
+    return cast(RankLauncher, make(placement, with_gpus=with_gpus, deadline_s=deadline_s))
 
 
 def use_interface_towards(host: str) -> None:
