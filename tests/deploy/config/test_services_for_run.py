@@ -207,7 +207,8 @@ def test_on_running_services_each_given_key_of_the_deployment_is_told() -> None:
         f"{R}.tensor_model_parallel_size": "2",
         f"{R}.gpu_memory_utilization": "0.5",
         "trainer.n_gpus_per_node": "8",
-        "trainer.nnodes": "1",
     }
+    spread = decided_already(compose(["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]))
+    assert spread == []  # they place the learner's ranks
     assert {decision.reason for decision in decided} == {"decided by the running deployment"}
     assert decided_already(compose([])) == []

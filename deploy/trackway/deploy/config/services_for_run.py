@@ -26,6 +26,7 @@ from trackway.trainer.config import RunConfig, given_to_deployment
 from trackway.trainer.config.compose import leaves
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_GPUS = "trainer.n_gpus_per_node"
 _SETTINGS = {
     "gpu_memory_utilization": "gpu_memory_utilization",
     "enforce_eager": "enforce_eager",
@@ -103,7 +104,8 @@ def decided_already(config: RunConfig) -> list[Decision]:
     """Keys that a run cannot change because its services are already running."""
     values = leaves(config.model_dump(mode="json"))
     why = "decided by the running deployment"
-    return [Decision(key, str(values[key]), "as deployed", why) for key in given_to_deployment(config)]
+    given = [key for key in given_to_deployment(config) if key != _GPUS or config.placement.nodes == 1]
+    return [Decision(key, str(values[key]), "as deployed", why) for key in given]
 
 
 def too_many_nodes(config: RunConfig) -> str:
