@@ -31,16 +31,11 @@ def test_the_engine_samples_from_the_adapter_that_two_ranks_train(deployment: De
     assert names and all(".lora_" in name for name in names)
 
 
-def test_a_run_without_the_nodes_of_its_learner_fails_with_what_they_must_offer(
-    deployment: Deployment, started
-) -> None:
-    words = ("trainer.nnodes=3", "trackway.placement_timeout_s=1")
-    name = started("nodes", 1, *words).run
+def test_a_run_without_the_nodes_of_its_learner_fails_with_what_they_offer(deployment: Deployment, started) -> None:
+    name = started("nodes", 1, "trainer.nnodes=3", "trackway.placement_timeout_s=1").run
 
     with pytest.raises(UserError) as caught:
         launch.follow(deployment, name, quiet)
 
-    expected = (
-        "expected 2 Ray nodes besides the trainer's, offering trackway_learner 1, CPU 1 each, got none in 1 s; add"
-    )
-    assert f"trainer.nnodes: {expected} such nodes, or lower trainer.nnodes" in str(caught.value)
+    expected = "expected 2 Ray nodes besides the trainer's, offering trackway_learner 1, CPU 1 each, got none in 1 s"
+    assert f"trainer.nnodes: {expected}; add such nodes, or lower trainer.nnodes" in str(caught.value)
