@@ -111,7 +111,8 @@ def _training(
         else prompts_of(config, rows)
     )
     schedule = plan(config, prompts.steps_per_epoch)
-    with waits(RUN, "its model to be loaded"):
+    nodes = config.placement.described(config.learner_needs_gpus) + ", and " if config.placement.nodes > 1 else ""
+    with waits(RUN, f"{nodes}its model to be loaded"):
         learner = _learner(config, schedule.total_steps, folder.info().threads)
     folder.update(threads=learner.threads)
     with waits(RUN, "its checkpoint to be loaded"):
