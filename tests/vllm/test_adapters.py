@@ -1,10 +1,12 @@
 """Adapters in a real vLLM: what it answers, what requests in flight keep, and wrong ones told by the proof."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.services.rollout.planted_adapters import AdapterVersions, make_adapters
@@ -188,3 +190,46 @@ async def test_an_adapter_of_other_layers_or_a_larger_rank_is_refused_before_vll
     assert "another name or shape in base_model.model.lm.model.layers" in refused[0]
     assert refused[1].startswith("expected an adapter of at most rank 2 in ")
     assert lora.version == 0
+
+
+def changed_base(base: Path, into: Path) -> Path:
+    """A copy of a model in which every tensor is another."""
+    shutil.copytree(base, into)
+    file = into / "model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return into
+
+
+async def test_runs_share_a_server_each_with_its_own_adapter_and_versions(
+    engine: VllmEngine, base: Path, versions: AdapterVersions, merged: dict[str, PreTrainedModel], tmp_path: Path
+) -> None:
+    await engine._call_weights("default")  # as a server that nobody has loaded whole weights into
+    server = {"engine_url": engine.http.base_url, "max_lora_rank": 8, "engine_shared": True, "engine_args": []}
+    settings = [engine.settings.model_copy(update={**server, "weights_url": str(tmp_path / run)}) for run in "ab"]
+    prompt, other = [7, 9] * BLOCK, changed_base(base, tmp_path / "other")
+    async with started(VllmEngine(settings[0])) as first, started(VllmEngine(settings[1])) as second:
+        await first.load_weights(versions.folders["old kept"], 7, proof_of(merged["1"]))
+        with slowed(engine):
+            task = asyncio.create_task(first.generate(PROMPT, LONG, "a"))
+            await busy(engine)
+            await second.load_weights(versions.folders["right"], 3, versions.proof)
+        made = [await replica.generate(prompt, GREEDY, "b") for replica in (first, second, first)]
+        long = await task
+        with pytest.raises(TrackwayError, match="for this service alone, got 2 adapters"):
+            async with started(VllmEngine(engine.settings.model_copy(update={"engine_url": engine.http.base_url}))):
+                pass
+        with pytest.raises(TrackwayError, match=r"to serve .*/other, got none of its \d+ parameters as there"):
+            async with started(VllmEngine(settings[0].model_copy(update={"model_path": other}))):
+                pass
+        await engine._call_weights("5")
+        with pytest.raises(TrackwayError, match="got version '5' of a service that does not share it"):
+            await second.generate(prompt, GREEDY, "c")
+
+    assert [one.spans[0].version for one in made] == [7, 3, 7]
+    assert [worst(one, merged[own], GREEDY, prompt) < 1e-4 for one, own in zip(made, "121", strict=True)] == [True] * 3
+    assert [worst(made[0], merged["2"], GREEDY, prompt) < 1e-4, worst(made[1], merged["1"], GREEDY, prompt) < 1e-4] == [
+        False,
+        False,
+    ]
+    assert [(span.version, span.start, span.end) for span in long.spans] == [(7, 0, 300)]
+    assert worst(long, merged["1"], LONG) < 1e-4

@@ -1,9 +1,9 @@
 """Settings of the rollout service."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trackway.rollout.sim_settings import SimSettings
 from trackway.serving import ServiceSettings
@@ -48,6 +48,12 @@ class RolloutSettings(ServiceSettings):
     max_lora_rank: int = Field(default=0, ge=0)
     """Load published LoRA adapters of up to this rank by the server's own routes (vLLM, SGLang). With 0 each is merged
     into a copy of the base weights first, and the embedded engine always merges."""
+    max_loras: int = Field(default=4, ge=1)
+    """Adapters that a server runs requests with at a time (vLLM, SGLang). A server at `engine_url` is started with the
+    same number."""
+    engine_shared: bool = False
+    """Use the server at `engine_url` beside services of other runs, up to `max_loras` runs: load adapters alone, and
+    leave its base weights, its memory and other requests as they are. Set it for every service that uses the server."""
     prefix_caching: bool = True
     """Reuse the KV cache of prompts with a common prefix (vLLM, SGLang; torch always does)."""
     sim: SimSettings = Field(default_factory=SimSettings)
@@ -79,3 +85,17 @@ class RolloutSettings(ServiceSettings):
     """`/ready` fails when the engine has had requests for this long without progress."""
     watch_interval_s: float = Field(default=0.2, gt=0.0)
     """Seconds between polls of the weight store."""
+
+    @model_validator(mode="after")
+    def _a_shared_server_gets_adapters_alone(self) -> Self:
+        if not self.engine_shared:
+            return self
+        wrong = {
+            f"engine={self.engine}": (self.engine not in ("vllm", "sglang"), "set vllm or sglang"),
+            "no engine_url": (self.engine_url is None, "set the URL of a running server"),
+            "max_lora_rank=0": (self.max_lora_rank == 0, "set the adapter's rank"),
+            "enable_sleep=true": (self.enable_sleep, "set false: other runs need the memory"),
+        }
+        if got := [f"{what} ({remedy})" for what, (is_wrong, remedy) in wrong.items() if is_wrong]:
+            raise ValueError(f"engine_shared: expected a vLLM or SGLang server for adapters, got {', '.join(got)}")
+        return self

@@ -20,8 +20,8 @@ AnEngine = TypeVar("AnEngine", bound=Engine)
 @asynccontextmanager
 async def started(engine: AnEngine) -> AsyncIterator[AnEngine]:
     """The engine, which is stopped at the end."""
-    await engine.start()
     try:
+        await engine.start()
         yield engine
     finally:
         await engine.stop()

@@ -77,6 +77,8 @@ class ServerCalls(Protocol):
     """Whether weights must be loaded again after sleep."""
     answers_frozen: bool
     """Whether a request aborted while frozen returns at once."""
+    shared: bool
+    """Whether other runs use the server, which is then never frozen: requests keep the adapter that they began with."""
 
     async def freeze(self) -> None:
         """Pause and keep the KV cache. Idempotent."""
@@ -156,6 +158,9 @@ class ServerControl:
 
     async def pause(self, mode: PauseMode) -> None:
         """Refuse new requests and finish, abort or freeze those in flight."""
+        if mode == "keep" and self._server.shared:
+            message = "expected mode wait or abort on a server that runs share, got keep, which freezes all of them"
+            raise TrackwayError(ErrorCode.INVALID_REQUEST, message)
         self.paused = True
         async with self._lock:
             self._kept = mode == "keep"
@@ -332,7 +337,8 @@ class ServerControl:
             self._trial = replace(self._trial, new=again)
 
     async def _set_frozen(self, frozen: bool) -> None:
-        await (self._server.freeze() if frozen else self._server.thaw())
+        if not self._server.shared:
+            await (self._server.freeze() if frozen else self._server.thaw())
         if self.frozen and not frozen:
             self.runs_since = time.monotonic()
         self.frozen = frozen

@@ -27,6 +27,7 @@ from trackway.rollout.engines.remote.http import EngineHttp
 from trackway.rollout.engines.remote.model_info import ModelFacts
 from trackway.rollout.engines.remote.requests import Call, Calls, TokenChunk, runs, until_stop
 from trackway.rollout.engines.remote.server_process import SideProcess
+from trackway.rollout.engines.remote.shared import SharedAdapters, require_alone, require_untouched, whole_weights
 from trackway.rollout.engines.weight_proof import HeldDigests, Judgement
 from trackway.rollout.settings import RolloutSettings
 from trackway.system import free_port
@@ -44,11 +45,14 @@ class RemoteEngine(ABC):
 
     capabilities: frozenset[Capability]
     """The server's optional features."""
+    unload_route: str
+    """Route that unloads an adapter."""
     loses_weights_asleep = True
     answers_frozen = False
 
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
+        self.shared = settings.engine_shared
         self.facts = ModelFacts.read(settings.model_path)
         self.max_len = settings.max_model_len or min(self.facts.max_positions, _DEFAULT_MAX_LEN)
         self.calls = Calls(settings, self.facts, self.max_len)
@@ -59,6 +63,7 @@ class RemoteEngine(ABC):
         self._process: SideProcess | None = None
         self._client: EngineHttp | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self.adapters = SharedAdapters(settings)
         self._merged: tempfile.TemporaryDirectory[str] | None = None
         """Base weights with adapters in them, for a server that takes no adapters."""
 
@@ -102,6 +107,8 @@ class RemoteEngine(ABC):
         if self.settings.engine_url is not None:
             self._client = EngineHttp(self.settings.engine_url)
             await self._find()
+            if not self.shared:
+                await require_alone(self._client)
         else:
             await self._launch()
         await self._prepare()
@@ -114,6 +121,9 @@ class RemoteEngine(ABC):
             async with asyncio.timeout(_GOODBYE_S):
                 await self.calls.drained()
                 await asyncio.gather(*self._tasks)
+                if self.shared and self._client is not None:
+                    with contextlib.suppress(TrackwayError):
+                        await self.adapters.free(self._client, self.unload_route)
         if self._process is not None:
             await self._process.stop()
         client, self._client = self._client, None
@@ -174,12 +184,24 @@ class RemoteEngine(ABC):
         """Load weights, all or nothing; see `Engine.load_weights`. While the KV cache sleeps, the proof is deferred."""
         if is_adapter(folder):
             folder = await asyncio.to_thread(self._checked_adapter, folder, version)
+        elif self.shared:
+            raise whole_weights(folder)
         await self.control.load_weights(folder, version, proof)
 
     @property
     def takes_adapters(self) -> bool:
         """Whether the server loads adapters by its own routes."""
         return self.settings.max_lora_rank > 0
+
+    def untouched(self, version: object) -> None:
+        """Raises CONFLICT if the server is shared and its whole weights have been replaced; nothing is served then."""
+        if not self.shared:
+            return
+        try:
+            require_untouched(self.http, version)
+        except TrackwayError as error:
+            self.control.broken = error.message
+            raise
 
     def _checked_adapter(self, folder: Path, version: int) -> Path:
         """The adapter's folder, or one of whole weights for a server that takes no adapters. Raises WEIGHTS_CORRUPT."""

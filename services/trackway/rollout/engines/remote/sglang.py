@@ -22,6 +22,7 @@ from trackway.rollout.engines.protocol import Capability, FinishReason, MemoryPa
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
+from trackway.rollout.engines.remote.shared import KEPT, UNTOUCHED, require_untouched
 from trackway.rollout.settings import RolloutSettings
 from trackway.wire.errors import ErrorCode, TrackwayError
 
@@ -30,8 +31,6 @@ _STREAM_INTERVAL = 16  # tokens per event, after the first: events cost CPU on b
 _LINGER_S, _POLL_S = 10.0, 0.05
 # SGLang returns logprobs after top_p only with the candidates' ids, which need a finite top_k.
 _MOST_CANDIDATES = 1024
-_ADAPTERS = 4
-"""Adapters that requests may run with at a time: the newest, and those that requests in flight began with."""
 _NAN = "NaN happened"
 _CODES = {400: ErrorCode.INVALID_REQUEST, 503: ErrorCode.UNAVAILABLE}
 
@@ -72,6 +71,8 @@ class _Answer(BaseModel):
 class SglangEngine(RemoteEngine):
     """An `Engine` over SGLang's native routes. It needs a GPU; the tests use a fake of the protocol."""
 
+    unload_route = "/unload_lora_adapter"
+
     def __init__(self, settings: RolloutSettings) -> None:
         super().__init__(settings)
         sleeps = {Capability.SLEEP} if settings.enable_sleep else set()
@@ -97,7 +98,7 @@ class SglangEngine(RemoteEngine):
             "--stream-interval": _STREAM_INTERVAL,
         }
         if self.takes_adapters:
-            options |= {"--max-lora-rank": settings.max_lora_rank, "--max-loras-per-batch": _ADAPTERS}
+            options |= {"--max-lora-rank": settings.max_lora_rank, "--max-loras-per-batch": settings.max_loras}
             options["--lora-target-modules"] = "all"
         switches = {
             "--enable-lora": self.takes_adapters,
@@ -121,14 +122,21 @@ class SglangEngine(RemoteEngine):
         return True
 
     async def _prepare(self) -> None:
-        loaded = (await self.http.get("/model_info")).get("weight_version")
-        if loaded == "default":
+        loaded = await self._version_there()
+        if self.shared:
+            require_untouched(self.http, loaded)
+            self._whole_folder = self.settings.model_path
+            return
+        if loaded == UNTOUCHED:
             self._whole_folder = self.settings.model_path
             await self._call_weights(self.control.serving.name)
         else:  # the server was used before
             await self.freeze()
             await self.swap(self.settings.model_path, self.control.serving.name)
         await self.thaw()
+
+    async def _version_there(self) -> object:
+        return (await self.http.get("/model_info")).get("weight_version")
 
     async def _tokens(self, call: Call) -> AsyncGenerator[TokenChunk]:
         params = call.params
@@ -143,7 +151,7 @@ class SglangEngine(RemoteEngine):
             "return_logprob": True,
             "logprob_start_len": -1,
             "return_sampling_mask": truncated,
-            "extra_key": self.control.held,
+            "extra_key": self._key(),
             "stream": True,
             **self._model(),
         }
@@ -153,6 +161,7 @@ class SglangEngine(RemoteEngine):
         async with aclosing(self.http.events("/generate", body)) as events:
             async for event in events:
                 meta = _meta(event)
+                self.untouched(meta.weight_version)
                 call.reused = max(call.reused, meta.cached_tokens)
                 total = max(seen, meta.completion_tokens)
                 names = [bound] * (total - seen) if bound is not None else _names(meta, seen, total, self.control.held)
@@ -160,7 +169,7 @@ class SglangEngine(RemoteEngine):
                 seen = total
 
     async def cut(self, calls: Sequence[Call]) -> None:
-        if len(calls) > 1 and len(calls) == len(self.calls.sent):
+        if len(calls) > 1 and len(calls) == len(self.calls.sent) and not self.shared:
             bodies: list[Json] = [{"abort_all": True}]
         else:
             bodies = [{"rid": call.rid} for call in calls]
@@ -179,25 +188,36 @@ class SglangEngine(RemoteEngine):
             return
         if self._whole_folder != self.settings.model_path:
             await self._load_whole(self.settings.model_path, name)
-        adapter = f"{name}-{uuid.uuid4().hex[:8]}"
+        adapter, most = f"{name}-{uuid.uuid4().hex[:8]}", self.settings.max_loras
+        if self.shared:
+            self.untouched(await self._version_there())
+            await self.adapters.admit(self.http)
+            adapter, most = self.adapters.name(name), KEPT
         body = {"lora_name": adapter, "lora_path": str(folder)}
         reply = await self.http.post("/load_lora_adapter", body, timeout_s=self.settings.engine_start_s)
         if not reply.get("success"):
             raise TrackwayError(ErrorCode.ENGINE_FAILED, f"SGLang did not load {folder}: {reply.get('error_message')}")
         self._adapter = adapter
         self._adapters.append(adapter)
-        await self._call_weights(name)
-        while len(self._adapters) > _ADAPTERS:  # SGLang answers when no request runs with it
-            self.in_background(self.http.post("/unload_lora_adapter", {"lora_name": self._adapters.popleft()}))
+        if not self.shared:
+            await self._call_weights(name)
+        while len(self._adapters) > most:  # SGLang answers when no request runs with it
+            self.in_background(self.http.post(self.unload_route, {"lora_name": self._adapters.popleft()}))
 
     def _model(self) -> Json:
         return {} if self._adapter is None else {"lora_path": self._adapter}
+
+    def _key(self) -> str:
+        """A cache namespace of the loaded weights, which other replicas of a shared server do not use."""
+        return self.adapters.name(self.control.held) if self.shared else self.control.held
 
     async def _call_weights(self, name: str) -> None:
         body = {"new_version": name, "abort_all_requests": False}
         await self.http.post("/update_weight_version", body, idempotent=True)
 
     async def _load_whole(self, folder: Path, name: str) -> None:
+        if self.shared:  # the base, as it started
+            return
         self._whole_folder = None
         if self.takes_adapters:
             await self.control.cut_sent()  # they would go on with their adapter on other base weights
@@ -222,7 +242,7 @@ class SglangEngine(RemoteEngine):
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
-            "extra_key": f"canary-{self.control.held}",
+            "extra_key": f"canary-{self._key()}",
             **self._model(),
         }
         scored = _meta(await self.http.post("/generate", body, idempotent=True)).input_token_logprobs[1:]

@@ -28,6 +28,7 @@ from trackway.rollout.engines.remote.digests import ServerDigests, by_parameter
 from trackway.rollout.engines.remote.engine import RemoteEngine
 from trackway.rollout.engines.remote.http import Json
 from trackway.rollout.engines.remote.requests import Call, TokenChunk
+from trackway.rollout.engines.remote.shared import KEPT, UNTOUCHED, require_untouched
 from trackway.rollout.engines.weight_folder import check_same_model, lacks_head, with_head
 from trackway.rollout.engines.weight_proof import HeldDigests
 from trackway.rollout.settings import RolloutSettings
@@ -43,8 +44,6 @@ _CUT_PAUSES_S = (0.02, 0.1, 0.5)
 _COUNTERS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total\{.*$", re.MULTILINE)
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank."""
-_ADAPTERS = 4
-"""Adapters that requests may run with at a time: the newest, and those that requests in flight began with."""
 _NO_NUMBER = -9999.0
 """vLLM's value for a logprob of NaN or minus infinity."""
 _SAFE_ON_ANY_MACHINE = {
@@ -61,6 +60,7 @@ _SAFE_ON_ANY_MACHINE = {
 class VllmEngine(RemoteEngine):
     """An `Engine` over the routes of vLLM 0.32."""
 
+    unload_route = "/v1/unload_lora_adapter"
     loses_weights_asleep = False
     answers_frozen = True
 
@@ -111,7 +111,7 @@ class VllmEngine(RemoteEngine):
         }
         adapters = {
             "--max-lora-rank": next((rank for rank in _RANKS if rank >= settings.max_lora_rank), _RANKS[-1]),
-            "--max-loras": _ADAPTERS,
+            "--max-loras": settings.max_loras,
         }
         options = {
             "--host": "127.0.0.1",
@@ -147,10 +147,14 @@ class VllmEngine(RemoteEngine):
         return True
 
     async def _prepare(self) -> None:
-        loaded = (await self.http.get("/weight_info")).get("weight_version")
-        await self.thaw()
-        if loaded == "default":
+        loaded = await self._version_there()
+        if not self.shared:
+            await self.thaw()
+        if self.shared or loaded == UNTOUCHED:
             self._whole_folder = self.settings.model_path
+        if self.shared:
+            require_untouched(self.http, loaded)
+        elif loaded == UNTOUCHED:
             await self._call_weights(self.control.serving.name)
         else:  # the server was used before
             await self.freeze()
@@ -160,7 +164,16 @@ class VllmEngine(RemoteEngine):
         if self.settings.weight_digests and any(self.control.serving.folder.glob("*.safetensors")):
             held = by_parameter(await self._checksums())
             self._server_digests = await asyncio.to_thread(ServerDigests, self.control.serving.folder, self.dtype, held)
+            if self.shared and held and not self._server_digests.parameters:
+                raise TrackwayError(
+                    ErrorCode.CONFLICT,
+                    f"expected {self.http.base_url} to serve {self.settings.model_path}, got none of its {len(held)} "
+                    "parameters as there; start the server with this model in this dtype, or fix model_path",
+                )
         self._watch = asyncio.create_task(self._watch_progress(), name="vllm-progress")
+
+    async def _version_there(self) -> object:
+        return (await self.http.get("/weight_info")).get("weight_version")
 
     async def _checksums(self) -> dict[str, str]:
         """sha256 by parameter and rank; empty from a vLLM without that route."""
@@ -230,6 +243,8 @@ class VllmEngine(RemoteEngine):
             async for answer in answers:
                 call.reused = max(call.reused, _cached(answer))
                 for choice in answer["choices"]:
+                    for span in choice["weight_versions"] or []:
+                        self.untouched(span["version"])
                     yield _tokens(choice, self.control.held, bound)
 
     async def _whole(self, body: Json) -> AsyncGenerator[Json]:
@@ -267,13 +282,18 @@ class VllmEngine(RemoteEngine):
         else:
             await self._load_whole(folder)
             self._adapter = None
-        await self._call_weights(name)
-        await self.http.post("/reset_prefix_cache", idempotent=True)
+        if not self.shared:
+            await self._call_weights(name)
+            await self.http.post("/reset_prefix_cache", idempotent=True)
 
     async def _load_adapter(self, folder: Path, name: str) -> None:
         """Under a name of its own: with `load_inplace` vLLM 0.32 reads the files again at every step of a request, and
         those of an earlier request's adapter replace the new one's."""
-        adapter = f"{name}-{self._salt[:8]}"
+        adapter, most = f"{name}-{self._salt[:8]}", self.settings.max_loras
+        if self.shared:
+            self.untouched(await self._version_there())
+            await self.adapters.admit(self.http)
+            adapter, most = self.adapters.name(name), KEPT
         body = {"lora_name": adapter, "lora_path": str(folder)}
         try:
             await self.http.post("/v1/load_lora_adapter", body, timeout_s=self.settings.engine_start_s)
@@ -287,9 +307,9 @@ class VllmEngine(RemoteEngine):
             raise TrackwayError(ErrorCode.ENGINE_FAILED, message) from error
         self._loaded.append(adapter)
         self._adapter = adapter
-        while len(self._loaded) > _ADAPTERS:  # vLLM forgets the name; requests that run keep the adapter
+        while len(self._loaded) > most:  # vLLM forgets the name; requests that run keep the adapter
             with contextlib.suppress(TrackwayError):
-                await self.http.post("/v1/unload_lora_adapter", {"lora_name": self._loaded.popleft()}, idempotent=True)
+                await self.http.post(self.unload_route, {"lora_name": self._loaded.popleft()}, idempotent=True)
 
     def _model(self) -> Json:
         return {} if self._adapter is None else {"model": self._adapter}

@@ -299,6 +299,10 @@ def make_app(fake: Fake) -> FastAPI:
     async def model_info() -> dict[str, Any]:
         return {"weight_version": fake.version, "is_generation": True}
 
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": name} for name in ("policy", *fake.adapters)]}
+
     @app.post("/generate")
     async def generate(body: Generate) -> Response:
         await fake.continued.wait()
