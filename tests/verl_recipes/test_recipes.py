@@ -49,6 +49,7 @@ SEEN_BY: dict[str, str] = {
         ("trainer.", f"{_TESTS}/loop/test_build.py", ("rollout_data_dir", "validation_data_dir")),
         ("trainer.", f"{_TESTS}/loop/test_resume.py", ("resume_mode", "resume_from_path")),
         ("trainer.", f"{_TESTS}/run_state/test_folder.py", ("default_local_dir",)),
+        ("trainer.", f"{_TESTS}/config/test_asynchronous.py", ("use_v1",)),
         (
             "trainer.v1.",
             f"{_TESTS}/config/test_asynchronous.py",

@@ -52,7 +52,7 @@ def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServi
         (
             "optimiser",
             f"{plan.updates} update{'s' * (plan.updates != 1)} a step, each of {plan.mini_batch} trajectories in "
-            f"{plan.passes} pass{'es' * (plan.passes != 1)} of at most {plan.micro_batch}",
+            f"{_passes(plan, config)}",
         ),
         *([("learner", _learner(config))] if config.placement.ranks > 1 else []),
         ("rollout", _replicas(services)),
@@ -63,6 +63,13 @@ def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServi
         ("traces", _traces(plan, config)),
     ]
     return table("plan", ("", ""), lines)
+
+
+def _passes(plan: Forecast, config: RunConfig) -> str:
+    actor = config.actor_rollout_ref.actor
+    if actor.use_dynamic_bsz:
+        return f"passes of at most {actor.ppo_max_token_len_per_gpu} tokens"
+    return f"{plan.passes} pass{'es' * (plan.passes != 1)} of at most {plan.micro_batch}"
 
 
 def _overlap(config: RunConfig) -> str:

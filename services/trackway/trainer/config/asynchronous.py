@@ -94,6 +94,8 @@ def translate(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
     Values that do not fit their fields are left to validation. Raises TrackwayError(INVALID_REQUEST) for keys that
     disagree.
     """
+    if given.get("trainer.use_v1") is False:
+        given = {key: value for key, value in given.items() if not key.startswith("trainer.v1.")}
     found = dict(given)
     mode, mini = given.get("trainer.v1.trainer_mode"), _number(given, _MINI_BATCH, 256)
     if mode == "separate_async":

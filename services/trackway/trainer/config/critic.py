@@ -6,7 +6,7 @@ field says otherwise.
 
 from pydantic import Field
 
-from trackway.trainer.config.policy import CheckpointContents, LossAggregation, OptimConfig, ShardingConfig
+from trackway.trainer.config.policy import CheckpointContents, LoraConfig, LossAggregation, OptimConfig, ShardingConfig
 from trackway.trainer.config.section import Section, Seed
 
 
@@ -19,8 +19,12 @@ class CriticOptimConfig(OptimConfig):
     """Bound on the gradient's norm; None takes `critic.grad_clip`."""
 
 
-class CriticModelConfig(Section):
+class CriticModelConfig(LoraConfig):
     """The value model's weights."""
+
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of a LoRA adapter, which is trained with the head instead of the value model's other weights; 0 trains the
+    whole model."""
 
     path: str | None = None
     """Folder or Hugging Face id of the value model; null takes the policy's own. A head `score`, as a model for token

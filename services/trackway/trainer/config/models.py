@@ -179,6 +179,8 @@ class TrainerConfig(Section):
     components of the reward. `outputs/<run>/trajectories` has every trajectory in any case."""
     validation_data_dir: str | None = None
     """The same for the samples of each validation."""
+    use_v1: bool = True
+    """False leaves `trainer.v1` unread, as verl's older trainer does."""
     v1: V1Config = Field(default_factory=V1Config)
     n_gpus_per_node: int | None = Field(default=None, ge=0)
     """GPUs per machine, for rollout replicas, and with `nnodes` above 1 for the learner; null leaves it to the
@@ -223,8 +225,8 @@ class TrackwayConfig(Section):
     device: str = Field(default="auto", pattern="^(auto|cpu|cuda(:[0-9]+)?)$")
     """Device of the learner: `cpu`, `cuda` (or a particular GPU, `cuda:1`), or `auto` for a GPU if available."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the learner's computation; its weights stay float32. `auto` is bfloat16 on a GPU, as in verl, and
-    float32 on a CPU, since most CPUs are slower with bfloat16."""
+    """Data type of the learner's computation; `fsdp_config.model_dtype` is that of its weights. `auto` is bfloat16 on
+    a GPU, as in verl, and with bfloat16 weights; float32 on a CPU, since most CPUs are slower with bfloat16."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of the learner. Null chooses at the run's first start: one for a model below 2 million parameters,
     else all cores, less one for the engine with `async_training`. A resumed run keeps the number."""
@@ -465,6 +467,21 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _bfloat16_weights_compute_in_bfloat16(self) -> Self:
+        policy, dtype = self.actor_rollout_ref, self.trackway.dtype
+        if not self.has_bfloat16_weights:
+            return self
+        if dtype == "float32":
+            key = "trackway.dtype"
+        elif dtype == "auto" and policy.actor.fsdp_config.dtype in ("float32", "fp32"):
+            key, dtype = "actor_rollout_ref.actor.fsdp_config.dtype", policy.actor.fsdp_config.dtype
+        else:
+            return self
+        raise ValueError(
+            f"{key}: expected bfloat16 with fsdp_config.model_dtype=bf16, got {dtype}; leave one of them out"
+        )
+
+    @model_validator(mode="after")
     def _sequences_divide_the_ranks(self) -> Self:
         actor, count = self.actor_rollout_ref.actor, self.placement.ranks
         size = max(actor.ulysses_sequence_parallel_size, actor.fsdp_config.ulysses_sequence_parallel_size)
@@ -510,6 +527,13 @@ class RunConfig(Section):
     def learner_needs_gpus(self) -> bool:
         """Whether each rank is given a GPU, as far as the keys say: `auto` depends on the trainer's machine."""
         return self.trackway.device == "cuda" or (self.trackway.device == "auto" and bool(self.trainer.n_gpus_per_node))
+
+    @property
+    def has_bfloat16_weights(self) -> bool:
+        """Whether the weights of a model of the learner are bfloat16."""
+        policy = self.actor_rollout_ref
+        sections = (policy.actor.fsdp_config, policy.ref.fsdp_config, self.critic.fsdp)
+        return any(section.is_bfloat16 for section in sections)
 
     @property
     def may_be_stale(self) -> bool:

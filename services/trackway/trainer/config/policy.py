@@ -45,7 +45,21 @@ class LoraSyncConfig(Section):
     embedded engine merges."""
 
 
-class ModelConfig(Section):
+class LoraConfig(Section):
+    """A low-rank adapter that is trained instead of a model's own weights."""
+
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of a LoRA adapter, which is trained and published instead of the model's own weights; 0 trains the whole
+    model. Learning rates are about ten times those of the whole model."""
+    lora_alpha: float = Field(default=16, gt=0)
+    """The adapter's update is scaled by this divided by its rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Adapted layers by the last parts of their names, or as a regular expression; `all-linear` leaves out the head."""
+    exclude_modules: str | list[str] | None = None
+    """Layers that are not adapted, in the same way."""
+
+
+class ModelConfig(LoraConfig):
     """The policy's weights."""
 
     path: str | None = None
@@ -60,15 +74,6 @@ class ModelConfig(Section):
     """Compute logits in chunks of `actor.fsdp_config.entropy_from_logits_chunk_size` tokens, and again in the backward
     pass, so that they are never held whole; null does so where those of a pass would take more than 256 MiB in float32.
     The result does not change."""
-    lora_rank: int = Field(default=0, ge=0)
-    """Rank of a LoRA adapter, which is trained and published instead of the model's own weights; 0 trains the whole
-    model. Learning rates are about ten times those of the whole model."""
-    lora_alpha: float = Field(default=16, gt=0)
-    """The adapter's update is scaled by this divided by its rank."""
-    target_modules: str | list[str] = "all-linear"
-    """Adapted layers by the last parts of their names, or as a regular expression; `all-linear` leaves out the head."""
-    exclude_modules: str | list[str] | None = None
-    """Layers that are not adapted, in the same way."""
     lora_adapter_path: str | None = None
     """Folder or Hugging Face id of an adapter as PEFT writes it, from which training starts; null starts a new one.
     Needs `lora_rank`, `lora_alpha` and `target_modules` as the adapter has them."""
@@ -155,7 +160,28 @@ class PolicyLossConfig(Section):
         return self
 
 
-class ShardingConfig(Section):
+class WeightsConfig(Section):
+    """The weights of a model of the learner, and the kernels that compute with them."""
+
+    model_dtype: Literal["fp32", "float32", "bf16", "bfloat16"] = "fp32"
+    """Data type of the weights, and of their gradients and AdamW's moments. bf16 halves the memory, computes in
+    bfloat16, and loses changes smaller than about 1/256 of a weight."""
+    full_determinism: bool = False
+    """Take PyTorch's deterministic kernels and seed its generators by `actor.fsdp_config.seed`. The learner is one
+    process per rank: true for one of its models holds for all. An operation without such a kernel is warned of."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: object, info: ValidationInfo) -> object:
+        return cls.model_fields[str(info.field_name)].get_default() if value is None else value
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether the weights are bfloat16."""
+        return self.model_dtype in ("bf16", "bfloat16")
+
+
+class ShardingConfig(WeightsConfig):
     """Sharding of a model over the learner's ranks, and CPU offload, which has no effect without a GPU."""
 
     reshard_after_forward: bool = True
@@ -170,11 +196,6 @@ class ShardingConfig(Section):
     optimizer_offload: bool = False
     """Keep AdamW's moments on the GPU only during an optimizer step."""
 
-    @field_validator("*", mode="before")
-    @classmethod
-    def _null_is_the_default(cls, value: object, info: ValidationInfo) -> object:
-        return cls.model_fields[str(info.field_name)].get_default() if value is None else value
-
 
 class FSDPConfig(ShardingConfig):
     """Sharding and offload of the policy, and how its passes are divided."""
@@ -187,10 +208,12 @@ class FSDPConfig(ShardingConfig):
     """Most tokens whose logits exist at a time with `model.use_fused_kernels`."""
     use_torch_compile: bool = False
     """Another name of `actor.use_torch_compile`; one of them is enough."""
+    seed: Seed = 42
+    """Seed of the learner's generators with `full_determinism`, which own losses and estimators may draw from."""
 
 
-class RefOffloadConfig(Section):
-    """CPU offload of the reference policy, which has no optimizer."""
+class RefOffloadConfig(WeightsConfig):
+    """The reference policy's weights, which have no optimizer."""
 
     param_offload: bool = False
     """Keep the reference's weights on the GPU only while they are in use."""
@@ -230,7 +253,7 @@ class CheckpointConfig(CheckpointContents):
 
     async_save: bool = True
     """Copy what is saved to main memory, and write it while the training goes on; the copy takes 12 bytes for each
-    weight that is trained, divided by the ranks. With false the step waits until it is written."""
+    weight that is trained, 6 in bfloat16, divided by the ranks. With false the step waits until it is written."""
 
 
 class ActorConfig(Section):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
-_DEPLOYED = "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)"
+_DEPLOYED = "engines, replicas and GPUs belong to the rollout service's Serve config"
 _SEQUENCES = "actor.ulysses_sequence_parallel_size decides"
 _FSDP2 = "trackway.learner_ranks shards the learner by FSDP2, over all ranks, computing in trackway.dtype"
 _ACTOR_MICRO = "actor.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
@@ -19,22 +19,20 @@ _MICRO = "rollout.log_prob_micro_batch_size_per_gpu counts the trajectories of a
 _REF_MICRO = "ref.log_prob_micro_batch_size_per_gpu counts the trajectories of a pass"
 _CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu counts the trajectories of a pass"
 _CRITIC_TOKENS = "the value model reads the policy's token ids"
-_CRITIC_WHOLE = "the value model is trained whole"
 _REWARD = "scorers belong to the reward service's deployment"
 _FILTER_TOOLS = "data.filter_overlong_prompts counts the tools that rollouts have"
 _AGENT = "the agent service's deployment decides"
 _FSDP = (
-    *("wrap_policy.*", "fsdp_size", "forward_prefetch", "strategy", "use_orig_params", "forward_only"),
+    *("wrap_policy.*", "fsdp_size", "forward_prefetch", "strategy", "use_orig_params"),
     *("use_no_sync_for_gradient_accumulation", "turbo_config.*"),
 )
 """Keys below `fsdp_config`."""
-_DTYPE = "actor.fsdp_config.dtype decides; weights stay float32"
+_DTYPE = "actor.fsdp_config.dtype decides"
 _NO_ENTROPY = "only the policy's entropy is computed; actor.use_torch_compile compiles it"
 _SAME_NUMBERS = "memory and speed only; the numbers are the same"
 _LOGITS = ("entropy_from_logits_with_chunking", "entropy_checkpointing")
 _CHUNK_SIZE = "actor.fsdp_config.entropy_from_logits_chunk_size decides"
 _PADDING = ("pad_to_length", "pad_to_length_bucket")
-_SEED = "a run repeats exactly; trackway.seed, data.seed, rollout.seed and data_loader_seed decide"
 _TEXT = "rows are text"
 _PROFILERS = "global_profiler.tool and global_profiler.steps decide"
 _DISTILLATION = "only with distillation.enabled"
@@ -43,6 +41,8 @@ _SCHEDULING = ("policy", "deactivate_ratio", "enable_rebalance")
 
 _N = "actor_rollout_ref.rollout.n"
 _ACTOR_DTYPE = "actor_rollout_ref.actor.fsdp_config.dtype"
+_ACTOR_SEED = "actor_rollout_ref.actor.fsdp_config.seed"
+_FSDP_SECTIONS = ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
 
 REPEATED: dict[str, str] = {
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
@@ -51,6 +51,8 @@ REPEATED: dict[str, str] = {
     "rollout.n": _N,
     "actor_rollout_ref.ref.fsdp_config.dtype": _ACTOR_DTYPE,
     "critic.fsdp.dtype": _ACTOR_DTYPE,
+    "actor_rollout_ref.ref.fsdp_config.seed": _ACTOR_SEED,
+    "critic.fsdp.seed": _ACTOR_SEED,
     "async_training.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
     "actor_rollout_ref.actor.use_rollout_log_probs": "algorithm.rollout_correction.bypass_mode",
 }
@@ -113,14 +115,9 @@ NO_EFFECT: dict[str, str] = {
     "critic.strategy": _FSDP2,
     **{f"critic.fsdp.{name}": _FSDP2 for name in _FSDP},
     **{f"critic.fsdp.{name}": _SAME_NUMBERS for name in (*_LOGITS, *_PADDING)},
-    **{
-        f"critic.fsdp.{name}": reason
-        for name, reason in (
-            *(("model_dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
-            *(("full_determinism", "a run repeats exactly on one machine"), ("qat.*", "only with qat.enable")),
-            ("use_torch_compile", _NO_ENTROPY),
-        )
-    },
+    "critic.fsdp.use_torch_compile": _NO_ENTROPY,
+    **{f"{section}.mixed_precision.*": _DTYPE for section in _FSDP_SECTIONS},
+    **{f"{section}.qat.*": "only with qat.enable" for section in _FSDP_SECTIONS},
     "critic.model.fsdp_config.*": _FSDP2,
     "critic.ulysses_sequence_parallel_size": _SEQUENCES,
     "critic.fsdp.ulysses_sequence_parallel_size": _SEQUENCES,
@@ -138,7 +135,6 @@ NO_EFFECT: dict[str, str] = {
     "critic.model.tokenizer_path": _CRITIC_TOKENS,
     "critic.model.custom_chat_template": _CRITIC_TOKENS,
     "critic.model.override_config.attn_implementation": _SAME_NUMBERS,
-    **{f"critic.model.{name}": "only with lora_rank" for name in ("lora_alpha", "target_modules", "exclude_modules")},
     "critic.model.lora.*": "only Megatron reads it",
     "critic.model.mtp.*": "only with model.mtp.enable",
     **{
@@ -153,8 +149,7 @@ NO_EFFECT: dict[str, str] = {
     "trainer.max_critic_ckpt_to_keep": "a checkpoint holds the value model too; trainer.max_actor_ckpt_to_keep decides",
     "trainer.esi_redundant_time": "SIGTERM saves a checkpoint",
     "trainer.ray_wait_register_center_timeout": "the trainer does not use Ray",
-    "trainer.use_v1": "there is one trainer",
-    "trainer.v1.sync.*": "there is one trainer",
+    "trainer.v1.sync.*": "verl has no key there",
     "trainer.v1.separate_async.hybrid_rollout.*": _NOT_LENT,
     "trainer.v1.sampler.custom_sampler.name": "only with trainer.v1.sampler.custom_sampler.path",
     "trainer.v1.sampler.sampler_kwargs.*": "only with trainer.v1.sampler.custom_sampler.path",
@@ -168,14 +163,6 @@ NO_EFFECT: dict[str, str] = {
         for section in ("", "fsdp_config.")
         for name in (*_LOGITS, *_PADDING)
     },
-    **{
-        f"actor_rollout_ref.{role}.fsdp_config.{name}": reason
-        for role in ("actor", "ref")
-        for name, reason in (
-            *(("model_dtype", _DTYPE), ("mixed_precision.*", _DTYPE), ("seed", _SEED)),
-            *(("full_determinism", "a run repeats exactly on one machine"), ("qat.*", "only with qat.enable")),
-        )
-    },
     **{f"actor_rollout_ref.{role}.profiler.*": _PROFILERS for role in ("actor", "ref", "rollout")},
     "actor_rollout_ref.actor.ppo_micro_batch_size": _ACTOR_MICRO,
     "actor_rollout_ref.actor.freeze_vision_tower": _TEXT,
@@ -187,7 +174,6 @@ NO_EFFECT: dict[str, str] = {
     "actor_rollout_ref.actor.use_remove_padding": "actor_rollout_ref.model.use_remove_padding decides",
     "actor_rollout_ref.actor.qat.*": "only with qat.enable",
     "actor_rollout_ref.ref.fsdp_config.optimizer_offload": "the reference has no optimizer",
-    "actor_rollout_ref.rollout.full_determinism": _SEED,
     "actor_rollout_ref.rollout.cudagraph_capture_sizes": _DEPLOYED,
     "actor_rollout_ref.rollout.expert_parallel_size": _DEPLOYED,
     "actor_rollout_ref.rollout.scheduling_policy": _DEPLOYED,
@@ -264,8 +250,22 @@ ONLY: dict[str, Only] = {
     ),
     **{
         f"{section}.mixed_precision.param_dtype": Only(("bf16", "bfloat16"), f"set {_ACTOR_DTYPE}")
-        for section in ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+        for section in _FSDP_SECTIONS
     },
+    **{
+        f"{section}.mixed_precision.{name}": Only(("fp32", "float32"), "gradients are added up in float32")
+        for section in _FSDP_SECTIONS
+        for name in ("reduce_dtype", "buffer_dtype")
+    },
+    **{
+        f"{section}.forward_only": Only(values, "verl sets it for each model; leave it out")
+        for section, values in zip(_FSDP_SECTIONS, ((False,), (True, False), (False,)), strict=True)
+    },
+    "actor_rollout_ref.rollout.full_determinism": Only(
+        (False,),
+        "rollout.seed seeds each generation; start vLLM with VLLM_BATCH_INVARIANT=1, or SGLang with "
+        "engine_kwargs.sglang.enable_deterministic_inference=true",
+    ),
     "actor_rollout_ref.rollout.over_sample_rate": Only((0,), "exactly rollout.n rollouts are requested"),
     "actor_rollout_ref.rollout.ignore_eos": Only((False,), "a response ends at its end token; leave it out"),
     "actor_rollout_ref.rollout.logprobs_mode": Only(
@@ -292,10 +292,11 @@ ONLY: dict[str, Only] = {
     "critic.optim.override_optimizer_config.*": Only((), "set lr, betas and weight_decay instead"),
     "critic.fsdp.qat.enable": Only((False,), _NO_QAT),
     "critic.megatron.*": Only((), _NO_MEGATRON),
-    "critic.model.lora_rank": Only((0,), f"{_CRITIC_WHOLE}; leave it out"),
-    "critic.model.lora.rank": Only((0,), f"{_CRITIC_WHOLE}; leave it out"),
-    "critic.model.lora_adapter_path": Only((), f"{_CRITIC_WHOLE}; merge the adapter into critic.model.path"),
-    "critic.model.lora.adapter_path": Only((), f"{_CRITIC_WHOLE}; merge the adapter into critic.model.path"),
+    "critic.model.lora.rank": Only((0,), "set critic.model.lora_rank"),
+    **{
+        f"critic.model.{name}": Only((), "merge the adapter into critic.model.path")
+        for name in ("lora_adapter_path", "lora.adapter_path")
+    },
     "critic.model.mtp.enable": Only((False,), "multi-token prediction is not implemented; leave it out"),
     "critic.model.hf_config_path": Only((), "the configuration lies beside the weights, in critic.model.path"),
     "critic.model.external_lib": Only((), "name own modules in trackway.modules"),
@@ -355,7 +356,7 @@ MOVED: dict[str, str] = (
     }
     | {
         f"critic.model.fsdp_config.{name}": f"critic.fsdp.{name}"
-        for name in ("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward")
+        for name in ("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "model_dtype")
     }
 )
 """A verl release's spelling of a key -> the key that it sets here; null means the default. verl's releases accept

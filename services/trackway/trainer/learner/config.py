@@ -8,6 +8,7 @@ from trackway.trainer.config.critic import CriticConfig, CriticOptimConfig
 from trackway.trainer.config.policy import (
     ActorConfig,
     CheckpointContents,
+    LoraConfig,
     ModelConfig,
     RefConfig,
     RolloutConfig,
@@ -29,14 +30,18 @@ class LoraSettings(NamedTuple):
     """Of the random A."""
     adapter_path: str | None = None
     """Folder or Hugging Face id of an adapter to start from; None for a new one."""
+    trains_head: bool = False
+    """Whether the head, which has no adapter, is trained too."""
 
     @classmethod
-    def of(cls, model: ModelConfig, seed: int = 0) -> Self | None:
+    def of(
+        cls, model: LoraConfig, seed: int = 0, adapter_path: str | None = None, *, trains_head: bool = False
+    ) -> Self | None:
         """Those of a model; None where it is trained whole."""
         if not model.lora_rank:
             return None
         names, excluded = model.target_modules, model.exclude_modules
-        return cls(model.lora_rank, model.lora_alpha, names, excluded, seed, model.lora_adapter_path)
+        return cls(model.lora_rank, model.lora_alpha, names, excluded, seed, adapter_path, trains_head)
 
 
 class CriticSettings(NamedTuple):
@@ -49,6 +54,8 @@ class CriticSettings(NamedTuple):
     fsdp: ShardingConfig
     contents: CheckpointContents
     """What a checkpoint holds of it."""
+    lora: LoraSettings | None
+    """The adapter that is trained with the head; None trains the whole model."""
     optim: CriticOptimConfig
     clip_grad: float
     """The gradient's norm is scaled down to this."""
@@ -92,7 +99,7 @@ class LearnerConfig:
     max_response_length: int
     """Longest response in tokens."""
     dtype: str
-    """Compute dtype: float32, float64, or bfloat16 (autocast over float32 weights)."""
+    """Compute dtype: float32, float64, or bfloat16 (autocast over weights of `fsdp_config.model_dtype`)."""
     device: str
     """Torch device of the model."""
     threads: int | None
@@ -114,7 +121,13 @@ class LearnerConfig:
     @property
     def lora(self) -> LoraSettings | None:
         """The adapter that is trained; None trains the whole model."""
-        return LoraSettings.of(self.model, self.seed)
+        return LoraSettings.of(self.model, self.seed, self.model.lora_adapter_path)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the kernels of this process are deterministic."""
+        sections = (self.actor.fsdp_config, self.ref.fsdp_config, self.critic.fsdp)
+        return any(section.full_determinism for section in sections)
 
     @property
     def publishes_adapter(self) -> bool:
@@ -137,6 +150,7 @@ class LearnerConfig:
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
             fsdp=critic.fsdp,
             contents=critic.checkpoint,
+            lora=LoraSettings.of(critic.model, self.seed, trains_head=True),
             optim=critic.optim,
             clip_grad=critic.optim.clip_grad or critic.grad_clip,
             mini_batch_size=mini,

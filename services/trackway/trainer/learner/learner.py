@@ -53,6 +53,7 @@ from trackway.trainer.learner.loss import (
 )
 from trackway.trainer.learner.metrics import batch_metrics, drift_metrics, mean_metrics, scores_of, value_metrics
 from trackway.trainer.learner.passes.compiled_entropy import compiled_entropy
+from trackway.trainer.learner.passes.determinism import make_deterministic
 from trackway.trainer.learner.passes.head import sum_pi_squared, token_logprobs
 from trackway.trainer.learner.policy import BasePolicy, MicroBatch, Policy
 from trackway.trainer.learner.policy_losses import SELECTIONS, LossInputs, policy_loss_of
@@ -163,6 +164,8 @@ class Learner:
         self.config = config
         self.ranks = ranks = ranks.dividing_sequences(config.sequence_parallel_size)
         model, fsdp = config.model, config.actor.fsdp_config
+        if config.is_deterministic:
+            make_deterministic(fsdp.seed)
         # Own ones that cannot be loaded are errors before the model loads.
         estimator(config.algorithm.adv_estimator)
         policy_loss_of(config.loss_mode)
@@ -177,6 +180,7 @@ class Learner:
             ranks=ranks,
             reshard_after_forward=fsdp.reshard_after_forward,
             lora=config.lora,
+            bfloat16_weights=fsdp.is_bfloat16,
             head_in_chunks=model.use_fused_kernels,
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,
         )
@@ -211,6 +215,7 @@ class Learner:
             offload=config.ref.fsdp_config.param_offload,
             frozen=True,
             ranks=self.ranks,
+            bfloat16_weights=config.ref.fsdp_config.is_bfloat16,
             reshard_after_forward=config.actor.fsdp_config.reshard_after_forward,
             head_in_chunks=config.model.use_fused_kernels,
             head_chunk_size=config.actor.fsdp_config.entropy_from_logits_chunk_size,

@@ -3,7 +3,7 @@
 A batch is computed as one packed row, or as rows padded on the right: the model is causal, so padding can never reach
 an earlier position, and no attention mask is passed, which keeps attention on the kernel that skips the upper triangle.
 Vocabulary logits are computed only where the response mask is set, and large ones in chunks of tokens
-(passes/head.py). Parameters are float32 masters (or float64); "bfloat16" means autocast around the forward.
+(passes/head.py). Parameters are float32 masters, float64 or bfloat16; "bfloat16" means autocast around the forward.
 """
 
 import copy
@@ -49,7 +49,7 @@ from trackway.trainer.learner.weights.peft_folder import WEIGHTS, AdapterConfig,
 from trackway.trainer.learner.weights.sharded_files import read_shards, saved_tensors
 
 MASTER_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32}
-"""Compute dtype by name -> dtype of the weights, of the optimizer's state and of all logprobs."""
+"""Compute dtype by name -> dtype of all logprobs and, unless they are bfloat16, of the weights and their moments."""
 HEAD = "lm_head.weight"
 TOKENIZER_FILES = [
     "tokenizer*",
@@ -108,11 +108,12 @@ class ModelInputs(NamedTuple):
 class Policy:
     """A causal language model with what a learner needs of it: logprobs, state, export.
 
-    `dtype` is a key of MASTER_DTYPES. An offloaded model is on the device only inside `cpu_offload.on_device()`;
-    a frozen model has no gradients. `remove_padding` packs the batches of a model that can be packed. Among several
-    ranks every method but `token_values` and `ref_inputs` gives each of them the same result, and is a collective. With
-    `lora` an adapter is trained, and the model's own weights stay as they were loaded. `loader` loads the
-    model of a folder. `head_in_chunks` and `head_chunk_size` are those of HeadChunks.
+    `dtype` is a key of MASTER_DTYPES; with bfloat16 the weights may be of that type too (`bfloat16_weights`). An
+    offloaded model is on the device only inside `cpu_offload.on_device()`; a frozen model has no gradients.
+    `remove_padding` packs the batches of a model that can be packed. Among several ranks every method but
+    `token_values` and `ref_inputs` gives each of them the same result, and is a collective. With `lora` an adapter is
+    trained, and the model's own weights stay as they were loaded. `loader` loads the model of a folder.
+    `head_in_chunks` and `head_chunk_size` are those of HeadChunks.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Policy:
         ranks: Ranks = ALONE,
         reshard_after_forward: bool = True,
         lora: LoraSettings | None = None,
+        bfloat16_weights: bool = False,
         head_in_chunks: bool | None = None,
         head_chunk_size: int = 1024,
         loader: Callable[[Path, torch.dtype], PreTrainedModel] = load_model,
@@ -142,13 +144,16 @@ class Policy:
         self._lora = lora
         self.adapter: Adapter | None = None
         """What is trained, instead of the model's own weights."""
-        self.model = loader(self.folder, self.master_dtype)
+        self.weights_dtype = torch.bfloat16 if bfloat16_weights else self.master_dtype
+        self.model = loader(self.folder, self.weights_dtype)
         require_finite(self.tensors())
         self.chunks = HeadChunks.of(self.model, head_in_chunks, head_chunk_size)
         self.model.requires_grad_(not frozen)
         if lora is not None:
             start = None if lora.adapter_path is None else model_folder(lora.adapter_path)
             self.adapter = Adapter(self.model, lora, start)
+            for parameter in self.model.parameters():  # PEFT makes float32 ones, and FSDP2 needs one type
+                parameter.data = parameter.data.to(self.weights_dtype)
         self.model.train(gradient_checkpointing)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -290,8 +295,9 @@ class Policy:
             return self._logprobs([token_ids])[0]
 
     def base_logprobs(self, token_ids: list[int]) -> list[float]:
-        """`sequence_logprobs` of the model without its adapter, computed in the dtype of the weights."""
-        with self._inference(), nullcontext() if self.adapter is None else self.adapter.off():
+        """`sequence_logprobs` of the model without its adapter, computed in the dtype of logprobs."""
+        without = nullcontext() if self.adapter is None else self.adapter.off()
+        with self._inference(), without, rounded(self.model, self.weights_dtype, self.master_dtype):
             return self._logprobs([token_ids], autocast=False)[0]
 
     def _logprobs(self, sequences: Sequence[list[int]], *, autocast: bool = True) -> list[list[float]]:

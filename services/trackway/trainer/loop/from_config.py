@@ -30,7 +30,11 @@ ANCHOR_EVERY = 8
 def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
     """The learner's sections and settings over a run of `total_steps`."""
     policy, own = config.actor_rollout_ref, config.trackway
-    device, wanted = _device(own.device), policy.actor.fsdp_config.dtype
+    device, dtype = _device(own.device), own.dtype
+    if dtype == "auto" and policy.actor.fsdp_config.dtype in ("float32", "fp32"):
+        dtype = "float32"
+    elif dtype == "auto" and config.has_bfloat16_weights:
+        dtype = "bfloat16"
     return LearnerConfig(
         model=policy.model,
         actor=policy.actor,
@@ -41,7 +45,7 @@ def learner_config(config: RunConfig, total_steps: int) -> LearnerConfig:
         critic_warmup=config.trainer.critic_warmup,
         total_steps=total_steps,
         max_response_length=config.data.max_response_length,
-        dtype=_dtype("float32" if own.dtype == "auto" and wanted in ("float32", "fp32") else own.dtype, device),
+        dtype=_dtype(dtype, device),
         device=device,
         threads=own.threads,
         engine_threads=int(pacing(config).runs_ahead),

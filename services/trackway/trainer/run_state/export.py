@@ -79,7 +79,7 @@ def _write_model(actor: Path, folder: Path, model: ModelConfig) -> None:
     extra = actor / FILES["extra"]
     published = read_whole(extra).get("published") if is_saved(extra) else None
     dtype = "float32" if published is None else str(published.dtype).removeprefix("torch.")
-    lora = LoraSettings.of(model.model_copy(update={"lora_adapter_path": None}))
+    lora = LoraSettings.of(model)
     try:
         policy = Policy(model.path or "", dtype, lora=lora)
         policy.load(actor / FILES["model"])

@@ -33,7 +33,7 @@ def test_fully_async_counts_a_step_in_mini_batches_and_a_run_in_prompts():
     assert decided(config) == (Pacing(batch_size=128, depth=0.1, bound=1, sync_every=4), 400, 40)
     assert config.algorithm.rollout_correction.bypass_mode and update_mode(config) == "abort"
     assert dict(no_effect(config.trackway.ignored_keys)) == {
-        "rollout.nnodes": "engines, replicas and GPUs belong to the rollout service's deployment (deploy/*.yaml)",
+        "rollout.nnodes": "engines, replicas and GPUs belong to the rollout service's Serve config",
         "async_training.use_rollout_log_probs": (
             "algorithm.rollout_correction.bypass_mode decides; another value is refused"
         ),
@@ -78,6 +78,7 @@ def test_the_v1_trainer_with_engines_on_its_gpus_publishes_after_each_batch_and_
 
 def test_the_v1_trainers_mode_sync_leaves_the_decision_to_async_training():
     assert pacing(compose(["trainer.v1.trainer_mode=sync", f"{SAMPLER}.max_off_policy_threshold=2"])) == Pacing(1024)
+    assert pacing(compose([SEPARATE, "trainer.use_v1=False"])) == Pacing(1024)  # verl's older trainer does not read it
     ahead = compose(["trainer.v1.trainer_mode=sync", "async_training.staleness_threshold=1"])
     assert pacing(ahead) == Pacing(1024, depth=1, bound=1)
 

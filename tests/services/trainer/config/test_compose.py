@@ -298,7 +298,14 @@ def test_a_wandb_run_that_weave_would_drop_is_refused(run_id: str):
             "trainer.critic_warmup=5",
             "trainer.critic_warmup: expected 0 without a value model, got 5; set algorithm.adv",
         ),
-        ("critic.model.lora_rank=8", "critic.model.lora_rank: expected 0, got 8; the value model is trained whole"),
+        ("critic.model.lora_adapter_path=a", "critic.model.lora_adapter_path: expected null, got a; merge the adapter"),
+        ("actor_rollout_ref.rollout.full_determinism=true", "full_determinism: expected False, got True; rollout.seed"),
+        (f"{ACTOR}.fsdp_config.forward_only=true", "fsdp_config.forward_only: expected False, got True; verl sets it"),
+        (f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=bf16", "reduce_dtype: expected fp32 or float32, got bf16"),
+        (
+            "critic.fsdp.seed=7",
+            "critic.fsdp.seed: expected the value of actor_rollout_ref.actor.fsdp_config.seed, which is 42, got 7",
+        ),
         ("critic.optim.optimizer=SGD", "critic.optim.optimizer: expected AdamW, got SGD; other optimizers are not"),
         ("reward_model.enable=True", "reward_model.enable: expected False, got True; serve the model anywhere"),
         ("+actor_rollout_ref.model.lora.rank=32", "lora.rank: expected 0, got 32; set"),
@@ -484,3 +491,21 @@ def test_any_key_is_known_below_reward_kwargs_only():
     assert whole.custom_reward_function.reward_kwargs == {"limits": {"low": 1}}
     with pytest.raises(TrackwayError, match=r"unknown key 'custom_reward_function\.share'"):
         compose(["custom_reward_function.share=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            ["trackway.dtype=float32", "critic.fsdp.model_dtype=bf16"],
+            "trackway.dtype: expected bfloat16 with fsdp_config",
+        ),
+        (
+            [f"{ACTOR}.fsdp_config.dtype=fp32", f"{ACTOR}.fsdp_config.model_dtype=bf16"],
+            f"{ACTOR}.fsdp_config.dtype: expected bfloat16 with fsdp_config.model_dtype=bf16, got fp32; leave one",
+        ),
+    ],
+)
+def test_bfloat16_weights_compute_in_bfloat16(lines: list[str], message: str):
+    with pytest.raises(TrackwayError, match=re.escape(message)):
+        compose(lines)

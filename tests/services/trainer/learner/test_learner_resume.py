@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.services.trainer.learner_settings import learner_config
 from trackway.trainer.config.policy import CheckpointContents
@@ -107,3 +108,34 @@ def test_a_learner_loads_the_contents_that_it_is_asked_for(tiny_model: Path, rol
 def test_contents_of_which_a_run_could_not_resume_are_refused(contents: dict[str, list[str]], error: str):
     with pytest.raises(ValueError, match=error):
         CheckpointContents.model_validate(contents)
+
+
+@pytest.mark.parametrize("lora", [{}, {"actor_rollout_ref.model.lora_rank": 4}], ids=["whole", "LoRA"])
+def test_bfloat16_weights_train_with_bfloat16_moments_and_resume_bit_for_bit(
+    tiny_model: Path, rollout: Rollout, tmp_path: Path, lora: dict[str, object]
+):
+    keys = {f"actor_rollout_ref.{name}.fsdp_config.model_dtype": "bf16" for name in ("actor", "ref")}
+    changes = {**keys, **lora, "critic.fsdp.model_dtype": "bf16", "critic.enable": True, "use_kl_loss": True}
+    settings = {"lr": 1e-2, "critic.optim.lr": 1e-2, "dtype": "bfloat16", "bypass_mode": False, **changes}
+    batches = [ragged(rollout, seed) for seed in range(3)]
+    straight, first, second = (Learner(learner_config(tiny_model, **settings)) for _ in range(3))
+    full = Learner(learner_config(tiny_model, **{name: settings[name] for name in settings if name not in keys}))
+    expected = [straight.update(batch).metrics for batch in batches]
+
+    metrics = [first.update(batch).metrics for batch in batches[:2]]
+    first.save(tmp_path / "actor")
+    second.load(tmp_path / "actor")
+    metrics += [second.update(batch).metrics for batch in batches[2:]]
+
+    assert metrics == expected
+    assert straight.critic is not None
+    optimizers = (straight.optimizer, straight.critic.optimizer)
+    moments = [state[name] for of in optimizers for state in of.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    models = (straight.policy.model, straight.critic.model.model)
+    weights = [parameter for model in models for parameter in model.parameters()]
+    assert {tensor.dtype for tensor in (*moments, *weights)} == {torch.bfloat16}
+    assert second.canary() == straight.canary()
+    near = full.update(batches[0]).metrics
+    assert expected[0]["actor/pg_loss"] == pytest.approx(near["actor/pg_loss"], abs=0.05)
+    assert expected[0]["actor/grad_norm"] == pytest.approx(near["actor/grad_norm"], rel=0.05)
+    assert expected[0] != near

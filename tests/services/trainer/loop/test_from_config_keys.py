@@ -13,7 +13,13 @@ from trackway.clients.weights import WeightStore
 from trackway.trainer.config import RunConfig, compose, resolve
 from trackway.trainer.config.algorithm import AlgorithmConfig, KlControlConfig
 from trackway.trainer.config.critic import CriticOptimConfig
-from trackway.trainer.config.policy import CheckpointContents, FSDPConfig, PolicyLossConfig, ShardingConfig
+from trackway.trainer.config.policy import (
+    CheckpointContents,
+    FSDPConfig,
+    PolicyLossConfig,
+    RefOffloadConfig,
+    ShardingConfig,
+)
 from trackway.trainer.config.rollout_correction import RolloutCorrectionConfig
 from trackway.trainer.config.section import Section
 from trackway.trainer.learner.config import CriticSettings, LearnerConfig, LoraSettings
@@ -95,7 +101,7 @@ READ_AS_GIVEN = (
     *(f"actor.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type", "tau_pos", "tau_neg")),
     "actor.calculate_sum_pi_squared",
     *(f"actor.policy_loss.{name}" for name in PolicyLossConfig.model_fields),
-    "ref.fsdp_config.param_offload",
+    *(f"ref.fsdp_config.{name}" for name in RefOffloadConfig.model_fields),
     "rollout.temperature",
     *(f"algorithm.{name}" for name in AlgorithmConfig.model_fields if name not in SECTIONS),
     *(f"algorithm.kl_ctrl.{name}" for name in KlControlConfig.model_fields),
@@ -170,6 +176,21 @@ KEYS: dict[str, tuple[JsonValue, Fields]] = {
     ),
     f"{ACTOR}.ulysses_sequence_parallel_size": (4, {"learner.sequence_parallel_size": 4}),
     f"{ACTOR}.fsdp_config.dtype": ("float32", {"learner.actor.fsdp_config.dtype": "float32"}),
+    **{
+        f"{section}.fsdp_config.model_dtype": (
+            "bf16",
+            {f"learner.{name}.fsdp_config.model_dtype": "bf16", "learner.dtype": "bfloat16"},
+        )
+        for section, name in ((ACTOR, "actor"), (REF, "ref"))
+    },
+    **{
+        f"{section}.fsdp_config.full_determinism": (
+            True,
+            {f"learner.{name}.fsdp_config.full_determinism": True, "learner.is_deterministic": True},
+        )
+        for section, name in ((ACTOR, "actor"), (REF, "ref"))
+    },
+    f"{ACTOR}.fsdp_config.seed": (7, {"learner.actor.fsdp_config.seed": 7}),
     f"{ACTOR}.use_dynamic_bsz": (True, fills(16384)),
     f"{ACTOR}.ppo_max_token_len_per_gpu": (4096, {}),
     f"{ROLLOUT}.log_prob_use_dynamic_bsz": (
@@ -327,6 +348,7 @@ VALUE_MODEL = CriticSettings(
     remove_padding=True,
     gradient_checkpointing=True,
     contents=CheckpointContents(),
+    lora=None,
     fsdp=ShardingConfig(),
     optim=CriticOptimConfig(),
     clip_grad=1.0,
@@ -580,6 +602,7 @@ _CRITIC_OPTIM: Keys = {
     **{"num_cycles": 2.0, "lr_scheduler_type": "cosine", "zero_indexed_step": False},
 }
 _CRITIC_FSDP: Keys = {"optimizer_offload": True, "offload_policy": True, "reshard_after_forward": False}
+_CRITIC_FSDP |= {"model_dtype": "bf16", "full_determinism": True}
 OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
     ({f"{MODEL}.path": "m"}, {"model_path": "m"}),
     ({f"{MODEL}.path": "m", "critic.model.path": "v"}, {"model_path": "v"}),
@@ -602,6 +625,18 @@ OF_VALUE_MODEL: list[tuple[Keys, Fields]] = [
     ({"critic.optim.warmup_style": "cosine"}, {"optim": CriticOptimConfig(lr_scheduler_type="cosine")}),
     ({"critic.optim.clip_grad": 4.0}, {"optim": CriticOptimConfig(clip_grad=4.0), "clip_grad": 4.0}),
     ({"critic.grad_clip": 5.0}, {"clip_grad": 5.0}),
+    ({"critic.model.fsdp_config.model_dtype": "bf16"}, {"fsdp": ShardingConfig(model_dtype="bf16")}),
+    (
+        {"critic.model.lora_rank": 8},
+        {"lora": LoraSettings(8, 16, "all-linear", None, 42, trains_head=True)},
+    ),
+    (
+        {
+            **{"critic.model.lora_rank": 4, "critic.model.lora_alpha": 2.5},
+            **{"critic.model.target_modules": "q|v", "critic.model.exclude_modules": ["k"]},
+        },
+        {"lora": LoraSettings(4, 2.5, "q|v", ["k"], 42, trains_head=True)},
+    ),
     ({"critic.optim.weight_decay": 0.5}, {"optim": CriticOptimConfig(weight_decay=0.5)}),
     ({"critic.fsdp.param_offload": True}, {"fsdp": ShardingConfig(param_offload=True)}),
     ({"critic.model.fsdp_config.optimizer_offload": True}, {"fsdp": ShardingConfig(optimizer_offload=True)}),

@@ -47,6 +47,8 @@ class Critic:
             offload=fsdp.param_offload or fsdp.offload_policy,
             ranks=ranks,
             reshard_after_forward=fsdp.reshard_after_forward,
+            lora=settings.lora,
+            bfloat16_weights=fsdp.is_bfloat16,
             head_in_chunks=False,
             loader=load_value_model,
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -133,11 +133,20 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, reshard_after_forward: bo
     memory, and has no effect on CPUs.
     """
     policy = CPUOffloadPolicy() if offload and mesh.device_type != "cpu" else OffloadPolicy()
+    # Gradients of bfloat16 weights are added up in float32.
+    reduce = torch.float32 if any(p.dtype == torch.bfloat16 for p in model.parameters()) else None
+    precision = MixedPrecisionPolicy(reduce_dtype=reduce)
     layers = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy)
-    fully_shard(model, mesh=mesh, offload_policy=policy)
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+                mp_policy=precision,
+                offload_policy=policy,
+            )
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are summed, not averaged: losses are already divided by totals of the whole mini-batch.

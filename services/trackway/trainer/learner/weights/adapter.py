@@ -75,6 +75,8 @@ class Adapter:
                 f"expected model.target_modules to name linear layers other than the head, got {targets!r}, "
                 f"which names {', '.join(others)}; name others, or take all-linear"
             )
+        if head is not None:
+            head.requires_grad_(settings.trains_head)
         self._model = model
         self._layers = [_Layer.of(layer) for layer in adapted.values() if isinstance(layer, Linear)]
         if start is not None:

@@ -204,3 +204,27 @@ def test_a_head_of_several_labels_is_refused(small_vocabulary: Path):
 
     with pytest.raises(ValueError, match=r"expected score.weight of shape \[1, 8\], got \[3, 8\]"):
         load_value_model(small_vocabulary, torch.float32)
+
+
+def test_a_value_model_with_lora_trains_and_saves_its_adapter_and_its_head_alone(
+    tiny_model: Path, rollout: Rollout, tmp_path: Path
+):
+    changes = {"critic.model.lora_rank": 4, "critic.model.lora_alpha": 8}
+    batches = [ragged(rollout, seed) for seed in range(3)]
+    straight, first, second = (new(tiny_model, **changes) for _ in range(3))
+    assert straight.critic is not None
+    before = {name: tensor.clone() for name, tensor in straight.critic.model.model.state_dict().items()}
+    expected = [straight.update(batch).metrics for batch in batches]
+
+    metrics = [first.update(batch).metrics for batch in batches[:2]]
+    first.save(tmp_path / "actor")
+    second.load(tmp_path / "actor")
+    metrics += [second.update(batch).metrics for batch in batches[2:]]
+
+    assert metrics == expected
+    torch.testing.assert_close(tensors(second), tensors(straight), rtol=0, atol=0)
+    changed = {
+        name for name, tensor in straight.critic.model.model.state_dict().items() if (tensor != before[name]).any()
+    }
+    assert changed == {name for name in before if ".lora_" in name or name.startswith("lm_head.")}
+    assert set(load_file(tmp_path / "critic" / "model.safetensors")) == changed

@@ -64,6 +64,7 @@ VARIANTS = {
     "LoRA, never resharded": {"lora_rank": 3, "reshard_after_forward": False, "kl_loss_type": "full"},
     "LoRA, head in chunks": {"lora_rank": 3, "use_fused_kernels": True, "chunk_size": 4, "remove_padding": True},
     "a value model": {**CRITIC, "critic.ppo_micro_batch_size_per_gpu": 2, "critic.ppo_epochs": 2},
+    "LoRA of a value model": {**CRITIC, "critic.model.lora_rank": 3},
     "full KL": {"kl_loss_type": "full", "remove_padding": True},
     "head in chunks": {"use_fused_kernels": True, "chunk_size": 3, "kl_loss_type": "full", "micro_batch_size": 4},
     "kl_cov, shuffled": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2, "shuffle": True},
@@ -207,6 +208,20 @@ def test_in_float32_they_are_so_within_its_rounding(
     outcomes = two_ranks.run(trained, config, batches, tmp_path / "several")
 
     assert_same(outcomes, expected, TOLERANCE["float32"])
+
+
+def test_bfloat16_weights_of_two_ranks_train_as_those_of_one_process_within_their_rounding(
+    two_ranks: RankProcesses, tiny_model: Path, batches: list[list[Trajectory]], tmp_path: Path
+):
+    keys = {f"actor_rollout_ref.{name}.fsdp_config.model_dtype": "bf16" for name in ("actor", "ref")}
+    config = learner_config(tiny_model, dtype="bfloat16", **EVERYTHING | keys | {"micro_batch_size": 8})
+    expected = trained(ALONE, config, batches[:1], tmp_path / "one")
+
+    outcomes = two_ranks.run(trained, config, batches[:1], tmp_path / "several")
+
+    assert_same(outcomes, expected, 0.02)
+    weights = [*outcomes[0].weights.values(), *expected.weights.values()]
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
 
 
 def snapshotted(ranks: Ranks, config: LearnerConfig, batches: list[list[Trajectory]], folder: Path) -> None:
