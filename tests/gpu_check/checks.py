@@ -19,6 +19,7 @@ from trackway.rollout.engines.protocol import Generation
 from trackway.rollout.engines.torch import engine as torch_engine
 from trackway.rollout.engines.torch.engine import TorchEngine
 from trackway.rollout.settings import RolloutSettings
+from trackway.trainer.config.placement import Placement
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, join
 from trackway.wire.errors import TrackwayError
@@ -186,7 +187,7 @@ def check_ranks(subject: Subject) -> list[Finding]:
     logprobs, expected = _trained(subject, "float32")
     store = TCPStore("127.0.0.1", 0, is_master=True)
     try:
-        sharded, metrics = _trained(subject, "float32", ranks=join(store, 0, 1, subject.device.type, 60.0))
+        sharded, metrics = _trained(subject, "float32", ranks=join(store, 0, Placement(), subject.device.type, 60.0))
     finally:
         distributed.destroy_process_group()
     off = [abs(ours - theirs) for ours, theirs in zip(_flat(sharded), _flat(logprobs), strict=True)]
