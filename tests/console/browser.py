@@ -20,11 +20,12 @@ DEADLINE_S = 30.0
 _KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13}
 # The middle of a node once it is still for two frames: groups get their real height only after they came into view.
 _STILL_BOX = """async (node) => {
-  for (let last = null; ; ) {
+  for (let last = null, frames = 0; ; frames += 2) {
     node.scrollIntoView({block: 'center'});
     const box = node.getBoundingClientRect();
     const middle = [box.x + box.width / 2, box.y + box.height / 2];
-    if (String(middle) === last) return middle;
+    const hit = node.contains(document.elementFromPoint(...middle)) || frames > 120;
+    if (hit && String(middle) === last) return middle;
     last = String(middle);
     await new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)));
   }
