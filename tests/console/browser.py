@@ -18,14 +18,22 @@ from tests.traces.test_page import FLAGS
 
 DEADLINE_S = 30.0
 _KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13}
-# The middle of a node once it is still for two frames: groups get their real height only after they came into view.
+_CLICKS = 10
+# The middle of a node once it is still for two frames: groups get their real height only after they came into view, at
+# times later than that. So a click that would hit something else is kept from it, and told.
 _STILL_BOX = """async (node) => {
-  for (let last = null, frames = 0; ; frames += 2) {
+  window.clickMissed = false;
+  window.addEventListener('click', (event) => {
+    window.clickMissed = !node.contains(event.target);
+    if (!window.clickMissed) return;
+    event.preventDefault();
+    event.stopImmediatePropagation();
+  }, {capture: true, once: true});
+  for (let last = null; ; ) {
     node.scrollIntoView({block: 'center'});
     const box = node.getBoundingClientRect();
     const middle = [box.x + box.width / 2, box.y + box.height / 2];
-    const hit = node.contains(document.elementFromPoint(...middle)) || frames > 120;
-    if (hit && String(middle) === last) return middle;
+    if (String(middle) === last) return middle;
     last = String(middle);
     await new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)));
   }
@@ -107,13 +115,17 @@ class Browser:
         return time.monotonic() - started
 
     def click(self, selector: str) -> None:
-        """Click in the middle of the first element that the selector finds."""
+        """Click in the middle of the first element that the selector finds, again if it moved away meanwhile."""
         found = f"document.querySelector({json.dumps(selector)})"
         self.wait(f"!!{found}")
-        box = self.evaluate(f"({_STILL_BOX})({found})")
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
-            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], **pressed)
+        for _ in range(_CLICKS):
+            box = self.evaluate(f"({_STILL_BOX})({found})")
+            for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+                pressed = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
+                self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], **pressed)
+            if not self.evaluate("window.clickMissed"):
+                return
+        raise AssertionError(f"{_CLICKS} clicks did not hit {selector}: what is above it?")
 
     def press(self, key: str) -> None:
         """Press and release a key."""

@@ -1,6 +1,7 @@
 """What a user can correct is one line and exit status 2, never a traceback."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typer.main import get_command
 
 from trackway.deploy.cli import app
 from trackway.deploy.commands import main_ppo
+from trackway.trainer.config.compose import PRESETS
 
 
 def trackway(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -124,3 +126,11 @@ def test_a_dry_run_on_running_services_needs_none(tmp_path: Path) -> None:
     assert {"steps 7 in all", "rollout unchanged, as deployed"} <= {
         " ".join(line.split()) for line in told.stdout.splitlines()
     }
+
+
+@pytest.mark.parametrize("command", ["train", "try"])
+def test_the_help_names_every_preset(command: str) -> None:
+    [option] = [p for p in get_command(app).commands[command].params if p.name == "config_name"]  # pyright: ignore[reportAttributeAccessIssue]
+
+    named = re.findall(r"\w+(?=[,;.])", option.help)
+    assert sorted(named) == sorted(preset.stem for preset in PRESETS.glob("*.yaml"))

@@ -123,7 +123,7 @@ def update(
     learner.update(batch)
     learner.export(folder)
     _learners[:] = [learner]
-    return learner.proof(folder, None)
+    return learner.proof(folder, previous_version=1)
 
 
 def log_probs(ranks: Ranks, trajectories: Sequence[Trajectory]) -> list[list[float]]:

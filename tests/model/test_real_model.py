@@ -23,11 +23,19 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2"
 pytestmark = [pytest.mark.anyio, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.parametrize("name", ["torch", "vllm"])
-async def test_the_learner_has_the_logprobs_of_what_was_sampled_from_its_weights(
-    name: str, published: Published, model: Path, batch: list[Trajectory], request: pytest.FixtureRequest
+async def test_the_embedded_engine_and_the_learner_have_the_same_logprobs(
+    torch_engine: Engine, published: Published, model: Path, batch: list[Trajectory]
 ) -> None:
-    engine: Engine = request.getfixturevalue(f"{name}_engine")
+    await _check("torch", torch_engine, published, model, batch)
+
+
+async def test_vllm_and_the_learner_have_the_same_logprobs(
+    vllm_engine: Engine, published: Published, model: Path, batch: list[Trajectory]
+) -> None:
+    await _check("vllm", vllm_engine, published, model, batch)
+
+
+async def _check(name: str, engine: Engine, published: Published, model: Path, batch: list[Trajectory]) -> None:
     await engine.load_weights(published.folder, engine.version + 1, published.proof)
 
     differences = published.differences(await sampled(engine, model))
@@ -38,7 +46,10 @@ async def test_the_learner_has_the_logprobs_of_what_was_sampled_from_its_weights
     )
     assert len(differences) == GROUPS * ROLLOUTS * TOKENS
     assert max(differences) < 1e-4 < 1e-2 < max(before)
-    assert engine.judgement is not None and engine.judgement.verdict is Verdict.PROVEN
+    assert engine.judgement is not None
+    # vLLM fuses most tensors and an adapter has no digests: there the answers tell new from old.
+    by_digests = name == "torch" and published.proof.digests
+    assert engine.judgement.verdict is (Verdict.PROVEN if by_digests else Verdict.ROUNDED)
 
 
 @pytest.mark.parametrize("seed", os.environ.get("SEEDS", "").split())

@@ -18,6 +18,7 @@ from trackway.deploy.commands.main_ppo import app as main_ppo
 from trackway.deploy.commands.training import app as training
 from trackway.deploy.deployment.processes import ProcessRecord
 from trackway.deploy.deployment.record import Deployment
+from trackway.deploy.runs.standalone import prepare
 from trackway.system.user_error import UserError
 from trackway.trainer.data.parquet import write_rows
 from trackway.wire.agent import RewardModel, Sample
@@ -208,8 +209,9 @@ def test_the_plan_of_verls_script_for_eight_gpus_is_right_on_a_machine_that_has_
 
     assert told.status == 0, told.text
     missing, _, replaced = told.text.partition("missing here")[2].partition("missing here, not required")
-    for said in ("WANDB_API_KEY", "data/gsm8k/train.parquet", "data/gsm8k/test.parquet", "Qwen/Qwen2.5-3B-Instruct"):
+    for said in ("WANDB_API_KEY", "data/gsm8k/train.parquet", "data/gsm8k/test.parquet"):
         assert said in missing
+    assert "Qwen/Qwen2.5-3B-Instruct is not in this machine's" in replaced.partition("not checked")[2]
     assert "trainer.n_gpus_per_node: 8 requested, this machine has no GPU" in replaced
     assert "wrong on any machine" not in told.text
 
@@ -225,6 +227,34 @@ def test_a_run_is_refused_with_every_problem_before_anything_starts(words, tmp_p
     for said in ("'nobody' in 1 of 48 rows", "val_only", "missing here: actor_rollout_ref.model.path", "WANDB_API_KEY"):
         assert sum(said in reason for reason in reasons) == 1, reasons
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_plan_names_the_updates_of_a_value_model(words) -> None:
+    value_model = ["algorithm.adv_estimator=gae", "trainer.critic_warmup=5", "critic.ppo_mini_batch_size=5"]
+
+    told = command(main_ppo, *words({}, *value_model), "--dry-run")
+
+    assert "value model 3 updates a step, each of 40 trajectories; the policy is updated from step 5 on" in told.text
+    assert "value model" not in command(main_ppo, *words({}), "--dry-run").text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ends"),
+    [
+        ([], {"services": "ready", "rows": "ready", "prompts": "ready", "tokenizer": "ready"}),
+        (["data.val_files=/nope.parquet"], {"rows": "with problems", "tokenizer": "ready"}),
+        (["actor_rollout_ref.model.path=/nope"], {"rows": "ready", "tokenizer": "with problems"}),
+        (["actor_rollout_ref.model.path=Some/Model"], {"rows": "ready", "tokenizer": "not checked"}),
+    ],
+)
+def test_each_part_of_a_check_ends_as_it_went(words, overrides: list[str], ends: dict[str, str]) -> None:
+    states: dict[str, str] = {}
+    _config_name, _outputs, outputs, *keys = words({}, *overrides)
+    run = prepare(keys, None, "tiny_demo", Path(outputs))
+
+    run.check(load=False, report=lambda name, state: states.update({name: state}))
+
+    assert {name: states[name] for name in ends} == ends
 
 
 def test_a_plan_and_a_preflight_are_json_for_programs(words) -> None:

@@ -81,6 +81,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(rows: Path, tmp_path: Path
 
     assert told.exit_code == 0
     plan, _, found = told.stdout.partition("missing here")
+    unchecked = found.partition("not checked")[2]
     assert lines(plan)[3:12] == [
         "rows 7473",
         "steps 29 an epoch x 15 = 435",
@@ -94,7 +95,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(rows: Path, tmp_path: Path
     ]
     rest = " ".join(lines(plan)[12:])
     assert "traces 4096 a step to mlflow, each 4 to 16 spans and 2.8 kB to 11.2 kB: 11.5 MB to 45.9 MB a step" in rest
-    assert "Some/Model is not in this machine's Hugging Face cache; it is downloaded when the run starts" in found
+    assert "Some/Model is not in this machine's Hugging Face cache; it is downloaded when the run starts" in unchecked
     assert not (tmp_path / "outputs").exists()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trackway.deploy.terminal.console import RunBar
+from trackway.deploy.terminal.console import RunBar, board
 from trackway.wire.trainer import RunInfo, RunState
 
 
@@ -16,6 +16,21 @@ def test_what_an_active_run_says_is_printed_once_and_what_an_ended_one_says_is_l
         bar.show(info)
 
     assert capsys.readouterr().err.splitlines() == ["run a: waits for its disk [/mnt]", "running step 1/4 "]
+
+
+def test_a_run_that_starts_has_no_steps_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    RunBar(None, quiet=False).show(RunInfo(run="a", state=RunState.STARTING))
+
+    assert capsys.readouterr().err.splitlines() == ["starting"]
+
+
+@pytest.mark.parametrize(("end", "mark"), [("ready", "✓"), ("with problems", "✗"), ("not checked", "?")])
+def test_a_part_is_printed_once_with_its_mark(end: str, mark: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with board(quiet=False) as shown:
+        for state in ("reading", end, end):
+            shown.report("rows", state)
+
+    assert capsys.readouterr().err == f"{mark} rows {end} 0 s\n"
 
 
 def test_a_quiet_bar_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

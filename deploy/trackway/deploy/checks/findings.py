@@ -1,12 +1,16 @@
 """Problems that prevent a run: invalid on any machine, or missing on this one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from pydantic import BaseModel, Field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from trackway.system.user_error import UserError
+
+Report = Callable[[str, str], None]
+"""Called with the name of the checked part and its state; see `Findings.part` for the last one."""
 
 
 class Findings(BaseModel):
@@ -25,6 +29,18 @@ class Findings(BaseModel):
     def starts_here(self) -> bool:
         """Whether no check found a problem that prevents the run from starting on this machine."""
         return not (self.wrong or self.missing_here)
+
+    @contextmanager
+    def part(self, report: Report, name: str, doing: str) -> Iterator[None]:
+        """Report a part as `doing`, and at the end as `ready`, `with problems` or `not checked`, as the block added."""
+        problems, unchecked = len(self.wrong + self.missing_here), len(self.not_checked)
+        report(name, doing)
+        try:
+            yield
+        finally:
+            added = len(self.wrong + self.missing_here) > problems
+            skipped = len(self.not_checked) > unchecked
+            report(name, "with problems" if added else "not checked" if skipped else "ready")
 
     def refuse(self) -> None:
         """Raise UserError with every problem that prevents the run from starting here."""

@@ -12,7 +12,7 @@ _KEY = "actor_rollout_ref.model.path"
 
 
 def tokenizer_here(path: str, fetch: bool, findings: Findings) -> "PreTrainedTokenizerBase | None":
-    """The model's tokenizer; None, with an entry in `findings`, when this machine does not have it.
+    """The model's tokenizer; None, with an entry in `findings`, when this machine does not have it yet.
 
     With `fetch`, the tokenizer of a Hub id is downloaded, without the weights.
     """
@@ -31,7 +31,7 @@ def tokenizer_here(path: str, fetch: bool, findings: Findings) -> "PreTrainedTok
             f"{_KEY}: expected a model's folder or an id on the Hugging Face Hub, got {path}; correct the path"
         )
     elif not cached and not fetch:
-        findings.missing_here.append(
+        findings.not_checked.append(
             f"{_KEY}: {path} is not in this machine's Hugging Face cache; it is downloaded when the run starts"
         )
     else:

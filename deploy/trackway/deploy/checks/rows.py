@@ -1,9 +1,9 @@
 """Checks of a run's dataset rows and of the length of their prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trackway.deploy.checks.findings import Findings
+from trackway.deploy.checks.findings import Findings, Report
 from trackway.trainer.config import RunConfig
 from trackway.trainer.data.dataset import Rows, load_rows
 from trackway.trainer.data.name_check import Served
@@ -24,9 +24,7 @@ _SHOWN_EVERY = 500
 class RowsHere:
     """Reads a run's files and measures its prompts; problems are added to the findings."""
 
-    def __init__(
-        self, config: RunConfig, findings: Findings, report: Callable[[str, str], None], most_measured: int | None
-    ) -> None:
+    def __init__(self, config: RunConfig, findings: Findings, report: Report, most_measured: int | None) -> None:
         self._config = config
         self._findings = findings
         self._report = report
@@ -54,14 +52,13 @@ class RowsHere:
 
     def read(self) -> None:
         """Read every file."""
-        self._report("rows", "reading")
-        for key in KEYS:
-            rows = self._rows_of(key)
-            if rows is not None and rows.samples:
-                self._read[key] = rows
-            elif rows is None and key == "data.train_files":
-                self.sentence = "unknown: not every file could be read"
-        self._report("rows", "ready")
+        with self._findings.part(self._report, "rows", "reading"):
+            for key in KEYS:
+                rows = self._rows_of(key)
+                if rows is not None and rows.samples:
+                    self._read[key] = rows
+                elif rows is None and key == "data.train_files":
+                    self.sentence = "unknown: not every file could be read"
 
     def measure(self, tokenizer: "PreTrainedTokenizerBase | None", served: Served) -> None:
         """Count each prompt's tokens with the agent's chat template, and drop overlong prompts."""

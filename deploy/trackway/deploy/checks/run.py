@@ -7,12 +7,12 @@ With `load=False` (a dry run) the checks read files and query running services; 
 written. With `load=True` they also load the tokenizer, every prompt, agent loops, scorers and tools.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trackway.clients import ServiceClient, run
-from trackway.deploy.checks.findings import Findings
+from trackway.deploy.checks.findings import Findings, Report
 from trackway.deploy.checks.model import tokenizer_here
 from trackway.deploy.checks.rows import MEASURED_ROWS, RowsHere
 from trackway.deploy.checks.served_names import offered_by
@@ -43,9 +43,6 @@ from trackway.wire.tracing import TraceBackend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Report = Callable[[str, str], None]
-"""Called with the name of the checked part and its state; the last state is `ready`."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +164,7 @@ class RunCheck:
     def served(self) -> Served:
         """The agents, scorers and tools that the services offer: queried from running services, else loaded here."""
         deployment, services = self._subject.deployment, self._subject.services
-        self._report("services", "querying" if deployment else "loading")
-        try:
+        with self.findings.part(self._report, "services", "querying" if deployment else "loading"):
             if deployment is not None:
                 return self._asked(deployment)
             config = services.serve_config if services else serve_config.load(self._subject.settings.config)
@@ -177,8 +173,6 @@ class RunCheck:
             no_files = {"tool_config_path": None, "function_tool_path": None}
             config = serve_config.with_options(config, "tools", no_files)
             return replace(offered_by(config, self.findings, start=False), tools=None, schemas=())
-        finally:
-            self._report("services", "ready")
 
     def _asked(self, deployment: Deployment) -> Served:
         findings, url = self.findings, deployment.url
@@ -202,11 +196,8 @@ class RunCheck:
             self.findings.not_checked.append(f"actor_rollout_ref.model.path: {path} is on the services' machines")
         if not path or self._subject.elsewhere:
             return None
-        self._report("tokenizer", "loading")
-        try:
+        with self.findings.part(self._report, "tokenizer", "loading"):
             return tokenizer_here(path, self._load, self.findings)
-        finally:
-            self._report("tokenizer", "ready")
 
 
 def check_run(subject: Subject, load: bool, report: Report = lambda name, state: None) -> Checked:

@@ -23,6 +23,13 @@ Preflight = Annotated[
         help="Load the model's tokenizer, data and tools, start no service, report problems; exit status 2 if any.",
     ),
 ]
+ConfigName = Annotated[
+    str,
+    typer.Option(
+        help="Preset: default, grpo, dr_grpo, ppo, rloo, reinforce_plus_plus, gspo, dapo, tiny_demo; verl's: "
+        "ppo_trainer, one_step_off_ppo_trainer, fully_async_ppo_trainer."
+    ),
+]
 Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for attached services to become reachable.")]
 OUTPUTS = Path("outputs")
 DEMO_OUTPUTS = Path("outputs/demo")

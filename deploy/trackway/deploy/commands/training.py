@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trackway.deploy.commands.options import DEMO_OUTPUTS, OUTPUTS, DryRun, Outputs, Preflight, json_of, up_settings
+from trackway.deploy.commands.options import (
+    DEMO_OUTPUTS,
+    OUTPUTS,
+    ConfigName,
+    DryRun,
+    Outputs,
+    Preflight,
+    json_of,
+    up_settings,
+)
 from trackway.deploy.commands.run_output import print_end, print_plan
 from trackway.deploy.commands.standalone_run import train_standalone
 from trackway.deploy.terminal.console import board, print_json, run_bar, stderr, stdout
@@ -24,7 +33,7 @@ app = typer.Typer()
 def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="verl's keys in Hydra's grammar: key=value.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file, or the folder that has --config-name.")] = None,
-    config_name: Annotated[str, typer.Option(help="Preset: default, ppo_trainer, tiny_demo.")] = "default",
+    config_name: ConfigName = "default",
     run: Annotated[str | None, typer.Option(help="Name of the run; default trainer.experiment_name.")] = None,
     resume: Annotated[str | None, typer.Option(help="Resume this run from its last checkpoint.")] = None,
     skip_damaged: Annotated[

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trackway.deploy.commands.options import OUTPUTS, Outputs, json_of
+from trackway.deploy.commands.options import OUTPUTS, ConfigName, Outputs, json_of
 from trackway.deploy.terminal.console import board, print_json, stderr, stdout
 
 app = typer.Typer()
@@ -18,7 +18,7 @@ def try_row(
     row: Annotated[int, typer.Option(min=1, help="Number of the row; the first is 1.")] = 1,
     n: Annotated[int, typer.Option("--n", min=1, max=1024, help="Rollouts; several are shown with advantages.")] = 1,
     config: Annotated[Path | None, typer.Option(help="YAML file, or the folder that has --config-name.")] = None,
-    config_name: Annotated[str, typer.Option(help="Preset: default, ppo_trainer, tiny_demo.")] = "default",
+    config_name: ConfigName = "default",
     outputs: Outputs = OUTPUTS,
     as_json: Annotated[bool, json_of("the row, its trajectories and their advantages")] = False,
 ) -> None:

@@ -54,6 +54,7 @@ def plan_report(plan: Forecast, rows: str, config: RunConfig, services: RunServi
             f"{plan.updates} update{'s' * (plan.updates != 1)} a step, each of {plan.mini_batch} trajectories in "
             f"{_passes(plan, config)}",
         ),
+        *([("value model", _value_model(plan, config))] if plan.value_updates else []),
         *([("learner", _learner(config))] if config.placement.ranks > 1 else []),
         ("rollout", _replicas(services)),
         ("overlap", _overlap(config)),
@@ -70,6 +71,14 @@ def _passes(plan: Forecast, config: RunConfig) -> str:
     if actor.use_dynamic_bsz:
         return f"passes of at most {actor.ppo_max_token_len_per_gpu} tokens"
     return f"{plan.passes} pass{'es' * (plan.passes != 1)} of at most {plan.micro_batch}"
+
+
+def _value_model(plan: Forecast, config: RunConfig) -> str:
+    first = config.trainer.critic_warmup
+    return (
+        f"{plan.value_updates} update{'s' * (plan.value_updates != 1)} a step, each of {plan.value_mini_batch} "
+        f"trajectories{f'; the policy is updated from step {first} on' if first > 1 else ''}"
+    )
 
 
 def _overlap(config: RunConfig) -> str:

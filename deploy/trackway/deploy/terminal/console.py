@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 
     from trackway.wire.trainer import RunInfo
 
+_DONE = "[green]✓[/]"
+_ENDS = {
+    "ready": _DONE,
+    "stopped": _DONE,
+    "sent": _DONE,
+    "left on disk": _DONE,
+    "with problems": "[red]✗[/]",
+    "not checked": "[yellow]?[/]",
+}
+"""States that end a component's row, and its mark."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 stderr = Console(stderr=True)
@@ -28,7 +38,7 @@ stdout = Console()
 
 
 class Board:
-    """One row per component: a spinner until it is ready, then a tick and the seconds it took."""
+    """One row per component: a spinner until it is ready, then a mark and the seconds it took."""
 
     def __init__(self, live: Live | None, quiet: bool) -> None:
         self._live = live
@@ -39,12 +49,12 @@ class Board:
         """Seconds from the board's start until each component was ready."""
 
     def report(self, name: str, state: str) -> None:
-        """Show what a component does; `ready`, `stopped`, `sent` and `left on disk` end its row."""
-        if state not in ("ready", "stopped", "sent", "left on disk"):
+        """Show what a component does; a state of `_ENDS` ends its row."""
+        if state not in _ENDS:
             self._rows[name] = Spinner("dots", f"{name} {state}")
         elif name not in self.seconds:
             self.seconds[name] = time.monotonic() - self._started
-            self._rows[name] = row = f"[green]✓[/] {name} {state} [dim]{self.seconds[name]:.0f} s[/]"
+            self._rows[name] = row = f"{_ENDS[state]} {name} {state} [dim]{self.seconds[name]:.0f} s[/]"
             if self._live is None and not self._quiet:
                 stderr.print(row)
         if self._live is not None:
@@ -97,7 +107,8 @@ class RunBar:
                 detail=f"{sparkline([*self._rewards.values()])} {detail}",
             )
         elif not self._quiet and info.step != self._shown:
-            stderr.print(f"{info.state.value} step {info.step}/{info.total_steps} {detail}")
+            step = f" step {info.step}/{info.total_steps} {detail}" if info.total_steps else ""
+            stderr.print(f"{info.state.value}{step}")
             self._shown = info.step
 
 

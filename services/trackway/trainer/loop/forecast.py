@@ -46,6 +46,10 @@ class Forecast:
     """Trajectories per forward and backward pass."""
     passes: int
     """Forward and backward passes per optimiser step."""
+    value_updates: int
+    """Optimiser steps of the value model per step; 0 without one."""
+    value_mini_batch: int
+    """Trajectories per optimiser step of the value model."""
     validations: list[int]
     """Steps after which the held-out rows are run; also empty when the number of steps is not known."""
     checkpoints: list[int]
@@ -67,6 +71,10 @@ def forecast(config: RunConfig, rows: int | None) -> Forecast:
     prompts, drop_last = config.data.train_batch_size, config.data.drop_last
     mini = min(actor.ppo_mini_batch_size, prompts) * n
     micro = min(mini, actor.ppo_micro_batch_size_per_gpu or mini)
+    critic = config.critic
+    value_mini = min(critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, prompts) * n
+    value_updates = (critic.ppo_epochs or actor.ppo_epochs) * math.ceil(prompts * n / value_mini)
+    has_value_model = critic.is_used(config.algorithm.adv_estimator)
     per_epoch = None if rows is None else steps_per_epoch(rows, prompts, drop_last)
     total = _total_steps(config, per_epoch)
     return Forecast(
@@ -78,6 +86,8 @@ def forecast(config: RunConfig, rows: int | None) -> Forecast:
         mini_batch=mini,
         micro_batch=micro,
         passes=math.ceil(mini / micro),
+        value_updates=value_updates if has_value_model else 0,
+        value_mini_batch=value_mini if has_value_model else 0,
         validations=_validations(config, total),
         checkpoints=_every(config.trainer.save_freq, total),
         traced=min(prompts, config.traced_prompts) * config.group_size,

@@ -34,12 +34,28 @@ def test_the_script_is_29_steps_an_epoch_and_435_in_all() -> None:
         mini_batch=4096,
         micro_batch=32,
         passes=128,
+        value_updates=0,
+        value_mini_batch=0,
         validations=[0, *range(20, 421, 20), 435],
         checkpoints=[435],
         traced=4096,
         spans=Bounds(4, 16),
         trace_bytes=Bounds(4 * 700, 16 * 700 + 6 * 4 * 2048),
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "updates", "mini_batch"),
+    [
+        ([], 1, 4096),
+        (["critic.ppo_mini_batch_size=100"], 3, 1600),
+        (["critic.ppo_epochs=2", "critic.ppo_mini_batch_size=128"], 4, 2048),
+    ],
+)
+def test_a_value_model_has_its_own_updates(words: list[str], updates: int, mini_batch: int) -> None:
+    plan = forecast(script("algorithm.adv_estimator=gae", *words), 7473)
+
+    assert (plan.value_updates, plan.value_mini_batch) == (updates, mini_batch)
 
 
 @pytest.mark.parametrize(
