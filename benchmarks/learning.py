@@ -98,13 +98,17 @@ ESTIMATORS: Settings = {
     "gdpo": [f"{ESTIMATOR}=gdpo", "algorithm.gdpo_reward_keys=[correct,answered]"],
     "gae": [f"{ESTIMATOR}=gae", "critic.optim.lr=1e-3"],
 }
-LOSSES: Settings = {
-    "vanilla": [],
+_LOSSES: Settings = {
+    "vanilla": _loss("vanilla"),
     "gspo": _loss("gspo", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", *_clipped(3e-4, 4e-4)),
     "dro": _loss("dro", "actor_rollout_ref.actor.policy_loss.dro_beta=0.1"),
     "dppo_tv": _loss("dppo_tv", *_clipped(0.15, 0.15)),
     "dppo_kl": _loss("dppo_kl", *_clipped(0.05, 0.05)),
     **{name: _loss(name) for name in ("sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean")},
+}
+# Four updates from each batch: in the first one r is 1, where most of these losses have the same gradient.
+LOSSES: Settings = {
+    name: [*words, "actor_rollout_ref.actor.ppo_mini_batch_size=3"] for name, words in _LOSSES.items()
 }
 AGENTS: Settings = {"openai_script": [], "openai_agents_sdk": []}
 """By the name of the example."""

@@ -23,9 +23,12 @@ class ScorerRegistry:
         self._by_source: dict[str, Scorer] = {}
         for scorer in self._scorers:
             for source in scorer.info.data_sources:
-                if source in self._by_source:
-                    raise ValueError(f"expected one scorer for each data source, got two for {source!r}")
-                self._by_source[source] = scorer
+                first = self._by_source.setdefault(source, scorer)
+                if first is not scorer:
+                    raise ValueError(
+                        f"expected one scorer for data source {source!r}, got {first.info.name} and "
+                        f"{scorer.info.name}; give one of them other data sources, or add them up in weighted_scorers"
+                    )
 
     def get(self, data_source: str) -> Scorer:
         """The scorer of a data source. UNKNOWN_DATA_SOURCE lists the known sources."""

@@ -287,8 +287,11 @@ def test_scorers_and_agents_of_ones_own_are_loaded_as_the_services_load_them(
     (tmp_path / "exiting_scorers.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.setenv("TRACKWAY_EXTRA_SCORERS", '["exiting_scorers:Maths"]')
     exiting = command(main_ppo, *mine, "--dry-run")
+    monkeypatch.setenv("TRACKWAY_EXTRA_SCORERS", '["own_scorers:Maths", "own_scorers:Maths"]')
+    twice = command(main_ppo, *mine, "--dry-run")
 
-    assert (served.status, absent.status, exiting.status) == (0, 0, 2)
+    assert (served.status, absent.status, exiting.status, twice.status) == (0, 0, 2, 2)
+    assert "expected one scorer for data source 'my/maths', got m and m; give one of them other" in twice.text
     assert "my/maths" not in served.text
     assert "setting extra_scorers, 'exiting_scorers:Maths': it called sys.exit(0) on import" in exiting.text
     assert "missing here - scorers: ModuleNotFoundError: No module named 'no_such_package'" in absent.text

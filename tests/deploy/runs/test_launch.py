@@ -9,7 +9,7 @@ from trackway.deploy.bundled import TINY_MODEL
 from trackway.deploy.cli import app
 from trackway.deploy.deployment.record import Deployment
 from trackway.deploy.runs.launch import check_backends_here, localised, placed
-from trackway.deploy.runs.losses import trace_losses, tracking_losses
+from trackway.deploy.runs.losses import rollout_losses, trace_losses, tracking_losses
 from trackway.system.user_error import UserError
 from trackway.trainer.config import compose
 from trackway.wire.errors import TrackwayError
@@ -65,6 +65,18 @@ def test_what_waits_for_a_backend_and_what_is_lost_there_is_said_with_its_reason
         "1 row of metrics and 40 values of feedback not yet in MLflow (it is slow): kept on disk and sent later",
         "3 values of metrics lost for W&B: no room",
     ]
+
+
+def test_failed_rollouts_are_counted_with_the_page_that_has_their_errors() -> None:
+    states = {"submitted": 192, "used": 170, "dropped_failed": 12, "dropped_infrastructure": 7, "dropped_filtered": 3}
+    info = RunInfo(run="r", state=RunState.FINISHED, rollout_states=states)
+
+    said = "19 of 192 failed and were not trained on"
+    assert rollout_losses(info, None) == [said]
+    assert rollout_losses(info, Path("o")) == [
+        f"{said}; page Failures of `trackway console --outputs o` has their errors"
+    ]
+    assert rollout_losses(info.model_copy(update={"rollout_states": states | dict.fromkeys(states, 0)}), None) == []
 
 
 def test_a_demo_for_a_backend_without_its_key_is_refused_before_it_starts(monkeypatch) -> None:

@@ -53,7 +53,7 @@ def test_an_unknown_data_source_is_told_with_the_known() -> None:
 
 
 def test_two_scorers_of_one_source_are_refused() -> None:
-    with pytest.raises(ValueError, match="two for 'openai/gsm8k'"):
+    with pytest.raises(ValueError, match="source 'openai/gsm8k', got gsm8k and gsm8k; give one"):
         ScorerRegistry([Gsm8kScorer(), Gsm8kScorer()])
 
 

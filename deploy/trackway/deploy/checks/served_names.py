@@ -86,10 +86,11 @@ def _agents(args: dict[str, Any]) -> frozenset[str]:
 
 
 def _data_sources(args: dict[str, Any]) -> frozenset[str]:
-    from trackway.reward.scorers import scorers_of
+    from trackway.reward.scorers import ScorerRegistry, scorers_of
     from trackway.reward.settings import RewardSettings
 
-    return frozenset(source for scorer in scorers_of(RewardSettings(**args)) for source in scorer.info.data_sources)
+    registry = ScorerRegistry(scorers_of(RewardSettings(**args)))
+    return frozenset(source for scorer in registry.infos() for source in scorer.data_sources)
 
 
 def _tools(args: dict[str, Any]) -> list[BaseTool | ToolSource]:

@@ -30,10 +30,13 @@ def print_plan(subject: "Subject", checked: "Checked", preflight: bool, as_json:
 
 
 def report_losses(info: "RunInfo", deployment: "Deployment") -> None:
-    """Print which spans, metrics and feedback of the run were lost or are still waiting."""
-    from trackway.deploy.runs.losses import trace_losses, tracking_losses
+    """Print how many rollouts failed, and which spans, metrics and feedback were lost or are still waiting."""
+    from trackway.deploy.runs.losses import rollout_losses, trace_losses, tracking_losses
 
-    for sentence in trace_losses(info, None if deployment.attached else deployment.outputs):
+    outputs = None if deployment.attached else deployment.outputs
+    for sentence in rollout_losses(info, outputs):
+        stderr.print(f"[yellow]rollouts:[/] {escape(sentence)}", soft_wrap=True)
+    for sentence in trace_losses(info, outputs):
         stderr.print(f"[yellow]traces:[/] {escape(sentence)}", soft_wrap=True)
     for sentence in tracking_losses(info):
         stderr.print(f"[yellow]tracking:[/] {escape(sentence)}", soft_wrap=True)

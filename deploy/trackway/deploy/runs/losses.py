@@ -1,4 +1,4 @@
-"""Where the rollouts of a run are, and its spans, metrics and feedback that did not reach their backends."""
+"""Where the rollouts of a run are, which failed, and its spans, metrics and feedback that did not reach their backends."""
 
 from pathlib import Path
 
@@ -32,6 +32,18 @@ def run_notes(deployment: Deployment) -> list[str]:
 def tracking_losses(info: RunInfo) -> list[str]:
     """Sentences about lost or waiting metrics and feedback of a run; empty when all arrived."""
     return [sentence for summary in info.tracking for sentence in sentences(summary)]
+
+
+def rollout_losses(info: RunInfo, outputs: Path | None) -> list[str]:
+    """A sentence about the rollouts that failed; empty when none did.
+
+    `outputs` is None for services that run elsewhere.
+    """
+    failed = sum(info.rollout_states.get(state, 0) for state in ("dropped_failed", "dropped_infrastructure"))
+    if not failed:
+        return []
+    where = f"; page Failures of `trackway console --outputs {outputs}` has their errors" if outputs else ""
+    return [f"{failed} of {info.rollout_states['submitted']} failed and were not trained on{where}"]
 
 
 def trace_losses(info: RunInfo, outputs: Path | None) -> list[str]:
