@@ -107,9 +107,7 @@ _LOSSES: Settings = {
     **{name: _loss(name) for name in ("sapo", "cispo", "gpg", "clip_cov", "kl_cov", "geo_mean")},
 }
 # Four updates from each batch: in the first one r is 1, where most of these losses have the same gradient.
-LOSSES: Settings = {
-    name: [*words, "actor_rollout_ref.actor.ppo_mini_batch_size=3"] for name, words in _LOSSES.items()
-}
+LOSSES: Settings = {name: [*words, "actor_rollout_ref.actor.ppo_mini_batch_size=3"] for name, words in _LOSSES.items()}
 AGENTS: Settings = {"openai_script": [], "openai_agents_sdk": []}
 """By the name of the example."""
 PARTS: Mapping[str, Settings] = {

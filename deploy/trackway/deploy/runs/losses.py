@@ -1,4 +1,4 @@
-"""Where the rollouts of a run are, which failed, and its spans, metrics and feedback that did not reach their backends."""
+"""Where the rollouts of a run are, which failed, and which spans, metrics and feedback reached no backend."""
 
 from pathlib import Path
 

@@ -204,6 +204,23 @@ def test_the_geometric_mean_takes_the_mean_of_the_advantages_of_tokens():
     assert float(POLICY_LOSSES["geo_mean"](config, inputs)[0]) == -1.75
 
 
+def test_the_geometric_mean_of_weights_of_0_is_a_number():
+    config = learner_config("m", bypass_mode=False, loss_mode="geo_mean")
+    inputs = of_tokens([[-1.0, -1.0]], [[-1.0, -1.0]], [[3.0]])
+
+    loss, _ = POLICY_LOSSES["geo_mean"](config, inputs._replace(weights=torch.zeros(1, 2, dtype=torch.float64)))
+
+    assert float(loss) == pytest.approx(-3e-10)
+
+
+def test_a_row_counts_in_the_geometric_mean_by_its_share_of_the_trajectory():
+    config = learner_config("m", bypass_mode=False, loss_mode="geo_mean")
+    inputs = of_tokens([[-1.0, -1.0]] * 2, [[-1.0, -1.0]] * 2, [[1.0]] * 2)
+    parts = inputs._replace(agg=inputs.agg._replace(trajectory_tokens=torch.tensor([8, 2])))
+
+    assert float(POLICY_LOSSES["geo_mean"](config, parts)[0]) == -(2 / 8 + 2 / 2) / 2
+
+
 def test_a_small_negative_advantage_is_negative():
     inputs = of_tokens([[-10.0]], [[-1.0]], [[-0.5]])
     same = inputs._replace(old_logp=inputs.logp)
@@ -311,6 +328,13 @@ def test_a_loss_that_treats_selected_tokens_apart(mode: str, weighted: bool):
     assert stats == pytest.approx(means)
 
 
+def test_clip_cov_clips_a_small_ratio_of_a_negative_advantage():
+    config = learner_config("m", bypass_mode=False, loss_mode="clip_cov", clip_ratio_low=LOW, clip_ratio_high=HIGH)
+    inputs = of_tokens([[-2.25]], [[-1.0]], [[-2.0]])._replace(selected=torch.tensor([[False]]))
+
+    assert float(POLICY_LOSSES["clip_cov"](config, inputs)[0]) == pytest.approx(2 * (1 - LOW))
+
+
 def test_a_ratio_above_the_bound_counts_where_the_token_is_trusted():
     _, _, stats = computed("dppo_tv", "token-mean", weighted=False)
 
@@ -357,6 +381,15 @@ def test_a_covariance_at_a_bound_is_not_within_it():
         chosen.append(int(SELECTIONS["clip_cov"](config, inputs, draw).sum()))
 
     assert chosen == [2, 0, 0]
+
+
+def test_a_ratio_of_1_is_not_clipped_whatever_the_advantage():
+    config = learner_config(
+        "m", bypass_mode=False, loss_mode="clip_cov", clip_cov_ratio=1.0, clip_cov_lb=-9.0, clip_cov_ub=9.0
+    )
+    inputs = of_tokens([[-1.0, -3.0]], [[-1.0, -3.0]], [[-4.0, 2.0]])
+
+    assert SELECTIONS["clip_cov"](config, inputs, torch.Generator()).tolist() == [[True, True]]
 
 
 def test_a_share_of_the_eligible_tokens_is_drawn_and_at_least_one():
