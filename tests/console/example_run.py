@@ -152,6 +152,15 @@ def rollout(
     )
 
 
+def write_remax_step(folder: RunFolder, step: int) -> None:
+    """The rollouts of `write_step` and a greedy one of each prompt, with a score of 1."""
+    rollouts = [rollout(folder.name, step, sample, n) for sample in (7, 10) for n in (0, 1)]
+    greedy = [rollout(folder.name, step, sample, 2).model_copy(update={"is_baseline": True}) for sample in (7, 10)]
+    for baseline in greedy:
+        baseline.reward = Reward(score=1.0)
+    write_trajectories(folder.path / f"trajectories/step_{step}.parquet", rollouts + greedy)
+
+
 def mlflow_span(number: int, parent: int | None, start: float, end: float, error: str = "") -> dict[str, object]:
     """A span in MLflow's reply."""
     return {

@@ -12,7 +12,15 @@ import pytest
 from tests.console import accessibility
 from tests.console.browser import Browser
 from tests.console.conftest import Serve
-from tests.console.example_run import TRACE_ID, mlflow_span, rollout, write_run, write_step, write_values
+from tests.console.example_run import (
+    TRACE_ID,
+    mlflow_span,
+    rollout,
+    write_remax_step,
+    write_run,
+    write_step,
+    write_values,
+)
 from trackway.console import file_results
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
@@ -99,6 +107,29 @@ def test_a_prompt_marks_the_answers_that_the_step_before_did_not_give(
     marked = "[...document.querySelectorAll('.by-step-row')].map((row) => row.querySelector('mark')?.innerText ?? '')"
     assert browser.evaluate(marked) == ["", "", "#### 21"]
     assert browser.problems == []
+
+
+def test_no_number_counts_the_greedy_baselines_of_remax(browser: Browser, url: str, outputs: Path) -> None:
+    write_remax_step(RunFolder(outputs / "tidy"), 4)
+
+    browser.open(f"{url}#/step?run=tidy&step=4&since=2")
+
+    assert browser.evaluate("document.querySelector('.title .score').innerText") == "reward 0.333"
+    rows = browser.evaluate("[...document.querySelectorAll('.numbers > div')].map((row) => row.innerText)")
+    assert rows[:4] == [
+        "rollouts\n4",
+        "greedy baselines, in no mean\n2",
+        "prompts\n2",
+        "without variance\n1 of 2",
+    ]
+    bars = browser.evaluate("[...document.querySelectorAll('.histogram button')].map((bar) => bar.ariaLabel)")
+    assert bars == ["2 rollouts with a reward from 0 to 0", "1 rollouts with a reward from 1 to 1"]
+    assert browser.evaluate("document.querySelectorAll('.cell.baseline').length") == 2
+    changes = browser.evaluate("[...document.querySelectorAll('.group-foot')].map((foot) => foot.innerText)")
+    assert changes == ["0.5 → 0.5, as before\n± 0.5", "0 → 0, as before\nno variance"]
+    browser.open(f"{url}#/prompt?run=tidy&sample=10")
+    mean = browser.evaluate("document.querySelector('.chart').ariaLabel")
+    assert mean == "mean reward: steps 1 to 4, newest 0" and browser.problems == []
 
 
 @contextmanager

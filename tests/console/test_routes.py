@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import defaultdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,18 +17,22 @@ from tests.console.example_run import (
     TRACE_ID,
     mlflow_span,
     rollout,
+    write_remax_step,
     write_run,
     write_step,
     write_values,
 )
-from trackway.console import file_results, over_steps, spans
+from trackway.console import file_results, over_steps, spans, trajectory_files
 from trackway.console.app import create_app
+from trackway.console.trajectory_files import ParquetReader
 from trackway.serving import AuthSettings, ServiceSettings
 from trackway.serving.tokens import Token
 from trackway.trainer.run_state.folder import Activity, RunFolder
 from trackway.trainer.run_state.ownership import Beat, Owner
 from trackway.trainer.run_state.trajectory_dump import read_trajectories, write_trajectories
+from trackway.wire.errors import ErrorBody, ErrorCode, TrackwayError
 from trackway.wire.health import Wait
+from trackway.wire.tracing import Incident
 from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Trajectory
 
@@ -207,11 +212,24 @@ def test_a_step_has_its_rollouts_by_column_in_the_order_of_numbers(outputs: Path
         "score_s": [0.125] * 4,
         "incidents": [0, 1, 0, 0],
         "traced": [False, True, False, False],
+        "is_baseline": [False] * 4,
         "prompts": {"7": "How much is 7 x 6?", "10": "How much is 7 x 6?"},
     }
     part = get(outputs, "step", run="tidy", step=2, offset=1, limit=2)
     assert (part["total"], part["sample_index"], part["rollout_n"]) == (4, ["7", "10"], [1, 0])
     assert get(outputs, "step", run="tidy", step=0, validation=True)["sample_index"] == ["7"]
+
+
+def test_the_greedy_baselines_of_a_group_are_marked(outputs: Path) -> None:
+    write_remax_step(write_run(outputs), 3)
+
+    page = get(outputs, "step", run="tidy", step=3)
+    prompt = get(outputs, "prompt", run="tidy", sample="10")
+    group = get(outputs, "trajectory", run="tidy", step=3, sample="10", rollout=1)
+
+    assert page["is_baseline"] == [False, False, True] * 2
+    assert [found["is_baseline"] for found in prompt["rollouts"]] == [False] * 6 + [True]
+    assert (group["group"], group["group_is_baseline"]) == ([None, 0.0, 1.0], [False, False, True])
 
 
 def test_an_index_may_be_text(outputs: Path) -> None:
@@ -438,7 +456,7 @@ def test_failures_are_grouped_by_cause_and_a_torn_file_is_named(outputs: Path) -
             "tool": None,
             "message": "",
             "infrastructure": True,
-            "service": "",
+            "service": "rollout, tools or reward",
             "count": 1,
             "steps": {"steps": [1], "values": [1.0]},
             "validation": 0,
@@ -447,6 +465,40 @@ def test_failures_are_grouped_by_cause_and_a_torn_file_is_named(outputs: Path) -
     ]
     assert len(page["unreadable"]) == 1 and str(file) in page["unreadable"][0]
     assert len(get(outputs, "prompt", run="tidy", sample="10")["unreadable"]) == 1
+
+
+def test_incidents_are_infrastructure_by_their_name_and_no_failure_is_listed_twice(outputs: Path) -> None:
+    folder = write_run(outputs, steps=1)
+    every = rollout("tidy", 1, 1, 0)
+    every.incidents = list(Incident)
+    told = rollout("tidy", 1, 2, 0)  # the model saw both errors
+    told.turns[0].calls[0].error = ErrorCode.INVALID_REQUEST
+    told.turns[0].calls.append(told.turns[0].calls[0].model_copy(update={"error": ErrorCode.TOOL_TIMEOUT}))
+    told.incidents = [Incident.TOOL_FAILED, Incident.TOOL_TIMEOUT]
+    ended = rollout("tidy", 1, 3, 0)
+    ended.turns[0].calls[0].error = ErrorCode.INSTANCE_LOST
+    ended.incidents = [Incident.INSTANCE_LOST]
+    ended.error = ErrorBody(code=ErrorCode.INSTANCE_LOST, message="gone", retryable=False)
+    write_trajectories(folder.path / "trajectories/step_1.parquet", [every, told, ended])
+
+    found = get(outputs, "failures", run="tidy")["failures"]
+
+    assert sorted(
+        (each["kind"], each["code"], each["tool"], each["infrastructure"], each["service"], each["count"])
+        for each in found
+    ) == [
+        ("call", "invalid_request", "calculator", False, "tools", 1),
+        ("call", "tool_timeout", "calculator", False, "tools", 1),
+        ("incident", "generation_cut", None, False, "rollout", 1),
+        ("incident", "instance_lost", None, True, "tools", 1),
+        ("incident", "prompt_cut", None, False, "agent", 1),
+        ("incident", "replica_lost", None, True, "rollout, tools or reward", 1),
+        ("incident", "retried", None, True, "rollout, tools or reward", 1),
+        ("incident", "tool_failed", None, False, "tools", 1),
+        ("incident", "tool_timeout", None, False, "tools", 1),
+        ("incident", "weights_behind", None, True, "rollout", 1),
+        ("trajectory", "instance_lost", "calculator", True, "tools", 1),
+    ]
 
 
 def test_what_goes_over_all_steps_answers_in_parts_the_newest_first(
@@ -474,6 +526,25 @@ def test_what_goes_over_all_steps_answers_in_parts_the_newest_first(
     assert prompt() == (3, 0, [1, 1, 2, 3, 3])
 
 
+def test_a_step_that_is_written_again_with_the_same_size_is_read_again(outputs: Path) -> None:
+    folder = write_run(outputs)
+    file = folder.path / "trajectories/step_2.parquet"
+
+    def size(answer: str) -> int:
+        again = rollout("tidy", 2, 7, 0)
+        again.turns[1].messages[0].content = answer
+        write_trajectories(file, [again])
+        return file.stat().st_size
+
+    by_size = defaultdict[int, list[str]](list)
+    for number in range(10, 30):
+        by_size[size(f"#### {number}")].append(f"#### {number}")
+    for answer in max(by_size.values(), key=len)[:2]:
+        size(answer)
+        page = get(outputs, "prompt", run="tidy", sample="7")
+        assert [found["answer"] for found in page["rollouts"]] == ["#### 13", "#### 42", answer]
+
+
 def test_a_prompt_with_enough_rollouts_reads_no_older_file(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(over_steps, "MOST_ROLLOUTS", 3)
     monkeypatch.setattr(file_results, "TOGETHER", 1)
@@ -495,11 +566,12 @@ def test_a_step_can_be_saved_as_numbers_and_as_whole_trajectories(outputs: Path)
     lines = client.get("/api/export", params={**step, "format": "jsonl"}).text.splitlines()
 
     assert table[0] == (
-        "step,validation,sample_index,rollout_n,score,stop_reason,error,num_turns,tokens,seconds,incidents,traced"
+        "step,validation,sample_index,rollout_n,score,stop_reason,error,num_turns,tokens,seconds,incidents,traced,"
+        "is_baseline"
     )
     assert table[2:4] == [
-        "2,False,7,1,1.0,answered,,4,5,2.5,1,True",
-        "2,False,10,0,,error,tool_timeout,4,5,1.5,0,False",
+        "2,False,7,1,1.0,answered,,4,5,2.5,1,True,False",
+        "2,False,10,0,,error,tool_timeout,4,5,1.5,0,False,False",
     ]
     written = read_trajectories(folder.path / "trajectories/step_2.parquet")
     assert [Trajectory.model_validate_json(line) for line in lines] == written
@@ -604,10 +676,13 @@ def test_a_file_of_an_older_version_lacks_columns(outputs: Path) -> None:
 
     folder = write_run(outputs)
     file = folder.path / "trajectories/step_2.parquet"
-    pq.write_table(pq.read_table(file).drop_columns(["incidents", "trace_id", "further_rows"]), file)
+    pq.write_table(pq.read_table(file).drop_columns(["incidents", "trace_id", "further_rows", "is_baseline"]), file)
 
     page = get(outputs, "step", run="tidy", step=2)
-    assert (page["incidents"], page["traced"]) == ([0] * 4, [False] * 4)
+    assert (page["incidents"], page["traced"], page["is_baseline"]) == ([0] * 4, [False] * 4, [False] * 4)
+    (folder.path / "trajectories/step_1.parquet").unlink()
+    prompt = get(outputs, "prompt", run="tidy", sample="7")
+    assert ([found["is_baseline"] for found in prompt["rollouts"]], prompt["unreadable"]) == ([False] * 2, [])
     assert get(outputs, "trajectory", run="tidy", step=2, sample="7", rollout=1)["trace"] is None
 
 
@@ -649,6 +724,21 @@ def test_with_tokens_the_page_is_open_and_its_data_needs_one(outputs: Path) -> N
     assert client.get("/api/runs").status_code == 401
     known = {"authorization": "Bearer a-secret-of-people"}
     assert client.get("/api/runs", headers=known).json()["total"] == 1
+
+
+def test_a_query_that_needs_more_memory_fails_and_writes_nothing(
+    outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectory_files, "MEMORY", "30MB")
+    monkeypatch.chdir(tmp_path)
+    [file, *_] = trajectory_files.trajectory_files(write_run(outputs))
+    large = "SELECT count(*) FROM (SELECT DISTINCT md5(i::VARCHAR) FROM range(2000000) t(i), read_parquet($file))"
+
+    with pytest.raises(TrackwayError, match="to be read with 30MB of memory, got more; ask for less of it") as caught:
+        ParquetReader().query(large, file)
+
+    assert caught.value.code is ErrorCode.OVERLOADED
+    assert list(tmp_path.iterdir()) == [outputs]
 
 
 def test_the_console_writes_nothing_into_a_run(outputs: Path) -> None:

@@ -22,6 +22,7 @@ _COLUMNS = (
     "seconds",
     "incidents",
     "traced",
+    "is_baseline",
 )
 
 

@@ -37,7 +37,7 @@ class _Result:
 
 
 class FileResults:
-    """Results by query and file. A file that is written again is read again, as its size differs."""
+    """Results by query and file. A file that is written again is read again, as its size or time differs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

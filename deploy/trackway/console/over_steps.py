@@ -13,15 +13,20 @@ from trackway.console.steps import last_user_text
 from trackway.console.trajectory_files import File, ParquetReader, trajectory_files
 from trackway.trainer.learner.filtering import INFRASTRUCTURE
 from trackway.trainer.run_state.folder import RunFolder
-from trackway.wire.errors import ErrorCode
+from trackway.wire.errors import ERRORS, ErrorCode, ModelSees
 from trackway.wire.health import ServiceName
+from trackway.wire.tracing import Incident
 
 MOST_ROLLOUTS = 2000
 """Rollouts of one prompt in a reply."""
 MOST_GROUPS = 200
 """Groups of failures in a reply."""
 _ANSWER_CHARS = 200
-_FROM = "FROM read_parquet($files, union_by_name = true, filename = true)"
+_FROM = (
+    "FROM (SELECT * FROM read_parquet($files, union_by_name = true, filename = true) UNION ALL BY NAME "
+    "SELECT NULL::VARCHAR[] AS incidents, NULL::BOOLEAN AS is_baseline WHERE false)"
+)
+"""The rows of the files; files of an older version lack some columns."""
 
 
 def prompt_page(
@@ -31,8 +36,8 @@ def prompt_page(
 
     def read(some: Sequence[File]) -> tuple[list[tuple[File, Row]], dict[File, str]]:
         rows, unreadable = reader.across(
-            "SELECT filename, rollout_n, score, stop_reason, json_extract_string(error, '$.code'), "
-            "CAST(json_extract(timings, '$.total') AS DOUBLE), turns "
+            "SELECT filename, rollout_n, score, coalesce(is_baseline, false), stop_reason, "
+            "json_extract_string(error, '$.code'), CAST(json_extract(timings, '$.total') AS DOUBLE), turns "
             f"{_FROM} WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n",
             some,
             sample=sample,
@@ -50,12 +55,13 @@ def prompt_page(
                 step=file.step,
                 rollout=rollout,
                 score=None if score is None else finite(score),
+                is_baseline=is_baseline,
                 stop_reason=stop_reason,
                 error=error,
                 seconds=seconds,
                 answer=answer,
             )
-            for file, (rollout, score, stop_reason, error, seconds, answer) in found.rows[-MOST_ROLLOUTS:]
+            for file, (rollout, score, is_baseline, stop_reason, error, seconds, answer) in found.rows[-MOST_ROLLOUTS:]
         ],
         unreadable=found.unreadable[:20],
         files=len(files),
@@ -78,24 +84,38 @@ def _answer(turns: str) -> str:
     return next((text for text in reversed(texts) if text.strip()), "")[:_ANSWER_CHARS]
 
 
+_CODE = "json_extract_string(error, '$.code')"
+_SEEN = ", ".join(f"'{code}'" for code, spec in ERRORS.items() if spec.model_sees is ModelSees.YES)
+_FAILED = "error <> 'null'"
+_ENDED_BY = (
+    "json_extract_string([call FOR call IN json_extract(turns, '$[*].calls[*]') IF "
+    f"json_extract_string(call, '$.error') = {_CODE} AND {_CODE} NOT IN ({_SEEN})][-1], '$.tool')"
+)
+"""The tool whose call ended the rollout."""
+_CALL_CODE = "json_extract_string(call, '$.error')"
+_CALL_CODES = "json_extract_string(turns, '$[*].calls[*].error')"
 _FAILURES = {
     "trajectory": (
-        "json_extract_string(error, '$.code') AS code, NULL AS tool, "
-        "json_extract_string(error, '$.message') AS message",
-        "error <> 'null'",
+        f"{_CODE} AS code, {_ENDED_BY} AS tool, json_extract_string(error, '$.message') AS message",
+        _FAILED,
     ),
     "call": (
-        "json_extract_string(call, '$.error') AS code, json_extract_string(call, '$.tool') AS tool, '' AS message",
-        "json_extract_string(call, '$.error') IS NOT NULL",
+        f"{_CALL_CODE} AS code, json_extract_string(call, '$.tool') AS tool, '' AS message",
+        f"{_CALL_CODE} IS NOT NULL AND NOT ({_FAILED} AND {_CALL_CODE} = {_CODE} AND {_CALL_CODE} NOT IN ({_SEEN}))",
     ),
-    "incident": ("incident AS code, NULL AS tool, '' AS message", "true"),
+    "incident": (
+        "incident AS code, NULL AS tool, '' AS message",
+        f"incident IS DISTINCT FROM {_CODE} AND NOT list_contains({_CALL_CODES}, incident) AND NOT (incident = "
+        f"'{Incident.TOOL_FAILED}' AND len([code FOR code IN {_CALL_CODES} IF code <> '{Incident.TOOL_TIMEOUT}']) > 0)",
+    ),
 }
-"""Code, tool and message of each kind of failure, and its condition."""
+"""Code, tool and message of each kind of failure, and its condition. A failure has one kind: a call that ended its
+rollout is the rollout's, and what a call or a rollout failed by is no incident of it."""
 _ROWS = {
     "trajectory": _FROM,
     "call": f"FROM (SELECT *, unnest(json_extract(turns, '$[*].calls[*]')) AS call {_FROM} "
     'WHERE contains(turns, \'"error":"\'))',
-    "incident": f"FROM (SELECT *, unnest(incidents) AS incident {_FROM})",
+    "incident": f"FROM (SELECT *, unnest(incidents) AS incident {_FROM} WHERE len(incidents) > 0)",
 }
 
 
@@ -142,7 +162,7 @@ def _failure(kind: str, code: str, tool: str | None, rows: list[tuple[File, tupl
         code=code,
         tool=tool,
         message=message[:2000],
-        infrastructure=kind == "incident" or code in INFRASTRUCTURE,
+        infrastructure=code in (_INFRASTRUCTURE_INCIDENTS if kind == "incident" else INFRASTRUCTURE),
         service=_service(kind, code, message),
         count=_count(rows),
         steps=Series(
@@ -169,8 +189,28 @@ _BY_CODE = {
 }
 
 
+_CALLED = "rollout, tools or reward"
+"""A row has the name of an incident, and not of the service that was called."""
+_INCIDENTS: dict[str, str] = {
+    Incident.RETRIED: _CALLED,
+    Incident.GENERATION_CUT: "rollout",
+    Incident.WEIGHTS_BEHIND: "rollout",
+    Incident.PROMPT_CUT: "agent",
+    Incident.TOOL_FAILED: "tools",
+    Incident.TOOL_TIMEOUT: "tools",
+    Incident.INSTANCE_LOST: "tools",
+    Incident.REPLICA_LOST: _CALLED,
+}
+_INFRASTRUCTURE_INCIDENTS = frozenset(
+    {Incident.RETRIED, Incident.WEIGHTS_BEHIND, Incident.INSTANCE_LOST, Incident.REPLICA_LOST}
+)
+"""Of the others, a turn is cut on purpose when weights change, and a prompt and a tool are the run's own."""
+
+
 def _service(kind: str, code: str, message: str) -> str:
     """The service that failed: by the code where it says so, else the first one that the message names."""
+    if kind == "incident":
+        return _INCIDENTS.get(code, "")
     if kind == "call":
         return "tools"
     for service, codes in _BY_CODE.items():

@@ -114,6 +114,8 @@ class StepPage(WireReply):
     incidents: list[int]
     """Number of problems from which the rollout recovered."""
     traced: list[bool]
+    is_baseline: list[bool]
+    """Whether it is the greedy rollout of its group (ReMax), which no mean of the training counts."""
     prompts: dict[str, str]
     """The beginning of the last user message, by sample index."""
 
@@ -136,6 +138,8 @@ class TrajectoryPage(WireReply):
     next: TrajectoryAddress | None
     group: list[float | None]
     """Scores of its group, in the order of rollout_n."""
+    group_is_baseline: list[bool]
+    """Whether each of these is a greedy rollout, the group's baseline."""
     agent_name: str
     data_source: str
     stop_reason: str
@@ -252,6 +256,8 @@ class PromptRollout(WireReply):
     step: int
     rollout: int
     score: float | None
+    is_baseline: bool
+    """Whether it is the greedy rollout of its group (ReMax), which no mean of the training counts."""
     stop_reason: str
     error: str | None
     seconds: float | None
@@ -288,7 +294,7 @@ class Failure(WireReply):
     infrastructure: bool
     """Whether a service, a machine or the network failed, and not the row, the agent loop or the tool itself."""
     service: str
-    """Where it failed, as its code or message says; empty if they do not."""
+    """Where it failed, as its code or message says; several where a row does not say which, empty for none."""
     count: int
     steps: Series
     """Failures by step of training."""

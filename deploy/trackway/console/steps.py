@@ -26,12 +26,20 @@ COLUMNS = {
     "score_s": "CAST(json_extract(timings, '$.compute_score') AS DOUBLE)",
     "incidents": "len(incidents)",
     "traced": "trace_id IS NOT NULL",
+    "is_baseline": "coalesce(is_baseline, false)",
 }
 """SQL of each column of a step's page."""
 _SOURCE = {"tokens": "response_ids", "traced": "trace_id"} | dict.fromkeys(
     ("seconds", "generate_s", "tools_s", "score_s"), "timings"
 )
-_DEFAULTS = {"rollout_n": "0", "num_turns": "0", "tokens": "0", "incidents": "0", "traced": "false"}
+_DEFAULTS = {
+    "rollout_n": "0",
+    "num_turns": "0",
+    "tokens": "0",
+    "incidents": "0",
+    "traced": "false",
+    "is_baseline": "false",
+}
 
 
 def step_page(

@@ -52,8 +52,10 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
     trajectory = read_trajectory(reader, folder, address)
     file = file_of(folder, address.step, address.validation)
     previous, following = _neighbours(reader, file, address)
+    is_baseline = "coalesce(is_baseline, false)" if "is_baseline" in reader.columns(file) else "false"
     group = reader.query(
-        "SELECT score FROM read_parquet($file) WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n",
+        f"SELECT score, {is_baseline} FROM read_parquet($file) "
+        "WHERE CAST(sample_index AS VARCHAR) = $sample ORDER BY rollout_n",
         file,
         sample=address.sample,
     )
@@ -63,7 +65,8 @@ def trajectory_page(reader: ParquetReader, folder: RunFolder, address: Trajector
         address=address,
         previous=previous,
         next=following,
-        group=[None if score is None else finite(score) for (score,) in group],
+        group=[None if score is None else finite(score) for score, _ in group],
+        group_is_baseline=[is_baseline for _, is_baseline in group],
         agent_name=trajectory.agent_name,
         data_source=trajectory.data_source,
         stop_reason=trajectory.stop_reason,

@@ -29,6 +29,8 @@ class File:
     step: int
     validation: bool
     bytes: int
+    changed_ns: int
+    """When it was written: a resumed run writes its steps again, often with the same size."""
 
 
 def trajectory_files(folder: RunFolder) -> list[File]:
@@ -41,7 +43,7 @@ def trajectory_files(folder: RunFolder) -> list[File]:
     for path in paths:
         named = _NAME.fullmatch(path.name)
         if named is not None:
-            found.append(File(path, int(named[2]), named[1] is not None, path.stat().st_size))
+            found.append(_file(path, int(named[2]), named[1] is not None))
     return sorted(found, key=lambda file: (file.step, file.validation))
 
 
@@ -53,7 +55,12 @@ def token_value_files(folder: RunFolder) -> list[Path]:
 def token_values_of(folder: RunFolder, step: int) -> File | None:
     """The file of a step's token values; None without one."""
     path = folder.path / TOKEN_VALUES / f"step_{step}.parquet"
-    return File(path, step, False, path.stat().st_size) if path.is_file() else None
+    return _file(path, step, False) if path.is_file() else None
+
+
+def _file(path: Path, step: int, validation: bool) -> File:
+    known = path.stat()
+    return File(path, step, validation, known.st_size, known.st_mtime_ns)
 
 
 def file_of(folder: RunFolder, step: int, validation: bool) -> File:
@@ -83,7 +90,8 @@ class ParquetReader:
     def query(self, sql: str, file: File, **values: object) -> list[tuple[Any, ...]]:
         """The rows of a query over `read_parquet($file)`.
 
-        Raises TrackwayError: NOT_FOUND when the file is gone, CONFLICT when it cannot be read.
+        Raises TrackwayError: NOT_FOUND when the file is gone, CONFLICT when it cannot be read, OVERLOADED when that
+        needs more than MEMORY.
         """
         import duckdb
 
@@ -150,6 +158,7 @@ class ParquetReader:
                     config={
                         "memory_limit": MEMORY,
                         "threads": THREADS,
+                        "temp_directory": "",  # nothing is spilled to a disk
                         "autoinstall_known_extensions": False,  # nothing is fetched
                         "autoload_known_extensions": False,
                     }
@@ -158,10 +167,17 @@ class ParquetReader:
 
     @staticmethod
     def _unreadable(file: File, error: Exception) -> TrackwayError:
+        import duckdb
+
         if not file.path.exists():
             message = f"expected {file.path}, which is gone; reload the page"
             return TrackwayError(ErrorCode.NOT_FOUND, message)
         reason = str(error).partition("\n")[0]
+        if isinstance(error, duckdb.OutOfMemoryException):
+            message = (
+                f"expected {file.path} to be read with {MEMORY} of memory, got more; ask for less of it ({reason})"
+            )
+            return TrackwayError(ErrorCode.OVERLOADED, message)
         message = (
             f"expected trajectories in {file.path}, got a file that cannot be read ({reason}); look at another step, "
             "or let the run write it again: trackway train --resume"

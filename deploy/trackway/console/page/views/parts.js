@@ -28,11 +28,11 @@ export function scored(score, [least, most]) {
 }
 
 /** A small cell of one rollout, which opens it. */
-export function cell(run, address, { score, error, stop = "", title, text, current }, scale) {
+export function cell(run, address, { score, error, stop = "", title, text, current, isBaseline }, scale) {
   const { class: kind, share } = scored(score, scale);
   const shown = text ?? (error ? "!" : score === null ? "?" : short(score));
   return tip(h("a", {
-    class: `cell ${kind} ${error ? "error" : ""} ${current ? "current" : ""}`, href: trajectoryLink("trajectory", run, address),
+    class: `cell ${kind} ${error ? "error" : ""} ${isBaseline ? "baseline" : ""} ${current ? "current" : ""}`, href: trajectoryLink("trajectory", run, address),
     style: { "--share": share }, "aria-label": title, "aria-current": current ? "true" : null, "data-stop": stop,
   }, shown), title);
 }

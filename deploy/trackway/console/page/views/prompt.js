@@ -6,7 +6,7 @@ import { empty, h, mean, panel, plural, roving, seconds, visible } from "../dom.
 import { compareLink } from "./compare.js";
 import { cell, csv, fileName, growing, range } from "./parts.js";
 
-const COLUMNS = ["step", "rollout", "score", "stop_reason", "error", "seconds", "answer"];
+const COLUMNS = ["step", "rollout", "score", "is_baseline", "stop_reason", "error", "seconds", "answer"];
 
 export default async function prompt(visit) {
   const { run, sample, val } = visit.parameters;
@@ -21,7 +21,8 @@ function overSteps(page, { run, sample, val }) {
   }
   const scale = range(page.rollouts.map((rollout) => rollout.score));
   const address = (rollout) => ({ step: rollout.step, validation: page.validation, sample, rollout: rollout.rollout });
-  const means = [...steps].map(([step, rollouts]) => [step, mean(rollouts.map((rollout) => rollout.score))]);
+  const sampled = (rollouts) => rollouts.filter((rollout) => !rollout.is_baseline);
+  const means = [...steps].map(([step, rollouts]) => [step, mean(sampled(rollouts).map((rollout) => rollout.score))]);
   const before = new Map([...steps].map(([step], index, all) => [step, all[index - 1]?.[1]]));
   const chosen = spread([...steps.values()].map((rollouts) => rollouts[0]), 4);
   const damaged = page.unreadable.map((message) => h("p", { class: "note bad" }, visible(message)));
@@ -36,8 +37,8 @@ function overSteps(page, { run, sample, val }) {
     steps.size > 1 && panel("Mean reward of its rollouts", {}, lines({ series: [{ name: "mean reward", steps: means.map(([step]) => step), values: means.map(([, value]) => value) }], height: 150, pick: (step) => (location.hash = link("step", { run, step, val })) })),
     panel("Rollouts by step", { aside: steps.size > 1 && h("span", { class: "dim small" }, "marked: an answer that the step before did not give") }, roving(h("div", { class: "by-step" }, [...steps].map(([step, rollouts]) => h("div", { class: "by-step-row" },
       h("a", { href: link("step", { run, step, val }) }, `${page.validation ? "v" : "step "}${step}`),
-      h("div", { class: "cells" }, rollouts.map((rollout) => cell(run, address(rollout), { score: rollout.score, error: rollout.error, title: `step ${step}, rollout ${rollout.rollout}\n${rollout.stop_reason}, ${seconds(rollout.seconds)}\n${visible(rollout.answer)}` }, scale))),
-      h("span", { class: "clip found dim" }, answers(rollouts, before.get(step)))))), "a.cell")));
+      h("div", { class: "cells" }, rollouts.map((rollout) => cell(run, address(rollout), { score: rollout.score, error: rollout.error, isBaseline: rollout.is_baseline, title: `step ${step}, rollout ${rollout.rollout}${rollout.is_baseline ? ", greedy baseline, in no mean" : ""}\n${rollout.stop_reason}, ${seconds(rollout.seconds)}\n${visible(rollout.answer)}` }, scale))),
+      h("span", { class: "clip found dim" }, answers(sampled(rollouts), before.get(step)))))), "a.cell")));
 }
 
 /** The answers of a step and how often each was given, the most frequent first; those that `before` lacks are marked. */

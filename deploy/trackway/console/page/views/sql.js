@@ -5,7 +5,7 @@ import { empty, h, number, plural, visible } from "../dom.js";
 import { csv, queries } from "./parts.js";
 
 const TABLES = {
-  trajectories: "step, validation, sample_index, rollout_n, score, stop_reason, num_turns, error, turns, timings, incidents, response_ids, response_logprobs, weight_versions, …",
+  trajectories: "step, validation, sample_index, rollout_n, score, is_baseline, stop_reason, num_turns, error, turns, timings, incidents, response_ids, response_logprobs, weight_versions, …",
   calls: "step, sample_index, rollout_n, validation, score, tool, seconds, reward, error, result",
   tokens: "step, sample_index, rollout_n, place, token_id, sampler_logprob, logprob, entropy, advantage, clipped, kept",
   token_values: "step, sample_index, rollout_n, row, status, logprobs, entropies, advantages, clipped, kept",
@@ -15,7 +15,7 @@ const TABLES = {
 function ready(steps) {
   const [first, last] = [steps[0] ?? 1, steps.at(-1) ?? 1];
   return [
-    ["prompts that got worse", `SELECT sample_index, avg(score) FILTER (step = ${first}) AS before, avg(score) FILTER (step = ${last}) AS after, after - before AS change\nFROM trajectories WHERE NOT validation AND step IN (${first}, ${last})\nGROUP BY sample_index HAVING change < 0 ORDER BY change`],
+    ["prompts that got worse", `SELECT sample_index, avg(score) FILTER (step = ${first}) AS before, avg(score) FILTER (step = ${last}) AS after, after - before AS change\nFROM trajectories WHERE NOT validation AND is_baseline IS NOT TRUE AND step IN (${first}, ${last})\nGROUP BY sample_index HAVING change < 0 ORDER BY change`],
     ["sampler against learner", `SELECT step, sample_index, rollout_n, place, token_id, sampler_logprob, logprob, abs(sampler_logprob - logprob) AS difference\nFROM tokens WHERE NOT isnan(logprob) AND step = ${last} ORDER BY difference DESC LIMIT 100`],
     ["dropped, by reason", "SELECT step, status, count(*) AS rollouts FROM token_values WHERE row = 0 AND status <> 'used'\nGROUP BY step, status ORDER BY step DESC, rollouts DESC"],
     ["slowest calls", "SELECT step, sample_index, rollout_n, tool, seconds, error FROM calls ORDER BY seconds DESC LIMIT 100"],

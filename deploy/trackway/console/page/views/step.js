@@ -21,29 +21,30 @@ export default async function step(visit) {
   ]);
   const rollouts = page.score.map((score, i) => ({
     score, sample: page.sample_index[i], rollout: page.rollout_n[i], stop: page.stop_reason[i], error: page.error[i],
-    turns: page.num_turns[i], tokens: page.tokens[i], seconds: page.seconds[i], parts: { generation: page.generate_s[i], tools: page.tools_s[i], scoring: page.score_s[i] }, incidents: page.incidents[i], traced: page.traced[i],
+    turns: page.num_turns[i], tokens: page.tokens[i], seconds: page.seconds[i], parts: { generation: page.generate_s[i], tools: page.tools_s[i], scoring: page.score_s[i] }, incidents: page.incidents[i], traced: page.traced[i], isBaseline: page.is_baseline[i],
     address: { step: page.step, validation: page.validation, sample: page.sample_index[i], rollout: page.rollout_n[i] },
   }));
-  const bins = binned(rollouts.map((rollout) => rollout.score));
+  const counted = sampled(rollouts);
+  const bins = binned(counted.map((rollout) => rollout.score));
   const bin = visit.parameters.bin === undefined ? null : Number(visit.parameters.bin);
   const to = (changes) => link("step", { run, step: number_, val, sort, show, since, bin: visit.parameters.bin, offset: offset || null, ...changes });
   const groups = grouped(rollouts, page.prompts, past ? means(past) : new Map());
   const { before, after } = stepLinks(run, about.files, number_, page.validation);
   const other = about.files.find((file) => file.step === number_ && file.validation !== page.validation);
-  const matches = (rollout) => bin === null || (rollout.score !== null && bins[bin]?.holds(rollout.score));
+  const matches = (rollout) => bin === null || (!rollout.isBaseline && rollout.score !== null && bins[bin]?.holds(rollout.score));
   const shown = sorted(groups.filter((group) => keep(group, show) && group.rollouts.some(matches) && (!past || group.change !== null)), past ? "change" : sort);
   const scale = range(rollouts.map((rollout) => rollout.score));
   const single = groups.length === rollouts.length;
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, page.validation ? `Validation after step ${page.step}` : `Step ${page.step}`),
-      scoreChip(mean(rollouts.map((rollout) => rollout.score)), scale), h("span", { class: "spacer" }),
+      scoreChip(mean(counted.map((rollout) => rollout.score)), scale), h("span", { class: "spacer" }),
       ["csv", "jsonl"].map((format) => download(`export`, { run, step: number_, validation: page.validation ? true : undefined, format }, `${fileName(run)}-${page.validation ? "val-" : ""}step-${number_}.${format}`, format.toUpperCase())),
       other && h("a", { class: "button", href: link("step", { run, step: number_, val: !page.validation }) }, page.validation ? "its training" : "its validation"),
       pager(visit, before, after, "step")),
     h("div", { class: "step-top" },
       panel("Rewards", { aside: bin !== null && h("a", { href: to({ bin: null }) }, "show all") },
         bins.length ? histogram({ bins, chosen: bin, pick: (index) => (location.hash = to({ bin: index === bin ? null : index })) }) : empty("No rollout has a reward.", "See the errors in the grid.")),
-      panel("This step", {}, numbers(rollouts, groups, single)),
+      panel("This step", {}, numbers(counted, groups, single, rollouts.length - counted.length)),
       panel("Slowest rollouts", {}, slowest(run, rollouts))),
     panel(single ? "Rollouts" : "Prompts by rollouts", { aside: controls(to, sort, show, single, since, about.files.filter((file) => file.validation === page.validation && file.step !== page.step).map((file) => file.step)) },
       shown.length ? grid(run, shown, matches, scale, single, page.prompts)
@@ -69,6 +70,10 @@ export function binned(scores) {
   return counts.map((count, i) => ({ from: least + i * width, to: least + (i + 1) * width, count, holds: (score) => index(score) === i }));
 }
 
+/** Without the greedy rollouts, the baselines of ReMax, which the training counts in no mean. */
+const sampled = (rollouts) => rollouts.filter((rollout) => !rollout.isBaseline);
+const isFlat = (group) => group.spread === 0 && sampled(group.rollouts).length > 1;
+
 /** Rollouts by prompt, in the order of their first one. */
 export function grouped(rollouts, prompts, before = new Map()) {
   const groups = new Map();
@@ -77,7 +82,7 @@ export function grouped(rollouts, prompts, before = new Map()) {
     groups.get(rollout.sample).rollouts.push(rollout);
   }
   return [...groups.values()].map((group) => {
-    const scores = group.rollouts.map((rollout) => rollout.score);
+    const scores = sampled(group.rollouts).map((rollout) => rollout.score);
     const now = mean(scores), past = before.get(group.sample) ?? null;
     return { ...group, mean: now, past, change: now === null || past === null ? null : now - past, spread: deviation(scores), failed: group.rollouts.filter((rollout) => rollout.error).length };
   });
@@ -86,12 +91,12 @@ export function grouped(rollouts, prompts, before = new Map()) {
 /** The mean score of each sample of a step's page. */
 function means(page) {
   const scores = new Map();
-  page.sample_index.forEach((sample, index) => scores.set(sample, [...(scores.get(sample) ?? []), page.score[index]]));
+  page.sample_index.forEach((sample, index) => page.is_baseline[index] || scores.set(sample, [...(scores.get(sample) ?? []), page.score[index]]));
   return new Map([...scores].map(([sample, values]) => [sample, mean(values)]));
 }
 
 const keep = (group, show) =>
-  show === "flat" ? group.spread === 0 && group.rollouts.length > 1 : show === "mixed" ? group.spread > 0 : show === "failed" ? group.failed > 0 : true;
+  show === "flat" ? isFlat(group) : show === "mixed" ? group.spread > 0 : show === "failed" ? group.failed > 0 : true;
 
 function sorted(groups, by) {
   const last = (value) => value ?? Infinity;
@@ -102,12 +107,13 @@ function sorted(groups, by) {
   return groups;
 }
 
-function numbers(rollouts, groups, single) {
-  const flat = groups.filter((group) => group.spread === 0 && group.rollouts.length > 1);
+function numbers(rollouts, groups, single, baselines) {
+  const flat = groups.filter(isFlat);
   const failed = rollouts.filter((rollout) => rollout.error);
   const row = (name, value, kind) => h("div", { class: kind ?? null }, h("dt", {}, name), h("dd", {}, value));
   return h("dl", { class: "numbers" },
     row("rollouts", number(rollouts.length)),
+    baselines > 0 && row("greedy baselines, in no mean", number(baselines)),
     !single && row("prompts", number(groups.length)),
     !single && row("without variance", `${flat.length} of ${groups.length}`, flat.length > groups.length / 2 ? "warn-text" : null),
     row("errors", number(failed.length), failed.length ? "bad-text" : null),
@@ -160,17 +166,18 @@ function grid(run, groups, matches, scale, single, prompts) {
     return node;
   };
   if (single) return roving(h("div", { class: "cells" }, groups.flatMap((group) => group.rollouts.map(one))), "a.cell");
-  return roving(h("div", { class: groups.length > 100 ? "groups many" : "groups" }, groups.map((group) => h("div", { class: `group ${group.spread === 0 ? "flat" : ""}` },
+  return roving(h("div", { class: groups.length > 100 ? "groups many" : "groups" }, groups.map((group) => h("div", { class: `group ${isFlat(group) ? "flat" : ""}` },
     h("div", { class: "group-head" }, h("a", { class: "strong", href: link("prompt", { run, sample: group.sample, val: group.rollouts[0].address.validation }), tabindex: -1, title: "this prompt in all steps" }, visible(group.sample)), h("span", { class: "clip", title: group.prompt }, visible(group.prompt))),
     h("div", { class: "cells" }, group.rollouts.map(one)),
     h("div", { class: "group-foot" }, h("span", { class: group.change < 0 ? "bad-text" : null }, group.change === null ? `mean ${number(group.mean, 2)}` : `${number(group.past, 2)} → ${number(group.mean, 2)}, ${group.change < 0 ? "worse" : group.change > 0 ? "better" : "as before"}`),
-      h("span", {}, group.spread === 0 ? "no variance" : group.spread === null ? "" : `± ${number(group.spread, 2)}`))))), "a.cell");
+      h("span", {}, isFlat(group) ? "no variance" : !group.spread ? "" : `± ${number(group.spread, 2)}`))))), "a.cell");
 }
 
 function words(rollout, prompts) {
   const parts = [`sample ${rollout.sample}, rollout ${rollout.rollout}`, rollout.score === null ? "no reward" : `reward ${number(rollout.score)}`,
     `${rollout.stop}${rollout.error ? `: ${rollout.error}` : ""}`, `${plural(rollout.tokens, "token")}, ${seconds(rollout.seconds)}`];
   if (rollout.incidents) parts.push(plural(rollout.incidents, "incident"));
+  if (rollout.isBaseline) parts.push("greedy baseline of its prompt, in no mean");
   if (rollout.traced) parts.push("traced");
   if (prompts[rollout.sample]) parts.push(visible(prompts[rollout.sample]));
   return parts.join("\n");

@@ -23,7 +23,7 @@ export default async function trajectory(visit) {
       h("a", { class: "button", href: trajectoryLink("tokens", run, page.address), title: "key t" }, "Tokens"),
       pager(visit, to(page.previous), to(page.next), "rollout")),
     page.group.length > 1 && h("div", { class: "cells strip" }, page.group.map((score, rollout) =>
-      cell(run, { ...page.address, rollout }, { score, title: `rollout ${rollout} of this prompt\n${score === null ? "no reward" : `reward ${number(score)}`}`, current: rollout === page.address.rollout }, scale))),
+      cell(run, { ...page.address, rollout }, { score, isBaseline: page.group_is_baseline[rollout], title: `rollout ${rollout} of this prompt${page.group_is_baseline[rollout] ? ", its greedy baseline" : ""}\n${score === null ? "no reward" : `reward ${number(score)}`}`, current: rollout === page.address.rollout }, scale))),
     page.error && h("div", { class: "note bad" }, h("b", {}, page.error.code), " ", visible(page.error.message),
       h("div", { class: "small" }, h("a", { href: link("search", { run, error: page.error.code }) }, "all trajectories with this error"))),
     page.shortened && h("p", { class: "note" }, "A long text lost its middle here; the file has all of it."),
