@@ -17,7 +17,7 @@ import aiohttp
 from tests.traces.test_page import FLAGS
 
 DEADLINE_S = 30.0
-_KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13}
+_KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13, "Home": 36, "End": 35}
 _CLICKS = 10
 # The middle of a node once it is still for two frames: groups get their real height only after they came into view, at
 # times later than that. So a click that would hit something else is kept from it, and told.
@@ -128,9 +128,10 @@ class Browser:
         raise AssertionError(f"{_CLICKS} clicks did not hit {selector}: what is above it?")
 
     def press(self, key: str) -> None:
-        """Press and release a key."""
+        """Press and release a key: one of `_KEYS`, or a letter."""
+        number = _KEYS.get(key) or ord(key.upper())
         for kind in ("rawKeyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS[key])
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=number)
         if key == "Enter":
             self.call("Input.dispatchKeyEvent", type="char", text="\r")
 

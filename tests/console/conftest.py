@@ -9,8 +9,10 @@ import pytest
 import uvicorn
 
 from tests.console.browser import Browser
+from tests.console.example_run import HOSTILE, rollout, write_run, write_values
 from trackway.console.app import create_app
 from trackway.system import free_port
+from trackway.trainer.run_state.trajectory_dump import write_trajectories
 
 Serve = Callable[..., str]
 
@@ -51,3 +53,18 @@ def browser(chromium: Browser) -> Browser:
     chromium.requests.clear()
     chromium.problems.clear()
     return chromium
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Path:
+    folder = write_run(tmp_path / "outputs", message=HOSTILE)
+    write_values(folder, 2)
+    write_trajectories(
+        folder.path / "trajectories/step_3.parquet", [rollout("tidy", 3, 1, n, text=HOSTILE) for n in (0, 1)]
+    )
+    return tmp_path / "outputs"
+
+
+@pytest.fixture
+def url(outputs: Path, serve: Serve) -> str:
+    return serve(outputs)

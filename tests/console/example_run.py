@@ -29,6 +29,7 @@ from trackway.wire.trajectory import (
 )
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 MESSAGE = 'the tool "calculator" took 30 s'
 
 

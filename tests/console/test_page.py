@@ -13,13 +13,13 @@ from tests.console import accessibility
 from tests.console.browser import Browser
 from tests.console.conftest import Serve
 from tests.console.example_run import (
+    HOSTILE,
     TRACE_ID,
     mlflow_span,
     rollout,
     write_remax_step,
     write_run,
     write_step,
-    write_values,
 )
 from trackway.console import file_results
 from trackway.trainer.run_state.folder import Activity, RunFolder
@@ -29,22 +29,6 @@ from trackway.wire.trainer import MetricsRow
 from trackway.wire.trajectory import Trajectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.program("chromium")]
-HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
-
-
-@pytest.fixture
-def outputs(tmp_path: Path) -> Path:
-    folder = write_run(tmp_path / "outputs", message=HOSTILE)
-    write_values(folder, 2)
-    write_trajectories(
-        folder.path / "trajectories/step_3.parquet", [rollout("tidy", 3, 1, n, text=HOSTILE) for n in (0, 1)]
-    )
-    return tmp_path / "outputs"
-
-
-@pytest.fixture
-def url(outputs: Path, serve: Serve) -> str:
-    return serve(outputs)
 
 
 def test_clicks_and_keys_lead_from_the_runs_to_a_token_and_back(browser: Browser, url: str, outputs: Path) -> None:

@@ -36,7 +36,7 @@ async function request(path, parameters, { signal, headers, ...rest }) {
     response = await fetch(`api/${path}?${query}`, { signal, headers, cache: "no-store", ...rest });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "The console does not answer; start it again with `trackway console`, then reload this page.");
+    throw new ApiError(0, "The console does not answer; start it again with `trackway console`.");
   }
   if (response.ok || response.status === 304) return response;
   const body = await response.json().catch(() => null);

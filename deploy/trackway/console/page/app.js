@@ -1,5 +1,6 @@
 // The page's frame: the address chooses the view, and a view may follow the run.
 
+import { check } from "./address.js";
 import { ApiError, get, keepToken, link, route, trajectoryLink } from "./api.js";
 import { busy, h, hideTip, redraw, visible } from "./dom.js";
 
@@ -29,8 +30,12 @@ class Visit {
     return (await get(path, parameters, { signal: this.signal, ...options })).body;
   }
 
-  /** Calls `changed(body)` when the reply changes, until the visit ends; nothing is asked while the page is hidden. */
-  follow(path, parameters, tag, changed) {
+  /**
+   * Calls `changed(body)` when the reply changes, until the visit ends; nothing is asked while the page is hidden. A failure is
+   * told above the view until the next answer.
+   */
+  follow(path, parameters, changed, { tag, every = POLL_MS } = {}) {
+    const trouble = document.getElementById("trouble");
     const poll = async () => {
       if (this.signal.aborted) return;
       try {
@@ -40,15 +45,17 @@ class Visit {
             tag = reply.tag;
             await changed(reply.body);
           }
-          document.body.classList.remove("offline");
+          trouble.hidden = true;
         }
       } catch (error) {
         if (this.signal.aborted) return;
-        document.body.classList.add("offline");
+        const words = `${visible(error.message)} It is asked again every ${every / 1000} s.`;
+        if (trouble.hidden || trouble.textContent !== words) trouble.textContent = words;
+        trouble.hidden = false;
       }
-      if (!this.signal.aborted) this.timers.push(setTimeout(poll, POLL_MS));
+      if (!this.signal.aborted) this.timers.push(setTimeout(poll, every));
     };
-    this.timers.push(setTimeout(poll, POLL_MS));
+    this.timers.push(setTimeout(poll, every));
   }
 
   end() {
@@ -63,9 +70,11 @@ async function show() {
   const visit = (open = new Visit(parameters));
   before?.end();
   hideTip();
+  document.getElementById("trouble").hidden = true;
   let content;
   try {
     if (!VIEWS.includes(view)) throw new ApiError(404, `There is no view ${view}; start from the list of runs.`);
+    check(view, parameters);
     services ??= visit.get("console").then((about) => about.services.length > 0);
     services.catch(() => (services = null)); // asked again with the next page
     const drawn = import(`./views/${view}.js`).then((module) => module.default(visit));
@@ -107,7 +116,7 @@ function problem(error, parameters) {
   if (error.status === 401) return signIn(error.message);
   const back = parameters.run ? link("run", { run: parameters.run }) : link("runs");
   return h("div", { class: "problem", role: "alert" },
-    h("h1", {}, error.status === 404 ? "Not found" : "This could not be shown"),
+    h("h1", {}, { 404: "Not found", 422: "This address cannot be opened" }[error.status] ?? "This could not be shown"),
     h("p", {}, visible(error.message)),
     h("p", {}, h("a", { href: back }, parameters.run ? "Open the run" : "Open the list of runs"), " · ",
       h("button", { type: "button", class: "plain", onclick: show }, "Try again")));

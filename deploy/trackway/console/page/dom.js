@@ -41,18 +41,13 @@ export const compact = (value) => value.toLocaleString("en-US", { notation: "com
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value < 0) return `-${seconds(-value)}`;
   if (value === 0) return "0 s";
   if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
   if (value < 120) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
-  if (value < 7200) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
-}
-
-export function bytes(value) {
-  const units = ["B", "kB", "MB", "GB", "TB"];
-  let unit = 0;
-  while (value >= 1000 && unit < units.length - 1) [value, unit] = [value / 1000, unit + 1];
-  return `${number(value)} ${units[unit]}`;
+  const whole = Math.round(value), minutes = Math.round(value / 60);
+  if (whole < 7200) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export function ago(milliseconds, now = Date.now()) {

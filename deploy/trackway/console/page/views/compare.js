@@ -1,5 +1,6 @@
 // Two to eight trajectories side by side.
 
+import { misfit } from "../address.js";
 import { link, trajectoryLink } from "../api.js";
 import { differences } from "../diff.js";
 import { empty, h, number, seconds, visible } from "../dom.js";
@@ -8,14 +9,21 @@ import { download, exported, fileName, scoreChip } from "./parts.js";
 const MOST = 8;
 
 const encoded = ({ step, validation, sample, rollout }) => `${validation ? "v" : ""}${step}/${encodeURIComponent(sample)}/${rollout}`;
+function decoded(text) {
+  const [, v, step, sample, rollout] = text.match(/^(v?)(\d{1,15})\/([^/]+)\/(\d{1,15})$/) ?? [];
+  try {
+    if (step !== undefined) return { step, validation: v ? true : undefined, sample: decodeURIComponent(sample), rollout };
+  } catch {
+    // a % that begins no character
+  }
+  throw misfit("step/sample/rollout in each part of of=…", JSON.stringify(text.slice(0, 60)), "open a trajectory of the run, then Compare");
+}
+
 export const compareLink = (run, addresses) => link("compare", { run, of: addresses.slice(0, MOST).map(encoded).join(",") });
 
 export default async function compare(visit) {
   const { run, of = "" } = visit.parameters;
-  const addresses = of.split(",").filter(Boolean).slice(0, MOST).map((text) => {
-    const [step, sample, rollout] = text.split("/");
-    return { step: step.replace("v", ""), validation: step.startsWith("v") ? true : undefined, sample: decodeURIComponent(sample ?? ""), rollout };
-  });
+  const addresses = of.split(",").filter(Boolean).slice(0, MOST).map(decoded);
   if (addresses.length < 2) return empty("Two to eight trajectories can be compared.", h("a", { href: link("run", { run }) }, "Open a trajectory of the run, then Compare"));
   const pages = await Promise.all(addresses.map((address) => visit.get("trajectory", { run, ...address })));
   const [first] = pages;

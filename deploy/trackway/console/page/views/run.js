@@ -39,10 +39,10 @@ export default async function run(visit) {
     ]);
   };
   await draw();
-  visit.follow("run", { run: key }, first.tag, async (body) => {
+  visit.follow("run", { run: key }, async (body) => {
     page = body;
     await draw();
-  });
+  }, { tag: first.tag });
   return root;
 }
 
@@ -50,7 +50,6 @@ function head({ summary, folder, mlflow, weave }) {
   const done = summary.total_steps ? summary.step / summary.total_steps : 0;
   return h("div", {},
     h("div", { class: "title" }, h("h1", {}, visible(summary.key)), stateChip(summary),
-      h("span", { class: "offline-note chip bad" }, "no answer from the console; trying again"),
       h("span", { class: "spacer" }), mlflow && outside(mlflow, "Traces in MLflow"), weave && outside(weave, "Traces in Weave")),
     h("div", { class: "meter", role: "progressbar", "aria-valuenow": summary.step, "aria-valuemax": summary.total_steps, "aria-label": "Steps" }, h("i", { style: { width: `${Math.min(100, done * 100)}%` } })),
     h("p", { class: "dim" }, `step ${number(summary.step)} of ${number(summary.total_steps)}`,

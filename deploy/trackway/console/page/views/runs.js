@@ -1,59 +1,80 @@
-// All runs of the outputs folder.
+// All runs of the outputs folder. Followed, so that a run that starts now appears.
 
 import { link } from "../api.js";
 import { lines, spark } from "../charts.js";
-import { ago, compact, empty, h, number, panel, plural, roving, seconds, visible } from "../dom.js";
-import { csv, isLive, stateChip } from "./parts.js";
+import { ago, compact, empty, h, number, panel, plural, redraw, roving, seconds, visible } from "../dom.js";
+import { csv, stateChip } from "./parts.js";
 
 const PAGE = 50;
 const MOST_COMPARED = 4;
+const EVERY_MS = 5000;
+const NONE = ",";
+/** `compare` of an address once all runs were unchecked; without `compare` the first two are drawn. */
 const COLUMNS = ["run", "state", "step", "total_steps", "reward", "accuracy", "failed", "seconds", "tokens", "gpu_seconds"];
 
 export default async function runs(visit) {
   const offset = Number(visit.parameters.offset ?? 0);
-  const list = await visit.get("runs", { offset, limit: PAGE });
-  if (!list.total)
-    return [h("h1", {}, "Runs"), empty(`There is no run in ${list.outputs}.`,
-      "Start one with `trackway demo` or `trackway train`, or give another folder: trackway console --outputs DIR. This page looks again when you reload it.")];
-  const chosen = new Set((visit.parameters.compare ?? "").split(",").filter(Boolean));
-  if (!chosen.size) list.runs.slice(0, 2).forEach((run) => chosen.add(run.key));
-  const curves = h("div", { class: "two" });
-  const draw = () => {
-    const shown = list.runs.filter((run) => chosen.has(run.key));
-    const series = (of, points) => shown.map((run) => ({ name: run.key, ...run[of], points }));
-    curves.replaceChildren(
-      panel("Reward", { aside: key(shown) }, lines({ series: series("reward"), label: "mean reward" })),
-      panel("Validation accuracy", { aside: key(shown) }, lines({ series: series("accuracy"), label: "validation accuracy" })));
-  };
-  draw();
-  const live = list.runs.some(isLive);
-  if (live) {
-    const again = setTimeout(() => !visit.signal.aborted && dispatchEvent(new Event("hashchange")), 5000);
-    visit.timers.push(again);
-  }
-  const body = h("tbody", {}, list.runs.map((run) => row(run, chosen.has(run.key), (on) => {
-    on ? chosen.add(run.key) : chosen.delete(run.key);
+  const query = { offset, limit: PAGE };
+  let list = await visit.get("runs", query);
+  let chosen = visit.parameters.compare === undefined ? null : new Set(visit.parameters.compare.split(",").filter(Boolean));
+  let elsewhere = [];
+  const root = h("div", { class: "stack" });
+  const compared = () => chosen ?? new Set(list.runs.slice(0, 2).map((run) => run.key));
+  const to = (from) => link("runs", { offset: from || null, compare: chosen && ([...chosen].join(",") || NONE) });
+  const draw = () => redraw(root, page(list, elsewhere, compared(), offset, to, choose));
+  const choose = (key, on) => {
+    chosen = compared();
+    on ? chosen.add(key) : chosen.delete(key);
     while (chosen.size > MOST_COMPARED) chosen.delete([...chosen][0]);
-    history.replaceState(null, "", link("runs", { offset: offset || null, compare: [...chosen].join(",") }));
-    body.querySelectorAll("input").forEach((box) => (box.checked = chosen.has(box.value)));
+    history.replaceState(null, "", to(offset));
     draw();
-  })));
-  const pages = list.total > PAGE && h("p", { class: "row" },
-    offset > 0 && h("a", { class: "button", href: link("runs", { offset: Math.max(0, offset - PAGE) }) }, "← newer"),
-    h("span", { class: "dim" }, `${offset + 1} to ${offset + list.runs.length} of ${list.total}`),
-    offset + PAGE < list.total && h("a", { class: "button", href: link("runs", { offset: offset + PAGE }) }, "older →"));
-  return [
-    h("div", { class: "title" }, h("h1", {}, "Runs"), h("span", { class: "dim" }, `${plural(list.total, "run")} in `, h("code", {}, visible(list.outputs))), h("span", { class: "spacer" }),
-      csv("runs", COLUMNS, () => list.runs.map((run) => [run.key, run.state, run.step, run.total_steps, run.reward.values.at(-1), run.accuracy.values.at(-1), run.failed, run.seconds, run.tokens, run.gpu_seconds]))),
-    curves,
-    h("div", { class: "panel flush scroll" }, h("table", { class: "runs" },
-      h("thead", {}, h("tr", {}, ["shown", "run", "state", "step", "reward", "accuracy", "failed", "cost", "changed"].map((name, index) => h("th", { scope: "col", class: index > 5 ? "num" : null }, name)))),
-      roving(body, "a.open"))),
-    pages,
-  ];
+  };
+  const load = async (next) => {
+    list = next;
+    elsewhere = (await Promise.all([...compared()].filter((key) => !list.runs.some((run) => run.key === key)).map((key) => summary(visit, key)))).filter(Boolean);
+  };
+  await load(list);
+  draw();
+  let drawn = JSON.stringify([list, elsewhere]);
+  visit.follow("runs", query, async (next) => {
+    await load(next);
+    const now = JSON.stringify([list, elsewhere]);
+    if (now !== drawn) draw();
+    drawn = now;
+    root.querySelectorAll("[data-changed]").forEach((node) => (node.textContent = ago(Number(node.dataset.changed))));
+  }, { every: EVERY_MS });
+  return root;
 }
 
-const key = (shown) => h("ul", { class: "legend" }, shown.map((run, index) => h("li", {}, h("i", { class: `swatch s${index}` }), visible(run.key))));
+/** A run that is not on this page of the list; null if there is no such run. */
+const summary = (visit, key) => visit.get("run", { run: key }).then((page) => page.summary, (error) => {
+  if (error.status === 404) return null;
+  throw error;
+});
+
+function page(list, elsewhere, chosen, offset, to, choose) {
+  if (!list.total)
+    return [h("h1", {}, "Runs"), empty(`There is no run in ${list.outputs}.`,
+      "Start one with `trackway demo` or `trackway train`, or give another folder: trackway console --outputs DIR. A run that starts is shown here at once.")];
+  const shown = [...list.runs, ...elsewhere].filter((run) => chosen.has(run.key));
+  const series = (of, points) => shown.map((run) => ({ name: run.key, ...run[of], points }));
+  const key = () => h("ul", { class: "legend" }, shown.map((run, index) => h("li", {}, h("i", { class: `swatch s${index}` }), visible(run.key),
+    elsewhere.includes(run) && h("button", { type: "button", class: "plain", "aria-label": `leave out ${run.key}`, onclick: () => choose(run.key, false) }, "×"))));
+  const title = h("div", { class: "title" }, h("h1", {}, "Runs"), h("span", { class: "dim" }, `${plural(list.total, "run")} in `, h("code", {}, visible(list.outputs))), h("span", { class: "spacer" }),
+    csv("runs", COLUMNS, () => list.runs.map((run) => [run.key, run.state, run.step, run.total_steps, run.reward.values.at(-1), run.accuracy.values.at(-1), run.failed, run.seconds, run.tokens, run.gpu_seconds])));
+  if (!list.runs.length) return [title, empty(`There are ${plural(list.total, "run")}, and none after the first ${number(offset)}.`, h("a", { href: to(0) }, "Show the newest"))];
+  return [title,
+    h("div", { class: "two" },
+      panel("Reward", { aside: key() }, lines({ series: series("reward"), label: "mean reward" })),
+      panel("Validation accuracy", { aside: key() }, lines({ series: series("accuracy"), label: "validation accuracy" }))),
+    h("div", { class: "panel flush scroll" }, h("table", { class: "runs" },
+      h("thead", {}, h("tr", {}, ["shown", "run", "state", "step", "reward", "accuracy", "failed", "cost", "changed"].map((name, index) => h("th", { scope: "col", class: index > 5 ? "num" : null }, name)))),
+      roving(h("tbody", {}, list.runs.map((run) => row(run, chosen.has(run.key), (on) => choose(run.key, on)))), "a.open"))),
+    (list.total > PAGE || offset > 0) && h("p", { class: "row" },
+      offset > 0 && h("a", { class: "button", href: to(Math.max(0, offset - PAGE)) }, "← newer"),
+      h("span", { class: "dim" }, `${offset + 1} to ${offset + list.runs.length} of ${list.total}`),
+      offset + PAGE < list.total && h("a", { class: "button", href: to(offset + PAGE) }, "older →"))];
+}
 
 function row(run, isChosen, choose) {
   const accuracy = run.accuracy.values.filter((value) => value !== null);
@@ -68,5 +89,5 @@ function row(run, isChosen, choose) {
     h("td", { class: `num ${run.failed ? "bad-text" : ""}` }, number(run.failed)),
     h("td", { class: "num nowrap" }, seconds(run.seconds), run.tokens !== null && h("div", { class: "dim small" }, `${compact(run.tokens)} tokens`),
       run.gpu_seconds !== null && h("div", { class: "dim small" }, `GPUs ${seconds(run.gpu_seconds)}`)),
-    h("td", { class: "num nowrap dim" }, run.changed ? ago(run.changed) : "–"));
+    h("td", { class: "num nowrap dim", "data-changed": run.changed || null }, run.changed ? ago(run.changed) : "–"));
 }

@@ -14,17 +14,7 @@ export default async function system(visit) {
       csv("replicas", ["service", ...COLUMNS], () => page.services.flatMap((service) => service.replicas.map((replica) => [service.service, ...COLUMNS.map((name) => replica[name])])))),
     cards(page.services), ...page.services.map(service)]);
   draw(await visit.get("system"));
-  const again = async () => {
-    if (visit.signal.aborted) return;
-    try {
-      if (!document.hidden) draw(await visit.get("system"));
-    } catch (error) {
-      if (visit.signal.aborted) return;
-      root.prepend(h("p", { class: "note bad", role: "alert" }, visible(error.message)));
-    }
-    if (!visit.signal.aborted) visit.timers.push(setTimeout(again, EVERY_MS));
-  };
-  visit.timers.push(setTimeout(again, EVERY_MS));
+  visit.follow("system", {}, draw, { every: EVERY_MS });
   return root;
 }
 

@@ -1,7 +1,7 @@
 // Every token of a trajectory, tinted by what its row and the learner's values have for it.
 
 import { addressed, link, trajectoryLink } from "../api.js";
-import { empty, h, number, panel, roving, visible } from "../dom.js";
+import { empty, h, number, panel, plural, roving, visible } from "../dom.js";
 import { csv, facts, fileName } from "./parts.js";
 
 const PAGE = 2048;
@@ -25,7 +25,8 @@ const TINTS = {
 
 export default async function tokens(visit) {
   const { run } = visit.parameters;
-  const row = Number(visit.parameters.row ?? 0), offset = Number(visit.parameters.offset ?? 0);
+  const row = Number(visit.parameters.row ?? 0), at = visit.parameters.at === undefined ? null : Number(visit.parameters.at);
+  const offset = Number(visit.parameters.offset ?? Math.floor((at ?? 0) / PAGE) * PAGE);
   const page = await visit.get("tokens", { ...addressed(visit.parameters), row, offset, limit: PAGE });
   const names = Object.keys(TINTS).filter((name) => !TINTS[name].needs || page.learner?.logprobs.length);
   const tint = names.includes(visit.parameters.tint) ? visit.parameters.tint : "logprob";
@@ -37,7 +38,7 @@ export default async function tokens(visit) {
   const { value } = TINTS[tint];
   const values = page.ids.map((_, index) => (value ? value(page, index) : null));
   const full = value ? TINTS[tint].full(values) : 1;
-  const show = (index) => details.replaceChildren(about(page, index, offset));
+  const show = (index) => details.replaceChildren(page.ids[index] === undefined ? h("p", { class: "dim" }, page.total ? `Token ${number(offset + index)} is not on this page.` : "There is none.") : about(page, index, offset));
   const nodes = page.ids.map((id, index) => {
     const piece = page.pieces ? page.pieces[index] : `${id}`;
     const strength = values[index] === null ? 0 : Math.round(Math.min(1, Math.abs(values[index] / full)) * 100);
@@ -48,7 +49,7 @@ export default async function tokens(visit) {
   const look = (event) => event.target.dataset?.index !== undefined && show(Number(event.target.dataset.index));
   text.addEventListener("pointerover", look);
   text.addEventListener("focusin", look);
-  show(visit.parameters.at === undefined ? Math.max(0, page.mask.indexOf(1)) : Number(visit.parameters.at) - offset);
+  show(at === null ? Math.max(0, page.mask.indexOf(1)) : at - offset);
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, "Tokens"), h("span", { class: "dim" }, `${number(page.total)} tokens, ${number(page.prompt_tokens)} of them the prompt`), h("span", { class: "spacer" }),
       csv(`${fileName(run)}-${address.step}-${address.sample}-${address.rollout}-tokens`, COLUMNS, () => page.ids.map((_, index) => line(page, index, offset))),
@@ -60,7 +61,7 @@ export default async function tokens(visit) {
       panel("", { class: "token-panel" }, h("div", { class: "row between" },
         h("div", { class: "segments", role: "group", "aria-label": "Tint" }, names.map((name) =>
           h("a", { href: to({ tint: name }), "aria-current": name === tint ? "true" : null }, TINTS[name].words))), key(tint, versions, full)),
-        page.total ? text : empty("This row has no tokens."), pages(page, row, offset, to)),
+        page.ids.length ? text : page.total ? empty(`This row has ${plural(page.total, "token")}, and none at ${number(offset)}.`, h("a", { href: to({ offset: null, at: null }) }, "Show the first ones")) : empty("This row has no tokens.", "The trajectory ended before any was written; its conversation has the error."), pages(page, row, offset, to)),
       h("div", { class: "stack sticky" }, panel("Token", {}, details), extremes(page, text, values, tint),
         !page.learner && !page.unreadable && !address.validation && h("p", { class: "dim small" }, "The learner's values are here in runs with trackway.save_token_values=true, after the update."))));
 }
@@ -132,10 +133,10 @@ function extremes(page, text, values, tint) {
 
 function pages(page, row, offset, to) {
   const rows = page.rows > 1 && h("span", { class: "row" }, "row", Array.from({ length: page.rows }, (_, index) =>
-    h("a", { class: "button", href: to({ row: index, offset: null }), "aria-current": index === row ? "true" : null }, String(index))));
-  const more = page.total > page.ids.length && h("span", { class: "row" },
-    offset > 0 && h("a", { class: "button", href: to({ offset: Math.max(0, offset - PAGE) }) }, "← before"),
-    h("span", { class: "dim" }, `${number(offset)} to ${number(offset + page.ids.length)} of ${number(page.total)}`),
-    offset + page.ids.length < page.total && h("a", { class: "button", href: to({ offset: offset + PAGE }) }, "after →"));
+    h("a", { class: "button", href: to({ row: index, offset: null, at: null }), "aria-current": index === row ? "true" : null }, String(index))));
+  const more = page.ids.length > 0 && page.total > page.ids.length && h("span", { class: "row" },
+    offset > 0 && h("a", { class: "button", href: to({ offset: Math.max(0, offset - PAGE), at: null }) }, "← before"),
+    h("span", { class: "dim" }, `${number(offset)} to ${number(offset + page.ids.length - 1)} of ${number(page.total)}`),
+    offset + page.ids.length < page.total && h("a", { class: "button", href: to({ offset: offset + PAGE, at: null }) }, "after →"));
   return (rows || more) && h("p", { class: "row between" }, rows, more);
 }
