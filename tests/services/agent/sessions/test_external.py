@@ -15,10 +15,10 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionUserMessageParam
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tests.services.agent.agent_services import group, open_services, until
-from tests.services.agent.scripted_model import END
+from tests.services.agent.agent_services import call, group, open_services, until
+from tests.services.agent.scripted_model import END, Words
 from tests.services.agent.sessions.external_services import Serve
-from tests.services.agent.sessions.test_session import ANSWER, COUNT, opened
+from tests.services.agent.sessions.test_session import ANSWER, COUNT, opened, row_of
 from tests.services.rollout.model_routes.openai_server import serving as server
 from tests.services.trainer.learner_settings import learner_config
 from trackway.agent.episode import Episode
@@ -33,7 +33,9 @@ from trackway.wire.trajectory import StopReason
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-SCRIPT = Path(__file__).parents[4] / "examples" / "agents" / "openai_script.py"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "agents"
+SCRIPT = EXAMPLES / "openai_script.py"
+AGAIN = call("calculator", '{"expression": "18*1"}') + END
 
 
 def python(code: str, **settings: object) -> ExternalSettings:
@@ -41,17 +43,27 @@ def python(code: str, **settings: object) -> ExternalSettings:
     return ExternalSettings.model_validate({"command": [sys.executable, "-c", code], **settings})
 
 
-async def test_the_example_script_becomes_the_row_of_the_tool_agent(serving: Serve) -> None:
-    async with serving(ExternalSettings(command=[sys.executable, str(SCRIPT)])) as services:
-        trajectory = await services.say(COUNT, ANSWER, agent_name="external")
+@pytest.mark.parametrize("name", ["openai_script.py", "anthropic_sdk.py"])
+async def test_an_example_script_gives_the_rows_of_the_tool_agent(serving: Serve, name: str) -> None:
+    scripts: dict[int, list[Words]] = {0: [ANSWER], 1: [COUNT, ANSWER], 2: [COUNT, AGAIN, ANSWER]}
+    async with serving(ExternalSettings(command=[sys.executable, str(EXAMPLES / name)])) as services:
+        services.model.scripts = scripts
+        trajectories = await services.run(group("external", n=3))
+        services.model.begin_again()
+        of_loop = await services.run(group(n=3, sample__extra_info__tool_selection=["calculator"]))
 
         encode = services.model.encode
         observation = encode("\n<|im_start|>tool\n18<|im_end|>\n<|im_start|>assistant\n")
-        assert (trajectory.error, trajectory.log, trajectory.further_rows) == (None, "", [])
-        assert trajectory.response_ids == encode(COUNT) + observation + encode(ANSWER)
-        assert sum(trajectory.response_mask) == len(encode(COUNT)) + len(encode(ANSWER))
-        assert trajectory.agent_name == "external" and trajectory.reward is not None
-        assert (trajectory.stop_reason, trajectory.num_turns, trajectory.reward.score) == (StopReason.ANSWERED, 4, 1.0)
+        assert [(own.error, own.log, own.further_rows) for own in trajectories] == [(None, "", [])] * 3
+        assert trajectories[1].response_ids == encode(COUNT) + observation + encode(ANSWER)
+        assert [sum(own.response_mask) for own in trajectories] == [
+            sum(len(encode(str(text))) for text in said) for said in scripts.values()
+        ]
+        assert [row_of(own) for own in trajectories] == [row_of(own) for own in of_loop]
+        ends = [
+            (own.agent_name, own.stop_reason, own.num_turns, own.reward and own.reward.score) for own in trajectories
+        ]
+        assert ends == [("external", StopReason.ANSWERED, turns, 1.0) for turns in (2, 4, 6)]
 
 
 async def test_the_learner_trains_on_the_rollouts_of_the_example_script(

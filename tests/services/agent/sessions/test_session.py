@@ -60,6 +60,14 @@ async def state(services: AgentServices, access: SessionAccess) -> SessionState:
     return SessionState.model_validate_json(response.text)
 
 
+def row_of(trajectory: Trajectory) -> tuple[object, ...]:
+    """What is trained of a trajectory of one row."""
+    assert trajectory.further_rows == []
+    tokens = (trajectory.prompt_ids, trajectory.response_ids, trajectory.response_mask, trajectory.response_logprobs)
+    turns = [(turn.index, turn.response_start, turn.response_end, turn.finish_reason) for turn in trajectory.turns]
+    return *tokens, trajectory.weight_versions, turns
+
+
 def rewritten(message: dict[str, Any]) -> dict[str, Any]:
     """The message as a client writes it down again: arguments serialised, text with other white space."""
     calls = json.loads(json.dumps(message["tool_calls"]))
@@ -106,6 +114,18 @@ async def test_two_calls_become_the_row_of_the_tool_agent(services: AgentService
         trajectory.prompt_ids,
         trajectory.prompt_ids + first + observation,
     ]
+
+
+async def test_a_call_becomes_the_row_of_the_single_turn_agent(services: AgentServices) -> None:
+    access = await opened(services, ANSWER)
+    await chat(services, access, QUESTION)
+    trajectory = await ended(services, access)
+    services.model.begin_again()
+
+    of_loop = await services.say(ANSWER, agent_name="single_turn_agent")
+
+    assert row_of(trajectory) == row_of(of_loop)
+    assert trajectory.response_ids == services.model.encode(ANSWER)
 
 
 async def test_a_stream_gives_the_same_and_continues_the_same_way(services: AgentServices) -> None:
@@ -278,19 +298,6 @@ async def test_a_full_rollout_service_is_answered_with_the_time_to_wait(services
     assert [row.response_ids for row in trajectory.rows] == [services.model.encode(ANSWER)]
 
 
-async def test_a_tool_call_with_the_sessions_traceparent_joins_its_trace(services: AgentServices) -> None:
-    access = await opened(services, ANSWER, trace=True)
-    assert access.traceparent is not None
-    async with httpx.AsyncClient(transport=services.tools, base_url="http://tools") as tools:
-        body = {"arguments": {"expression": "9+9"}}
-        called = await tools.post("/tools/calculator/execute", json=body, headers={"traceparent": access.traceparent})
-        assert called.status_code == 200, called.text
-    trajectory = await ended(services, access)
-
-    [tool] = [span for span in services.spans() if span.name == "execute_tool calculator"]
-    assert format(tool.context.trace_id, "032x") == trajectory.trace_id
-
-
 async def test_a_title_is_answered_and_left_out_of_the_rows(services: AgentServices) -> None:
     access = await opened(services, "A sum" + END, ANSWER)
     title = [{"role": "system", "content": "You are a title generator."}, *QUESTION]
@@ -314,39 +321,6 @@ async def test_foreign_session_headers_are_recorded_only(services: AgentServices
         "x-claude-code-session-id": "abc",
         "user-agent": "Agents/Python",
     }
-
-
-async def test_each_call_is_a_turn_below_the_sessions_root(services: AgentServices) -> None:
-    access = await opened(services, COUNT, ANSWER, trace=True)
-    await two_turns(services, access)
-    trajectory = await ended(services, access)
-
-    spans = services.spans()
-    [root] = [span for span in spans if span.name == "trajectory"]
-    turns = [span for span in spans if span.name.startswith("turn ")]
-    assert trajectory.trace_id == format(root.context.trace_id, "032x")
-    assert access.traceparent is not None
-    assert access.traceparent.startswith(f"00-{trajectory.trace_id}-{trajectory.span_id}-")
-    assert root.context is not None
-    assert [turn.parent.span_id for turn in turns] == [root.context.span_id] * 2
-    written = [(turn.attributes or {})["gen_ai.usage.output_tokens"] for turn in turns]
-    assert written == [len(services.model.encode(text)) for text in (COUNT, ANSWER)]
-    assert sorted(span.name for span in spans if span.name.startswith("chat ")) == ["chat tiny"] * 2
-
-
-async def test_a_call_with_a_span_of_the_sessions_trace_joins_it(services: AgentServices) -> None:
-    access = await opened(services, ANSWER, trace=True)
-    assert access.traceparent is not None
-    own = f"{access.traceparent[:36]}00f067aa0ba902b7-01"
-    await services.client.post(
-        f"/sessions/{access.session_id}/v1/chat/completions",
-        json={"model": "any", "messages": QUESTION},
-        headers={"traceparent": own},
-    )
-    await ended(services, access)
-
-    [turn] = [span for span in services.spans() if span.name == "turn 0"]
-    assert format(turn.parent.span_id, "016x") == "00f067aa0ba902b7"
 
 
 async def test_a_deleted_session_is_unknown(services: AgentServices) -> None:
