@@ -40,14 +40,14 @@ class RankProcesses:
 
 
 @contextmanager
-def rank_processes(count: int) -> Iterator[RankProcesses]:
-    """A group of `count` ranks on the CPU, with one thread each."""
+def rank_processes(count: int, nodes: int = 1) -> Iterator[RankProcesses]:
+    """A group of `count` ranks on the CPU, with one thread each; placed as on `nodes` nodes, all on this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trackway.trainer.learner.learner"])  # imports torch once for all
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(count)]
     processes: list[BaseProcess] = [
-        context.Process(target=_serve, args=(index, count, store.port, theirs), daemon=True)
+        context.Process(target=_serve, args=(index, Placement(count, nodes), store.port, theirs), daemon=True)
         for index, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:
@@ -93,10 +93,10 @@ def led(ranks: Ranks, config: LearnerConfig, lead: Callable[[LeadingLearner], R]
             getattr(learner, name)(*arguments)
 
 
-def _serve(index: int, count: int, port: int, pipe: Connection) -> None:
+def _serve(index: int, placement: Placement, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=DEADLINE_S))
-    ranks = join(store, index, Placement(count), "cpu", DEADLINE_S)
+    ranks = join(store, index, placement, "cpu", DEADLINE_S)
     while True:
         function, args, kwargs = pipe.recv()
         try:

@@ -247,7 +247,7 @@ class Learner:
         if self.policy.device.type != "cpu":
             return 1
         parameters = sum(parameter.numel() for parameter in self.policy.model.parameters())
-        return max(1, choose_threads(parameters, usable_cores(), self.config.engine_threads) // self.ranks.count)
+        return max(1, choose_threads(parameters, usable_cores(), self.config.engine_threads) // self.ranks.per_node)
 
     def update(
         self, used: Sequence[Trajectory], observe: StepObserver = unobserved, version: float | None = None

@@ -321,7 +321,10 @@ class Policy:
             return self.model(**given.keywords, use_cache=False).logits.squeeze(0)
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled and self.dtype == "bfloat16")
+        # Its cache would keep a bfloat16 copy of every weight, sharded or not, until the forward ends.
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=enabled and self.dtype == "bfloat16", cache_enabled=False
+        )
 
     def _tempered(self, logits: Tensor, temperature: float) -> Tensor:
         """logits / temperature in the master dtype; no copy where it would be the same."""

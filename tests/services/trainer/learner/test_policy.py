@@ -140,3 +140,21 @@ def test_bfloat16_logprobs_are_float32_and_near_the_exact_ones(tiny_model: Path,
     assert rounded == pytest.approx(exact, abs=0.5)
     assert rounded != pytest.approx(exact, abs=1e-5)
     assert learner.update([rollout(score=1.0)]).metrics["actor/grad_norm"] > 0.0
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_a_bfloat16_copy_of_a_weight_is_not_kept_until_the_forward_ends(
+    tiny_model: Path, rollout: Rollout, gradient_checkpointing: bool
+):
+    config = learner_config(tiny_model, dtype="bfloat16", gradient_checkpointing=gradient_checkpointing)
+    learner = Learner(config)
+    seen: list[tuple[bool, bool]] = []
+
+    def look(*_: object) -> None:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+
+    learner.policy.model.model.norm.register_forward_pre_hook(look)
+    learner.update([rollout(score=1.0)])
+
+    assert (True, False) in seen
+    assert (True, True) not in seen

@@ -39,11 +39,14 @@ class Ranks:
         timeout: timedelta | None = None,
         sequences: SequenceRanks | None = None,
         writers: ProcessGroup | None = None,
+        per_node: int = 1,
     ) -> None:
         """`timeout` is that of the mesh's collectives."""
         self.mesh = mesh
         self.writers = writers
         """The same ranks as a group of its own, in which checkpoints are written while training goes on."""
+        self.per_node = per_node
+        """Ranks on each node, which share its cores."""
         self.sequences = sequences
         """The ranks with the same rows as this one, each with its share of their tokens; None for a rank alone."""
         self.count = 1 if mesh is None else mesh.size()
@@ -81,7 +84,7 @@ class Ranks:
             members = [list(range(first, first + size)) for first in range(0, self.count, size)]
             groups = [distributed.new_group(ranks, timeout=self._timeout) for ranks in members]
             own = SequenceRanks(size, self.index % size, cast(ProcessGroup, groups[self.index // size]))
-            self._divided[size] = Ranks(self.mesh, self._timeout, own, self.writers)
+            self._divided[size] = Ranks(self.mesh, self._timeout, own, self.writers, self.per_node)
         return self._divided[size]
 
     def summed(self, values: Tensor) -> Tensor:
@@ -123,7 +126,7 @@ def join(store: Store, index: int, placement: Placement, device: str, deadline_s
     distributed.init_process_group(BACKENDS[device], store=store, rank=index, world_size=count, timeout=timeout)
     # Collectives of two threads in one group would mix.
     writers = cast(ProcessGroup, distributed.new_group(backend="gloo", timeout=timedelta(seconds=WRITE_S)))
-    return Ranks(init_device_mesh(device, (count,)), timeout, writers=writers)
+    return Ranks(init_device_mesh(device, (count,)), timeout, writers=writers, per_node=placement.per_node)
 
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, *, reshard_after_forward: bool, offload: bool) -> None:

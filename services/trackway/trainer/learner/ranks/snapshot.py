@@ -103,11 +103,12 @@ class Snapshot:
             received: list[Path | None] = [None]
             try:
                 distributed.broadcast_object_list(received, src=0, group=self.ranks.writers)
-                if received[0] is None:
-                    return
-                write_state(received[0], self.tensors, self.ranks)
-            except OSError:
-                logger.warning("the share of rank %d of a checkpoint is not written", self.ranks.index, exc_info=True)
             except RuntimeError:
                 logger.exception("rank %d: the first rank no longer writes a checkpoint", self.ranks.index)
                 return
+            if received[0] is None:
+                return
+            try:
+                write_state(received[0], self.tensors, self.ranks)
+            except Exception:  # the first rank has it too; a group that is broken fails above
+                logger.warning("the share of rank %d of a checkpoint is not written", self.ranks.index, exc_info=True)

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from trackway.trainer.learner.ranks.launch import RankError
 from trackway.trainer.learner.weights.tensor_file import DTYPES, OFFSETS, SHARDS, in_file_order, write_tensors
 
 SUFFIX = ".safetensors"
@@ -39,7 +40,8 @@ SUFFIX = ".safetensors"
 def write_shards(stem: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
     """Writes what this rank holds of the tensors to the files of `stem`; a tensor that is not sharded is the first's.
 
-    A collective of the group; None for one process. An error of any rank is raised in all of them.
+    A collective of the group; None for one process. An OSError of any rank is raised in all of them, any other
+    error as a RankError by its name.
     """
     planner = DefaultSavePlanner(
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
@@ -53,8 +55,11 @@ def write_shards(stem: Path, tensors: Mapping[str, Tensor], group: ProcessGroup 
     try:
         state_dict_saver.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
-        failure, _ = next(iter(error.failures.values()))
-        raise failure from None
+        rank, (failure, _) = next(iter(error.failures.items()))
+        if isinstance(failure, OSError):
+            raise failure from None
+        named = f"{type(failure).__name__}: {failure}"
+        raise RankError(f"rank {rank} of the learner could not write its share of {stem}: {named}") from failure
 
 
 def read_shards(stem: Path, targets: Mapping[str, Tensor]) -> None:

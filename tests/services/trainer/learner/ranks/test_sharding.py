@@ -22,8 +22,10 @@ from trackway.trainer.learner.config import LearnerConfig
 from trackway.trainer.learner.learner import Learner
 from trackway.trainer.learner.optimizer import state_tensors
 from trackway.trainer.learner.ranks.group import LeadingLearner
+from trackway.trainer.learner.ranks.launch import RankError
 from trackway.trainer.learner.ranks.publication import INDEX, RankWriters
 from trackway.trainer.learner.ranks.sharding import ALONE, Ranks, gathered, local
+from trackway.trainer.learner.ranks.snapshot import Snapshot
 from trackway.trainer.learner.weights.peft_folder import WEIGHTS
 from trackway.trainer.loop.weight_publisher import Publisher
 from trackway.trainer.run_state.checkpoint import save_checkpoint
@@ -117,7 +119,7 @@ def two_ranks() -> Iterator[RankProcesses]:
 
 @pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankProcesses]:
-    with rank_processes(4) as processes:
+    with rank_processes(4, nodes=2) as processes:
         yield processes
 
 
@@ -224,6 +226,15 @@ def test_bfloat16_weights_of_two_ranks_train_as_those_of_one_process_within_thei
     assert {weight.dtype for weight in weights} == {torch.bfloat16}
 
 
+def per_node(ranks: Ranks) -> tuple[int, int]:
+    return ranks.per_node, ranks.dividing_sequences(2).per_node
+
+
+def test_ranks_know_how_many_of_them_share_the_cores_of_a_node(two_ranks: RankProcesses, four_ranks: RankProcesses):
+    assert two_ranks.run(per_node) == [(2, 2)] * 2
+    assert four_ranks.run(per_node) == [(2, 2)] * 4
+
+
 def snapshotted(ranks: Ranks, config: LearnerConfig, batches: list[list[Trajectory]], folder: Path) -> None:
     """Saves a copy of the first update, at the second attempt, while the second update changes what was copied."""
     learner = Learner(config, ranks)
@@ -240,6 +251,32 @@ def snapshotted(ranks: Ranks, config: LearnerConfig, batches: list[list[Trajecto
         learner.update(batches[1])
         writing.result()
     snapshot.close()
+
+
+def refuses_in_the_second(ranks: Ranks, folder: Path) -> None:
+    """Writes two checkpoints of plain tensors, of which the first has a type in rank 1 that no file holds."""
+    name = f"of rank {ranks.index}"
+    for dtype in (torch.int8, torch.float32):
+        tensor = torch.ones(2, dtype=dtype if ranks.index else torch.float32)
+        snapshot = Snapshot.of({"model": {name: tensor}}, None, ranks)
+        if not ranks.is_first:
+            continue
+        if dtype == torch.int8:
+            with pytest.raises(
+                RankError, match=r"^rank 1 of the learner could not write its share of .*: ValueError: "
+            ):
+                snapshot.write(folder / "refused")
+        else:
+            snapshot.write(folder / "written")
+        snapshot.close()
+
+
+def test_any_error_of_a_rank_that_writes_its_share_is_told_by_name_and_the_next_checkpoint_is_written(
+    two_ranks: RankProcesses, tmp_path: Path
+):
+    two_ranks.run(refuses_in_the_second, tmp_path)
+
+    assert [len(load_file(path)) for path in (tmp_path / "written").iterdir()] == [1, 1]
 
 
 def test_a_checkpoint_goes_on_with_any_other_number_of_ranks(
