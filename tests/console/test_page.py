@@ -116,6 +116,23 @@ def test_no_number_counts_the_greedy_baselines_of_remax(browser: Browser, url: s
     assert mean == "mean reward: steps 1 to 4, newest 0" and browser.problems == []
 
 
+def test_a_token_is_opened_by_its_place_in_a_long_response_and_by_its_rank(
+    browser: Browser, url: str, outputs: Path
+) -> None:
+    long = rollout("tidy", 4, 7, 0)
+    long.response_ids, long.response_mask = list(range(3000)), [1] * 3000
+    long.response_logprobs = [-8.0 if place == 10 else -0.5 for place in range(3000)]
+    write_trajectories(outputs / "tidy/trajectories/step_4.parquet", [long])
+    focused = "[document.activeElement.dataset.index, document.activeElement.innerText].join()"
+
+    browser.open(f"{url}#/tokens?run=tidy&step=4&sample=7&rollout=0&place=2500")
+    assert browser.evaluate(focused) == "454,2500"  # 2 of the prompt and 2,500 before it, 2,048 on the first page
+    assert "2,502 of 3,002, response" in browser.evaluate("document.querySelector('.token-details').innerText")
+    browser.settled(lambda: browser.click(".least li:first-child a"))
+
+    assert browser.evaluate(focused) == "12,10" and browser.problems == []
+
+
 @contextmanager
 def holding(browser: Browser, requests: str) -> Iterator[None]:
     """Requests whose address fits this pattern are sent only when the block ends."""

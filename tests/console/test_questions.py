@@ -148,6 +148,8 @@ def test_the_tokens_where_sampler_and_learner_disagree_most(person: Person) -> N
         == "7,1,3,6,-2,-3.5,1.5"
     )
     person.click(".sql-rows a.open").sees("Sampler and learner disagree most", "-1.5")
+    assert person.value("document.activeElement.matches('.token') && document.activeElement.innerText") == "6"
+    assert "5 of 7, response" in str(person.value("document.querySelector('.token-details').innerText"))
 
 
 def test_which_weight_versions_wrote_a_trajectory(person: Person) -> None:

@@ -290,6 +290,12 @@ def test_tokens_have_what_the_row_has_of_them(outputs: Path) -> None:
         "logprobs": [None, None, -0.5, -0.25, None, -2.0, -0.125],
         "versions": [None, None, 1, 1, None, 2, 2],
         "learner": None,
+        "ranked": [
+            {"place": 5, "id": 6, "piece": None, "value": -2.0},
+            {"place": 2, "id": 3, "piece": None, "value": -0.5},
+            {"place": 3, "id": 4, "piece": None, "value": -0.25},
+            {"place": 6, "id": 7, "piece": None, "value": -0.125},
+        ],
         "unreadable": "",
     }
     part = get(outputs, "tokens", run="tidy", step=1, sample="7", rollout=0, offset=4, limit=2)
@@ -320,6 +326,34 @@ def test_tokens_have_what_the_learner_computed_of_them(outputs: Path) -> None:
     file.write_bytes(file.read_bytes()[:300])
     page = get(outputs, "tokens", **place, sample="7", rollout=1)
     assert (page["learner"], page["total"]) == (None, 7) and str(file) in page["unreadable"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "places", "first"),
+    [
+        ("logprob", [5, 2, 3, 6], -2.0),
+        ("learner", [5, 2, 3, 6], -3.5),
+        ("difference", [5, 2, 3, 6], -1.5),
+        ("entropy", [5, 2, 3], 2.0),
+        ("advantage", [2, 3, 5, 6], 0.5),
+    ],
+)
+def test_tokens_of_the_whole_row_are_ranked_whatever_page_is_shown(
+    outputs: Path, rank: str, places: list[int], first: float
+) -> None:
+    write_values(write_run(outputs), 2)
+
+    page = get(outputs, "tokens", run="tidy", step=2, sample="7", rollout=1, offset=0, limit=2, rank=rank)
+
+    assert ([token["place"] for token in page["ranked"]], page["ranked"][0]["value"]) == (places, first)
+
+
+def test_a_place_of_the_response_opens_the_page_that_has_it(outputs: Path) -> None:
+    write_run(outputs)
+
+    page = get(outputs, "tokens", run="tidy", step=2, sample="7", rollout=1, limit=2, place=3)
+
+    assert (page["offset"], page["ids"]) == (4, [5, 6])
 
 
 def found(page: dict) -> list[tuple[int, bool, str, int]]:

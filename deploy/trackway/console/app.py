@@ -39,7 +39,7 @@ from trackway.console.spans import spans_page
 from trackway.console.sql import Statement
 from trackway.console.steps import MOST_ROLLOUTS, step_page
 from trackway.console.tokenizer import Tokenizers
-from trackway.console.trajectory import MOST_TOKENS, tokens_page, trajectory_page
+from trackway.console.trajectory import MOST_TOKENS, Rank, tokens_page, trajectory_page
 from trackway.console.trajectory_files import ParquetReader
 from trackway.serving import ServiceSettings, service_app
 from trackway.serving.auth import RawHeaders
@@ -150,10 +150,14 @@ def _routes(runs: Runs, services: list[str]) -> APIRouter:
         row: Annotated[int, Query(ge=0)] = 0,
         offset: Offset = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_TOKENS)] = MOST_TOKENS,
+        place: Annotated[
+            int | None, Query(ge=0, description="A token of the response: `offset` becomes that of its page.")
+        ] = None,
+        rank: Annotated[Rank, Query(description="What ranks the tokens of the whole row.")] = "logprob",
     ) -> TokensPage:
         """Tokens of a row of a trajectory, its prompt first."""
         address = TrajectoryAddress(step=step, validation=validation, sample=sample, rollout=rollout)
-        return tokens_page(reader, runs.find(run), tokenizers, address, row, offset, limit)
+        return tokens_page(reader, runs.find(run), tokenizers, address, row, offset, limit, place, rank)
 
     @router.get("/api/spans", response_model=SpansPage)
     def trace_spans(run: RunKey, trace: Annotated[str, Query(pattern="^[0-9a-f]{32}$")]) -> SpansPage:

@@ -168,6 +168,16 @@ class TrajectoryPage(WireReply):
     """Whether a text was cut to the console's limit."""
 
 
+class RankedToken(WireReply):
+    """A token with a remarkable value."""
+
+    place: int
+    """In the row, its prompt included."""
+    id: int
+    piece: str | None
+    value: float
+
+
 class TokensPage(WireReply):
     """Tokens of one row of a trajectory, prompt and response, by column."""
 
@@ -188,6 +198,8 @@ class TokensPage(WireReply):
     """Weight version that sampled the token."""
     learner: "LearnerTokens | None"
     """None without `trackway.save_token_values`, for validation, and before the update."""
+    ranked: list[RankedToken]
+    """The tokens of the whole row with the most remarkable values of what was asked for, the first of them first."""
     unreadable: str
     """Why the learner's file cannot be read; empty if it can."""
 

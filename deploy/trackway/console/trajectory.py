@@ -1,11 +1,12 @@
 """One trajectory: its conversation, and its tokens."""
 
-from collections.abc import Sequence
-from typing import Any
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from trackway.console.replies import LearnerTokens, TokensPage, TrajectoryAddress, TrajectoryPage
+from trackway.console.replies import LearnerTokens, RankedToken, TokensPage, TrajectoryAddress, TrajectoryPage
 from trackway.console.runs import finite, mlflow_page, weave_page
 from trackway.console.steps import order
 from trackway.console.tokenizer import Tokenizers
@@ -20,6 +21,17 @@ MOST_CHARS = 100_000
 """Characters of one text; a longer one loses its middle."""
 MOST_TOKENS = 4096
 """Tokens of one reply."""
+MOST_RANKED = 8
+Rank = Literal["logprob", "learner", "difference", "entropy", "advantage"]
+"""What tokens are ranked by; the sampler's log-probability where the learner's values are missing."""
+_ORDER: dict[Rank, Callable[[float], float]] = {
+    "logprob": lambda value: value,
+    "learner": lambda value: value,
+    "difference": lambda value: -abs(value),
+    "entropy": lambda value: -value,
+    "advantage": lambda value: -abs(value),
+}
+"""The least of these comes first."""
 _WHERE = "CAST(sample_index AS VARCHAR) = $sample AND rollout_n = $rollout"
 
 
@@ -99,8 +111,13 @@ def tokens_page(
     row: int,
     offset: int,
     limit: int,
+    place: int | None = None,
+    rank: Rank = "logprob",
 ) -> TokensPage:
-    """Tokens of a row of the trajectory. Raises TrackwayError as `read_trajectory` does."""
+    """Tokens of a row of the trajectory; `place` names the page with a token of the response instead of `offset`.
+
+    Raises TrackwayError as `read_trajectory` does.
+    """
     rows = read_trajectory(reader, folder, address).rows
     if row >= len(rows):
         message = f"expected a row of tokens from 0 to {len(rows) - 1}, got {row}; choose one of them"
@@ -111,8 +128,16 @@ def tokens_page(
     versions = [None] * prompt + _versions(tokens.weight_versions, len(tokens.response_ids))
     mask = [0] * prompt + list(tokens.response_mask)
     logprobs = [None] * prompt + [finite(value) for value in tokens.response_logprobs]
+    logprobs = [
+        logprob if is_trained or version is not None else None
+        for logprob, is_trained, version in zip(logprobs, mask, versions, strict=True)
+    ]
+    if place is not None:
+        offset = (prompt + place) // limit * limit
     shown = slice(offset, offset + limit)
-    learner, unreadable = _learner_tokens(reader, folder, address, row, prompt, shown)
+    learner, unreadable = _learner_tokens(reader, folder, address, row, prompt)
+    ranked = _ranked(rank, logprobs, learner)
+    pieces = tokenizers.pieces(folder, [*ids[shown], *(ids[index] for index, _ in ranked)])
     return TokensPage(
         row=row,
         rows=len(rows),
@@ -120,22 +145,44 @@ def tokens_page(
         offset=offset,
         prompt_tokens=prompt,
         ids=ids[shown],
-        pieces=tokenizers.pieces(folder, ids[shown]),
+        pieces=pieces and pieces[: len(ids[shown])],
         mask=mask[shown],
-        logprobs=[
-            logprob if is_trained or version is not None else None
-            for logprob, is_trained, version in zip(logprobs[shown], mask[shown], versions[shown], strict=True)
-        ],
+        logprobs=logprobs[shown],
         versions=versions[shown],
-        learner=learner,
+        learner=learner and _part(learner, shown),
+        ranked=[
+            RankedToken(place=index, id=ids[index], piece=pieces[number - len(ranked)] if pieces else None, value=value)
+            for number, (index, value) in enumerate(ranked)
+        ],
         unreadable=unreadable,
     )
 
 
+def _ranked(rank: Rank, logprobs: list[float | None], learner: LearnerTokens | None) -> list[tuple[int, float]]:
+    """The places and values of the first MOST_RANKED tokens."""
+    values = logprobs
+    if learner is not None and learner.logprobs:
+        differences = [
+            None if theirs is None or ours is None else theirs - ours
+            for ours, theirs in zip(logprobs, learner.logprobs, strict=True)
+        ]
+        by_rank = {"learner": learner.logprobs, "difference": differences}
+        by_rank |= {"entropy": learner.entropies, "advantage": learner.advantages}
+        values = by_rank.get(rank, logprobs)
+    known = ((index, value) for index, value in enumerate(values) if value is not None)
+    order = _ORDER[rank if values is not logprobs else "logprob"]
+    return heapq.nsmallest(MOST_RANKED, known, key=lambda item: (order(item[1]), item[0]))
+
+
+def _part(learner: LearnerTokens, shown: slice) -> LearnerTokens:
+    columns = ("logprobs", "entropies", "advantages", "clipped", "kept")
+    return learner.model_copy(update={name: getattr(learner, name)[shown] for name in columns})
+
+
 def _learner_tokens(
-    reader: ParquetReader, folder: RunFolder, address: TrajectoryAddress, row: int, prompt: int, shown: slice
+    reader: ParquetReader, folder: RunFolder, address: TrajectoryAddress, row: int, prompt: int
 ) -> tuple[LearnerTokens | None, str]:
-    """What the update computed of the shown tokens if it is on disk, and why it cannot be read."""
+    """What the update computed of the row's tokens if it is on disk, and why it cannot be read."""
     file = token_values_of(folder, address.step)
     if address.validation or file is None:
         return None, ""
@@ -155,10 +202,10 @@ def _learner_tokens(
     status, logprobs, entropies, advantages, clipped, kept = found[0]
 
     def numbers(values: list[float] | None) -> list[float | None]:
-        return [] if values is None else ([None] * prompt + [finite(value) for value in values])[shown]
+        return [] if values is None else [None] * prompt + [finite(value) for value in values]
 
     def flags(values: list[bool] | None) -> list[bool]:
-        return [] if values is None else ([False] * prompt + values)[shown]
+        return [] if values is None else [False] * prompt + values
 
     tokens = LearnerTokens(
         status=status,

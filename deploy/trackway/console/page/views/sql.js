@@ -98,7 +98,7 @@ function opens(run, at, row) {
   const isKnown = (part) => part !== undefined && part !== null;
   if ([step, sample, rollout].every(isKnown)) {
     const address = { step, sample, rollout, validation: validation === true };
-    return isKnown(place) ? link("tokens", { run, step, sample, rollout, tint: "difference" }) : trajectoryLink("trajectory", run, address);
+    return isKnown(place) ? link("tokens", { run, step, sample, rollout, place, tint: "difference" }) : trajectoryLink("trajectory", run, address);
   }
   if (isKnown(sample)) return link("prompt", { run, sample, val: validation === true });
   return isKnown(step) ? link("step", { run, step, val: validation === true }) : null;

@@ -5,19 +5,18 @@ import { empty, h, number, panel, plural, roving, visible } from "../dom.js";
 import { csv, facts, fileName } from "./parts.js";
 
 const PAGE = 2048;
-const MOST_LISTED = 8;
 const FAR = -6;
 /** Nats at which the tint of a log-probability is full. */
 const CLOSE = 0.01;
 /** Nats of difference that are always pale: what rounding makes. */
 
-/** By name: its words, its value of a token, whether the learner's file has it, and the largest or the smallest first. */
+/** By name: its words, its value of a token, whether the learner's file has it, and the heading of those that the console ranks first. */
 const TINTS = {
-  logprob: { words: "sampler", value: (page, i) => page.logprobs[i], full: () => FAR, listed: "Least likely", order: (a, b) => a - b },
-  learner: { words: "learner", needs: true, value: (page, i) => page.learner.logprobs[i], full: () => FAR, listed: "Least likely to the learner", order: (a, b) => a - b },
-  difference: { words: "difference", needs: true, value: (page, i) => difference(page, i), full: (values) => Math.max(CLOSE, largest(values)), listed: "Sampler and learner disagree most", order: (a, b) => Math.abs(b) - Math.abs(a) },
-  entropy: { words: "entropy", needs: true, value: (page, i) => page.learner.entropies[i], full: (values) => largest(values) || 1, listed: "Highest entropy", order: (a, b) => b - a },
-  advantage: { words: "advantage", needs: true, value: (page, i) => page.learner.advantages[i], full: (values) => largest(values) || 1, listed: "Largest advantage", order: (a, b) => Math.abs(b) - Math.abs(a) },
+  logprob: { words: "sampler", value: (page, i) => page.logprobs[i], full: () => FAR, listed: "Least likely" },
+  learner: { words: "learner", needs: true, value: (page, i) => page.learner.logprobs[i], full: () => FAR, listed: "Least likely to the learner" },
+  difference: { words: "difference", needs: true, value: (page, i) => difference(page, i), full: (values) => Math.max(CLOSE, largest(values)), listed: "Sampler and learner disagree most" },
+  entropy: { words: "entropy", needs: true, value: (page, i) => page.learner.entropies[i], full: (values) => largest(values) || 1, listed: "Highest entropy" },
+  advantage: { words: "advantage", needs: true, value: (page, i) => page.learner.advantages[i], full: (values) => largest(values) || 1, listed: "Largest advantage" },
   clip: { words: "clip and filter", needs: true },
   mask: { words: "mask" },
   version: { words: "weight version" },
@@ -25,13 +24,16 @@ const TINTS = {
 
 export default async function tokens(visit) {
   const { run } = visit.parameters;
-  const row = Number(visit.parameters.row ?? 0), at = visit.parameters.at === undefined ? null : Number(visit.parameters.at);
-  const offset = Number(visit.parameters.offset ?? Math.floor((at ?? 0) / PAGE) * PAGE);
-  const page = await visit.get("tokens", { ...addressed(visit.parameters), row, offset, limit: PAGE });
+  const row = Number(visit.parameters.row ?? 0), { place, at: asked } = visit.parameters;
+  const from = Number(visit.parameters.offset ?? Math.floor(Number(asked ?? 0) / PAGE) * PAGE);
+  const rank = TINTS[visit.parameters.tint]?.listed ? visit.parameters.tint : "logprob";
+  const page = await visit.get("tokens", { ...addressed(visit.parameters), row, offset: from, limit: PAGE, place, rank });
+  const { offset } = page;
+  const at = place === undefined ? asked === undefined ? null : Number(asked) : page.prompt_tokens + Number(place);
   const names = Object.keys(TINTS).filter((name) => !TINTS[name].needs || page.learner?.logprobs.length);
   const tint = names.includes(visit.parameters.tint) ? visit.parameters.tint : "logprob";
   const address = { step: Number(visit.parameters.step), validation: Boolean(visit.parameters.val), sample: visit.parameters.sample, rollout: visit.parameters.rollout };
-  const to = (changes) => link("tokens", { ...visit.parameters, ...changes });
+  const to = (changes) => link("tokens", { ...visit.parameters, at, place: null, ...changes });
   visit.keys.t = () => (location.hash = trajectoryLink("trajectory", run, address));
   const details = h("div", { class: "token-details" });
   const versions = [...new Set(page.versions.filter((version) => version !== null))];
@@ -50,6 +52,7 @@ export default async function tokens(visit) {
   text.addEventListener("pointerover", look);
   text.addEventListener("focusin", look);
   show(at === null ? Math.max(0, page.mask.indexOf(1)) : at - offset);
+  if (at !== null) text.querySelector(`[data-index="${at - offset}"]`)?.setAttribute("data-focus", "");
   return h("div", { class: "stack" },
     h("div", { class: "title" }, h("h1", {}, "Tokens"), h("span", { class: "dim" }, `${number(page.total)} tokens, ${number(page.prompt_tokens)} of them the prompt`), h("span", { class: "spacer" }),
       csv(`${fileName(run)}-${address.step}-${address.sample}-${address.rollout}-tokens`, COLUMNS, () => page.ids.map((_, index) => line(page, index, offset))),
@@ -62,7 +65,7 @@ export default async function tokens(visit) {
         h("div", { class: "segments", role: "group", "aria-label": "Tint" }, names.map((name) =>
           h("a", { href: to({ tint: name }), "aria-current": name === tint ? "true" : null }, TINTS[name].words))), key(tint, versions, full)),
         page.ids.length ? text : page.total ? empty(`This row has ${plural(page.total, "token")}, and none at ${number(offset)}.`, h("a", { href: to({ offset: null, at: null }) }, "Show the first ones")) : empty("This row has no tokens.", "The trajectory ended before any was written; its conversation has the error."), pages(page, row, offset, to)),
-      h("div", { class: "stack sticky" }, panel("Token", {}, details), extremes(page, text, values, tint),
+      h("div", { class: "stack sticky" }, panel("Token", {}, details), extremes(page, text, tint, to),
         !page.learner && !page.unreadable && !address.validation && h("p", { class: "dim small" }, "The learner's values are here in runs with trackway.save_token_values=true, after the update."))));
 }
 
@@ -120,15 +123,16 @@ function key(tint, versions, full) {
     tint === "advantage" ? item({ "--tint": "100%" }, "negative", "model tint-value negative") : item({}, "not sampled", "observation"));
 }
 
-/** The tokens with the most remarkable values. */
-function extremes(page, text, values, tint) {
-  const { listed, order } = TINTS[tint];
-  if (!listed) return null;
-  const found = values.map((value, index) => [value, index]).filter(([value]) => value !== null).sort((a, b) => order(a[0], b[0])).slice(0, MOST_LISTED);
-  if (!found.length) return null;
-  return panel(listed, {}, h("ol", { class: "least" }, found.map(([value, index]) => h("li", {},
-    h("button", { type: "button", class: "plain", onclick: () => text.querySelector(`[data-index="${index}"]`).focus() }, h("code", {}, page.pieces ? quoted(page.pieces[index]) : String(page.ids[index]))),
-    h("b", {}, number(value, 3))))));
+/** The tokens of the whole row with the most remarkable values. */
+function extremes(page, text, tint, to) {
+  const { listed } = TINTS[tint];
+  if (!listed || !page.ranked.length) return null;
+  const opener = ({ place, id, piece }) => {
+    const index = place - page.offset, words = h("code", {}, piece === null ? String(id) : quoted(piece));
+    return page.ids[index] === undefined ? h("a", { href: to({ at: place, offset: null }), title: `token ${number(place)}` }, words)
+      : h("button", { type: "button", class: "plain", onclick: () => text.querySelector(`[data-index="${index}"]`).focus() }, words);
+  };
+  return panel(listed, {}, h("ol", { class: "least" }, page.ranked.map((token) => h("li", {}, opener(token), h("b", {}, number(token.value, 3))))));
 }
 
 function pages(page, row, offset, to) {
